@@ -68,6 +68,8 @@ def error_event(error: MidstreamError) -> bytes:
 
 def plain(text: str) -> str:
     """On one line, with nothing a terminal acts on: names in messages come from files that anybody may have written."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

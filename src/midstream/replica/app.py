@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 #: The shares of several gateways.
 UNFINISHED_BODY_BYTES_MAX = 2**30
-#: Changes closer together than this share one line of the event stream.
+#: Changes closer together than this share one line of the event stream, but for the end of a load.
 REPORT_GAP_S = 0.05
 REPORT_AT_LEAST_EVERY_S = 1.0
 #: Sessions are reported sooner: another gateway may soon get the session's next turn.
@@ -297,12 +297,13 @@ class EventsExchange(TaskExchange):
 
     async def _answer(self) -> None:
         replica, loop = self._replica, asyncio.get_running_loop()
-        due = loop.time()
+        due, settled = loop.time(), replica.settled
         with replica.sessions.feed(self._session_begun) as feed:
             self._feed = feed
             await self._tell(msgspec.json.encode(SessionsReport(boot=replica.boot)) + b"\n")
             while not replica.closed and not feed.behind:
-                early = due - loop.time()
+                # What a publisher waits for is told at once.
+                early = 0.0 if replica.settled != settled else due - loop.time()
                 timeout_s = early if early > 0 else REPORT_AT_LEAST_EVERY_S
                 changed = asyncio.create_task(replica.changed(timeout_s))
                 try:
@@ -310,7 +311,7 @@ class EventsExchange(TaskExchange):
                     for line in replica.sessions.reports(feed):
                         await self._tell(line)
                     if early <= 0:
-                        due = loop.time() + REPORT_GAP_S
+                        due, settled = loop.time() + REPORT_GAP_S, replica.settled
                         await self._tell(msgspec.json.encode(replica.report()) + b"\n")
                         await self._tell_trajectories()
                     await asyncio.sleep(SESSIONS_GAP_S)

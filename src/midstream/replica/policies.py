@@ -75,6 +75,7 @@ class Parts:
     outside: Outside
     bounds: Bounds
     on_change: Callable[[], None]
+    on_settled: Callable[[], None]
     died: Callable[[str, str], None]
 
 
@@ -126,6 +127,7 @@ class Policy:
             checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=self.own_name),
             monotonic=outside.monotonic,
             on_change=self._moved,
+            on_settled=parts.on_settled,
             on_engine_death=lambda reason: parts.died(boot.id, reason),
         )
         self.driver.info = info

@@ -123,6 +123,8 @@ class Replica:
         self._to_pause = self._pause = Pause()
         self._pausing: asyncio.Task[None] | None = None
         self._watch = asyncio.Event()
+        #: Loads that have ended, of the deployment's own snapshots and of policies: each end is told at once.
+        self.settled = 0
         self._driving: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
         #: Why the engine cannot be started again.
@@ -160,6 +162,7 @@ class Replica:
                 bounds.policies_max,
             ),
             on_change=self._changed,
+            on_settled=self._settled,
             died=self.engine_died,
         )
 
@@ -454,8 +457,13 @@ class Replica:
             checker=self._checker,
             monotonic=self._outside.monotonic,
             on_change=self._changed,
+            on_settled=self._settled,
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )
+
+    def _settled(self) -> None:
+        self.settled += 1
+        self._changed()
 
     def _changed(self) -> None:
         if self.driver.quiet:

@@ -160,7 +160,9 @@ class PackedAdapter:
         """b [outputs, rank] in panels, with the rank filled up to whole units."""
         per_unit = 4 // b.element_size()
         width = -(-b.shape[1] // per_unit) * per_unit
-        b = torch.nn.functional.pad(b, (0, width - b.shape[1])).contiguous()
+        if width > b.shape[1]:
+            b = torch.nn.functional.pad(b, (0, width - b.shape[1]))
+        b = b.contiguous()
         step = width * b.element_size()
         places = torch.full((-(-len(order) // PANEL) * PANEL,), -1)
         places[: len(order)] = (order * step).masked_fill(order < 0, -1)

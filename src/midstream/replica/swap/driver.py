@@ -46,6 +46,8 @@ from midstream.replica.swap.table import Event, SwapMachine
 log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 32
+#: Of a policy's adapter. It shares a step with others' streams, which would wait for a longer one.
+CANARY_TOKENS_OF_POLICY = 8
 CANARY_PREFIX = "canary-"
 
 
@@ -79,7 +81,7 @@ class Checker:
             return None
 
     async def _canary(self, info: ModelInfo) -> tuple[float, ...]:
-        prompt = canary_prompt(info)
+        prompt = canary_prompt(info, CANARY_TOKENS_OF_POLICY if self._policy else CANARY_TOKENS)
         request = GenerateRequest(
             request_id=CANARY_PREFIX + self._new_id(),
             prompt=prompt,
@@ -103,9 +105,9 @@ class Checker:
         return logprobs
 
 
-def canary_prompt(info: ModelInfo) -> tuple[int, ...]:
+def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
     """Token ids all over the vocabulary; the same for every replica of a model."""
-    size = max(2, min(CANARY_TOKENS, info.max_model_len - 1))
+    size = max(2, min(tokens, info.max_model_len - 1))
     return tuple((i * 7919 + 13) % info.vocab_size for i in range(size))
 
 
@@ -131,7 +133,8 @@ class Entrance:
 
 
 class SwapDriver:
-    """Drives the swaps of one boot. machine: its table of stages. on_change: called after every change of the report."""
+    """Drives the swaps of one boot. machine: its table of stages. on_change: called after every change of the report.
+    on_settled: called as each attempt ends, however it ends."""
 
     def __init__(
         self,
@@ -144,7 +147,9 @@ class SwapDriver:
         monotonic: Callable[[], float],
         on_change: Callable[[], None],
         on_engine_death: Callable[[str], None],
+        on_settled: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_settled = on_settled
         self._engine = engine
         self._files = files
         self._gate, self._pins, self._namespaces = entrance.gate, entrance.pins, entrance.namespaces
@@ -211,6 +216,7 @@ class SwapDriver:
         finally:
             self._engine.drop_staged()
             self._end_quiet()
+            self._on_settled()
         if not attempt.cancelled():
             attempt.result()
         self._attempts.ended()
