@@ -26,6 +26,7 @@ from midstream.core.types import (
     Stage,
     TokenRecord,
 )
+from midstream.replica import app
 
 Scenario = Callable[[Running], Awaitable[None]]
 BASE = f"{MODEL}@base"
@@ -821,6 +822,25 @@ def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Pa
             while report.snapshot != "v1" or report.stage is not Stage.IDLE:
                 report = msgspec.json.decode(await anext(lines), type=ReplicaReport)
             assert [t.stage.value for t in report.transitions][-1] == "idle"
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_the_end_of_a_load_is_told_at_once_while_other_changes_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than the test may take.
+    monkeypatch.setattr(app, "REPORT_GAP_S", 3600.0)
+
+    async def scenario(here: Running) -> None:
+        async with here.http.stream("GET", "/replica/events") as events:
+            lines = events.aiter_lines()
+            assert '"kind":"sessions"' in await anext(lines)
+            assert msgspec.json.decode(await anext(lines), type=ReplicaReport).snapshot == "base"
+            for snapshot in ("v1", "v2"):
+                await here.swap(snapshot)
+                report = msgspec.json.decode(await anext(lines), type=ReplicaReport)
+                assert (report.snapshot, report.stage) == (snapshot, Stage.IDLE)
 
     play(tmp_path, FakeEngine, scenario)
 
