@@ -190,7 +190,7 @@ class History:
             self._say,
             self._count,
         )
-        self._policies = Policies(PORT, self.world, BUCKET, weights.adapters, self._say, seed)
+        self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
         self._rng = random.Random(f"{seed} history")
         #: What a client could notice has happened.
         self._disturbed = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from simclient import Broken, Oracle, Rollout, Turn, Wrong, exchange
 from simengine import BLOCK
-from simtrainer import HOT_LOAD, Files, Trainer, Weights
+from simtrainer import HOT_LOAD, Trainer, Weights
 
 if TYPE_CHECKING:
     from simworld import World
@@ -126,6 +126,7 @@ class PolicyTrainer(Trainer):
             self.oracle.ended = True
             self.there = False
             self.signalled.clear()
+            self._parent = None
 
     async def freeze(self, *, frozen: bool) -> None:
         await self.call("POST", "", {"policy": self.policy, "frozen": frozen}, (200, 409))
@@ -147,6 +148,7 @@ class PolicyTrainer(Trainer):
         if status == 200:
             self.signalled.append(name)
             self.there = True
+            self._parent = None
 
     async def call(self, method: str, path: str, body: Any, good: Sequence[int]) -> int | None:
         """The status, one of `good`; None where it is not known what came of it. Raises Wrong."""
@@ -177,12 +179,12 @@ class Policies:
         port: int,
         world: World,
         url: str,
-        adapters: Sequence[Files],
+        published: Weights,
         say: Callable[[str], None],
         seed: int,
     ) -> None:
         self._port, self._world, self._say = port, world, say
-        weights = Weights([*adapters], {})
+        weights = Weights(published.adapters, published.adapter_deltas)
         self.trainers: dict[str, PolicyTrainer] = {}
         for name in NAMES:
             oracle = PolicyOracle(name, synchronous=False)
@@ -298,7 +300,7 @@ def kinds(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
                     "weights": rng.randrange(ADAPTERS),
                     "reset": rng.choice(("all", "new_session", "none", None)),
                     "again": rng.random() < 0.15,
-                    "form": rng.choice(("full", "full", "full", "torn", "late")),
+                    "form": rng.choice(("full", "full", "delta", "delta", "torn", "late")),
                 }
             case "policy freeze":
                 value["s"] = round(rng.uniform(0.2, 3.0), 2)

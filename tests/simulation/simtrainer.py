@@ -30,12 +30,13 @@ Files = Mapping[str, bytes]
 class Weights:
     """What a trainer may publish. variants: whole checkpoints. deltas: by the numbers of parent and child.
 
-    adapters: LoRA adapters of the base weights.
+    adapters: LoRA adapters of the base weights. adapter_deltas: as deltas.
     """
 
     variants: list[Files]
     deltas: dict[tuple[int, int], Files]
     adapters: list[Files] = field(default_factory=list)
+    adapter_deltas: dict[tuple[int, int], Files] = field(default_factory=dict)
 
 
 @dataclass

@@ -71,6 +71,9 @@ def make_bed(place: Path) -> None:
         for file, data in files.items():
             (child / file).write_bytes(data)
         (child / MANIFEST_FILE).write_bytes(encode_manifest(directory_content(child, files)))
+    for parent, number in itertools.permutations(range(ADAPTERS), 2):
+        ends = (place / f"adapter-{parent}", place / f"adapter-{number}")
+        encode_delta(*ends, place / f"adapter-{parent}-{number}", threads=1)
     (place / _WHOLE).touch()
 
 
@@ -102,7 +105,13 @@ def model_and_weights(place: Path) -> tuple[Path, Weights]:
         {file.name: file.read_bytes() for file in sorted((place / f"adapter-{number}").iterdir())}
         for number in range(ADAPTERS)
     ]
-    return place / "sim", Weights(variants, deltas, adapters)
+    between = {
+        (parent, number): {
+            file.name: file.read_bytes() for file in (place / f"adapter-{parent}-{number}").iterdir()
+        }
+        for parent, number in itertools.permutations(range(ADAPTERS), 2)
+    }
+    return place / "sim", Weights(variants, deltas, adapters, between)
 
 
 def _pairs() -> Iterator[tuple[int, ...]]:
