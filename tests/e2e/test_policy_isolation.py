@@ -23,7 +23,7 @@ from serving import Server, serve
 from tiers import of_tier
 
 torch.set_num_threads(1)
-REQUESTS = of_tier(fast=100, test=1_000, all=10_000)
+REQUESTS = of_tier(fast=100, test=400, all=10_000)
 POLICIES, TENANTS, PROMPTS, WORKERS = 6, ("a", "b"), 40, 12
 #: Longer than a few blocks, so that equal prompts share whole blocks.
 LENGTH, NEW = 40, 4
