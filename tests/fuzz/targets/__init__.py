@@ -5,6 +5,7 @@ from __future__ import annotations
 from targets import (
     adapters,
     control_bodies,
+    deployments,
     http_client,
     http_server,
     inference_wires,
@@ -31,6 +32,8 @@ TARGETS: dict[str, Target] = {
     "tool_calls": tool_markup.TARGET,
     "signals": signals.TARGET,
     "control_bodies": control_bodies.TARGET,
+    "deployment_bodies": deployments.RESOURCE,
+    "joining_replicas": deployments.MEMBER,
     "replica_messages": signals.INTERNAL,
     "safetensors": snapshot_files.SAFETENSORS,
     "checkpoints": snapshot_files.DIRECTORY,
