@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_RECORDS
-from midstream.core.text import NOT_JSON
 from midstream.core.types import FinishReason
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these and its route.
@@ -120,16 +119,8 @@ class RewardTaken(msgspec.Struct, frozen=True, kw_only=True):
     taken: bool = False
 
 
-_given = msgspec.json.Decoder(RewardGiven)
-
-
-def read_reward(body: bytes) -> RewardGiven:
+def check_reward(given: RewardGiven) -> None:
     """Raises InvalidRequest that names the field."""
-    try:
-        given = _given.decode(body)
-    except NOT_JSON as error:
-        field = str(error).rpartition("$.")[2].rstrip("`") if "$." in str(error) else None
-        raise InvalidRequest(f"reward: {error}", param=field) from error
     if not isfinite(given.reward):
         raise InvalidRequest("reward: must be a finite number", param="reward")
     if given.replica is not None and given.turn is None:
@@ -138,7 +129,6 @@ def read_reward(body: bytes) -> RewardGiven:
     if size > METADATA_BYTES_MAX:
         message = f"metadata: must be at most {METADATA_BYTES_MAX} bytes as JSON, got {size}"
         raise InvalidRequest(message, param="metadata")
-    return given
 
 
 def records_kept(given: str | None, default: RecordsKept) -> RecordsKept:
