@@ -168,7 +168,11 @@ def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> N
         ('{"reward": 1, "turns": 2}', "'turns'", "turns"),
         ('{"reward": 1, "metadata": {"a": "%s"}}' % ("x" * 5000), "metadata: must be at most", "metadata"),
         ("[]", "the body must be a JSON object", None),
-        ('{"reward": 1, "metadata": {"a": %s}}' % ("[" * 950 + "]" * 950), "the body is not valid JSON", None),
+        (
+            '{"reward": 1, "metadata": {"a": %s}}' % ("[" * 950 + "]" * 950),
+            "the body is not valid JSON",
+            None,
+        ),
     ],
 )
 def test_a_reward_that_is_none_is_refused_by_its_field(body: str, said: str, param: str | None) -> None:
