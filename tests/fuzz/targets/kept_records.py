@@ -79,8 +79,8 @@ def exported(control: int, trace: Any) -> None:
         check(ends == sorted(ends) and (not ends or ends[-1] <= size), "turns that overlap", one.turns)
     if sequences is not None:
         for convert in FORMATS.values():
-            for record in read(lambda c=convert: c(sequences)) or ():  # type: ignore[misc]
-                json.dumps(record, allow_nan=False)
+            # As export.py writes them.
+            read(lambda c=convert: [json.dumps(one, allow_nan=False) for one in c(sequences)])  # type: ignore[misc]
 
 
 def turn(number: int, parent: int, **more: Any) -> TracedTurn:
