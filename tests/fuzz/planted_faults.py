@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from midstream.api import adapter_calls, deployments
-from midstream.client import records
+from midstream.client import records, server
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import protocol
 from midstream.fleet import membership, replicas
@@ -145,6 +145,11 @@ def _labels_uncounted() -> None:
     records._check_count = check_count
 
 
+def _words_expected() -> None:
+    """A refusal without the API's words ends the trainer."""
+    server.error_message = lambda response: str(response.json()["error"]["message"])
+
+
 def _numbers_uncut() -> None:
     """A number goes into the audit log with all its digits."""
     audit._shown = lambda value: audit._cut(value) if isinstance(value, str) else value
@@ -166,5 +171,6 @@ FAULTS = {
     "fault_unnamed": Planted("session_bodies", 100_000, _fault_unnamed),
     "end_of_line_forgotten": Planted("replica_events", 100_000, _end_of_line_forgotten),
     "labels_uncounted": Planted("kept_records", 100_000, _labels_uncounted),
+    "words_expected": Planted("server_answers", 100_000, _words_expected),
     "numbers_uncut": Planted("audit_lines", 100_000, _numbers_uncut),
 }

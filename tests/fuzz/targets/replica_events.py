@@ -31,17 +31,20 @@ OWN, OTHER = "replica-0", "10.0.0.7:9000"
 OTHERS = 128
 POLICY_MADE = 1.5
 SHOWN = (
-    *(Call("GET", path) for path in ("/health", "/metrics", "/v1/models", "/v1/accounts/a/models")),
+    *(Call("GET", path) for path in ("/health", "/metrics", "/v1/models")),
     Call("GET", "/hot_load/v1/models/hot_load"),
-    Call("GET", f"/v1/{NAMES.deployment}/ledger"),
 )
 
 
 class EventSide(ControlSide):
-    """One gateway. Each input is heard by a new set of replicas."""
+    """One gateway, whose deployment has a new set of replicas for each input."""
 
     def __init__(self) -> None:
         super().__init__()
+        replicas = ReplicaSet()
+        self._shown = Deployment(NAMES, replicas, Reconciler(self.ledger, replicas, NAMES.deployment))
+        deployments = Deployments(self._shown)
+        self.serve(deployments, hotload_routes(self.ledger, deployments))
         self.loop.run_until_complete(
             self.ledger.ensure_deployment(NAMES.deployment, NAMES.model, "file:///b", "ASYNC")
         )
@@ -49,28 +52,26 @@ class EventSide(ControlSide):
     async def heard(self, name: str, parts: Iterable[bytes]) -> tuple[Heard, Exception | None]:
         replicas = ReplicaSet()
         replicas.set_members([Member(name, "http://10.0.0.7:9000", own=name == OWN)])
-        deployment = Deployment(NAMES, replicas, Reconciler(self.ledger, replicas, NAMES.deployment))
         # Hears what the replica says of its policy.
         PolicyReplicas(replicas, "red", POLICY_MADE)
-        heard = Heard(deployment)
+        heard = Heard(Deployment(NAMES, replicas, self._shown.reconciler))
         lines = _Lines(lambda line: replicas._heard(heard.view, line))
         _, refused = outcome((*NOT_JSON, ValueError), lambda: [lines.feed(part) for part in parts])
         return heard, refused
 
     async def show(self, heard: Heard) -> None:
         """Everything that reads reports."""
-        deployments = Deployments(heard.deployment)
-        self.serve(deployments, hotload_routes(self.ledger, deployments))
+        self._shown.replicas, self._shown.sessions = heard.deployment.replicas, heard.deployment.sessions
         for call in SHOWN:
             status, answer = await self.answer(call)
             check(status < 500 or call.path == "/health", "what was heard cannot be shown", call.path, answer)
             if call.path != "/metrics":
                 decoded(answer)
-        state = await self.ledger.state(NAMES.deployment)
         report = heard.view.report
         if report is not None:
             last_words(report)
             serving_generation(report)
+            state = await self.ledger.state(NAMES.deployment)
             fleet_of(state, [report])
             if state.desired is not None:
                 serves(state, report, state.desired)
