@@ -371,6 +371,9 @@ ROW = {"current_snapshot_identity": "a", "readiness": True}
             lambda server: list(server.sessions(retry_s=0)),
             {"data": [1], "has_more": False, "unreachable": []},
         ),
+        # Half of a surrogate pair, which no text of a server has.
+        (lambda server: list(server.sessions(retry_s=0)), '"\\ud800"'),
+        (lambda server: server.status(retry_s=0), '{"replicas": ["\\ud800"]}'),
         (lambda server: server.trace("s", retry_s=0), []),
         (lambda server: server.trace("s", retry_s=0), {"unreachable": [1]}),
         (lambda server: server.reward("s", 1.0, retry_s=0), 1),

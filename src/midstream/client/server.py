@@ -33,6 +33,7 @@ import httpx
 import msgspec
 
 from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.text import NOT_JSON
 
 
 class PublishError(Exception):
@@ -69,7 +70,6 @@ FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 10.0
 #: Of a server's words.
 MESSAGE_CHARS_MAX = 1000
-_NO_JSON = (ValueError, RecursionError)
 
 
 class Answer(NamedTuple):
@@ -153,15 +153,15 @@ def retry_after_s(response: httpx.Response, now: float) -> float | None:
 
 def error_message(response: httpx.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])[:MESSAGE_CHARS_MAX]
-    except (*_NO_JSON, KeyError, TypeError):
+        return str(msgspec.json.decode(response.content)["error"]["message"])[:MESSAGE_CHARS_MAX]
+    except (*NOT_JSON, KeyError, TypeError):
         return response.text[:200]
 
 
 def _decoded(response: httpx.Response) -> Any:
     try:
-        return response.json()
-    except _NO_JSON as error:
+        return msgspec.json.decode(response.content)
+    except NOT_JSON as error:
         raise SignalRefused(
             f"{response.url}: answered {response.status_code} without JSON", response.status_code
         ) from error
