@@ -280,9 +280,12 @@ def _read(answer: Any, kind: type[_Kind], url: str, what: str) -> _Kind:
         raise PublishError(f"{url}: answered something else than {what}: {error}") from error
 
 
-def read_status(answer: Any, url: str) -> Status:
-    """Raises PublishError when `answer` is something else."""
-    rows = _read(answer, _Rows, url, "replicas").replicas
+def read_status(answer: Any) -> Status:
+    """Raises ValueError when `answer` is something else."""
+    try:
+        rows = msgspec.convert(answer, _Rows).replicas
+    except msgspec.ValidationError as error:
+        raise ValueError(f"this is no list of replicas: {error}") from error
     return Status(tuple(map(_replica, rows, answer["replicas"])))
 
 
@@ -402,7 +405,11 @@ class HotLoadServer:
     def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:
         """The snapshots that every replica serves and loads. Raises SignalRefused."""
         url = self.url if self.policy is None else f"{self.url}?policy={quote(self.policy, safe='')}"
-        return read_status(self._caller.call("GET", url, deadline_s=retry_s).body, url)
+        answer = self._caller.call("GET", url, deadline_s=retry_s).body
+        try:
+            return read_status(answer)
+        except ValueError as error:
+            raise PublishError(f"{url}: answered something else than replicas: {error}") from error
 
     def wait_until_ready(
         self,

@@ -18,7 +18,6 @@ from midstream.client.server import (
     FIRST_PAUSE_S,
     HOT_LOAD_PATH,
     RETRY_STATUSES,
-    PublishError,
     Status,
     read_status,
 )
@@ -201,8 +200,8 @@ def _json(answer: httpx.Response, what: str) -> Mapping[str, Any]:
 
 def _status(answer: Mapping[str, Any], what: str) -> Status:
     try:
-        return read_status(answer, what)
-    except PublishError as error:
+        return read_status(answer)
+    except ValueError as error:
         raise Failed(f"{what} failed: {error}", "server") from error
 
 
