@@ -150,9 +150,9 @@ def _words_expected() -> None:
     server.error_message = lambda response: str(response.json()["error"]["message"])
 
 
-def _numbers_uncut() -> None:
-    """A number goes into the audit log with all its digits."""
-    audit._shown = lambda value: audit._cut(value) if isinstance(value, str) else value
+def _texts_uncut() -> None:
+    """A client's text goes into the audit log as long as it is."""
+    audit._cut = lambda text: text
 
 
 FAULTS = {
@@ -172,5 +172,5 @@ FAULTS = {
     "end_of_line_forgotten": Planted("replica_events", 100_000, _end_of_line_forgotten),
     "labels_uncounted": Planted("kept_records", 100_000, _labels_uncounted),
     "words_expected": Planted("server_answers", 100_000, _words_expected),
-    "numbers_uncut": Planted("audit_lines", 100_000, _numbers_uncut),
+    "texts_uncut": Planted("audit_lines", 100_000, _texts_uncut),
 }
