@@ -6,6 +6,7 @@ no password and nothing of a body but the fields that it names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ _IN_QUERY = {"hard", "validateOnly", "replaceMergedAddon", "overwrite"}
 _NAMED = {*audit._Said.__struct_encode_fields__, *_IN_PATH, *_IN_QUERY}
 #: Fields that may name a URL.
 URLS = ("url", "lora_path", "model_path", "weight_dir", "path")
-_logs: list[tuple[audit.AuditLog, list[str]]] = []
+_logs: list[audit.AuditLog] = []
 
 
 class Lines(logging.Handler):
@@ -47,15 +48,25 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def log() -> tuple[audit.AuditLog, list[str]]:
+def log() -> audit.AuditLog:
     if not _logs:
-        handler = Lines()
-        audit.logger.addHandler(handler)
-        audit.logger.propagate = False
         deployments = Deployments(Deployment(NAMES, ReplicaSet(), _NoReconciler()))  # type: ignore[arg-type]
         keys = [KeySettings(key=SECRET, tenant="t", scopes=("operate",))]
-        _logs.append((audit.AuditLog(Authenticator(keys), deployments, lambda: _CLOCK), handler.said))
+        _logs.append(audit.AuditLog(Authenticator(keys), deployments, lambda: _CLOCK))
     return _logs[0]
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the log says meanwhile, which nobody else hears."""
+    handler, before = Lines(), audit.logger.propagate
+    audit.logger.addHandler(handler)
+    audit.logger.propagate = False
+    try:
+        yield handler.said
+    finally:
+        audit.logger.removeHandler(handler)
+        audit.logger.propagate = before
 
 
 class _NoReconciler:
@@ -75,9 +86,8 @@ def run(data: bytes) -> None:
         headers.insert(0, (b"x-api-key", b"sk-nobody"))
     first = dict(reversed(headers))
     method = METHODS[control % len(METHODS)]
-    trail, said = log()
-    said.clear()
-    trail.answered(Request(method, target, headers, first, body, False, True), "1.2.3.4", 200)
+    with listening() as said:
+        log().answered(Request(method, target, headers, first, body, False, True), "1.2.3.4", 200)
     check(len(said) <= 1, "several lines", said)
     if not said:
         path = target.decode("latin-1").partition("?")[0]
