@@ -345,6 +345,52 @@ def test_retrying_ends_at_the_deadline(tmp_path: Path) -> None:
     assert caught.value.status is None
 
 
+@pytest.mark.parametrize("after", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_a_server_that_asks_for_no_pause_is_asked_again_with_growing_ones(tmp_path: Path, after: str) -> None:
+    script = Script(*[(503, {}, {"retry-after": after})] * 3, (200, {"ok": 1}, {}))
+    assert script.publisher(tmp_path).signal("a") == {"ok": 1}
+    assert script.slept == [0.25, 0.5, 1.0]
+
+
+DEEP = "[" * 100_000
+ROW = {"current_snapshot_identity": "a", "readiness": True}
+
+
+@pytest.mark.parametrize(
+    ("call", "body"),
+    [
+        *(
+            (lambda server: server.status(retry_s=0), body)
+            for body in ([], {"replicas": 1}, {"replicas": [1]})
+        ),
+        (lambda server: server.status(retry_s=0), {"replicas": [ROW | {"midstream": {"generation": "1"}}]}),
+        (lambda server: server.status(retry_s=0), {"replicas": [ROW | {"loading_state": [1]}]}),
+        (lambda server: server.deployments(retry_s=0), {"accounts": [1]}),
+        (lambda server: list(server.sessions(retry_s=0)), {"data": [{"id": "s"}]}),
+        (
+            lambda server: list(server.sessions(retry_s=0)),
+            {"data": [1], "has_more": False, "unreachable": []},
+        ),
+        # Half of a surrogate pair, which no text of a server has.
+        (lambda server: list(server.sessions(retry_s=0)), '"\\ud800"'),
+        (lambda server: server.status(retry_s=0), '{"replicas": ["\\ud800"]}'),
+        (lambda server: server.trace("s", retry_s=0), []),
+        (lambda server: server.trace("s", retry_s=0), {"unreachable": [1]}),
+        (lambda server: server.reward("s", 1.0, retry_s=0), 1),
+        *((lambda server: server.status(retry_s=0), text) for text in (DEEP, "x" * 100_000)),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 409])
+def test_whatever_a_server_answers_is_read_or_a_short_error(call: Any, body: Any, status: int) -> None:
+    text = body if isinstance(body, str) else json.dumps(body)
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
+    server = HotLoadServer("http://gateway", http=httpx.Client(transport=transport))
+    with pytest.raises(PublishError) as caught:
+        call(server)
+    assert len(str(caught.value)) < 2000
+    server.close()
+
+
 # --- waiting ---
 
 

@@ -262,6 +262,53 @@ def test_a_trace_with_a_number_too_few_is_refused(name: str) -> None:
         sequences_of(trace)
 
 
+def without(trace: dict[str, Any], name: str) -> None:
+    del trace["traces"][0]["turns"][0][name]
+
+
+def turns_set(name: str, value: Any, at: int = 0) -> Any:
+    return lambda trace: trace["traces"][0]["turns"][at].update({name: value})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda trace: trace.clear(),
+        lambda trace: trace.update(traces=[1]),
+        lambda trace: trace["traces"][0].pop("replica"),
+        lambda trace: trace["traces"][0].update(rewards=[{"name": "reward"}]),
+        lambda trace: trace["traces"][0].update(
+            rewards=[{"reward": 10**400, "turn": None, "name": "reward"}]
+        ),
+        lambda trace: without(trace, "added"),
+        turns_set("token_ids", "abc"),
+        turns_set("logprobs", [{}] * 3),
+        turns_set("routing_matrix", ["\u00fc"] * 3),
+        turns_set("routing_matrix_shape", None),
+        turns_set("routing_matrix_shape", [-LAYERS, -TOP_K]),
+        turns_set("routing_matrix_shape", [LAYERS * TOP_K, 1]),
+        # As many labels as no memory holds.
+        turns_set("snapshots", [{"snapshot": "s", "start": 0, "end": 2**62}]),
+        # A path without an end, and turns of which one hides another.
+        turns_set("parent", 2),
+        turns_set("turn", 2),
+        turns_set("turn", 0),
+    ],
+)
+def test_what_is_no_trace_is_refused(spoil: Any) -> None:
+    trace = a_trace([(0, 2, 3), (1, 2, 3), (2, 1, 1)])
+    spoil(trace)
+    with pytest.raises(ValueError, match=r"\S"):
+        sequences_of(trace)
+
+
+def test_whole_numbers_are_log_probabilities_too() -> None:
+    trace = a_trace([(0, 2, 3)])
+    turns_set("logprobs", [0, -1, -2])(trace)
+    (sequence,) = sequences_of(trace)
+    assert [type(one) for one in sequence.logprobs] == [float] * 5
+
+
 def test_neither_torch_nor_numpy_is_needed_for_the_module() -> None:
     path = sys.modules[TrainingSequence.__module__].__file__
     run = f"exec(compile(open({path!r}).read(), 'm', 'exec'))"

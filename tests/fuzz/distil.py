@@ -13,9 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fuzz import CORPORA, ROOT
-from targets import TARGETS
-from targets.target import Target
+from fuzz import CORPORA, ROOT, find_targets
+
+find_targets()
+from targets import TARGETS  # noqa: E402
+from targets.target import Target  # noqa: E402
 
 KEPT_MAX = 48
 BYTES_MAX = 2048

@@ -158,11 +158,16 @@ def report(runs: Sequence[Run]) -> int:
 # -- inside a target's process
 
 
+def find_targets() -> None:
+    """Targets are imported from this folder, and what they share with tests from the folder of all tests."""
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+
 def fuzz_one(options: argparse.Namespace) -> None:
     """Never returns: libFuzzer ends the process."""
     import atheris
 
-    sys.path.insert(0, str(HERE))
+    find_targets()
     with atheris.instrument_imports(include=["midstream"]):
         from targets import TARGETS
 
@@ -206,7 +211,7 @@ def escaped(word: bytes) -> str:
 
 def replay(file: Path, name: str) -> None:
     """Raises what the target raises."""
-    sys.path.insert(0, str(HERE))
+    find_targets()
     from targets import TARGETS
 
     TARGETS[name].run(file.read_bytes())

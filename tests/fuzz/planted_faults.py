@@ -8,11 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
-from midstream.api import adapter_calls
+from midstream.api import adapter_calls, deployments
+from midstream.client import records, server
+from midstream.core.errors import ConfigError
 from midstream.engine.vllm import protocol
+from midstream.fleet import membership, replicas
+from midstream.http import bodies
+from midstream.proxy import audit
 from midstream.replica.text import toolcalls
 from midstream.replica.wire import messages, table, textcalls, vllm
 from midstream.snapshots import adapter, layout
@@ -90,6 +96,65 @@ def _adapter_called_policy() -> None:
     adapter_calls._rename = lambda error, param: None
 
 
+def _url_read_loosely() -> None:
+    """What a reader of URLs passes over stays in the URL of a replica."""
+
+    def replica_name(url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r}: expected http://HOST:PORT") from error
+        if parts.scheme != "http" or not host or not port or parts.path not in ("", "/"):
+            raise ConfigError(f"{url!r}: expected http://HOST:PORT")
+        return f"{host}:{port}"
+
+    membership.replica_name = replica_name
+
+
+def _beginning_is_inside() -> None:
+    """A bucket whose name begins as another one's counts as a place in it."""
+    deployments.lies_in = lambda url, bucket: url.startswith(bucket)
+
+
+def _fault_unnamed() -> None:
+    """A refusal of a reward's field does not name it."""
+    bodies.at_fault = lambda error: None
+
+
+def _end_of_line_forgotten() -> None:
+    """A byte that begins a piece and ends a line is lost."""
+    feed = replicas._Lines.feed
+
+    def forgetful(self: replicas._Lines, data: bytes) -> None:
+        if data[1:2] == b"\n":
+            data = data[1:]
+        feed(self, data)
+
+    replicas._Lines.feed = forgetful  # type: ignore[method-assign]
+
+
+def _labels_uncounted() -> None:
+    """A turn may have labels for some of its tokens only."""
+    counted = records._check_count
+
+    def check_count(about: Any, turn: Any, what: str, given: Any) -> None:
+        if what != "snapshot":
+            counted(about, turn, what, given)
+
+    records._check_count = check_count
+
+
+def _words_expected() -> None:
+    """A refusal without the API's words ends the trainer."""
+    server.error_message = lambda response: str(response.json()["error"]["message"])
+
+
+def _texts_uncut() -> None:
+    """A client's text goes into the audit log as long as it is."""
+    audit._cut = lambda text: text
+
+
 FAULTS = {
     "ranges_unbounded": Planted("safetensors", 100_000, _ranges_unbounded),
     "tag_cut_short": Planted("tool_calls", 100_000, _tag_cut_short),
@@ -101,4 +166,11 @@ FAULTS = {
     "sampling_called_otherwise": Planted("token_bodies", 100_000, _sampling_called_otherwise),
     "tokens_unchecked": Planted("text_bodies", 100_000, _tokens_unchecked),
     "adapter_called_policy": Planted("control_bodies", 100_000, _adapter_called_policy),
+    "url_read_loosely": Planted("joining_replicas", 100_000, _url_read_loosely),
+    "beginning_is_inside": Planted("deployment_bodies", 100_000, _beginning_is_inside),
+    "fault_unnamed": Planted("session_bodies", 100_000, _fault_unnamed),
+    "end_of_line_forgotten": Planted("replica_events", 100_000, _end_of_line_forgotten),
+    "labels_uncounted": Planted("kept_records", 100_000, _labels_uncounted),
+    "words_expected": Planted("server_answers", 100_000, _words_expected),
+    "texts_uncut": Planted("audit_lines", 100_000, _texts_uncut),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import fuzz
 import pytest
 from planted_faults import FAULTS
-from targets import TARGETS, control_bodies, inference_wires, rollout_requests
+from targets import TARGETS, control_side, inference_wires, rollout_requests
 
 SCRIPT = Path(fuzz.__file__)
 SECONDS = 60
@@ -27,7 +27,7 @@ def _no_child_stays() -> Iterator[None]:
     while rollout_requests._checks:
         rollout_requests._checks.pop().close()
     inference_wires.close()
-    control_bodies.close()
+    control_side.close_all()
 
 
 def fuzzed(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -173,13 +173,17 @@ SECRET_CALLS = [
     post(b"{}", HOT_LOAD_PATH, f"authorization: Basic {SECRET}\r\ncookie: {SECRET}\r\n"),
     post(json.dumps({"url": f"http://u:{SECRET}@h:1/?k={SECRET}"}).encode(), f"{ONE}/replicas", "x-api-key: key-op\r\n"),
     post(json.dumps({"hotLoadBucketUrl": SECRET, "description": SECRET}).encode(), DEPLOYMENTS, "x-api-key: key-op\r\n"),
+    *(
+        post(json.dumps({name: f"s3://u:{SECRET}@b/c?k={SECRET}"}).encode(), path, "x-api-key: key-op\r\n")
+        for path, name in (("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path"))
+    ),
     post(b"{}", f"http://u:{SECRET}@h{ONE}", "x-api-key: key-op\r\n"),
     post(b"{}", f"ftp://u:{SECRET}@h{ONE}", "x-api-key: key-op\r\n"),
 ]  # fmt: skip
 
 
 def test_no_secret_reaches_any_line(lines: Any, caplog: pytest.LogCaptureFixture) -> None:
-    keys = (KeySettings(key="key-op", scopes=("operate",)),)
+    keys = (KeySettings(key="key-op", scopes=("operate", "publish")),)
 
     async def main() -> None:
         async with world(keys=keys) as here:
@@ -339,3 +343,17 @@ def test_a_quiet_log_still_has_it() -> None:
         [sys.executable, "-c", QUIET], capture_output=True, text=True, check=True, timeout=60
     )
     assert re.fullmatch(r"\S+ \S+ gateway INFO midstream.audit: a line\n", said.stderr)
+
+
+def test_a_long_number_makes_no_long_line(lines: Any) -> None:
+    async def main() -> None:
+        async with world(keys=()) as here:
+            body = b'{"identity": %s, "weight": -%s, "minReplicaCount": 2}' % (b"9" * 4000, b"9" * 4000)
+            await here.stage.ask(post(body, f"{ONE}/ledger"))
+
+    run(main)
+    (line,) = lines()
+    assert line["what"]["minReplicaCount"] == 2
+    for text in (line["what"]["identity"], line["what"]["weight"]):
+        assert "99999" in text
+        assert len(text) <= audit.SHOWN_CHARS + 3

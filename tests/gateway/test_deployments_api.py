@@ -481,3 +481,15 @@ def test_models_that_can_be_deployed_are_listed(tmp_path: Path) -> None:
 )
 def test_a_place_lies_in_a_bucket_or_not(url: str, bucket: str, inside: bool) -> None:
     assert lies_in(url, bucket) is inside
+
+
+def test_a_name_that_is_taken_is_refused_by_its_parameter_and_leaves_no_directory(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for name in ("b", "default"):
+            await server.create("b")
+            place = f"{server.bucket.as_uri()}/new"
+            answer = await server.create(name, hotLoadBucketUrl=place)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (409, "deploymentId")
+            assert not (server.bucket / "new").exists()
+
+    serve(tmp_path, work)

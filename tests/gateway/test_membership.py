@@ -141,14 +141,31 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
         "https://10.0.0.7:1",
         "http://10.0.0.7",
         "http://a@10.0.0.7:1",
+        "http://:password@10.0.0.7:1",
+        "http://@10.0.0.7:1",
+        "http://10.0.0.7:1?",
+        "http://10.0.0.7:1#",
+        " http://10.0.0.7:1",
+        "http://10.0.0.7:1\n",
+        "http://10.0.0\t.7:1",
+        "http://10.0.0.7:1//",
+        "http://[10.0.0.7:1",
+        "http://a\u2100b:1",
         5,
     ],
 )
 def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
     async def work(server: Server) -> None:
-        await server.ask("POST", url=url, status=400)
-        await server.ask("POST", status=400, weight=1)
-        await server.ask("POST", status=400, url=FAR, weight=0)
+        for status, param, body in (
+            (400, "url", {"url": url}),
+            (400, "url", {"weight": 1}),
+            (400, "weight", {"url": FAR, "weight": 0}),
+            (400, "drain", {"url": FAR, "drain": 1}),
+            (400, "name", {"url": FAR, "name": "x"}),
+        ):
+            error = (await server.ask("POST", status=status, **body))["error"]
+            assert error["param"] == param
+            assert f"{param}: " in error["message"] or f"{param!r}" in error["message"]
         await server.ask("POST", status=404, url=FAR, deployment=f"{A}/deployments/none")
         assert names(server) == ["replica-0"]
 
@@ -163,6 +180,7 @@ def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
         for deployment in (DEFAULT, B):
             shown = await server.ask("POST", status=409, url=FAR, deployment=deployment)
             assert DEFAULT in shown["error"]["message"]
+            assert shown["error"]["param"] == "url"
         await server.ask("DELETE", "/10.0.0.7:9000")
         await server.ask("POST", url=FAR, deployment=B)
 

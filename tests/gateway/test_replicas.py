@@ -277,10 +277,23 @@ def test_a_silent_stream_counts_as_lost() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("line", [b"{not json}\n", msgspec.json.encode(report(replica="replica-7")) + b"\n"])
+WHOLE = msgspec.json.encode(report())
+NO_REPORTS = (
+    b"{not json}",
+    WHOLE.replace(b"replica-0", b"replica-7"),
+    # A number that no metric and no ledger takes.
+    WHOLE.replace(b'"generation":0', b'"generation":' + b"9" * 400),
+    WHOLE.replace(b'"steps":0', b'"steps":-1'),
+    b'{"kind":"trajectories","measures":{"generation_seconds":{"counts":[1,2]}}}',
+    b'{"kind":"trajectories","measures":{"cached_prompt_share":{"counts":[1,2,3,4,5,6,7,8,%s]}}}'
+    % (b"9" * 400),
+)
+
+
+@pytest.mark.parametrize("line", [line + b"\n" for line in NO_REPORTS], ids=range(len(NO_REPORTS)))
 def test_a_stream_that_is_not_this_replicas_is_not_believed(line: bytes) -> None:
     async def main() -> None:
-        async with EventServer() as server, Watched(server) as watched:
+        async with EventServer() as server, Watched(server, silence_s=60) as watched:
             await server.connected.wait()
             server.send(report())
             await watched.until(lambda: watched.view.report is not None)

@@ -157,3 +157,32 @@ def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> N
             assert "secret-key" not in text
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        ("{}", "reward: this field is required", "reward"),
+        ('{"reward": "1"}', "reward: expected float, got str", "reward"),
+        ('{"reward": 1, "turn": 0}', "turn: expected int >= 1", "turn"),
+        ('{"reward": 1, "turns": 2}', "'turns'", "turns"),
+        ('{"reward": 1, "metadata": {"a": "%s"}}' % ("x" * 5000), "metadata: must be at most", "metadata"),
+        ("[]", "the body must be a JSON object", None),
+        (
+            '{"reward": 1, "metadata": {"a": %s}}' % ("[" * 950 + "]" * 950),
+            "the body is not valid JSON",
+            None,
+        ),
+    ],
+)
+def test_a_reward_that_is_none_is_refused_by_its_field(body: str, said: str, param: str | None) -> None:
+    async def main() -> None:
+        async with holders(1) as made, gateway(made) as stage:
+            await all_usable(stage)
+            request = post(path="/v1/sessions/s/reward", body=body.encode())
+            answer = await stage.ask(request)
+            error = json.loads(answer.body)["error"]
+            assert (answer.status, error["param"]) == (400, param)
+            assert said in error["message"]
+
+    run(main)

@@ -9,13 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from policies_taken_up import take_up_policies
 from test_hotload_api import DEPLOYMENT, Server
 
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_routes
-from midstream.fleet.loop import Reconciler
-from midstream.fleet.policies import INFIX, PolicyReplicas, names_of
-from midstream.fleet.registry import Deployment
+from midstream.fleet.policies import INFIX
 from midstream.proxy.metrics import GatewayMetrics
 
 POLICIES = f"/v1/{DEPLOYMENT}/policies"
@@ -24,7 +23,7 @@ LOADS = ("/v1/load_lora_adapter", "/load_lora_adapter")
 
 
 class PolicyServer(Server):
-    """It takes up policies as launch/gateway.py does. One that is being ended is gone at once."""
+    """It takes up policies."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -33,19 +32,7 @@ class PolicyServer(Server):
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
 
     async def changed(self) -> None:
-        rows = {row.name: row for row in await self.ledger.policies()}
-        for policy in self.deployments.policies():
-            row = rows.pop(policy.name, None)
-            if row is None or row.deleting:
-                self.deployments.remove(policy)
-                if row is not None:
-                    await self.ledger.delete_deployment(row.name)
-        host = self.deployments.default
-        for name, row in rows.items():
-            policy_name = name.partition(INFIX)[2]
-            replicas = PolicyReplicas(host.replicas, policy_name, row.created_at)
-            names, reconciler = names_of(host.names, policy_name), Reconciler(self.ledger, replicas, name)
-            self.deployments.add(Deployment(names, replicas, reconciler, policy=policy_name, of=host))
+        await take_up_policies(self.ledger, self.deployments)
 
     @property
     def policies(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -260,3 +261,48 @@ def test_turns_behind_a_gap_are_told_and_not_guessed() -> None:
     (found,) = traces_of(records)
     (one,) = found["traces"]
     assert ([turn["turn"] for turn in one["turns"]], one["orphans"]) == ([1, 5], [3, 4])
+
+
+A_TURN = {"n": 1, "replica": "r", "boot": "b", "kind": "turn"}
+ABOUT = {"deployment": "d", "tenant": "", "session": "s", "tree": 1}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1]",
+        b"{",
+        b"[" * 2000,
+        json.dumps(A_TURN | {"n": "2"}).encode(),
+        json.dumps(A_TURN | {"replica": []}).encode(),
+        json.dumps({"n": 1, "replica": "r", "boot": "b"}).encode(),
+    ],
+)
+def test_a_line_that_is_no_record_is_refused_with_its_file(tmp_path: Path, line: bytes) -> None:
+    folder = tmp_path / "bucket" / "records" / "d"
+    folder.mkdir(parents=True)
+    (folder / "r-1.jsonl").write_bytes(json.dumps(A_TURN).encode() + b"\n" + line)
+    with pytest.raises(ValueError, match=r"r-1\.jsonl: holds a line that is no record"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        ABOUT | {"turn": 1},
+        ABOUT | {"turn": {"turn": 1}},
+        ABOUT | {"turn": {"turn": [], "parent": 0}},
+        ABOUT | {"session": {}, "turn": {"turn": 1, "parent": 0}},
+        ABOUT | {"kind": "reward"},
+        ABOUT | {"kind": "reward", "reward": {"turn": {}, "name": "x"}},
+    ],
+)
+def test_a_record_without_what_a_trace_needs_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="record 1 of r"):
+        list(traces_of([A_TURN | more]))
+
+
+def test_a_gap_that_does_not_say_how_many_are_lost_is_refused() -> None:
+    with pytest.raises(ValueError, match="record 1 of r"):
+        gaps_in([A_TURN | {"kind": "gap"}])

@@ -204,7 +204,7 @@ async def _replicas(endpoint: Endpoint, target: Target) -> None:
     response = await endpoint.request("GET", HOT_LOAD_PATH)
     try:
         status = read_status(response.json()) if response.status_code == 200 else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         # The rows of the hot-load API report that.
         status = None
     if status is not None:

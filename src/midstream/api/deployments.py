@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.api import resource
 from midstream.api.status import loading_state
-from midstream.core.errors import ConfigError, InvalidRequest, NotFound
+from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.headers import HEADER_MADE
 from midstream.core.scopes import OBSERVE, OPERATE, PUBLISH, forbidden
 from midstream.fleet.access import grant_of
@@ -28,6 +28,7 @@ from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
 from midstream.http.bodies import read_body, whole_number
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
+from midstream.ledger.deployments import NameTaken
 from midstream.ledger.records import DeploymentChange
 from midstream.snapshots.identity import file_url_path, parse_bucket
 
@@ -100,16 +101,7 @@ class _Api:
         )
         if request.query_params.get("validateOnly") == "true":
             return JSONResponse(resource.shown(row, None, (), None))
-        await _make_bucket(row.bucket_url)
-        row = await self._ledger.create_deployment(
-            row.name,
-            model=row.model,
-            bucket_url=row.bucket_url,
-            transition=row.transition,
-            replicas_min=least,
-            replicas_max=most,
-            fields=row.fields,
-        )
+        row = await self._made(row)
         await self._changed()
         return JSONResponse(await self._shown(row), headers={HEADER_MADE: row.name})
 
@@ -172,6 +164,26 @@ class _Api:
         raise InvalidRequest("a deployment that was deleted is gone: create it again")
 
     # -- inside
+
+    async def _made(self, row: DeploymentRow) -> DeploymentRow:
+        """Raises InvalidRequest, and Conflict for a name that is taken: for it, no directory is made."""
+        taken = Conflict(f"deploymentId: there is a deployment {row.name} already", param="deploymentId")
+        if any(known.name == row.name for known in await self._ledger.deployments()):
+            raise taken
+        await _make_bucket(row.bucket_url)
+        try:
+            return await self._ledger.create_deployment(
+                row.name,
+                model=row.model,
+                bucket_url=row.bucket_url,
+                transition=row.transition,
+                replicas_min=row.replicas_min,
+                replicas_max=row.replicas_max,
+                fields=row.fields,
+            )
+        except NameTaken as error:
+            # Another call was faster.
+            raise taken from error
 
     async def _change(
         self, row: DeploymentRow, given: dict[str, Any], fields: Collection[str]

@@ -27,11 +27,11 @@ from starlette.routing import BaseRoute, Route
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
-from midstream.core.traces import RewardAsked, RewardTaken, read_reward
+from midstream.core.traces import RewardAsked, RewardGiven, RewardTaken, check_reward
 from midstream.core.types import Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
-from midstream.http.bodies import read_body, whole_number
+from midstream.http.bodies import fields_of, json_object, read_body, whole_number
 
 PAGE_SIZE = 100
 PAGE_SIZE_MAX = 1000
@@ -130,7 +130,8 @@ class _Api:
     async def reward(self, request: Request) -> Response:
         """Rewards the session where its turns are, or one turn. The last one of a turn and name counts."""
         deployment, session = self._deployments.named(request.headers), _session(request)
-        given = read_reward(await read_body(request))
+        given = fields_of(json_object(await read_body(request)), RewardGiven)
+        check_reward(given)
         asked = RewardAsked(tenant=session[0], key=session[1], given=given, look=True)
         told, silent = await _rewarded(deployment, asked, given.replica)
         has = [replica for replica, answer in told if answer.has]

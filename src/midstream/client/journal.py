@@ -7,7 +7,7 @@ not there yet. What was lost says so: `gaps_in` counts it.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,49 @@ from midstream.core.text import NOT_JSON
 from midstream.snapshots.store.bucket import list_files, read_file
 
 Record = dict[str, Any]
+
+
+class _Head(msgspec.Struct):
+    """What every record has."""
+
+    n: int
+    replica: str
+    boot: str
+    kind: str
+
+
+class _Gap(msgspec.Struct):
+    lost: int
+
+
+class _About(_Head):
+    """What every record of a session has."""
+
+    deployment: str
+    tenant: str
+    session: str
+    tree: int
+
+
+class _Turn(msgspec.Struct):
+    turn: int
+    parent: int
+
+
+class _Turned(msgspec.Struct):
+    turn: _Turn
+
+
+class _Reward(msgspec.Struct):
+    turn: int | None
+    name: str
+
+
+class _Rewarded(msgspec.Struct):
+    reward: _Reward
+
+
+_Part = TypeVar("_Part", bound=msgspec.Struct)
 
 
 def read_records(url: str, *, deployment: str | None = None, seen: Container[str] = ()) -> Iterator[Record]:
@@ -32,43 +75,54 @@ def read_records(url: str, *, deployment: str | None = None, seen: Container[str
             for line in read_file(root, path).splitlines():
                 try:
                     record: Record = msgspec.json.decode(line)
-                    writer, number = (record["replica"], record["boot"]), record["n"]
-                except (*NOT_JSON, KeyError, TypeError) as error:
+                    head = msgspec.convert(record, _Head)
+                except NOT_JSON as error:
                     raise ValueError(f"{root}/{path}: holds a line that is no record: {error}") from error
-                if number > last.get(writer, 0):
-                    last[writer] = number
+                if head.n > last.get((head.replica, head.boot), 0):
+                    last[head.replica, head.boot] = head.n
                     yield {**record, "segment": path}
 
 
 def gaps_in(records: Iterable[Record]) -> int:
-    """How many records found no room where they were written, as those that came behind them say."""
-    return sum(record["lost"] for record in records if record["kind"] == "gap")
+    """How many records found no room where they were written, as those that came behind them say. Raises ValueError."""
+    return sum(_read(record, _Gap).lost for record in records if record["kind"] == "gap")
 
 
 def traces_of(records: Iterable[Record], sessions: Container[str] | None = None) -> Iterator[dict[str, Any]]:
     """The sessions in the records as traces, such as `sequences_of` takes, in the order of their first turns.
 
     sessions: of these keys alone. A session of several replicas, or one that began anew, has an entry in `traces` for each.
-    Turns whose parent was lost are left out; the entry's `orphans` are their numbers. Holds all of them in memory.
+    Turns whose parent was lost are left out; the entry's `orphans` are their numbers. Holds all of them in memory. Raises
+    ValueError on a record that lacks what its kind has.
     """
     found: dict[tuple[str, str, str], dict[tuple[str, str, int], dict[str, Any]]] = {}
     for record in records:
-        if record["kind"] == "gap" or (sessions is not None and record["session"] not in sessions):
+        if record["kind"] == "gap":
             continue
-        owner = (record["deployment"], record["tenant"], record["session"])
-        tree = (record["replica"], record["boot"], record["tree"])
-        empty: dict[str, Any] = {"replica": record["replica"], "turns": {}, "rewards": {}, "orphans": []}
-        entry = found.setdefault(owner, {}).setdefault(tree, empty)
-        if record["kind"] == "turn":
-            turn = record["turn"]
-            if turn["parent"] == 0 or turn["parent"] in entry["turns"]:
-                entry["turns"][turn["turn"]] = turn
+        about = _read(record, _About)
+        if sessions is not None and about.session not in sessions:
+            continue
+        trees = found.setdefault((about.deployment, about.tenant, about.session), {})
+        empty: dict[str, Any] = {"replica": about.replica, "turns": {}, "rewards": {}, "orphans": []}
+        entry = trees.setdefault((about.replica, about.boot, about.tree), empty)
+        if about.kind == "turn":
+            turn = _read(record, _Turned).turn
+            if turn.parent == 0 or turn.parent in entry["turns"]:
+                entry["turns"][turn.turn] = record["turn"]
             else:
-                entry["orphans"].append(turn["turn"])
-        elif record["kind"] == "reward":
-            reward = record["reward"]
-            entry["rewards"][reward["turn"], reward["name"]] = reward
+                entry["orphans"].append(turn.turn)
+        elif about.kind == "reward":
+            reward = _read(record, _Rewarded).reward
+            entry["rewards"][reward.turn, reward.name] = record["reward"]
     for (deployment, tenant, key), trees in found.items():
         lists = ("turns", "rewards")
         traces = [entry | {name: list(entry[name].values()) for name in lists} for entry in trees.values()]
         yield {"id": key, "tenant": tenant, "deployment": deployment, "traces": traces, "unreachable": []}
+
+
+def _read(record: Record, kind: type[_Part]) -> _Part:
+    """Raises ValueError."""
+    try:
+        return msgspec.convert(record, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"record {record['n']} of {record['replica']}: {error}") from error

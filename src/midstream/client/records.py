@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from midstream.core.traces import check_trace
+
 Trace = Mapping[str, Any]
 #: Of the model's own distribution, or of the one that was sampled from (temperature, top-p and so on).
 LogprobKind = Literal["logprob", "sampling_logprob"]
@@ -77,6 +79,7 @@ def sequences_of(
     trace: Trace, *, logprobs: LogprobKind = "logprob", unscored: Unscored = "refuse"
 ) -> list[TrainingSequence]:
     """The sequences of a trace, of each replica in the order of their last turns."""
+    check_trace(trace)
     found: list[TrainingSequence] = []
     for one in trace["traces"]:
         turns = {turn["turn"]: turn for turn in one["turns"]}
@@ -147,14 +150,16 @@ def _scores(
             f"{_turn(about, turn)} has no {kind} of each token: send x-midstream-records: logprobs, or leave it out of the loss"
         )
     _check_count(about, turn, kind, given)
-    return list(given)
+    return [float(logprob) for logprob in given]
 
 
 def _labels(about: dict[str, str], turn: dict[str, Any]) -> list[str | None]:
     labels: list[str | None] = []
     for span in turn["snapshots"]:
-        if span["start"] != len(labels):
-            raise ValueError(f"{_turn(about, turn)}: its snapshots leave a gap or overlap")
+        if span["start"] != len(labels) or span["end"] > len(turn["token_ids"]):
+            raise ValueError(
+                f"{_turn(about, turn)}: its snapshots leave a gap, overlap, or go on behind its tokens"
+            )
         labels += [span["snapshot"]] * (span["end"] - span["start"])
     _check_count(about, turn, "snapshot", labels)
     return labels

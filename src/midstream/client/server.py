@@ -26,12 +26,14 @@ import email.utils
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.text import NOT_JSON
 
 
 class PublishError(Exception):
@@ -66,6 +68,8 @@ class NotReadyInTime(PublishError, TimeoutError):
 RETRY_STATUSES = frozenset({408, 425, 429})
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 10.0
+#: Of a server's words.
+MESSAGE_CHARS_MAX = 1000
 
 
 class Answer(NamedTuple):
@@ -126,7 +130,8 @@ class Caller:
                 if response.status_code not in RETRY_STATUSES and response.status_code < 500:
                     raise SignalRefused(problem, response.status_code)
             asked_s = retry_after_s(response, self._now()) if response is not None else None
-            wait_s = asked_s if asked_s is not None else pause_s
+            # A server that asks for no pause is asked again all the same with growing ones.
+            wait_s = asked_s or pause_s
             if self._monotonic() + wait_s > until:
                 status = response.status_code if response is not None else None
                 tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
@@ -148,15 +153,15 @@ def retry_after_s(response: httpx.Response, now: float) -> float | None:
 
 def error_message(response: httpx.Response) -> str:
     try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(msgspec.json.decode(response.content)["error"]["message"])[:MESSAGE_CHARS_MAX]
+    except (*NOT_JSON, KeyError, TypeError):
         return response.text[:200]
 
 
 def _decoded(response: httpx.Response) -> Any:
     try:
-        return response.json()
-    except ValueError as error:
+        return msgspec.json.decode(response.content)
+    except NOT_JSON as error:
         raise SignalRefused(
             f"{response.url}: answered {response.status_code} without JSON", response.status_code
         ) from error
@@ -223,24 +228,79 @@ class Status:
         return "; ".join(shown) or "there are no replicas"
 
 
+class _Loading(msgspec.Struct):
+    stage: str | None = None
+    target_snapshot_identity: str | None = None
+
+
+class _Own(msgspec.Struct):
+    replica: str = "a replica"
+    error: str | None = None
+    generation: int | None = None
+    last_swap: dict[str, Any] | None = None
+
+
+class _Row(msgspec.Struct):
+    current_snapshot_identity: str | None
+    readiness: Any
+    loading_state: _Loading | None = None
+    midstream: _Own | None = None
+
+
+class _Rows(msgspec.Struct):
+    replicas: list[_Row]
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Session(msgspec.Struct):
+    id: str
+
+
+class _Sessions(msgspec.Struct):
+    data: list[_Session]
+    has_more: bool
+    unreachable: list[str]
+
+
+class _Traced(msgspec.Struct):
+    unreachable: list[str]
+
+
+_Kind = TypeVar("_Kind")
+
+
+def _read(answer: Any, kind: type[_Kind], url: str, what: str) -> _Kind:
+    """Raises PublishError when `answer` is something else."""
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise PublishError(f"{url}: answered something else than {what}: {error}") from error
+
+
 def read_status(answer: Any) -> Status:
-    """Raises KeyError, TypeError or AttributeError when `answer` is something else."""
-    return Status(tuple(_replica(row) for row in answer["replicas"]))
+    """Raises ValueError when `answer` is something else."""
+    try:
+        rows = msgspec.convert(answer, _Rows).replicas
+    except msgspec.ValidationError as error:
+        raise ValueError(f"this is no list of replicas: {error}") from error
+    return Status(tuple(map(_replica, rows, answer["replicas"])))
 
 
-def _replica(row: dict[str, Any]) -> ReplicaStatus:
-    own = row.get("midstream") or {}
-    loading = row.get("loading_state") or {}
+def _replica(row: _Row, raw: dict[str, Any]) -> ReplicaStatus:
+    own, loading = row.midstream or _Own(), row.loading_state or _Loading()
     return ReplicaStatus(
-        snapshot=row["current_snapshot_identity"],
-        ready=bool(row["readiness"]),
-        stage=loading.get("stage", "idle"),
-        target=loading.get("target_snapshot_identity"),
-        name=own.get("replica", "a replica"),
-        error=own.get("error"),
-        generation=own.get("generation"),
-        last_swap=own.get("last_swap"),
-        raw=row,
+        snapshot=row.current_snapshot_identity,
+        ready=bool(row.readiness),
+        stage=loading.stage or "idle",
+        target=loading.target_snapshot_identity,
+        name=own.replica,
+        error=own.error,
+        generation=own.generation,
+        last_swap=own.last_swap,
+        raw=raw,
     )
 
 
@@ -348,8 +408,8 @@ class HotLoadServer:
         answer = self._caller.call("GET", url, deadline_s=retry_s).body
         try:
             return read_status(answer)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PublishError(f"{url}: answered something else than replicas: {answer!r}") from error
+        except ValueError as error:
+            raise PublishError(f"{url}: answered something else than replicas: {error}") from error
 
     def wait_until_ready(
         self,
@@ -384,7 +444,8 @@ class HotLoadServer:
 
     def deployments(self, *, retry_s: float = SIGNAL_RETRY_S) -> list[dict[str, Any]]:
         """The deployment resources of the server's one account. Raises SignalRefused."""
-        account = self._get("/v1/accounts?pageSize=2", "accounts", retry_s)[0]["name"]
+        path = "/v1/accounts?pageSize=2"
+        account = _read(self._get(path, "accounts", retry_s)[0], _Named, self.root + path, "accounts").name
         found: list[dict[str, Any]] = self._get(f"/v1/{account}/deployments", "deployments", retry_s)
         return found
 
@@ -393,7 +454,7 @@ class HotLoadServer:
         url = f"{self.root}/v1/{deployment}/policies"
         answer = self._caller.call("GET", url, deadline_s=retry_s).body
         if not isinstance(answer, dict) or not isinstance(answer.get("policies"), list):
-            raise PublishError(f"{url}: answered something else than policies: {answer!r}")
+            raise PublishError(f"{url}: answered something else than policies")
         found: list[dict[str, Any]] = answer["policies"]
         return found
 
@@ -402,7 +463,7 @@ class HotLoadServer:
         url = f"{self.root}/v1/{deployment}/ledger"
         answer = self._caller.call("GET", url, deadline_s=retry_s).body
         if not isinstance(answer, dict) or not isinstance(answer.get("snapshots"), list):
-            raise PublishError(f"{url}: answered something else than a ledger: {answer!r}")
+            raise PublishError(f"{url}: answered something else than a ledger")
         return answer
 
     def sessions(self, *, page: int = 1000, retry_s: float = SIGNAL_RETRY_S) -> Iterator[str]:
@@ -411,11 +472,11 @@ class HotLoadServer:
         while True:
             url = f"{self.root}/v1/sessions?limit={page}&after={quote(after, safe='')}"
             answer = self._caller.call("GET", url, deadline_s=retry_s).body
-            keys = [str(one["id"]) for one in answer["data"]]
-            if answer["unreachable"]:
-                raise PublishError(f"{url}: no answer of {', '.join(answer['unreachable'])}; try again")
+            found = _read(answer, _Sessions, url, "sessions")
+            _check_heard(url, found.unreachable)
+            keys = [one.id for one in found.data]
             yield from keys
-            if not answer["has_more"] or not keys:
+            if not found.has_more or not keys:
                 return
             after = keys[-1]
 
@@ -423,8 +484,7 @@ class HotLoadServer:
         """The turns of a session (docs/exact-sessions.md). Raises SignalRefused, and PublishError if a replica is silent."""
         url = f"{self.root}/v1/sessions/{quote(session, safe='')}/trace"
         answer: dict[str, Any] = self._caller.call("GET", url, deadline_s=retry_s).body
-        if answer["unreachable"]:
-            raise PublishError(f"{url}: no answer of {', '.join(answer['unreachable'])}; try again")
+        _check_heard(url, _read(answer, _Traced, url, "a trace").unreachable)
         return answer
 
     def reward(
@@ -440,8 +500,8 @@ class HotLoadServer:
         """Reward a session, or one turn of it. The last reward of a turn and name counts. Raises SignalRefused."""
         url = f"{self.root}/v1/sessions/{quote(session, safe='')}/reward"
         body = {"reward": reward, "turn": turn, "name": name, "metadata": metadata}
-        answer: dict[str, Any] = self._caller.call("POST", url, deadline_s=retry_s, json=body).body
-        return answer
+        answer = self._caller.call("POST", url, deadline_s=retry_s, json=body).body
+        return _read(answer, dict[str, Any], url, "a reward")
 
     def metrics(self, *, retry_s: float = SIGNAL_RETRY_S) -> str:
         """The text of /metrics, in Prometheus' format. Raises SignalRefused."""
@@ -451,8 +511,13 @@ class HotLoadServer:
         url = self.root + path
         answer = self._caller.call("GET", url, deadline_s=retry_s).body
         if not isinstance(answer, dict) or not isinstance(answer.get(key), list) or not answer[key]:
-            raise PublishError(f"{url}: answered something else than {key}: {answer!r}")
+            raise PublishError(f"{url}: answered something else than {key}")
         return answer[key]
+
+
+def _check_heard(url: str, silent: Sequence[str]) -> None:
+    if silent:
+        raise PublishError(f"{url}: no answer of {', '.join(silent)[:MESSAGE_CHARS_MAX]}; try again")
 
 
 def delta_metadata(previous: str, compression: Compression) -> dict[str, str]:

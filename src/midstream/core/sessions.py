@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.types import Session
+from midstream.core.types import Session, Whole
 
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key")
 SESSION_BODY_FIELDS = ("prompt_cache_key", "session_id", "user")
@@ -77,14 +77,14 @@ class SessionsReport(msgspec.Struct, frozen=True, kw_only=True, tag="sessions", 
     """
 
     boot: str | None = None
-    held: tuple[tuple[Session, int], ...] = ()
+    held: tuple[tuple[Session, Whole], ...] = ()
     closed: tuple[Session, ...] = ()
 
 
 class Distribution(msgspec.Struct):
     """How many values fell into each bucket (the last one has no upper bound), and their sum."""
 
-    counts: list[int]
+    counts: list[Whole]
     sum: float = 0.0
 
 
@@ -123,6 +123,14 @@ class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories"
     """A line of a replica's event stream: what its turns were like since the process began, by measure (TURN_MEASURES)."""
 
     measures: dict[str, Distribution]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: no message is read that breaks what always holds. Measures of other versions may be there."""
+        for name, found in self.measures.items():
+            if name in TURN_MEASURES and len(found.counts) != len(TURN_MEASURES[name]) + 1:
+                raise ValueError(
+                    f"{name}: {len(found.counts)} counts, expected {len(TURN_MEASURES[name]) + 1}"
+                )
 
 
 class SessionStats(msgspec.Struct, kw_only=True):

@@ -6,6 +6,7 @@ parent comes before its children.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,6 @@ from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_RECORDS
-from midstream.core.text import NOT_JSON
 from midstream.core.types import FinishReason
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these and its route.
@@ -120,16 +120,8 @@ class RewardTaken(msgspec.Struct, frozen=True, kw_only=True):
     taken: bool = False
 
 
-_given = msgspec.json.Decoder(RewardGiven)
-
-
-def read_reward(body: bytes) -> RewardGiven:
+def check_reward(given: RewardGiven) -> None:
     """Raises InvalidRequest that names the field."""
-    try:
-        given = _given.decode(body)
-    except NOT_JSON as error:
-        field = str(error).rpartition("$.")[2].rstrip("`") if "$." in str(error) else None
-        raise InvalidRequest(f"reward: {error}", param=field) from error
     if not isfinite(given.reward):
         raise InvalidRequest("reward: must be a finite number", param="reward")
     if given.replica is not None and given.turn is None:
@@ -138,7 +130,6 @@ def read_reward(body: bytes) -> RewardGiven:
     if size > METADATA_BYTES_MAX:
         message = f"metadata: must be at most {METADATA_BYTES_MAX} bytes as JSON, got {size}"
         raise InvalidRequest(message, param="metadata")
-    return given
 
 
 def records_kept(given: str | None, default: RecordsKept) -> RecordsKept:
@@ -150,3 +141,61 @@ def records_kept(given: str | None, default: RecordsKept) -> RecordsKept:
             return kept
     message = f"{HEADER_RECORDS}: expected none, logprobs or routes, got {given!r}"
     raise InvalidRequest(message, param=HEADER_RECORDS)
+
+
+_Count = Annotated[int, Meta(ge=0)]
+_Size = Annotated[int, Meta(ge=1)]
+
+
+class _TurnRead(msgspec.Struct):
+    """What training records need of a turn that was told."""
+
+    turn: _Size
+    parent: _Count
+    model: str
+    added: list[int]
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float | None] | None
+    sampling_logprobs: list[float | None] | None
+    routing_matrix: list[str] | None
+    routing_matrix_dtype: Literal["uint8", "uint16"] | None
+    routing_matrix_shape: tuple[_Size, _Size] | None
+    snapshots: list[Span]
+
+
+class _RewardRead(msgspec.Struct):
+    reward: float
+    turn: int | None
+    name: str
+
+
+class _TreeRead(msgspec.Struct):
+    replica: str
+    turns: list[_TurnRead]
+    rewards: list[_RewardRead] | None = None
+
+
+class _TraceRead(msgspec.Struct):
+    id: str
+    traces: list[_TreeRead]
+
+
+def check_trace(trace: Mapping[str, Any]) -> None:
+    """Raises ValueError unless training records can be made of a decoded answer: each turn comes once, behind its parent."""
+    try:
+        read = msgspec.convert(trace, _TraceRead)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"this is no trace of a session: {error}") from error
+    for tree in read.traces:
+        where = f"session {read.id!r}, {tree.replica}"
+        known = {0}
+        shapes = set()
+        for turn in tree.turns:
+            if turn.turn in known or turn.parent not in known:
+                raise ValueError(f"{where}, turn {turn.turn}: it comes twice, or before its parent")
+            known.add(turn.turn)
+            if turn.routing_matrix:
+                shapes.add(turn.routing_matrix_shape)
+        if len(shapes) > 1 or None in shapes:
+            raise ValueError(f"{where}: its routes have no shape, or several")

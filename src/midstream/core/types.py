@@ -13,7 +13,7 @@ Always holds:
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -164,6 +164,10 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     kv_snapshots: tuple[tuple[str, int, int], ...] | None = None
 
 
+#: A number that a process tells of itself, as ledgers and metrics take it.
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class Stage(enum.StrEnum):
     """Where a replica stands with a snapshot. The legal moves are the table in replica/swap/table.py."""
 
@@ -305,7 +309,7 @@ class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     snapshot: str
-    generation: int
+    generation: Whole
     weights: str | None = None
     canary: tuple[float, ...] = ()
 
@@ -313,11 +317,11 @@ class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One stage change of one replica: what the ledger keeps. `seq` counts from 0 within a boot of the replica."""
 
-    seq: int
+    seq: Whole
     # Seconds since the epoch.
     at: float
     snapshot: str
-    generation: int
+    generation: Whole
     stage: Stage
     # The error message when stage is ERROR.
     detail: str = ""
@@ -343,14 +347,14 @@ class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of an engine; counters only grow within a boot."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
+    running: Whole = 0
+    waiting: Whole = 0
+    kv_blocks_used: Whole = 0
+    kv_blocks_total: Whole = 0
+    prompt_tokens: Whole = 0
+    cached_prompt_tokens: Whole = 0
+    generated_tokens: Whole = 0
+    steps: Whole = 0
 
 
 #: What a request or a signal may need of an engine, with a description. An EngineCard says which of these its engine has.
@@ -399,9 +403,9 @@ class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
     """Since the replica's process began. durable: records that a crash does not take. lost: found no room. waiting_bytes: not
     in the bucket yet."""
 
-    durable: int = 0
-    lost: int = 0
-    waiting_bytes: int = 0
+    durable: Whole = 0
+    lost: Whole = 0
+    waiting_bytes: Whole = 0
 
 
 #: Policies that a replica holds at once, unless its settings say otherwise.
@@ -423,12 +427,12 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     sound: bool = True
     # BASE_SNAPSHOT: nothing serves yet.
     snapshot: str = BASE_SNAPSHOT
-    signalled: int = 0
-    generation: int = 0
+    signalled: Whole = 0
+    generation: Whole = 0
     stage: Stage = Stage.IDLE
     target: str | None = None
     error: str | None = None
-    in_flight: int = 0
+    in_flight: Whole = 0
     held: bool = False
     admitting: bool = True
     pinnable: bool = True
@@ -451,15 +455,15 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     # The snapshot that serves now.
     snapshot: str = BASE_SNAPSHOT
     # `signalled` of the Desired that serves. 0: the base weights of the start.
-    signalled: int = 0
+    signalled: Whole = 0
     # Generation of the Desired last accepted. 0 means none yet.
-    generation: int = 0
+    generation: Whole = 0
     stage: Stage = Stage.IDLE
     # The snapshot that is being loaded, or the one that failed.
     target: str | None = None
     error: str | None = None
     # Requests being served.
-    in_flight: int = 0
+    in_flight: Whole = 0
     # The target is staged and waits to be let go.
     held: bool = False
     # False: new requests get a 425 until a SYNC swap is done.
@@ -477,21 +481,21 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     # What the engine is and can do. None before it was ever started.
     card: EngineCard | None = None
     # Tokens of prompt and answer together. None as with card.
-    max_model_len: int | None = None
+    max_model_len: Whole | None = None
     # The most recent transitions, oldest first.
     transitions: tuple[Transition, ...] = ()
     # Long prompts and grammars that are read beside its event loop, or wait for that.
-    long_texts: int = 0
+    long_texts: Whole = 0
     # The longest stall of its event loop within the last half minute.
     stalled_s: float = 0.0
     # Time since the engine was last heard, from ENGINE_SILENT_FROM_S on.
-    engine_silent_s: int = 0
+    engine_silent_s: Whole = 0
     # None where no records are kept.
     records: RecordsStats | None = None
     # Besides the deployment's own.
     policies: tuple[PolicyReport, ...] = ()
     # So many it holds at once.
-    policies_max: int = POLICIES_MAX
+    policies_max: Whole = POLICIES_MAX
     # The engine answers, whatever the deployment's own snapshot is like.
     ready_at_all: bool = True
     # Besides the one that serves, the snapshots that a request may ask for, the least recently used first.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Annotated, Any
@@ -27,11 +28,10 @@ from starlette.routing import BaseRoute, Route
 
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE
-from midstream.core.text import NOT_JSON
 from midstream.fleet.access import grant_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaEntry, ReplicaView
-from midstream.http.bodies import read_body
+from midstream.http.bodies import fields_of, json_object, read_body
 from midstream.ledger import DeploymentRow, Ledger
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 RESOLVED_EVERY_S = 5.0
 # Field of a deployment's row, before the name of a replica.
 _FIELD = "_replica:"
+#: A name or an address. In one of IPv6, "%" comes before the interface.
+_HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+(%[\w.-]+)?")
 _PATH = "/v1/accounts/{account}/deployments/{name}/replicas"
 
 
@@ -49,17 +51,19 @@ class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def replica_name(url: str) -> str:
-    """What a replica at this base URL is called here. Raises ConfigError."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
+    """What a replica at this base URL is called here. Raises ConfigError.
+
+    The URL is nothing but scheme, host and port: readers of URLs pass over line ends, and over a "@" or "?" without a text.
+    """
     try:
-        port = parts.port
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
         host.encode("idna")
     except ValueError:
         # A UnicodeError is one, too.
-        port = None
-    plain = parts.scheme == "http" and not (parts.username or parts.query or parts.fragment)
-    if not plain or not host or " " in host or not port or parts.path not in ("", "/"):
+        host, port = "", None
+    netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if not _HOST.fullmatch(host) or not port or url.lower().removesuffix("/") != f"http://{netloc}":
         raise ConfigError(f"{url!r}: expected http://HOST:PORT")
     return f"{host}:{port}"
 
@@ -171,7 +175,10 @@ class _Api:
         return JSONResponse({"replicas": [_shown(deployment, view) for view in views]})
 
     async def add(self, request: Request) -> Response:
-        deployment, given = self._deployment(request), _given(await read_body(request))
+        deployment, given = (
+            self._deployment(request),
+            fields_of(json_object(await read_body(request)), _Given),
+        )
         if given.url is None:
             raise InvalidRequest("url: is needed, http://HOST:PORT", param="url")
         try:
@@ -183,14 +190,15 @@ class _Api:
         for other in self._deployments:
             if name in other.entries and (other is not deployment or other.entries[name].url):
                 known = grant_of(request).allows((OBSERVE,), other.name)
-                raise Conflict(f"{name} belongs to {other.name if known else 'another deployment'} already")
+                whose = other.name if known else "another deployment"
+                raise Conflict(f"url: {name} belongs to {whose} already", param="url")
         entry = ReplicaEntry(given.url.rstrip("/"), given.weight, given.drain or False)
         await self._keep(deployment, name, entry)
         return self._answer(deployment, name)
 
     async def patch(self, request: Request) -> Response:
         deployment, name = self._deployment(request), self._replica(request)
-        given = _given(await read_body(request))
+        given = fields_of(json_object(await read_body(request)), _Given)
         if given.url is not None:
             raise InvalidRequest("url: cannot be changed", param="url")
         row = await self._ledger.deployment(deployment.name)
@@ -246,10 +254,3 @@ def _shown(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "in_flight": view.in_flight,
         "snapshot": view.report.snapshot if view.report else None,
     }
-
-
-def _given(body: bytes) -> _Given:
-    try:
-        return msgspec.json.decode(body, type=_Given)
-    except NOT_JSON as error:
-        raise InvalidRequest(f"{error}") from error

@@ -92,6 +92,10 @@ class _Said(msgspec.Struct):
     path: Any = None
 
 
+#: Fields that hold a URL, and those that hold a path or a URL.
+_URLS = ("url", "lora_path")
+_PLACES = (*_URLS, "weight_dir", "model_path", "path")
+
 _said = msgspec.json.Decoder(_Said)
 
 
@@ -201,7 +205,7 @@ def _what(path: str, query: str, request: Request) -> dict[str, Any]:
         # Elsewhere they are no fields of a body, and would speak over the path.
         said = {name: value for name, value in said.items() if name not in ("model", "deployment")}
     found |= said
-    return {name: _cut(value) if isinstance(value, str) else value for name, value in found.items()}
+    return {name: _shown(value) for name, value in found.items()}
 
 
 def _in_body(body: bytes) -> dict[str, Any]:
@@ -212,11 +216,19 @@ def _in_body(body: bytes) -> dict[str, Any]:
         said = msgspec.structs.asdict(_said.decode(body))
     except NOT_JSON:
         return {}
-    for name in ("url", "lora_path"):
-        if isinstance(said[name], str):
-            # It may hold a password.
-            said[name] = said[name].rpartition("@")[2].partition("?")[0]
+    for name in _PLACES:
+        value = said[name]
+        if isinstance(value, str) and (name in _URLS or "://" in value):
+            # It may hold a password, and its query a signature.
+            said[name] = value.rpartition("@")[2].partition("?")[0]
     return {name: value for name, value in said.items() if isinstance(value, str | int | float)}
+
+
+def _shown(value: Any) -> Any:
+    """A number has no bound either."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return _cut(str(value))
+    return _cut(value) if isinstance(value, str) else value
 
 
 def _header(headers: Mapping[bytes, bytes], name: str) -> str | None:

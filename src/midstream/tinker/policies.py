@@ -14,7 +14,13 @@ from typing import Any, Protocol
 
 import httpx
 
-from midstream.client.server import FIRST_PAUSE_S, HOT_LOAD_PATH, RETRY_STATUSES, Status, read_status
+from midstream.client.server import (
+    FIRST_PAUSE_S,
+    HOT_LOAD_PATH,
+    RETRY_STATUSES,
+    Status,
+    read_status,
+)
 from midstream.trainer.types import Failed
 
 REQUEST_TIMEOUT_S = 30.0
@@ -104,7 +110,7 @@ class DeploymentPolicies:
                 # Another gateway does not know it yet, or somebody has ended it.
                 await self._signal(policy, snapshot, what, until)
             else:
-                status = read_status(_json(answer, what))
+                status = _status(_json(answer, what), what)
                 if failed := status.failed(snapshot):
                     raise Failed(f"{what} failed: {failed.name} could not load it: {failed.error}", "unknown")
                 if status.serves(snapshot):
@@ -190,6 +196,13 @@ def _json(answer: httpx.Response, what: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise Failed(f"{what} failed: the server's answer is no object", "server")
     return found
+
+
+def _status(answer: Mapping[str, Any], what: str) -> Status:
+    try:
+        return read_status(answer)
+    except ValueError as error:
+        raise Failed(f"{what} failed: {error}", "server") from error
 
 
 def _message(answer: httpx.Response) -> str:

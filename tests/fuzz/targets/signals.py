@@ -15,9 +15,11 @@ import msgspec
 
 from midstream.api.signals import parse_hint, parse_signal, source_url
 from midstream.core.errors import ConfigError
+from midstream.http.reader import Request
 from midstream.replica import app
 from midstream.snapshots.identity import check_identity, file_url_path, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import is_snapshot_file
+from targets.inference_wires import replica
 from targets.rollout_requests import refusable
 from targets.target import Target, check, controlled, outcome
 
@@ -78,16 +80,43 @@ def check_place(identity: str) -> None:
     check(posixpath.normpath(str(path)) == str(path), "a name that leads elsewhere", identity)
 
 
+#: What gateways send replicas, and how a replica's messages call it.
+MESSAGES = (
+    (app._desired, "desired"),
+    (app._asked, "asked"),
+    (app._hinted, "hint"),
+    (app._policy_end, "end"),
+    (app._rewarded, "reward"),
+    (app._response_asked, "response"),
+    (app._paused, "pause"),
+    (app._ids, "ids"),
+)
+#: Of these, what a replica answers without an engine, and what leaves nothing for the next input.
+ANSWERED = (
+    "sessions",
+    "sessions/close",
+    "trace",
+    "responses",
+    "reward",
+    "policy/end",
+    "abort",
+    "reset_cache",
+)
+
+
 def run_internal(data: bytes) -> None:
     """Bodies that gateways send replicas."""
-    from midstream.http.reader import Request
-
     request = Request(b"POST", b"/", [], {}, data, False, True)
-    for decoder, what in ((app._desired, "desired"), (app._asked, "asked"), (app._hinted, "hint")):
+    for decoder, what in MESSAGES:
         read, _ = refusable(lambda d=decoder, w=what: app._decoded(request, d, w))  # type: ignore[misc]
         if read is not None:
             again = decoder.decode(msgspec.json.encode(read))
             check(repr(again) == repr(read), "another message when it is written again", read)
+    for path in ANSWERED:
+        answer = replica().ask(f"/replica/{path}", data, {})
+        told = json.loads(answer.body)
+        check(answer.status in (200, 400, 404), "a gateway's bytes are the replica's fault", path, answer)
+        check((answer.status == 200) != ("error" in told), "a refusal of another shape", path, told)
 
 
 def seeds() -> Iterator[bytes]:
@@ -131,6 +160,13 @@ def internal_seeds() -> Iterator[bytes]:
     yield json.dumps({"snapshot": "s", "generation": 1, "chain": []}).encode()
     yield json.dumps({"tenant": "t", "key": "k", "after": "", "limit": 5}).encode()
     yield json.dumps({"snapshot": "s", "url": "file:///a", "names": ["config.json"]}).encode()
+    yield json.dumps({"policy": "red", "made": 1.5}).encode()
+    given = {"reward": 1, "turn": 1, "name": "n", "metadata": {"a": []}}
+    yield json.dumps({"tenant": "t", "key": "k", "look": True, "given": given}).encode()
+    yield json.dumps({"tenant": "t", "id": "resp_1_r0", "what": "items"}).encode()
+    yield json.dumps({"serial": 3, "mode": "keep"}).encode()
+    yield b'["a", "b"]'
+    yield b"null"
 
 
 WORDS = (

@@ -184,13 +184,15 @@ class Failures(logging.Handler):
 class WireReplica:
     """From its first use on, until `close`."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, name: str = "r0", loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """loop: one that its caller closes."""
+        self._loop = loop or asyncio.new_event_loop()
+        self._own_loop = loop is None
         self._now = 0.0
         self.engine = SaysLittle()
         with tempfile.TemporaryDirectory() as base:
             self.replica = Replica(
-                name="r0",
+                name=name,
                 engine=self.engine,
                 text=text_model(),
                 source=cast(SnapshotSource, _NoFiles()),
@@ -211,11 +213,12 @@ class WireReplica:
 
     def ask(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         """The answer of a replica that knows of no other request."""
+        return self._loop.run_until_complete(self.answer(path, body, headers))
+
+    async def answer(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        """As `ask`, within its loop."""
         self.engine.asked.clear()
         self._failures.raised.clear()
-        return self._loop.run_until_complete(self._ask(path, body, headers))
-
-    async def _ask(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         given = [(name.encode(), value.encode()) for name, value in headers.items()]
         request = Request(b"POST", path.encode(), given, dict(given), body, False, True)
         client = Client()
@@ -238,7 +241,8 @@ class WireReplica:
     def close(self) -> None:
         self._log.removeHandler(self._failures)
         self._loop.run_until_complete(self.replica.close())
-        self._loop.close()
+        if self._own_loop:
+            self._loop.close()
 
 
 class _NoFiles:
