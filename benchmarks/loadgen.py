@@ -69,6 +69,9 @@ class Measured:
     gap_ms_p50: float
     gap_ms_p99: float
     gap_ms_max: float
+    # Of gaps that begin when every stream has its first token; 0 where there are none.
+    steady_gap_ms_mean: float
+    steady_gap_ms_max: float
     tokens_per_event: float
     client_cpu_s: float
     # Ready to run, but without a core.
@@ -278,7 +281,9 @@ def measured(
         if not during:
             raise ValueError("no stream ran while the late prompt was computed")
         late_gap_ms = round(max(during), 3)
-    first = max(times[0] for times in arrivals) - started
+    all_begun = max(times[0] for times in arrivals)
+    first = all_begun - started
+    steady = [(b - a) * 1e3 for a, b in gaps if a >= all_begun]
     return Measured(
         tokens=tokens,
         seconds=round(seconds, 4),
@@ -289,6 +294,8 @@ def measured(
         gap_ms_p50=round(percentile(widths, 0.5), 3),
         gap_ms_p99=round(percentile(widths, 0.99), 3),
         gap_ms_max=round(percentile(widths, 1.0), 3),
+        steady_gap_ms_mean=round(statistics.fmean(steady), 3) if steady else 0.0,
+        steady_gap_ms_max=round(max(steady, default=0.0), 3),
         tokens_per_event=round(tokens / carrying, 3),
         client_cpu_s=round(cpu_s, 4),
         client_waited_s=round(client_waited_s, 4),

@@ -176,11 +176,6 @@ def throughput(bursts: dict[str, Burst], rounds: int) -> dict[str, Any]:
     return found
 
 
-def step_ms(run: dict[str, float]) -> float:
-    """The mean time of a step: one gives a token to each stream."""
-    return STREAMS / run["tokens_per_s"] * 1e3
-
-
 def hot_loads(burst: Burst, published: Published, rounds: int) -> dict[str, Any]:
     """Bursts of eight policies' streams, in turn without a hot load and with one of a ninth policy in their middle."""
     models = tuple(f"p{i}" for i in range(8))
@@ -199,8 +194,9 @@ def hot_loads(burst: Burst, published: Published, rounds: int) -> dict[str, Any]
         timer.start()
         runs["under a hot load"].append(burst(300 + number, models))
         timer.join()
+    keys = ("steady_gap_ms_mean", "steady_gap_ms_max")
     gaps = {
-        which: {key: statistics.median(run[key] for run in made) for key in ("gap_ms_p50", "gap_ms_max")}
+        which: {key: statistics.median(run[key] for run in made) for key in keys}
         for which, made in runs.items()
     }
     return {
@@ -209,7 +205,7 @@ def hot_loads(burst: Burst, published: Published, rounds: int) -> dict[str, Any]
         "read_s": statistics.median(reads),
         **gaps,
         "worst_gap_in_steps": {
-            which: statistics.median(run["gap_ms_max"] / step_ms(run) for run in made)
+            which: statistics.median(run["steady_gap_ms_max"] / run["steady_gap_ms_mean"] for run in made)
             for which, made in runs.items()
         },
     }
@@ -239,9 +235,9 @@ def resident(model: Model, folder: Path, line: Line, rounds: int) -> dict[str, A
         endpoint = server.endpoints()["midstream through the gateway"]
         burst = burst_of(server, endpoint, model, line)
         with SnapshotPublisher(url, str(bucket), work_dir=folder / f"{model.name}-work") as publisher:
-            publisher.publish("first", model.directory)
-            burst(400, (f"{endpoint.model}@first",))
+            burst(400, (endpoint.model,))
             before = resident_mib(server)
+            publisher.publish("first", model.directory)
             second = publisher.publish("second", changed)
         both = (f"{endpoint.model}@first", f"{endpoint.model}@second")
         runs: dict[str, list[float]] = {"one": [], "two": []}

@@ -69,7 +69,7 @@ def _loads(models: dict[str, Any]) -> str:
             "read of one, ms",
             "signal to served, ms",
         ),
-        *("worst gap of others in a burst, in steps: quiet", "with a hot load"),
+        *("worst gap in a burst of others, in mean gaps: quiet", "with a hot load"),
     ]
     body = []
     for name, found in models.items():
