@@ -180,8 +180,11 @@ def test_a_replicas_work_is_read_from_its_event_stream() -> None:
     stats = EngineStats(prompt_tokens=1000, cached_prompt_tokens=600, generated_tokens=80)
     report = ReplicaReport(replica="replica-0", boot="b", ready=True, engine=stats)
     measures = {name: Distribution([0] * (len(bounds) + 1)) for name, bounds in TURN_MEASURES.items()}
-    measures["time_to_first_token_seconds"] = Distribution([2, 1], 0.5)
-    measures["generation_seconds"] = Distribution([0, 3], 2.25)
+    for name, counts, total in (
+        ("time_to_first_token_seconds", [2, 1], 0.5),
+        ("generation_seconds", [0, 3], 2.25),
+    ):
+        measures[name] = Distribution([*counts, *measures[name].counts[2:]], total)
     lines = [msgspec.json.encode(one) for one in (SessionsReport(), report, Trajectories(measures=measures))]
     assert read_work(lines[:2]) is None
     work = read_work(lines)
