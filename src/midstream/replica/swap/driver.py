@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 32
 #: Of a policy's adapter. It shares a step with others' streams, which would wait for a longer one.
-CANARY_TOKENS_OF_POLICY = 8
+CANARY_TOKENS_OF_POLICY = 4
 CANARY_PREFIX = "canary-"
 
 
