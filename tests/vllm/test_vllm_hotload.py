@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ STREAMS = 32
 # Of a stream: the least and the most, so that they do not end together.
 TOKENS = (400, 1200)
 # Streams of each replica, at least, that have tokens of both sides of each swap.
-CROSSING = 3
+CROSSING = 6
 # Of those who ask what is cached.
 PROMPT = 5 * BLOCK + 3
 CACHED = 5 * BLOCK
@@ -123,10 +124,13 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
     assert {stream.replica for stream in streams} == {"replica-0", "replica-1"}
     order = list(checkpoints)
     assert [s.labels for s in streams if s.labels not in in_a_row(order)] == [], "each once, in their order"
+    crossed: Counter[str] = Counter()
     for before, name in pairwise(order):
-        crossed = [stream.replica for stream in streams if {before, name} <= set(stream.labels)]
-        least = min(crossed.count(replica) for replica in ("replica-0", "replica-1"))
-        assert least >= CROSSING, (name, crossed)
+        there = Counter(stream.replica for stream in streams if {before, name} <= set(stream.labels))
+        # Many streams may have just ended at one of the switches.
+        assert set(there) == {"replica-0", "replica-1"}, (name, there)
+        crossed += there
+    assert min(crossed.values()) >= CROSSING, crossed
     for stream in streams:
         off = np.abs(np.subtract([t[1] for t in stream.tokens], expected_logprobs(stream, models)))
         assert off.max() <= TOLERANCE, (stream.session, stream.labels, off.argmax(), off.max())

@@ -223,7 +223,6 @@ async def errors(session: Session) -> Evidence:
         (VLLM, {"token_ids": [10**9], "sampling_params": {}}, "token_ids"),
         (VLLM, {"token_ids": prompt, "sampling_params": {}, "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         (SGLANG, {"input_ids": prompt, "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
-        (SGLANG, {"input_ids": prompt, "lora_path": "a"}, "lora_path"),
         (SGLANG, {"input_ids": [10**9]}, "input_ids"),
         ("/v1/chat/completions/render", {"messages": QUESTION, "temperature": 99}, "temperature"),
         ("/tokenize", {"prompt": "a", "no_such": 1}, "no_such"),
