@@ -23,7 +23,7 @@ from midstream.engine.vllm.swap import Control, Unchanged, switch
 STREAMS = 32
 # Of a stream: the least and the most, so that they do not end together.
 TOKENS = (400, 1200)
-# Streams of each replica, at least, that have tokens of both sides of each swap.
+# Streams of each replica, at least, that have tokens of both sides of a swap, over all swaps.
 CROSSING = 6
 # Of those who ask what is cached.
 PROMPT = 5 * BLOCK + 3
