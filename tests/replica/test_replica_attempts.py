@@ -32,7 +32,7 @@ from midstream.replica.swap.attempts import (
     Phase,
     mermaid,
 )
-from midstream.replica.swap.driver import Checker, Entrance, NotSound, SwapDriver
+from midstream.replica.swap.driver import Checker, Entrance, NotSound, SwapDriver, Told
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import Event as TableEvent
 from midstream.replica.swap.table import IllegalMove, SwapMachine
@@ -235,8 +235,7 @@ class Swaps(RuleBasedStateMachine):
             machine=SwapMachine(lambda: 0.0),
             checker=cast(Checker, SteppedChecker(self.steps)),
             monotonic=lambda: 0.0,
-            on_change=lambda: None,
-            on_engine_death=lambda _: setattr(self, "died", True),
+            told=Told(lambda: None, lambda: None, lambda _: setattr(self, "died", True)),
         )
         self.driver.info = self.engine.info
         self.running = self.loop.create_task(self.driver.run())

@@ -35,7 +35,7 @@ from midstream.engine.base import Engine
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
 from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
 from midstream.replica.service import Kept, Outside, Service
-from midstream.replica.swap.driver import Checker, Entrance, SwapDriver
+from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
 from midstream.replica.swap.source import Files, Hints
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextModel
@@ -126,9 +126,7 @@ class Policy:
             machine=SwapMachine(outside.clock, seq),
             checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=self.own_name),
             monotonic=outside.monotonic,
-            on_change=self._moved,
-            on_settled=parts.on_settled,
-            on_engine_death=lambda reason: parts.died(boot.id, reason),
+            told=Told(self._moved, parts.on_settled, lambda reason: parts.died(boot.id, reason)),
         )
         self.driver.info = info
         self.service = Service(

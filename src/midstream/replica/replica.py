@@ -42,7 +42,7 @@ from midstream.replica.pulse import Pulse
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.stored import StoredResponses
-from midstream.replica.swap.driver import Checker, Entrance, SwapDriver
+from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextJobs, TextModel
@@ -456,9 +456,7 @@ class Replica:
             machine=SwapMachine(self.clock),
             checker=self._checker,
             monotonic=self._outside.monotonic,
-            on_change=self._changed,
-            on_settled=self._settled,
-            on_engine_death=lambda reason: self.engine_died(boot, reason),
+            told=Told(self._changed, self._settled, lambda reason: self.engine_died(boot, reason)),
         )
 
     def _settled(self) -> None:

@@ -310,7 +310,7 @@ REPLICA = (
     ),
     Mutation(
         "undeclared_feature_served",
-        "replica/request/checked.py",
+        "replica/request/needs.py",
         "if not card.has(need.feature) and need.asked(checked, body):",
         'if not card.has(need.feature) and need.feature != "grammars" and need.asked(checked, body):',
         "What an engine does not declare is refused by name.",

@@ -132,9 +132,18 @@ class Entrance:
     namespaces: Namespaces
 
 
+@dataclass(frozen=True)
+class Told:
+    """Who is told what. change: after every change of the report. settled: as each attempt ends, however it ends. death: why
+    the engine is gone."""
+
+    change: Callable[[], None]
+    settled: Callable[[], None]
+    death: Callable[[str], None]
+
+
 class SwapDriver:
-    """Drives the swaps of one boot. machine: its table of stages. on_change: called after every change of the report.
-    on_settled: called as each attempt ends, however it ends."""
+    """Drives the swaps of one boot. machine: its table of stages."""
 
     def __init__(
         self,
@@ -145,18 +154,14 @@ class SwapDriver:
         machine: SwapMachine,
         checker: Checker,
         monotonic: Callable[[], float],
-        on_change: Callable[[], None],
-        on_engine_death: Callable[[str], None],
-        on_settled: Callable[[], None] = lambda: None,
+        told: Told,
     ) -> None:
-        self._on_settled = on_settled
         self._engine = engine
         self._files = files
         self._gate, self._pins, self._namespaces = entrance.gate, entrance.pins, entrance.namespaces
         self._checker = checker
         self._monotonic = monotonic
-        self._on_change = on_change
-        self._on_engine_death = on_engine_death
+        self._on_change, self._on_settled, self._on_engine_death = told.change, told.settled, told.death
         self._attempts = Attempts(machine)
         self._attempt: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
