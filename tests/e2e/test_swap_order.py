@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 from serving import serve
@@ -49,14 +51,28 @@ def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
             for thread in asking:
                 thread.join()
         assert set(statuses) <= {200, 425}, "somebody always takes requests"
-        ledger = http.get(f"/v1/{server.deployment}/ledger").json()
+        ledger = _complete_ledger(http, f"/v1/{server.deployment}/ledger")
         assert ledger["disagreements"] == []
         for snapshot in ledger["snapshots"]:
-            spans = sorted(_switch(snapshot["transitions"], f"replica-{i}") for i in range(REPLICAS))
+            spans = sorted(_switch(snapshot, f"replica-{i}") for i in range(REPLICAS))
             assert spans[0][1] <= spans[1][0], f"both switched at once: {spans}"
 
 
-def _switch(transitions: list[dict[str, object]], replica: str) -> tuple[float, float]:
+def _complete_ledger(http: httpx.Client, path: str) -> dict[str, Any]:
+    """The ledger once it has the end of each switch: a replica's report is told before it is stored."""
+    deadline = time.monotonic() + 60
+    while True:
+        ledger: dict[str, Any] = http.get(path).json()
+        ends = [
+            moved for one in ledger["snapshots"] for moved in one["transitions"] if moved["stage"] == "idle"
+        ]
+        if len(ends) == 2 * REPLICAS:
+            return ledger
+        assert time.monotonic() < deadline, ledger
+        time.sleep(0.05)
+
+
+def _switch(snapshot: dict[str, Any], replica: str) -> tuple[float, float]:
     """From the commit to the end of the check."""
-    at = {t["stage"]: float(str(t["at"])) for t in transitions if str(t["replica"]).endswith(replica)}
+    at = {t["stage"]: float(t["at"]) for t in snapshot["transitions"] if t["replica"].endswith(replica)}
     return at["committing"], at["idle"]
