@@ -194,3 +194,42 @@ def test_a_list_leaves_out_a_policy_that_goes_while_it_is_made(tmp_path: Path) -
         assert [one["policy"] for one in answer.json()["policies"]] == ["blue"]
 
     serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("read", ["deployment", "state"])
+def test_a_policy_that_goes_while_it_is_changed_is_a_conflict(tmp_path: Path, read: str) -> None:
+    """read: before which of the call's reads another gateway removes it."""
+
+    async def work(server: PolicyServer) -> None:
+        assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
+        change = server.ledger.update_deployment
+
+        async def changed(name: str, **given: Any) -> Any:
+            row = await change(name, **given)
+            real = getattr(server.ledger, read)
+
+            async def gone(*asked: Any) -> Any:
+                await server.ledger.delete_deployment(name)
+                setattr(server.ledger, read, real)
+                return await real(*asked)
+
+            setattr(server.ledger, read, gone)
+            return row
+
+        server.ledger.update_deployment = changed  # type: ignore[method-assign]
+        answer = await server.http.post(POLICIES, json={"policy": "red", "frozen": False})
+        assert refused(answer) == (409, "policy"), answer.text
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("body", [{}, {"frozen": True}], ids=str)
+def test_a_policy_that_is_being_ended_is_not_made_or_frozen(tmp_path: Path, body: dict[str, Any]) -> None:
+    async def work(server: PolicyServer) -> None:
+        assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
+        # Its replicas have not let it go.
+        await server.ledger.update_deployment(f"{DEPLOYMENT}{INFIX}red", deleting=True)
+        answer = await server.http.post(POLICIES, json={"policy": "red", **body})
+        assert refused(answer) == (409, "policy"), answer.text
+
+    serve(tmp_path, work)

@@ -7,7 +7,7 @@ import base64
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +185,8 @@ class Oracle:
         self.undisturbed: Callable[[], bool] = lambda: False
         #: Whether the ledger may have been deleted: the base weights may then come behind any snapshot.
         self.forgotten = False
+        #: By replica and snapshot, when it last came to serve there: again, where the replica fell back meanwhile.
+        self.committed_at: Mapping[tuple[str, str], float] = {}
         #: When an answer first showed that a replica serves a snapshot.
         self._served_at: dict[tuple[str, str], float] = {}
 
@@ -239,8 +241,9 @@ class Oracle:
 
     def certain(self, turn: Turn) -> bool:
         """Whether the request came after the switch to the snapshot that served it: not before, to wait for it there."""
-        since = self._served_at.setdefault((turn.replica, turn.labels[0]), turn.ended_at)
-        return turn.begun_at > since and not turn.resumed
+        served = turn.replica, turn.labels[0]
+        since = self._served_at.setdefault(served, turn.ended_at)
+        return turn.begun_at > max(since, self.committed_at.get(served, 0.0)) and not turn.resumed
 
     def check_reuse(self, turn: Turn, begun: str | None) -> None:
         """That cached KV was computed since the last signal that forbade what was before it.

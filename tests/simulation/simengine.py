@@ -139,6 +139,7 @@ class SimSlot(Slot):
             raise StagingFailed(f"{snapshot} is not staged")
         self.load = Load(*self._staged, self.load.commits + 1)
         self.held[snapshot] = self.load
+        self._engine.committed(snapshot)
         self._staged = None
         self._free()
         self._engine.slots.setdefault(self.policy, self)
@@ -182,6 +183,8 @@ class SimEngine(Engine):
         self._on_death: list[Callable[[str], Awaitable[None]]] = []
         self._generated = self._steps = self._prompted = self._reused = 0
         self.staging_fails = 0.0
+        #: Told as a snapshot comes to serve.
+        self.committed: Callable[[str], None] = lambda snapshot: None
 
     # -- the port
 

@@ -196,6 +196,7 @@ class History:
         self._disturbed = False
         self._clients: list[Rollout] = []
         self.oracle.undisturbed = lambda: not self._disturbed
+        self.oracle.committed_at = self.world.committed_at
         self._restarts = 0
         self._samplers: list[TinkerClient] = []
         self._clients_run: list[asyncio.Task[None]] = []

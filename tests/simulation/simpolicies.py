@@ -188,6 +188,7 @@ class Policies:
         self.trainers: dict[str, PolicyTrainer] = {}
         for name in NAMES:
             oracle = PolicyOracle(name, synchronous=False)
+            oracle.committed_at = world.committed_at
             rng = random.Random(f"{seed} {name}")
             self.trainers[name] = PolicyTrainer(
                 name, port, world.bucket, url, weights, oracle, rng, say, self.count

@@ -86,6 +86,8 @@ class World:
         #: All that were ever made, of processes that are gone too.
         self.proxies: list[tuple[Process, Proxy]] = []
         self.replicas: list[tuple[Process, Replica]] = []
+        #: When a snapshot last came to serve on a replica, by both names.
+        self.committed_at: dict[tuple[str, str], float] = {}
         self._outside: list[Process] = []
         self.wall_offset_s = 0.0
         self._settings: Settings | None = None
@@ -194,6 +196,12 @@ class World:
             Path(spec.model_dir), lambda share: rng.random() < share, lambda most: rng.random() * most
         )
         engine.staging_fails = self.staging_fails
+        replica = PROCESS.get().name
+
+        def committed(snapshot: str) -> None:
+            self.committed_at[replica, snapshot] = self.now
+
+        engine.committed = committed
         PROCESS.get().engine = engine
         return engine
 

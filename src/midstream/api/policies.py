@@ -121,9 +121,12 @@ class PolicyApi:
             if asked.frozen is not None:
                 await self._ledger.update_deployment(policy.name, fields={FROZEN: asked.frozen or None})
             row = await self._ledger.deployment(policy.name)
+            shown = await self._shown(policy, row)
         except NotFound as error:
             raise _ends(asked.policy) from error
-        return JSONResponse(await self._shown(policy, row), headers={HEADER_MADE: policy.name})
+        if row.deleting:
+            raise _ends(asked.policy)
+        return JSONResponse(shown, headers={HEADER_MADE: policy.name})
 
     async def list(self, request: Request) -> Response:
         rows = {row.name: row for row in await self._ledger.policies()}
