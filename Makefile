@@ -22,6 +22,7 @@
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 # make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON
+# make screenshots  the pictures of docs/dashboard.md, from a live server; needs Chromium
 # make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
 #                 "--resume --minutes 9", "--device cpu" for a dry run); the pieces with vLLM also need make setup-vllm VLLM=vllm==0.32.0
 # make simulate    SEEDS histories of a simulated server, on all cores; a wrong one is made smaller and shown (ARGS="--prove": planted faults)
@@ -56,7 +57,7 @@ TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm screenshots gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -179,6 +180,9 @@ bench-delta: setup setup-fireworks
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
+
+screenshots: setup
+	$(BIN)/python docs/images/make.py
 
 bench-policies: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python policies.py --write $(BENCH_ARGS)

@@ -33,6 +33,8 @@ ALLOWED: dict[str, str] = {
     "ledger": "core snapshots",
     # What a trainer imports.
     "client": "core snapshots",
+    # The dashboard's files.
+    "dashboard": "",
     # Models and engines.
     "models": "",
     "engine": "core http snapshots",

@@ -10,6 +10,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from midstream.api.app import control_app
+from midstream.api.board import Board
+from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import hotload_routes
 from midstream.core.config import load_settings
@@ -55,12 +57,14 @@ def whole_gateway() -> Starlette:
     nothing = cast("Any", None)
     names, replicas = ServedNames(f"{A}/models/m", f"{A}/deployments/default"), ReplicaSet([])
     deployments = Deployments(Deployment(names, replicas, Reconciler(nothing, replicas, names.deployment)))
+    metrics = GatewayMetrics(deployments)
     routes = [
         *deployment_routes(nothing, deployments, bucket="file:///b", changed=nothing),
         *membership_routes(nothing, deployments, allowed=(), changed=nothing),
         *hotload_routes(nothing, deployments),
+        *dashboard_routes(Board(deployments, metrics), lambda: True),
     ]
-    return control_app(deployments, GatewayMetrics(deployments), keyed=True, extra_routes=routes)
+    return control_app(deployments, metrics, keyed=True, extra_routes=routes)
 
 
 def whole_front() -> Starlette:
@@ -88,7 +92,7 @@ def test_the_gateway_that_is_served_has_no_further_routes() -> None:
     """A module that adds routes in launch/gateway.py belongs into whole_gateway() above."""
     wiring = Path(control_app.__code__.co_filename).parents[1] / "launch" / "gateway.py"
     made = {word.partition("(")[0].strip("*") for word in wiring.read_text().split() if "_routes(" in word}
-    assert made == {"deployment_routes", "membership_routes", "hotload_routes"}
+    assert made == {"deployment_routes", "membership_routes", "hotload_routes", "dashboard_routes"}
 
 
 def test_a_route_that_is_not_in_the_table_needs_operate_on_every_deployment() -> None:

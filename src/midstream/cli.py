@@ -25,6 +25,7 @@ COMMANDS = {  # module of commands/: its line in --help
     "model": "write a built-in model as a Hugging Face directory",
     "publish": "put a checkpoint into the bucket and wait until every replica serves it",
     "status": "what each replica serves and does; --watch keeps looking",
+    "dashboard": "open the server's dashboard in a browser",
     "ledger": "every snapshot that was signalled, and how each replica fared with it",
     "export": "training records of sessions, as JSON lines, for Tinker, verl, NeMo-Gym or verifiers",
     "delta": "make, apply and check incremental snapshots in local directories",

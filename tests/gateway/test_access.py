@@ -15,10 +15,12 @@ import pytest
 from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
 
 from midstream.api.app import control_app
+from midstream.api.board import Board
+from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.core.config import GatewaySettings, KeySettings
-from midstream.core.scopes import GATEWAY_ROUTES
+from midstream.core.scopes import DASHBOARD_EVENTS, DASHBOARD_OPEN, GATEWAY_ROUTES
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.core.wires import (
@@ -130,6 +132,8 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
             *hotload_routes(ledger, deployments),
         ]
         metrics = GatewayMetrics(deployments)
+        # Its streams end at once, as those of a process that listens no more.
+        routes += dashboard_routes(Board(deployments, metrics), lambda: False)
         app = control_app(deployments, metrics, keyed=bool(keys), extra_routes=routes)
         gateway = Gateway(GatewaySettings(api_keys=keys), deployments, metrics, app, replica_token=TOKEN)
         stage = Stage(gateway, await gateway.start("127.0.0.1", 0), made[0].replicas, mocks)
@@ -231,6 +235,8 @@ CASES += [
       for path in (HOT_LOAD_PATH, *TRAINER_READS)),
     ("/metrics", "GET", "/metrics", None, "", {"full", "operate", "observe"}),
     ("/metrics", "HEAD", "/metrics", None, "", {"full", "operate", "observe"}),
+    (DASHBOARD_EVENTS, "GET", DASHBOARD_EVENTS, None, "",
+     {"full", "operate", "observe", "observe:other", "operate:gone", *ON_OTHER}),
     ("/v1/accounts", "GET", "/v1/accounts", None, "", ALL),
     ("/v1/accounts/{account}", "GET", f"/v1/{A}", None, "", ALL),
     ("/v1/accounts/{account}/models", "GET", f"/v1/{A}/models", None, "", ALL),
@@ -293,6 +299,39 @@ CASES += [
 def test_the_cases_are_of_every_route_in_the_table() -> None:
     asked = {(method, route) for route, method, *_ in CASES if method != "HEAD"}
     assert asked == set(GATEWAY_ROUTES)
+
+
+def test_the_dashboards_page_needs_no_key_and_says_nothing_of_the_server() -> None:
+    async def main() -> None:
+        async with world() as here:
+            for path in DASHBOARD_OPEN:
+                answer = await here.ask(None, "GET", path)
+                assert answer.status == 200, path
+                assert b"default-replica-0" not in answer.body
+                assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+                again = await here.ask(
+                    None, "GET", path, headers=f"if-none-match: {answer.headers['etag']}\r\n"
+                )
+                assert (again.status, again.body) == (304, b"")
+            assert (await here.ask(None, "GET", "/dashboard/../etc/passwd")).status == 401
+            assert (await here.ask("full", "GET", "/dashboard/__init__.py")).status == 404
+
+    run(main)
+
+
+def test_the_dashboards_stream_shows_a_key_its_own_deployments_alone() -> None:
+    async def main() -> None:
+        async with world() as here:
+            everything = (await here.ask("observe", "GET", DASHBOARD_EVENTS)).body
+            assert b"default-replica-0" in everything
+            assert b"other-replica-0" in everything
+            assert b"event: counts" in everything
+            other = (await here.ask("observe:other", "GET", DASHBOARD_EVENTS)).body
+            assert b"other-replica-0" in other
+            assert b"default" not in other
+            assert b"event: counts" not in other
+
+    run(main)
 
 
 def test_every_kind_of_key_on_every_route() -> None:

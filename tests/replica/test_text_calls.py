@@ -25,6 +25,13 @@ def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path: Path)
         answer = await here.http.post("/detokenize", json=whole)
         assert answer.json() == {"prompt": "<|im_start|>he<|im_end|>"}
         assert (await here.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+        told = (await here.http.post("/detokenize", json={**whole, "return_token_texts": True})).json()
+        assert told["prompt"] == answer.json()["prompt"]
+        assert len(told["token_texts"]) == len(whole["tokens"])
+        # These are all of whole characters.
+        assert "".join(told["token_texts"]) == told["prompt"]
+        nothing = {"tokens": [], "return_token_texts": True}
+        assert (await here.http.post("/detokenize", json=nothing)).json() == {"prompt": "", "token_texts": []}
 
     play(tmp_path, FakeEngine(), scenario)
 

@@ -224,9 +224,17 @@ class PolicyApi:
             "frozen": bool(row.fields.get(FROZEN)),
             "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
             "generation": row.generation,
+            "bytes": _size(state.desired),
             "replicas": replica_rows(state, policy.replicas, {}),
             "unloaded": unloaded(policy.replicas),
         }
+
+
+def _size(desired: Desired | None) -> int | None:
+    """Of the snapshot's own files; None where there is none, or its files are not known."""
+    if desired is None or desired.content is None:
+        return None
+    return sum(file.size for file in desired.content)
 
 
 def _ends(name: str) -> Conflict:

@@ -29,13 +29,18 @@ KEY_VARIABLE = "MIDSTREAM_API_KEY"
 
 def add_server_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
     """positional: the server's URL is an argument, not the option --server."""
-    told = f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
+    told = told_server()
     if positional:
         parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server, or of --records {told}")
     else:
         parser.add_argument("--server", metavar="URL", help=told)
     parser.add_argument("--deployment", metavar="NAME", help="(default: the only one, or the server's own)")
     parser.add_argument("--api-key", metavar="KEY", help=f"(default: ${KEY_VARIABLE})")
+
+
+def told_server() -> str:
+    """Which server is meant where none is named, for a help text."""
+    return f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
 
 
 def connect(options: argparse.Namespace) -> HotLoadServer:

@@ -101,8 +101,14 @@ def forbidden(scopes: tuple[str, ...], resource: str) -> Forbidden:
     return Forbidden(f"this API key lacks the scope {wanted} on {resource}")
 
 
+#: The dashboard's page, its files, which say nothing of the server, and the stream that feeds it.
+DASHBOARD = "/dashboard"
+DASHBOARD_FILES = ("app.js", "charts.js", "trace.js", "style.css", "uPlot.js", "uPlot.css", "icon.svg")
+DASHBOARD_EVENTS = DASHBOARD + "/events"
+DASHBOARD_OPEN = (DASHBOARD, *(f"{DASHBOARD}/{name}" for name in DASHBOARD_FILES))
+
 #: Routes that need no scope. What they say to whom is theirs to decide.
-PUBLIC = frozenset(("GET", path) for path in ("/health", *TRAINER_HEALTH, "/api/v1/healthz"))
+PUBLIC = frozenset(("GET", path) for path in ("/health", *TRAINER_HEALTH, "/api/v1/healthz", *DASHBOARD_OPEN))
 UNKNOWN_ROUTE = Need((OPERATE,), "every")
 
 _ACCOUNTS = "/v1/accounts"
@@ -139,6 +145,7 @@ GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/sessions/{key:path}/trace"): _SAMPLE_MEANT,
     ("POST", "/sessions/{key:path}/reward"): _SAMPLE_MEANT,
     ("GET", "/metrics"): Need((OBSERVE,), "every"),
+    ("GET", DASHBOARD_EVENTS): Need((OBSERVE,), "some"),
     ("GET", _ACCOUNTS): _LIST,
     ("GET", _ACCOUNTS + "/{account}"): _LIST,
     ("GET", _ACCOUNTS + "/{account}/models"): _LIST,

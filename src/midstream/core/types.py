@@ -331,9 +331,11 @@ class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
     """How long the last completed swap took, in milliseconds.
 
     pause_ms: from the end of the last step before the switch until the switch, when sequences were running.
+    generation: of the target that it was for.
     """
 
     snapshot: str
+    generation: Whole = 0
     fetch_ms: float = 0.0
     rebuild_ms: float = 0.0
     verify_ms: float = 0.0
@@ -477,6 +479,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     # Contents of the snapshot that serves and of its chain, where the replica was not told them.
     contents: tuple[SnapshotContent, ...] = ()
     last_swap: SwapTiming | None = None
+    # The last few of this boot, oldest first: several may end between two looks.
+    swaps: tuple[SwapTiming, ...] = ()
     engine: EngineStats = EngineStats()
     # What the engine is and can do. None before it was ever started.
     card: EngineCard | None = None

@@ -18,6 +18,8 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from midstream.api.app import control_app
+from midstream.api.board import Board
+from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import hotload_routes
 from midstream.core.errors import ConfigError, NotFound
@@ -102,12 +104,16 @@ def _gateway(
     spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState
 ) -> Gateway:
     metrics = GatewayMetrics(deployments)
+    board = Board(deployments, metrics)
     app = control_app(
         deployments,
         metrics,
         created=int(time.time()),
         keyed=bool(spec.settings.api_keys),
-        extra_routes=_served_api(spec, ledger, deployments, desired_state),
+        extra_routes=[
+            *_served_api(spec, ledger, deployments, desired_state),
+            *dashboard_routes(board, lambda: metrics.listening()),
+        ],
     )
     gateway = Gateway(
         spec.settings,
@@ -117,7 +123,7 @@ def _gateway(
         front_path=spec.tinker_path,
         replica_token=spec.token,
     )
-    _report(desired_state, gateway, metrics)
+    _report(desired_state, gateway, metrics, board)
     return gateway
 
 
@@ -195,20 +201,26 @@ async def _caught_up(desired_state: DesiredState, alone: Callable[[], bool] = la
         await asyncio.sleep(CATCH_UP_POLL_S)
 
 
-def _report(desired_state: DesiredState, gateway: Gateway, metrics: GatewayMetrics) -> None:
+def _report(desired_state: DesiredState, gateway: Gateway, metrics: GatewayMetrics, board: Board) -> None:
     """Have the supervisor told of this process's counts and readiness, and the metrics include those of the other gateways."""
     boot = secrets.token_hex(8)
     metrics.siblings = lambda: desired_state.siblings
     metrics.report = desired_state.report_now
     metrics.listening = lambda: bool(gateway.sockets)
     metrics.ready = lambda: bool(gateway.sockets) and desired_state.caught_up
-    desired_state.report = lambda: GatewayReport(
-        boot=boot,
-        listening=metrics.listening(),
-        ready=metrics.ready(),
-        changes=desired_state.changes,
-        tally=metrics.tally(),
-    )
+
+    def report() -> GatewayReport:
+        # It is asked for in every round: the dashboard's past needs no clock of its own.
+        board.look()
+        return GatewayReport(
+            boot=boot,
+            listening=metrics.listening(),
+            ready=metrics.ready(),
+            changes=desired_state.changes,
+            tally=metrics.tally(),
+        )
+
+    desired_state.report = report
 
 
 async def first_answer(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:

@@ -3,7 +3,7 @@
 The hot path only adds to plain integers; metric families are built when somebody asks.
 Always holds: label values come from small fixed sets (replicas, path classes, statuses, reasons), never from sessions,
 keys or request content. Durations are kept in the buckets of BUCKETS_S, one histogram per path class (completions,
-chat_completions, messages, count_tokens, tinker, control).
+chat_completions, messages, count_tokens, tinker, control, dashboard).
 """
 
 from __future__ import annotations
@@ -158,10 +158,13 @@ class GatewayMetrics(Collector):
             },
         )
 
-    def _in_all(self) -> GatewayMetrics:
+    def in_all(self) -> Tally:
         """With what the others counted."""
+        return merged((self.tally(), self.siblings().tally))
+
+    def _in_all(self) -> GatewayMetrics:
         total = GatewayMetrics(self._deployments)
-        tally = merged((self.tally(), self.siblings().tally))
+        tally = self.in_all()
         for path, status, count in tally.requests:
             total.requests[path, status] = count
         for name, counts in tally.counters.items():

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
-from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
+from midstream.core.scopes import DASHBOARD_EVENTS, DASHBOARD_OPEN, EVERYTHING, SAMPLE, forbidden
 from midstream.core.wires import TRAINER_HEALTH, is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
@@ -27,7 +27,9 @@ from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.responses_route import RESPONSES, ResponsesRoute
 from midstream.proxy.route import Route
 
-_HEALTH = frozenset((b"/health", *(path.encode() for path in TRAINER_HEALTH)))
+#: Whoever asks for them without a key is told what is for everybody.
+_OPEN = frozenset((b"/health", *(path.encode() for path in (*TRAINER_HEALTH, *DASHBOARD_OPEN))))
+_EVENTS = DASHBOARD_EVENTS.encode()
 
 
 class GatewayService:
@@ -63,7 +65,7 @@ class GatewayService:
 
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
         path = target.partition(b"?")[0]
-        if path in _HEALTH and not _has_body(headers):
+        if path in _OPEN and not _has_body(headers):
             return None
         try:
             caller = self._proxy.auth.caller(headers)
@@ -102,6 +104,9 @@ class GatewayService:
             route = FrontRoute(self._proxy, request)
         else:
             route = Route(self._proxy, request)
+            if path == _EVENTS:
+                # It lasts as long as a page is open, which is not how long a control call takes.
+                route.path_class = "dashboard"
             if session is not None and is_read_in_session(request.method, path):
                 route.target = target
         return ProxiedRequest(self._proxy, request, client, route)

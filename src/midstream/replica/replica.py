@@ -368,6 +368,7 @@ class Replica:
             check=self.driver.check,
             contents=self.driver.contents,
             last_swap=self.driver.last_swap,
+            swaps=self.driver.swaps,
             engine=self._engine.stats(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ..
 
 
 DRAIN_LOG_EVERY_S = 10.0
+#: Timings of swaps that a report has.
+SWAPS_TOLD = 4
 #: A check that takes longer has failed.
 CHECK_S_MAX = 300.0
 #: From STAGED on, changes are not told for so long: telling them would compete with the engine's steps around the switch.
@@ -171,13 +174,22 @@ class SwapDriver:
         self.machine = machine
         #: Of the engine; set before `run`.
         self.info: ModelInfo | None = None
-        self.last_swap: SwapTiming | None = None
+        self._swaps: deque[SwapTiming] = deque(maxlen=SWAPS_TOLD)
         #: Of the serving weights: their check, and what their files were found to be.
         self.check: SnapshotCheck | None = None
         self.contents: tuple[SnapshotContent, ...] = ()
 
     def __repr__(self) -> str:
         return f"SwapDriver({self.machine!r}, {self._attempts!r})"
+
+    @property
+    def swaps(self) -> tuple[SwapTiming, ...]:
+        """The last ones of this boot, SWAPS_TOLD at most, oldest first."""
+        return tuple(self._swaps)
+
+    @property
+    def last_swap(self) -> SwapTiming | None:
+        return self._swaps[-1] if self._swaps else None
 
     @property
     def quiet(self) -> bool:
@@ -291,14 +303,16 @@ class SwapDriver:
         await self._its_turn()
         # A target may be let go with other fields than it came with.
         timing = await self._switch(self.machine.target or desired)
-        self.last_swap = msgspec.structs.replace(
+        done = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,
+            generation=desired.generation,
             fetch_ms=(fetched - started) * 1e3,
             rebuild_ms=(rebuilt - fetched) * 1e3,
             verify_ms=(verified - rebuilt) * 1e3,
             stage_ms=(staged - verified) * 1e3,
         )
+        self._swaps.append(done)
         self.check, self.contents = None, contents
         self._made(Event.COMMITTED)
 
@@ -365,9 +379,9 @@ class SwapDriver:
                 self.check = await self._checker.check(self.info, desired.snapshot, desired.generation)
         except TimeoutError:
             raise NotSound(f"its check did not end within {CHECK_S_MAX:g} s") from None
-        if self.last_swap is not None:
+        if self._swaps:
             check_ms = (self._monotonic() - started) * 1e3
-            self.last_swap = msgspec.structs.replace(self.last_swap, check_ms=check_ms)
+            self._swaps[-1] = msgspec.structs.replace(self._swaps[-1], check_ms=check_ms)
         self._made(Event.CHECKED)
 
     async def _release(self) -> None:

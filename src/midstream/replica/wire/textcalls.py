@@ -31,6 +31,8 @@ class _Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class _Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     tokens: list[int]
+    # Not vLLM's: each token's own text, as `token` in log-probabilities has it.
+    return_token_texts: bool | None = None
 
 
 _tokenize = msgspec.json.Decoder(_Tokenize)
@@ -78,12 +80,16 @@ async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> d
     if size > context:
         raise InvalidRequest(f"tokens: {size} do not fit the context of {context} tokens", param="tokens")
     if not asked.tokens:
-        return {"prompt": ""}
+        return {"prompt": ""} | ({"token_texts": []} if asked.return_token_texts else {})
     try:
         [ids] = split_prompts([*asked.tokens], texts.info.vocab_size)
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt:", "tokens:", 1), param="tokens") from error
-    return {"prompt": texts.text.vocabulary.raw_text([int(i) for i in ids])}
+    vocabulary, numbers = texts.text.vocabulary, [int(i) for i in ids]
+    told: dict[str, Any] = {"prompt": vocabulary.raw_text(numbers)}
+    if asked.return_token_texts:
+        told["token_texts"] = [vocabulary.label(i)[0] for i in numbers]
+    return told
 
 
 TOKENIZE = TextCall("tokenize", tokenize)

@@ -1,0 +1,320 @@
+"""What the dashboard shows: the state of everything now, how it came about, and the last quarter of an hour in numbers.
+
+Owns: the samples and the swaps that are kept for whoever opens the dashboard later.
+Always holds:
+- All of it is what replicas reported and what this server's gateways counted. Nothing is asked of a replica for it.
+- A key is shown the deployments that it may observe. The counts of gateways, which are of all of them, are shown to a key for
+  every deployment alone.
+- What is kept has a bound: SAMPLES_KEPT samples and SWAPS_KEPT swaps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from midstream import __version__
+from midstream.api.status import SHOWN_STAGE
+from midstream.core.scopes import OBSERVE, Grant
+from midstream.core.types import PolicyReport, ReplicaReport, Stage, Transition
+from midstream.fleet.access import shown_only
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.view import ReplicaView
+from midstream.proxy.metrics import GatewayMetrics
+
+SAMPLE_EVERY_S = 2.0
+#: 15 minutes.
+SAMPLES_KEPT = 450
+SWAPS_KEPT = 512
+#: Rows of policies that are shown: those that replicas hold, by name.
+POLICIES_SHOWN = 512
+
+#: Of a replica: generated, prompt and cached prompt tokens so far in its boot, running and waiting sequences, the share of KV
+#: blocks in use, how many signals it is behind, and the number of its boot in this gateway's memory.
+ReplicaSample = tuple[int, int, int, int, int, float, int, int]
+
+
+class Sample(NamedTuple):
+    """at: seconds since the epoch. answered, failed, cut: requests for inference so far, in all gateways."""
+
+    at: float
+    replicas: dict[str, ReplicaSample]
+    answered: int
+    failed: int
+    cut: int
+    sessions: int
+
+
+class Swap(msgspec.Struct, kw_only=True):
+    """One attempt of one replica to come to a snapshot. stages: [stage, seconds since the epoch], in order.
+
+    number: grows with every change of any swap. pause_ms, streams_crossed: once they are known.
+    """
+
+    number: int
+    deployment: str
+    replica: str
+    boot: str
+    generation: int
+    snapshot: str
+    policy: str
+    stages: list[tuple[str, float]]
+    error: str | None = None
+    pause_ms: float | None = None
+    streams_crossed: int | None = None
+
+
+class Board:
+    """What is shown of all deployments. now: seconds since the epoch. monotonic: seconds."""
+
+    def __init__(
+        self,
+        deployments: Deployments,
+        metrics: GatewayMetrics,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deployments, self._metrics = deployments, metrics
+        self._now, self._monotonic = now, monotonic
+        self._sampled_at = float("-inf")
+        self._samples: deque[tuple[int, Sample]] = deque(maxlen=SAMPLES_KEPT)
+        self._taken = 0
+        self._swaps: OrderedDict[tuple[str, str, str, str, int], Swap] = OrderedDict()
+        self._number = 0
+        # The last transition that was seen, by replica, boot and policy.
+        self._seen: dict[tuple[str, str, str], int] = {}
+        self._boots: dict[str, tuple[str, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"Board({len(self._samples)} samples, {len(self._swaps)} swaps)"
+
+    # -- what is kept
+
+    def look(self) -> None:
+        """Learn of swaps, and take a sample if the last one is SAMPLE_EVERY_S old. Cheap: called in every round."""
+        for deployment in self._deployments:
+            for view in deployment.replicas.views:
+                if view.report is not None:
+                    self._learn_of(deployment, view.name, view.report)
+        if self._monotonic() - self._sampled_at >= SAMPLE_EVERY_S:
+            self._sampled_at = self._monotonic()
+            self._taken += 1
+            self._samples.append((self._taken, self._sample()))
+
+    def _learn_of(self, deployment: Deployment, replica: str, report: ReplicaReport) -> None:
+        parts: list[ReplicaReport | PolicyReport] = [report, *report.policies]
+        for part in parts:
+            policy = part.policy if isinstance(part, PolicyReport) else ""
+            key = (replica, report.boot, policy)
+            seen = self._seen.get(key, -1)
+            if part.transitions and part.transitions[-1].seq > seen:
+                self._seen[key] = part.transitions[-1].seq
+                for moved in part.transitions:
+                    if moved.seq > seen:
+                        self._moved(deployment.name, key, moved)
+            self._time(deployment.name, key, part)
+
+    def _moved(self, deployment: str, key: tuple[str, str, str], moved: Transition) -> None:
+        replica, boot, policy = key
+        at = (deployment, replica, boot, policy, moved.generation)
+        swap = self._swaps.get(at)
+        if swap is None or swap.snapshot != moved.snapshot:
+            swap = self._swaps[at] = Swap(
+                number=0,
+                deployment=deployment,
+                replica=replica,
+                boot=boot,
+                generation=moved.generation,
+                snapshot=moved.snapshot,
+                policy=policy,
+                stages=[],
+            )
+            self._swaps.move_to_end(at)
+            if len(self._swaps) > SWAPS_KEPT:
+                self._swaps.popitem(last=False)
+        swap.stages.append((_stage(moved.stage), moved.at))
+        swap.error = moved.detail or None if moved.stage is Stage.ERROR else None
+        self._changed(swap)
+
+    def _time(self, deployment: str, key: tuple[str, str, str], part: ReplicaReport | PolicyReport) -> None:
+        for timing in part.swaps if isinstance(part, ReplicaReport) else (part.last_swap,):
+            swap = None if timing is None else self._swaps.get((deployment, *key, timing.generation))
+            if timing is not None and swap is not None and swap.pause_ms is None:
+                swap.pause_ms, swap.streams_crossed = timing.pause_ms, timing.streams_crossed
+                self._changed(swap)
+
+    def _changed(self, swap: Swap) -> None:
+        self._number += 1
+        swap.number = self._number
+
+    def _sample(self) -> Sample:
+        replicas: dict[str, ReplicaSample] = {}
+        for deployment in self._deployments:
+            for view in deployment.replicas.views:
+                if (report := view.report) is not None:
+                    replicas[view.name] = self._of_replica(deployment, view.name, report)
+        answered, failed, cut = self._counted()
+        return Sample(self._now(), replicas, answered, failed, cut, sum(map(_sessions, self._deployments)))
+
+    def _of_replica(self, deployment: Deployment, name: str, report: ReplicaReport) -> ReplicaSample:
+        known = self._boots.get(name)
+        if known is None or known[0] != report.boot:
+            known = self._boots[name] = (report.boot, 0 if known is None else known[1] + 1)
+            self._seen = {of: seq for of, seq in self._seen.items() if of[0] != name or of[1] == report.boot}
+        engine = report.engine
+        used = engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else 0.0
+        return (
+            engine.generated_tokens,
+            engine.prompt_tokens,
+            engine.cached_prompt_tokens,
+            engine.running,
+            engine.waiting,
+            round(used, 4),
+            _behind(deployment, report),
+            known[1],
+        )
+
+    def _counted(self) -> tuple[int, int, int]:
+        """Requests for inference that were answered, those that failed for the server's sake, and responses cut short."""
+        tally = self._metrics.in_all()
+        answered = failed = 0
+        for path, status, count in tally.requests:
+            if path in ("control", "refused", "dashboard"):
+                continue
+            answered += count
+            failed += count if status >= 500 else 0
+        return answered, failed, sum(tally.counters.get("cut_responses", {}).values())
+
+    # -- what is shown
+
+    def sections(self, grant: Grant) -> dict[str, Any]:
+        """What there is now, in parts that change at different times."""
+        shown = shown_only(grant, (OBSERVE,), self._deployments)
+        found = {
+            "server": self._server(shown),
+            "replicas": [_replica(one, view) for one in shown for view in _views(one)],
+            "policies": self._policies(shown),
+        }
+        if grant.everywhere((OBSERVE,)):
+            found["counts"] = self._counts()
+        return found
+
+    def swaps(self, grant: Grant, after: int = 0) -> list[Swap]:
+        """Those that changed since `number` was `after`, the oldest first."""
+        names = {one.name for one in shown_only(grant, (OBSERVE,), self._deployments)}
+        return [s for s in self._swaps.values() if s.number > after and s.deployment in names]
+
+    def samples(self, grant: Grant, after: int = 0) -> Iterator[tuple[int, Sample]]:
+        """Those behind number `after`, each with its number."""
+        shown = shown_only(grant, (OBSERVE,), self._deployments)
+        names = {view.name for one in shown for view in _views(one)}
+        everything = grant.everywhere((OBSERVE,))
+        for number, sample in self._samples:
+            if number > after:
+                kept = {name: of for name, of in sample.replicas.items() if everything or name in names}
+                counted = sample if everything else Sample(sample.at, {}, 0, 0, 0, 0)
+                yield number, counted._replace(replicas=kept)
+
+    def _server(self, shown: Iterable[Deployment]) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "gateways": self._metrics.workers,
+            "gateways_ready": self._metrics.workers_ready,
+            "deployments": [
+                {
+                    "name": one.name,
+                    "model": one.model,
+                    "wanted": one.wanted_in_all,
+                    "usable": sum(view.usable for view in one.replicas.views),
+                    "desired": one.order.desired,
+                    "generation": one.order.position(one.order.desired),
+                    "deleting": one.deleting,
+                    "sessions": _sessions(one),
+                    "policies": len(self._deployments.policies(one)),
+                    "failed": dict(sorted(one.troubles.items())),
+                }
+                for one in shown
+            ],
+        }
+
+    def _policies(self, shown: Iterable[Deployment]) -> list[dict[str, Any]]:
+        """Of each policy that a replica holds: what serves where."""
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        for one in shown:
+            for view in one.replicas.views:
+                for policy in view.report.policies if view.report else ():
+                    row = rows.setdefault(
+                        (one.name, policy.policy),
+                        {
+                            "policy": policy.policy,
+                            "deployment": one.name,
+                            "in_flight": 0,
+                            "replicas": {},
+                            "error": None,
+                        },
+                    )
+                    row["in_flight"] += policy.in_flight
+                    row["replicas"][view.name] = [policy.snapshot, _stage(policy.stage)]
+                    row["error"] = policy.error or row["error"]
+        return [rows[key] for key in sorted(rows)][:POLICIES_SHOWN]
+
+    def _counts(self) -> dict[str, Any]:
+        tally = self._metrics.in_all()
+        return {"requests": sorted(tally.requests), **{n: c for n, c in sorted(tally.counters.items()) if c}}
+
+
+def _views(deployment: Deployment) -> list[ReplicaView]:
+    return [*deployment.replicas.views, *deployment.replicas.leaving]
+
+
+def _sessions(deployment: Deployment) -> int:
+    return len(deployment.sessions)
+
+
+def _stage(stage: Stage) -> str:
+    """As the hot-load API calls it."""
+    return SHOWN_STAGE.get(stage, str(stage))
+
+
+def _behind(deployment: Deployment, report: ReplicaReport) -> int:
+    """How many signals what serves is behind the last one; a snapshot that is not known is as old as the base weights."""
+    order = deployment.order
+    return order.between(order.position(report.snapshot) or 0, order.position(order.desired) or 0)
+
+
+def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "name": view.name,
+        "deployment": deployment.name,
+        "usable": view.usable,
+        "standing": view.standing,
+        "in_flight": view.in_flight,
+        "own": view.own,
+        "error": deployment.troubles.get(view.name) or view.last_words or None,
+    }
+    report = view.report
+    if report is None:
+        return about | {"stage": "unreachable", "snapshot": None}
+    engine = report.engine
+    return about | {
+        "stage": _stage(report.stage) if report.ready else "starting" if not report.error else "error",
+        "snapshot": report.snapshot,
+        "target": report.target,
+        "behind": _behind(deployment, report),
+        "held": report.held,
+        "admitting": report.admitting,
+        "error": report.error or about["error"],
+        "running": engine.running,
+        "waiting": engine.waiting,
+        "kv_used": engine.kv_blocks_used,
+        "kv_total": engine.kv_blocks_total,
+        "policies": len(report.policies),
+        "resident": list(report.resident),
+        "stalled_s": report.stalled_s,
+        "engine": report.card.kind if report.card else None,
+    }

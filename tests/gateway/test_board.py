@@ -1,0 +1,141 @@
+"""What the dashboard is fed with: swaps as replicas report them, rates that do not cross a boot, and what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway_harness import reconciler
+
+from midstream.api.board import SAMPLE_EVERY_S, SAMPLES_KEPT, SWAPS_KEPT, Board
+from midstream.core.scopes import EVERYTHING, parse_grant
+from midstream.core.types import EngineStats, PolicyReport, ReplicaReport, Stage, SwapTiming, Transition
+from midstream.core.versions import ServedNames
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replicas import ReplicaSet
+from midstream.ledger import Signalled
+from midstream.proxy.metrics import GatewayMetrics
+
+NAME = "accounts/a/deployments/default"
+
+
+class Bed:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.replicas = ReplicaSet([("replica-0", "http://r0"), ("replica-1", "http://r1")])
+        names = ServedNames("accounts/a/models/m", NAME)
+        self.deployment = Deployment(names, self.replicas, reconciler(self.replicas))
+        deployments = Deployments(self.deployment)
+        self.metrics = GatewayMetrics(deployments)
+        self.board = Board(
+            deployments, self.metrics, now=lambda: 1000.0 + self.now, monotonic=lambda: self.now
+        )
+
+    def report(self, index: int, **fields: Any) -> None:
+        name = f"replica-{index}"
+        given = {"replica": name, "boot": "b", "ready": True, **fields}
+        self.replicas.views[index].report = ReplicaReport(**given)
+        self.board.look()
+
+
+def moves(
+    snapshot: str, generation: int, stages: tuple[Stage, ...], first: int = 0
+) -> tuple[Transition, ...]:
+    return tuple(
+        Transition(seq=first + i, at=float(first + i), snapshot=snapshot, generation=generation, stage=stage)
+        for i, stage in enumerate(stages)
+    )
+
+
+LOADS = (Stage.FETCHING, Stage.STAGING, Stage.STAGED, Stage.COMMITTING, Stage.CHECKING, Stage.IDLE)
+
+
+def test_two_swaps_between_two_looks_are_both_shown_with_their_times_and_pauses() -> None:
+    bed = Bed()
+    first, second = moves("s1", 1, LOADS), moves("s2", 2, LOADS, first=6)
+    timings = tuple(
+        SwapTiming(snapshot=f"s{n}", generation=n, pause_ms=n / 2, streams_crossed=n) for n in (1, 2)
+    )
+    bed.report(0, transitions=first + second, last_swap=timings[-1], swaps=timings)
+    found = bed.board.swaps(EVERYTHING)
+    assert [(s.snapshot, s.generation, s.pause_ms, s.streams_crossed) for s in found] == [
+        ("s1", 1, 0.5, 1),
+        ("s2", 2, 1.0, 2),
+    ]
+    assert found[0].stages == [
+        ("downloading", 0.0), ("staging", 1.0), ("staged", 2.0), ("committing", 3.0), ("checking", 4.0), ("idle", 5.0),
+    ]  # fmt: skip
+
+
+def test_a_look_shows_what_changed_since_the_last_one_and_nothing_twice() -> None:
+    bed = Bed()
+    bed.report(0, transitions=moves("s1", 1, LOADS[:2]))
+    [begun] = bed.board.swaps(EVERYTHING)
+    assert (begun.stages[-1][0], begun.pause_ms) == ("staging", None)
+    seen = begun.number
+    bed.board.look()
+    assert bed.board.swaps(EVERYTHING, seen) == []
+    failed = Transition(seq=2, at=2.0, snapshot="s1", generation=1, stage=Stage.ERROR, detail="torn")
+    bed.report(0, transitions=(*moves("s1", 1, LOADS[:2]), failed))
+    [ended] = bed.board.swaps(EVERYTHING, seen)
+    assert (ended.error, [stage for stage, _ in ended.stages]) == (
+        "torn",
+        ["downloading", "staging", "error"],
+    )
+
+
+def test_swaps_of_policies_and_of_other_boots_are_others() -> None:
+    bed = Bed()
+    red = PolicyReport(policy="red", transitions=moves("s1", 1, LOADS))
+    bed.report(0, transitions=moves("s1", 1, LOADS), policies=(red,))
+    bed.report(0, boot="c", transitions=moves("s1", 1, LOADS))
+    bed.report(1, transitions=moves("s1", 1, LOADS))
+    found = {(s.replica, s.boot, s.policy): len(s.stages) for s in bed.board.swaps(EVERYTHING)}
+    assert found == {
+        ("replica-0", "b", ""): 6, ("replica-0", "b", "red"): 6, ("replica-0", "c", ""): 6, ("replica-1", "b", ""): 6,
+    }  # fmt: skip
+
+
+def test_a_sample_has_the_counts_of_each_boot_and_how_far_behind_its_snapshot_is() -> None:
+    bed = Bed()
+    bed.deployment.order.learn(
+        [Signalled("s1", 1, True), Signalled("s2", 2, False), Signalled("s3", 3, False)]
+    )
+    engine = EngineStats(
+        generated_tokens=7, prompt_tokens=5, cached_prompt_tokens=3, running=2, waiting=1, kv_blocks_used=1, kv_blocks_total=4
+    )  # fmt: skip
+    bed.metrics.requests["completions", 200] += 3
+    bed.metrics.requests["completions", 503] += 1
+    bed.metrics.requests["control", 503] += 9
+    bed.metrics.cut_responses["replica-0"] += 1
+    bed.report(0, snapshot="s1", engine=engine)
+    bed.now += SAMPLE_EVERY_S
+    bed.report(0, boot="c", snapshot="s3", engine=EngineStats(generated_tokens=1))
+    [(first, old), (second, new)] = bed.board.samples(EVERYTHING)
+    assert old.replicas == {"replica-0": (7, 5, 3, 2, 1, 0.25, 2, 0)}
+    assert new.replicas == {"replica-0": (1, 0, 0, 0, 0, 0.0, 0, 1)}
+    assert (old.at, old.answered, old.failed, old.cut) == (1000.0, 4, 1, 1)
+    assert list(bed.board.samples(EVERYTHING, first)) == [(second, new)]
+
+
+def test_what_is_kept_has_a_bound() -> None:
+    bed = Bed()
+    for number in range(SWAPS_KEPT + 10):
+        bed.report(0, boot=f"b{number}", transitions=moves("s1", 1, LOADS))
+        bed.now += SAMPLE_EVERY_S
+    found = bed.board.swaps(EVERYTHING)
+    assert (len(found), found[-1].boot) == (SWAPS_KEPT, f"b{SWAPS_KEPT + 9}")
+    assert len(list(bed.board.samples(EVERYTHING))) == SAMPLES_KEPT
+    # One replica, one boot.
+    assert len(bed.board._seen) == 1
+
+
+def test_a_key_for_another_deployment_sees_nothing_of_this_one() -> None:
+    bed = Bed()
+    bed.metrics.requests["completions", 200] += 3
+    bed.report(0, transitions=moves("s1", 1, LOADS))
+    other = parse_grant(["observe:other"])
+    assert bed.board.swaps(other) == []
+    [(_, sample)] = bed.board.samples(other)
+    assert (sample.replicas, sample.answered) == ({}, 0)
+    sections = bed.board.sections(other)
+    assert (sections["replicas"], sections["server"]["deployments"], "counts" in sections) == ([], [], False)
