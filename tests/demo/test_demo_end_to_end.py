@@ -55,7 +55,7 @@ def test_the_exit_code_says_whether_the_checks_held(three_steps):
     rose = summary["reward_last"] - summary["reward_first"] >= 3 * summary["reward_stderr"]
     assert code == (0 if rose else 1)
     assert ("Every check of the run holds." in report) == rose
-    assert not re.search(r"https?://|<script", report)
+    assert not re.search(r"<link|<img|\bsrc=|@import|url\(", report)
 
 
 @pytest.mark.parametrize(("seed", "same"), [("0", True), pytest.param("1", False, marks=pytest.mark.variant)])

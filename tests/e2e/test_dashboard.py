@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from browser import chromium, needs_chromium
 from serving import Server, serve
 
 from midstream.client import SnapshotPublisher
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-REQUIRED = os.environ.get("MIDSTREAM_TEST_CHROMIUM") == "required"
 KEYS = """[[gateway.api_keys]]
 key = "key-of-all"
 scopes = ["operate"]
@@ -27,7 +24,7 @@ PHONE = {"width": 390, "height": 780}
 #: What is in the cells of a table, row by row.
 CELLS = "rows => rows.map(row => [...row.cells].map(cell => cell.textContent.trim()))"
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="no Chromium is installed")
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None, "MIDSTREAM_TEST_CHROMIUM=required, and there is no Chromium"
-    with sync_playwright() as play:
-        launched = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 class Page:

@@ -1,7 +1,7 @@
-"""Writes `report.html`, one file with styles, SVG plots and tables, which needs no network; and `summary.json`.
+"""Writes `report.html`, one file with its styles, charts and tables, which needs no network; and `summary.json`.
 
-Always holds: in a chart every label is escaped, and a value that is not finite is left out of its line. Every number of the
-summary but seed, steps and seconds is computed here, from rows alone.
+Always holds: a value that is not finite is left out of its line, and no text of the run is markup. Every number of the summary
+but seed, steps and seconds is computed here, from rows alone. uPlot draws the charts, as it draws the dashboard's.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from midstream.core.text import size
 from midstream.demo.records import StepRow
-
-WIDTH, HEIGHT = 460, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
-COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626")
 
 
 @dataclass(frozen=True)
@@ -32,95 +29,35 @@ class Line:
     errors: Sequence[float] = ()
 
 
-def line_chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) -> str:
+@dataclass(frozen=True)
+class Chart:
     """One chart over steps. log: a decimal logarithmic y axis, which leaves out values at or below 0."""
-    shown = [v for line in lines for v in line.values if _shows(v, log)]
-    count = max((len(line.values) for line in lines), default=0)
-    low, high, ticks = (_log_axis if log else _linear_axis)(shown or [1.0])
 
-    def x(i: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (i / max(count - 1, 1))
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    log: bool = False
 
-    def y(value: float) -> float:
-        at = math.log10(value) if log else value
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (min(max(at, low), high) - low) / (high - low))
+    def data(self) -> dict[str, Any]:
+        """What report.js draws: null where nothing is."""
 
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">',
-        f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>',
-    ]
-    for tick in ticks:
-        value = 10.0**tick if log else tick
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        )
-        parts.append(
-            f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>'
-        )
-    parts.extend(
-        f'<text class="tick" x="{x(i):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{i + 1}</text>'
-        for i in range(0, count, max(1, math.ceil(count / 10)))
-    )
-    parts.append(
-        f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">step, y: {escape(unit)}</text>'
-    )
-    for line, color in zip(lines, COLORS, strict=False):
-        points = [(x(i), y(v), v, i) for i, v in enumerate(line.values) if _shows(v, log)]
-        parts.append(_band(line, color, x, y))
-        path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
-        parts.extend(
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.4" fill="{color}">'
-            f"<title>{escape(line.name)}, step {i + 1}: {v:.4g}</title></circle>"
-            for px, py, v, i in points
-        )
-    parts.append(_legend(lines))
-    return "".join(parts) + "</svg>"
+        def shown(value: float) -> float | None:
+            return value if math.isfinite(value) and (value > 0 or not self.log) else None
 
-
-def _shows(value: float, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
-
-
-def _band(line: Line, color: str, x: object, y: object) -> str:
-    if not line.errors:
-        return ""
-    assert callable(x)
-    assert callable(y)
-    upper = [(x(i), y(v + e)) for i, (v, e) in enumerate(zip(line.values, line.errors, strict=True))]
-    lower = [(x(i), y(v - e)) for i, (v, e) in enumerate(zip(line.values, line.errors, strict=True))]
-    outline = " ".join(f"{px:.1f},{py:.1f}" for px, py in [*upper, *reversed(lower)])
-    return f'<polygon points="{outline}" fill="{color}" opacity="0.18"/>'
-
-
-def _legend(lines: Sequence[Line]) -> str:
-    if len(lines) < 2:
-        return ""
-    parts, at = [], float(LEFT)
-    for line, color in zip(lines, COLORS, strict=False):
-        parts.append(f'<rect x="{at:.0f}" y="{HEIGHT - 15}" width="10" height="10" fill="{color}"/>')
-        parts.append(f'<text class="tick" x="{at + 14:.0f}" y="{HEIGHT - 6}">{escape(line.name)}</text>')
-        at += 26 + 6.2 * len(line.name)
-    return "".join(parts)
-
-
-def _linear_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """From 0 or below to a round number above the largest value, with about five ticks."""
-    low, high = min(0.0, *values), max(values)
-    if high <= low:
-        high = low + 1.0
-    rough = (high - low) / 5
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
-    first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
-    return first * step, last * step, [i * step for i in range(first, last + 1)]
-
-
-def _log_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Whole decades around the values. Ticks are exponents."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    high = max(high, low + 1)
-    return float(low), float(high), [float(e) for e in range(low, high + 1)]
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "log": self.log,
+            "lines": [
+                {
+                    "name": line.name,
+                    "values": [shown(value) for value in line.values],
+                    "low": [shown(v - e) for v, e in zip(line.values, line.errors, strict=False)],
+                    "high": [shown(v + e) for v, e in zip(line.values, line.errors, strict=False)],
+                }
+                for line in self.lines
+            ],
+        }
 
 
 SWAPS_WANTED = 10
@@ -213,17 +150,21 @@ def misses(summary: dict[str, Any]) -> list[str]:
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 980px; padding: 0 1rem; }
-body { color: #1f2937; background: #fff; }
+:root { --text: #1b2430; --soft: #5b6675; --back: #fff; --panel: #f6f8fa; --line: #d5dbe1; --good: #e4f4ec; --bad: #fbe9e7;
+  --c0: #0072b2; --c1: #d55e00; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6eaef; --soft: #9aa6b4; --back: #12161b; --panel: #1b2129;
+  --line: #343d48; --good: #143527; --bad: #43201d; --c0: #56b4e9; --c1: #ff8c42; } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; }
+body { color: var(--text); background: var(--back); }
 h1 { margin-bottom: .2rem; } h2 { margin-top: 2rem; }
-.verdict { padding: .6rem .9rem; border-radius: 6px; background: #ecfdf5; } .verdict.missed { background: #fef2f2; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
-svg { width: 100%; border: 1px solid #e5e7eb; border-radius: 6px; }
-svg .title { font-weight: 600; font-size: 13px; fill: #1f2937; } svg .tick { font-size: 11px; fill: #6b7280; }
-svg .grid { stroke: #e5e7eb; stroke-width: 1; }
+.verdict { padding: .6rem .9rem; border-radius: 6px; background: var(--good); } .verdict.missed { background: var(--bad); }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 1rem; }
+figure { margin: 0; padding: .6rem; border: 1px solid var(--line); border-radius: 6px; background: var(--panel); min-width: 0; }
+figcaption { font-weight: 600; font-size: 13px; } .u-legend { font-size: .8rem; text-align: left; }
+.wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: .25rem .5rem; border-bottom: 1px solid #e5e7eb; text-align: right; } th { background: #f9fafb; }
-th:first-child, td:first-child { text-align: left; }
+.wide th, .wide td { padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
+.wide th { background: var(--panel); } .wide th:first-child, .wide td:first-child { text-align: left; }
 """
 
 
@@ -237,27 +178,34 @@ def render(rows: Sequence[StepRow], summary: dict[str, Any], misses: Sequence[st
         verdict = '<p class="verdict missed">Missed: ' + "; ".join(map(escape, misses)) + "</p>"
     else:
         verdict = '<p class="verdict">Every check of the run holds.</p>'
-    plots = "".join(f"<div>{plot}</div>" for plot in _plots(rows))
+    charts = json.dumps([chart.data() for chart in _charts(rows)]).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>midstream demo</title>'
-        f"<style>{STYLE}</style></head><body><h1>midstream demo</h1>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<style>{_packed('dashboard', 'uPlot.css')}{STYLE}</style></head><body><h1>midstream demo</h1>"
         f"<p>{len(rows)} steps of GRPO on a tiny MoE, seed {escape(str(summary['seed']))}: rollouts sampled through live "
         "weight swaps, one per step, published as deltas between full snapshots.</p>"
-        f"{verdict}<h2>Over the steps</h2><div class='plots'>{plots}</div>"
-        f"<h2>Steps</h2>{_steps(rows)}<h2>Summary</h2>{_summary(summary)}</body></html>\n"
+        f"{verdict}<h2>Over the steps</h2><div class='plots'></div>"
+        f"<h2>Steps</h2>{_steps(rows)}<h2>Summary</h2>{_summary(summary)}"
+        f'<script type="application/json" id="charts">{charts}</script>'
+        f"<script>{_packed('dashboard', 'uPlot.js')}</script><script>{_packed('demo', 'report.js')}</script></body></html>\n"
     )
 
 
-def _plots(rows: Sequence[StepRow]) -> list[str]:
+def _packed(package: str, name: str) -> str:
+    return (files(f"midstream.{package}") / name).read_text(encoding="utf-8")
+
+
+def _charts(rows: Sequence[StepRow]) -> list[Chart]:
     errors = [
         statistics.stdev(row.rewards) / math.sqrt(len(row.rewards)) if len(row.rewards) > 1 else 0.0
         for row in rows
     ]
     return [
-        line_chart(
+        Chart(
             "Reward (band: 1 standard error)", "reward", [Line("reward", [r.reward for r in rows], errors)]
         ),
-        line_chart(
+        Chart(
             "Rollout-to-trainer KL (k3, mean over tokens)",
             "nats",
             [
@@ -266,7 +214,7 @@ def _plots(rows: Sequence[StepRow]) -> list[str]:
             ],
             log=True,
         ),
-        line_chart(
+        Chart(
             "Pause of a swap",
             "ms",
             [
@@ -274,12 +222,17 @@ def _plots(rows: Sequence[StepRow]) -> list[str]:
                 Line("max", [max(r.pause_ms, default=math.nan) for r in rows]),
             ],
         ),
-        line_chart(
+        Chart(
             "What a publication sent (peaks: full snapshots)",
             "share of the whole checkpoint",
             [Line("sent", [r.bytes_sent / r.bytes_whole if r.bytes_whole else math.nan for r in rows])],
         ),
-        line_chart(
+        Chart(
+            "Time to publish, from the copy until it serves",
+            "seconds",
+            [Line("publish", [r.publish_s if r.served else math.nan for r in rows])],
+        ),
+        Chart(
             "Routes that bfloat16 and float32 choose differently",
             "share",
             [
@@ -287,12 +240,12 @@ def _plots(rows: Sequence[StepRow]) -> list[str]:
                 Line("tokens x layers", [r.route_layer_diff_share for r in rows]),
             ],
         ),
-        line_chart(
+        Chart(
             "Prompt tokens from the prefix cache",
             "share",
             [Line("cached", [r.cached_prompt_share for r in rows])],
         ),
-        line_chart(
+        Chart(
             "Across swaps",
             "share",
             [
@@ -329,16 +282,47 @@ def _steps(rows: Sequence[StepRow]) -> str:
     return _table(heads, lines)
 
 
-def _summary(summary: dict[str, Any]) -> str:
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{name} {version}" for name, version in value.items())
-        return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
-    return _table(("quantity", "value"), [(name, text(value)) for name, value in summary.items()])
+
+#: What a quantity of the summary is called, and how its value is written.
+_WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "seconds": ("time", _seconds),
+    "reward_first": ("mean reward, first step", "{:.3f}".format),
+    "reward_last": ("mean reward, last step", "{:.3f}".format),
+    "reward_stderr": ("standard error of their difference", "{:.3f}".format),
+    "full_snapshots": ("full snapshots", "{:,}".format),
+    "bytes_full": ("size of a full snapshot (median)", size),
+    "bytes_delta": ("size of a delta (median)", size),
+    "publish_s_full": ("time to publish a full snapshot (median)", _seconds),
+    "publish_s_delta": ("time to publish a delta (median)", _seconds),
+    "failed_requests": ("failed requests", "{:,}".format),
+    "streams_crossed_swap": ("streams that crossed a swap", "{:,}".format),
+    "affinity_share": ("rollouts that one replica served alone", "{:.1%}".format),
+    "older_snapshot_share": ("tokens of older weights than the trainer's", "{:.1%}".format),
+    "kl_own_routes": ("KL of rollout to trainer, own routes", "{:.2e} nats".format),
+    "kl_replayed_routes": ("KL of rollout to trainer, replayed routes", "{:.2e} nats".format),
+    "route_diff_share": ("tokens whose routes differ in a layer", "{:.2%}".format),
+    "route_layer_diff_share": ("routes that differ, of all tokens and layers", "{:.2%}".format),
+    "pause_ms_p50": ("pause of a swap, median", "{:.1f} ms".format),
+    "pause_ms_max": ("pause of a swap, worst", "{:.1f} ms".format),
+    "cached_prompt_share": ("prompt tokens from the cache", "{:.1%}".format),
+    "generated_tokens": ("generated tokens", "{:,}".format),
+}
+
+
+def _summary(summary: dict[str, Any]) -> str:
+    def line(name: str, value: Any) -> tuple[str, str]:
+        words, write = _WORDS.get(name, (name, str))
+        if isinstance(value, dict):
+            return words, ", ".join(f"{part} {version}" for part, version in value.items())
+        return words, "none" if value is None else write(value)
+
+    return _table(("quantity", "value"), [line(name, value) for name, value in summary.items()])
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
