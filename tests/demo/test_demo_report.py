@@ -135,16 +135,18 @@ def test_the_summary_in_the_report_is_in_words_and_units(rows, summary):
 
 
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_draws_every_chart_of_the_report(rows, summary, tmp_path, scheme):
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+def test_a_browser_draws_every_chart_of_the_report(rows, summary, tmp_path, scheme, width):
     rows[1].snapshot = "</script><b id=x>"
     write(tmp_path, rows, summary, [])
     with chromium() as browser:
-        page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 700})
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 700})
         errors = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto((tmp_path / "report.html").as_uri())
         assert page.locator(".plots canvas").count() == 8
+        wide = "all => all.filter(one => one.querySelector('.uplot').offsetWidth > one.clientWidth).length"
+        assert page.eval_on_selector_all(".plots figure", wide) == 0, "no chart lies over another"
         assert page.locator("#x").count() == 0
         assert page.locator(".u-legend", has_text="replayed routes").count() == 1
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

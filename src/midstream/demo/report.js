@@ -6,11 +6,17 @@ const place = document.querySelector(".plots");
 
 function draw() {
   place.replaceChildren();
-  for (const chart of JSON.parse(document.getElementById("charts").textContent)) {
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  // All of them first: how wide one is depends on how many there are.
+  const figures = charts.map((chart) => {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption");
     caption.textContent = chart.title;
     figure.append(caption);
     place.append(figure);
+    return figure;
+  });
+  charts.forEach((chart, number) => {
+    const figure = figures[number];
     const steps = Math.max(...chart.lines.map((line) => line.values.length));
     const data = [Array.from({ length: steps }, (_, at) => at + 1)];
     const series = [{ label: "step" }], bands = [];
@@ -36,7 +42,7 @@ function draw() {
       axes: [{ ...line, label: "step", values: whole }, { ...line, label: chart.unit, size: 60, values: (_, values) => values.map(short) }],
     }, data, figure);
     for (const edge of figure.querySelectorAll(".u-legend .edge")) edge.remove();
-  }
+  });
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();

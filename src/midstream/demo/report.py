@@ -154,7 +154,7 @@ STYLE = """
   --c0: #0072b2; --c1: #d55e00; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6eaef; --soft: #9aa6b4; --back: #12161b; --panel: #1b2129;
   --line: #343d48; --good: #143527; --bad: #43201d; --c0: #56b4e9; --c1: #ff8c42; } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; }
 body { color: var(--text); background: var(--back); }
 h1 { margin-bottom: .2rem; } h2 { margin-top: 2rem; }
 .verdict { padding: .6rem .9rem; border-radius: 6px; background: var(--good); } .verdict.missed { background: var(--bad); }
@@ -163,7 +163,7 @@ figure { margin: 0; padding: .6rem; border: 1px solid var(--line); border-radius
 figcaption { font-weight: 600; font-size: 13px; } .u-legend { font-size: .8rem; text-align: left; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13px; }
-.wide th, .wide td { padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
+.wide th, .wide td { white-space: nowrap; padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
 .wide th { background: var(--panel); } .wide th:first-child, .wide td:first-child { text-align: left; }
 """
 
