@@ -22,6 +22,7 @@
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 # make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON
+# make docs         the documents as a site, in site/; broken links end it
 # make screenshots  the pictures of docs/dashboard.md, from a live server; needs Chromium
 # make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
 #                 "--resume --minutes 9", "--device cpu" for a dry run); the pieces with vLLM also need make setup-vllm VLLM=vllm==0.32.0
@@ -56,8 +57,10 @@ HARNESS_STAMP := $(HARNESS_VENV)/.installed
 TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm screenshots gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -180,6 +183,14 @@ bench-delta: setup setup-fireworks
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+$(DOCS_STAMP):
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10'
+	@touch $(DOCS_STAMP)
 
 screenshots: setup
 	$(BIN)/python docs/images/make.py
