@@ -227,6 +227,7 @@ class Supervisor:
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
             **resident_fields(settings),
             **records_fields(settings, wanted.name),
+            tracing=settings.tracing,
         )
         return await self._launcher.replica(spec, len(self.replicas))
 
@@ -253,6 +254,7 @@ class Supervisor:
             settings=self._gateway_settings(),
             log_level=settings.log_level,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
+            tracing=settings.tracing,
         )
 
     def _gateway_settings(self) -> GatewaySettings:
