@@ -60,9 +60,11 @@ REPLICAS: dict[str, Family] = {
     "midstream_replica_sequences_running": Family("gauge", "sequences being stepped", _REPLICA),
     "midstream_replica_sequences_waiting": Family("gauge", "sequences queued in the engine", _REPLICA),
     "midstream_replica_kv_blocks_used": Family(
-        "gauge", "KV cache blocks of running sequences; those that are only cached can be given out", _REPLICA
+        "gauge",
+        "blocks of the KV cache that running sequences have; what is only cached can be given out",
+        _REPLICA,
     ),
-    "midstream_replica_kv_blocks_capacity": Family("gauge", "KV cache blocks there are", _REPLICA),
+    "midstream_replica_kv_blocks_capacity": Family("gauge", "blocks of the KV cache there are", _REPLICA),
     "midstream_replica_long_texts": Family(
         "gauge", "long prompts and grammars being read, or waiting", _REPLICA
     ),

@@ -24,7 +24,14 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from midstream.core.sessions import BUCKETS_S, COUNTS, MEASURES, SWAP_MEASURES, Distribution
+from midstream.core.sessions import (
+    BUCKETS_S,
+    COUNTS,
+    MEASURES,
+    SWAP_MEASURES,
+    Distribution,
+    Trajectories,
+)
 from midstream.core.types import RecordsStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import Siblings, Tally, merged
@@ -89,6 +96,10 @@ _VLLM_MEASURED = {
     "vllm:request_prompt_tokens": "prompt_tokens",
     "vllm:request_generation_tokens": "generated_tokens",
 }
+_NOTHING = Trajectories(
+    measures={name: Distribution([0] * (len(bounds) + 1)) for name, bounds in MEASURES.items()},
+    counts={name: dict.fromkeys(values, 0) for name, values in COUNTS.items()},
+)
 #: A tool call ends where the model stopped.
 _VLLM_FINISHES = {"tool_calls": "stop"}
 
@@ -250,9 +261,17 @@ class GatewayMetrics(Collector):
         about = [(view.name, d.name, r.snapshot, str(r.stage), view.url) for d, view, r in heard]
         yield _samples("midstream_replica", [(labels, 1) for labels in about])
 
+    def _told(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:
+        """A replica that is heard and has told nothing yet shows zeros: Prometheus sees no increase from nothing to one."""
+        return [
+            (d, view, view.trajectories or _NOTHING)
+            for d, view in self._views()
+            if view.trajectories is not None or view.report is not None
+        ]
+
     def _measured(self) -> Iterator[Metric]:
         """What replicas measured of their turns and swaps, since their processes began."""
-        told = [(d, view, view.trajectories.measures) for d, view in self._views() if view.trajectories]
+        told = [(d, view, one.measures) for d, view, one in self._told()]
         for names, labels in (
             (_MEASURED, lambda d, view: (view.name,)),
             (_VLLM_MEASURED, lambda d, view: (d.model, view.name)),
@@ -263,7 +282,7 @@ class GatewayMetrics(Collector):
 
     def _ended(self) -> Iterator[Metric]:
         """How turns and swaps ended, as replicas counted."""
-        told = [(d, view, view.trajectories.counts) for d, view in self._views() if view.trajectories]
+        told = [(d, view, one.counts) for d, view, one in self._told()]
         for name, what in (("midstream_turn_choices", "finishes"), ("midstream_swaps", "swaps")):
             yield _samples(
                 name,
