@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,10 @@ from pathlib import Path
 import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from promql import alerts, dashboard_queries, unknown
 from serving import Server, serve
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from promql import alerts, dashboard_queries, unknown
 
 REPLICA = {"replica": "replica-0"}
 

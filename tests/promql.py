@@ -11,7 +11,7 @@ from typing import Any
 import promql_parser
 import yaml
 
-DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboard.json"
+DASHBOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "dashboard.json"
 #: Prometheus adds them itself.
 OF_THE_SCRAPE = {"job", "instance"}
 _VARIABLES = {"$__rate_interval": "5m", "$replica": ".*"}
