@@ -9,6 +9,7 @@ families.py.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,8 +129,8 @@ class Histogram:
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
-class GatewayMetrics(Collector):
-    """Counters of the data path and gauges of its replicas, in a registry of their own.
+class GatewayMetrics:
+    """Counters of the data path and gauges of its replicas.
 
     siblings: the server's other gateways, whose counts are shown with this one's. listening, ready: of this process.
     report: tells the supervisor what this process counted, before anybody is shown it: so it is not lost with the process.
@@ -154,8 +155,6 @@ class GatewayMetrics(Collector):
         # By path class.
         self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     @property
     def workers(self) -> int:
@@ -202,9 +201,11 @@ class GatewayMetrics(Collector):
                 total._histograms[name][path].add(buckets, sum_s)
         return total
 
-    def exposition(self) -> bytes:
+    async def exposition(self) -> bytes:
+        """The text. A thread writes it: that takes many times as long as to collect it, and streams go on meanwhile."""
         self.report()
-        return generate_latest(self._registry)
+        collected = _Collected(list(self.collect()))
+        return await asyncio.to_thread(collected.text)
 
     def collect(self) -> Iterator[Metric]:
         total = self._in_all()
@@ -299,6 +300,21 @@ class GatewayMetrics(Collector):
                 reason = _VLLM_FINISHES.get(finish, finish)
                 success[d.model, view.name, reason] += counts.get("finishes", {}).get(finish, 0)
         yield _samples("vllm:request_success", success.items())
+
+
+class _Collected(Collector):
+    """Families that nothing changes any more."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+    def text(self) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
 
 
 def _kv_used(report: ReplicaReport) -> float | None:
