@@ -10,7 +10,7 @@ import pytest
 from midstream.core.config import TracingSettings, load_settings
 from midstream.core.errors import ConfigError
 from midstream.core.tracing import trace_of_signal
-from midstream.launch.tracing import tracer_of, wanted
+from midstream.launch.tracing import check, tracer_of, wanted
 
 NAMED = TracingSettings(endpoint="http://127.0.0.1:4318")
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -41,7 +41,11 @@ def test_without_the_extra_a_setting_is_an_error_and_the_environment_is_not(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'midstream\[otel\]'"), tracer_of(NAMED, "gateway"):
         pass
+    with pytest.raises(ConfigError, match="otel"):
+        check(NAMED)
+    check(TracingSettings())
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
+    check(TracingSettings())
     with tracer_of(TracingSettings(), "gateway") as tracer:
         assert tracer is None
     assert "midstream[otel]" in caplog.text

@@ -42,6 +42,12 @@ def wanted(settings: TracingSettings, environment: Mapping[str, str] = os.enviro
     return settings.endpoint is not None or any(environment.get(name) for name in _ENDPOINTS)
 
 
+def check(settings: TracingSettings) -> None:
+    """Raises ConfigError where the setting asks for spans and the extra is missing: before anything is started."""
+    if settings.endpoint is not None and wanted(settings):
+        _exporter(settings).shutdown()
+
+
 @contextlib.contextmanager
 def tracer_of(settings: TracingSettings, process: str) -> Iterator[Tracer | None]:
     """The tracer of this process; None: spans are not wanted, or only the environment asks for them and the extra is missing.
