@@ -197,7 +197,7 @@ class Midstream(Server):
 
     def kv_bytes_per_token(self) -> int:
         found = re.search(
-            r"^midstream_replica_kv_blocks_total\S* (\S+)$", self._metrics(), flags=re.MULTILINE
+            r"^midstream_replica_kv_blocks_capacity\S* (\S+)$", self._metrics(), flags=re.MULTILINE
         )
         assert found, "the metrics do not say how many blocks there are"
         return round(self.model.kv_gib * 2**30 / (float(found[1]) * BLOCK))

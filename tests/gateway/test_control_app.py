@@ -22,15 +22,18 @@ from gateway_harness import (
     run,
     staged,
 )
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from midstream.api.app import control_app
-from midstream.core.sessions import BUCKETS_S
-from midstream.core.types import EngineStats, ReplicaReport, SwapTiming
+from midstream.core.sessions import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
+from midstream.core.types import EngineStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.proxy.families import FAMILIES
 from midstream.proxy.metrics import GatewayMetrics, Histogram
 
 
@@ -122,6 +125,9 @@ def test_errors_have_the_apis_shape() -> None:
     run(main)
 
 
+VLLM = 'engine="replica-0",model_name="accounts/local/models/tiny-moe"'
+
+
 def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
     async def main() -> None:
         async with staged(respond_ok) as stage:
@@ -130,7 +136,6 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
                 boot="b",
                 ready=True,
                 snapshot="step-2",
-                last_swap=SwapTiming(snapshot="step-2", pause_ms=1.5),
                 engine=EngineStats(kv_blocks_used=3, kv_blocks_total=10, generated_tokens=7),
             )
             for headers in ("X-Session-ID: very-private\r\n", "X-Session-ID: very-private\r\n", ""):
@@ -149,7 +154,13 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
                 'midstream_gateway_replica_usable{replica="replica-0"} 1.0',
                 'midstream_replica_kv_blocks_used{replica="replica-0"} 3.0',
                 'midstream_replica_generated_tokens_total{replica="replica-0"} 7.0',
-                'midstream_replica_swap_pause_milliseconds{replica="replica-0"} 1.5',
+                'midstream_replica_kv_blocks_capacity{replica="replica-0"} 10.0',
+                'midstream_replica_snapshots_behind{replica="replica-0"} 0.0',
+                'midstream_replica_disagrees{replica="replica-0"} 0.0',
+                'midstream_deployment_replicas_usable{deployment="accounts/local/deployments/default"} 1.0',
+                f"vllm:kv_cache_usage_perc{{{VLLM}}} 0.3",
+                f"vllm:gpu_cache_usage_perc{{{VLLM}}} 0.3",
+                f"vllm:generation_tokens_total{{{VLLM}}} 7.0",
                 'midstream_replica_info{deployment="accounts/local/deployments/default",replica="replica-0",snapshot="step-2",stage="idle",'
                 f'url="{stage.views[0].url}"}} 1.0',
             ):
@@ -291,5 +302,49 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_running() -> None:
             async with staged(respond_ok) as stage:
                 with pytest.raises(OSError, match="in use"):
                     await stage.gateway.start("127.0.0.1", taken.getsockname()[1])
+
+    run(main)
+
+
+def test_probes_are_no_requests_and_no_errors_also_where_they_are_refused() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, api_keys=("k",)) as stage:
+            stage.views[0].admitted = False
+            head = b"HEAD %b HTTP/1.1\r\nhost: h\r\n\r\n"
+            statuses = [(await stage.ask(get(path))).status for path in ("/health", "/liveness?probe=1")]
+            assert statuses == [503, 503]
+            for path in (b"/", b"/v1/models"):
+                peer = await stage.connect()
+                peer.send(head % path)
+                assert (await peer.message(head_only=True)).status == 401
+            assert stage.metrics.requests == {}
+            assert stage.metrics.total_s == {}
+            assert (await stage.ask(get("/v1/models"))).status == 401
+            assert stage.metrics.requests == {("refused", 401): 1}
+
+    run(main)
+
+
+def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table_is_shown() -> None:
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            measures = {name: Distribution([1] * (len(bounds) + 1), 2.0) for name, bounds in MEASURES.items()}
+            counts = {name: dict.fromkeys(values, 3) for name, values in COUNTS.items()}
+            stage.views[0].trajectories = Trajectories(measures=measures, counts=counts)
+            report = stage.views[0].report
+            assert report is not None
+            stage.views[0].report = replace(report, engine=EngineStats(kv_blocks_total=10))
+            for name in ("routes", "upstream_errors", "retries", "cut_responses"):
+                getattr(stage.metrics, name)["x"] += 1
+            await stage.ask(post())
+            text = (await stage.ask(get("/metrics"))).body.decode()
+            found = {}
+            for family in text_string_to_metric_families(text):
+                kind = "info" if family.name.endswith("_info") else family.type
+                labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+                found[family.name.removesuffix("_info")] = (kind, frozenset(labels))
+            assert found == {name: (one.kind, frozenset(one.labels)) for name, one in FAMILIES.items()}
+            assert f'finished_reason="stop",{VLLM.partition(",")[2]}}} 6.0' in text
+            assert 'midstream_swap_pause_seconds_bucket{le="+Inf",replica="replica-0"} 16.0' in text
 
     run(main)

@@ -229,7 +229,7 @@ def test_what_metrics_show_was_reported_before_so_it_outlives_the_process(tmp_pa
         metrics.report = s.desired_state.report_now
         await s.run("replica-0", "replica-1")
         metrics.requests["completions", 200] += 3
-        assert b'requests_total{path="completions",status="200"} 3.0' in metrics.exposition()
+        assert b'requests_total{path="completions",status="200"} 3.0' in await metrics.exposition()
         last = s.heard[-1]
         assert last.report is not None
         assert last.report.tally.requests == [("completions", 200, 3)]

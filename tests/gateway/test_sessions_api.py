@@ -144,16 +144,17 @@ def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> N
             )
             text = (await stage.ask(get("/metrics"))).body.decode()
             expected = {
-                "time_to_first_token_seconds": 0.5, "inter_token_seconds": 0.5, "generation_seconds": 2.0,
-                "cached_prompt_share": 1.5, "turns_per_session": 2.0,
+                "turn_time_to_first_token_seconds": 0.5, "turn_inter_token_seconds": 0.5,
+                "turn_generation_seconds": 2.0, "turn_cached_prompt_ratio": 1.5, "session_turns": 2.0,
             }  # fmt: skip
             for name, total in expected.items():
-                assert f'midstream_turn_{name}_sum{{replica="replica-0"}} {total}\n' in text
+                assert f'midstream_{name}_sum{{replica="replica-0"}} {total}\n' in text
             bucket = 'midstream_turn_time_to_first_token_seconds_bucket{le="%s",replica="replica-0"} %s\n'
             assert bucket % ("0.1", "0.0") in text
             assert bucket % ("0.25", "2.0") in text
             labels = set(re.findall(r"midstream_turn_[a-z_]+\{([^}]*)\}", text))
-            assert {part.split("=")[0] for found in labels for part in found.split(",")} == {"le", "replica"}
+            names = {part.split("=")[0] for found in labels for part in found.split(",")}
+            assert names == {"le", "replica", "finish"}
             assert "secret-key" not in text
 
     run(main)

@@ -144,10 +144,12 @@ def test_what_turns_were_like_adds_up() -> None:
     with sessions.turn(A, None) as turn:
         turn.prompt_tokens, turn.cached_tokens, turn.generated_tokens, turn.longest = 100, 0, 12, 6
         turn.first_token_s, turn.generation_s = 0.5, 1.0
+        turn.request_s, turn.queued_s, turn.finishes = 1.5, 0.25, ("stop", "tool_calls")
         clock.now += 2
     with sessions.turn(A, None) as turn:
         turn.prompt_tokens, turn.cached_tokens, turn.generated_tokens, turn.longest = 110, 96, 3, 3
         turn.first_token_s, turn.generation_s = 0.25, 0.5
+        turn.request_s, turn.finishes = 0.75, ("stop",)
     with sessions.turn(A, None):
         stats = sessions.one(A)
         assert stats is not None
@@ -158,11 +160,17 @@ def test_what_turns_were_like_adds_up() -> None:
             "generation_s": 1.5, "token_gaps": 7,
         }  # fmt: skip
     sessions.close(A)
-    measures = sessions.trajectories().measures
+    told = sessions.trajectories()
+    assert told.counts["finishes"] == {"stop": 2, "length": 0, "tool_calls": 1, "abort": 0}
+    measures = {name: told.measures[name] for name in TURN_MEASURES}
     assert {name: (sum(m.counts), m.sum) for name, m in measures.items()} == {
         "time_to_first_token_seconds": (2, 0.75),
         "inter_token_seconds": (2, 0.2 + 0.25),
         "generation_seconds": (2, 1.5),
+        "request_seconds": (2, 2.25),
+        "queue_seconds": (1, 0.25),
+        "prompt_tokens": (2, 210),
+        "generated_tokens": (2, 15),
         "cached_prompt_share": (2, 96 / 110),
         "turns_per_session": (1, 3),
     }

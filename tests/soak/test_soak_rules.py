@@ -259,7 +259,7 @@ def test_a_process_and_the_metrics_of_a_server_are_measured() -> None:
     assert own["fds"] >= 3
     assert own["threads"] >= 1
     text = 'midstream_gateway_sessions 12.0\nmidstream_replica_kv_blocks_used{replica="a"} 3.0\n'
-    text += 'midstream_replica_kv_blocks_used{replica="b"} 4.5\nmidstream_replica_kv_blocks_total{replica="b"} 9\n'
+    text += 'midstream_replica_kv_blocks_used{replica="b"} 4.5\nmidstream_replica_kv_blocks_capacity{replica="b"} 9\n'
     assert soakwatch.of_metrics(text) == {
         "sessions": 12.0,
         "kv_blocks_used": 7.5,

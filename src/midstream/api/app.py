@@ -163,7 +163,7 @@ class _Endpoints:
         return JSONResponse(body, status_code=200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._models(grant_of(request))})

@@ -231,6 +231,19 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     python: str | None = None
 
 
+class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where OpenTelemetry spans go. The standard variables OTEL_* say the rest, such as the part that is sampled."""
+
+    # Base URL of a collector that takes OTLP over HTTP. None means what OTEL_EXPORTER_OTLP_ENDPOINT says, if anything.
+    endpoint: (
+        Annotated[
+            str,
+            Meta(pattern=r"^https?://[^/\s@]+(/\S*)?\Z", description="must be of the form http://HOST:PORT"),
+        ]
+        | None
+    ) = None
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # A built-in name or a Hugging Face directory.
     model: str = "tiny-moe"
@@ -273,6 +286,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tinker: TinkerSettings = TinkerSettings()
     vllm: VllmSettings = VllmSettings()
     ray: RaySettings = RaySettings()
+    tracing: TracingSettings = TracingSettings()
 
     def __post_init__(self) -> None:
         for holds, message in (*_own_checks(self), *_key_checks(self.gateway.api_keys), *_ray_checks(self)):

@@ -1,6 +1,6 @@
 """What replicas tell of sessions: which they hold, what those were like, and what the turns of all of them were like.
 
-Always holds: `Distribution.counts` has one bucket more than the bounds of its measure in TURN_MEASURES.
+Always holds: `Distribution.counts` has one bucket more than the bounds of its measure in MEASURES.
 
 Which session a request belongs to. Pure; used by the gateway (placement) and by a replica that is asked directly.
 
@@ -109,28 +109,51 @@ BUCKETS_S = (
     1800.0,
 )
 
+_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+_PAUSE_S = (0.0001, 0.00025, 0.0005, *BUCKETS_S[:12])
+
 #: What replicas measure of every turn, with the upper bounds of its buckets; turns_per_session of every session that closes.
 TURN_MEASURES: dict[str, tuple[float, ...]] = {
     "time_to_first_token_seconds": BUCKETS_S,
     "inter_token_seconds": (0.0005, *BUCKETS_S[:11]),
     "generation_seconds": BUCKETS_S,
+    "request_seconds": BUCKETS_S,
+    "queue_seconds": BUCKETS_S,
+    "prompt_tokens": _TOKENS,
+    "generated_tokens": _TOKENS,
     "cached_prompt_share": (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0),
     "turns_per_session": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0),
+}
+#: The stages of a swap, each with a measure of its own: swap_fetch_seconds and so on. hold: staged, until it may switch.
+SWAP_STAGES = ("fetch", "rebuild", "verify", "stage", "hold", "commit", "check")
+#: What replicas measure of every swap. swap_pause_seconds: no step ran, while sequences did. swap_seconds: of a whole swap.
+SWAP_MEASURES: dict[str, tuple[float, ...]] = {
+    "swap_pause_seconds": _PAUSE_S,
+    "swap_seconds": BUCKETS_S,
+    "swap_streams_crossed": (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0),
+    **{f"swap_{stage}_seconds": BUCKETS_S for stage in SWAP_STAGES},
+}
+MEASURES = TURN_MEASURES | SWAP_MEASURES
+#: What replicas count, with all values that it is counted by. finishes: choices, by why they ended; abort stands also for
+#: one whose client left or whose engine failed. swaps: superseded by a newer target before they switched.
+COUNTS: dict[str, tuple[str, ...]] = {
+    "finishes": ("stop", "length", "tool_calls", "abort"),
+    "swaps": ("ready", "failed", "superseded"),
 }
 
 
 class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories", tag_field="kind"):
-    """A line of a replica's event stream: what its turns were like since the process began, by measure (TURN_MEASURES)."""
+    """A line of a replica's event stream: what its turns and swaps were like since the process began, by measure (MEASURES),
+    and how they ended (COUNTS)."""
 
     measures: dict[str, Distribution]
+    counts: dict[str, dict[str, Whole]] = {}
 
     def __post_init__(self) -> None:
         """Raises ValueError: no message is read that breaks what always holds. Measures of other versions may be there."""
         for name, found in self.measures.items():
-            if name in TURN_MEASURES and len(found.counts) != len(TURN_MEASURES[name]) + 1:
-                raise ValueError(
-                    f"{name}: {len(found.counts)} counts, expected {len(TURN_MEASURES[name]) + 1}"
-                )
+            if name in MEASURES and len(found.counts) != len(MEASURES[name]) + 1:
+                raise ValueError(f"{name}: {len(found.counts)} counts, expected {len(MEASURES[name]) + 1}")
 
 
 class SessionStats(msgspec.Struct, kw_only=True):

@@ -30,7 +30,7 @@ from typing import Any
 from midstream.core.config import SwapOrder
 from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
-from midstream.fleet.agree import findings, settled
+from midstream.fleet.agree import findings, settled, standing_of
 from midstream.fleet.reconcile import (
     KEPT,
     LOSSES_MAX,
@@ -119,6 +119,10 @@ class Reconciler:
     def __repr__(self) -> str:
         desired = self._state.desired if self._state else None
         return f"<Reconciler {self._deployment} desired={desired} sending={len(self._sending)}>"
+
+    def disagrees(self, report: ReplicaReport) -> bool:
+        """Whether the replica's weights differ from what the ledger or other replicas have, as far as was read."""
+        return self._state is not None and standing_of(self._state, report) is not None
 
     def wake(self) -> None:
         """Something about a replica changed: look again soon."""

@@ -99,6 +99,10 @@ class SignalOrder:
         """How many snapshots `older` is behind `newer`, 0 when it is not."""
         return max(0, bisect_left(self._sorted, newer) - bisect_left(self._sorted, older))
 
+    def behind(self, snapshot: str) -> int:
+        """How many signals came after it: all that are known, where it is not."""
+        return self.between(self._generations.get(snapshot, 0), self._sorted[-1])
+
     def _learn(self, snapshot: str, generation: int, ready: bool) -> None:
         before = self._generations.get(snapshot)
         if before is not None and before < generation:

@@ -36,6 +36,7 @@ from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
 from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
 from midstream.launch.specs import Accepting, GatewaySpec, Listening
+from midstream.launch.tracing import tracer_of
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.deployments import PolicyLimits
 from midstream.ledger.records import DeploymentChange
@@ -71,7 +72,9 @@ async def serve(spec: GatewaySpec, channel: Channel) -> None:
         channel.stop_requested(lambda line: desired_state.running(msgspec.json.decode(line, type=Running)))
     )
     background: list[asyncio.Task[None]] = []
+    tracing = contextlib.ExitStack()
     try:
+        gateway.proxy.tracer = tracing.enter_context(tracer_of(spec.tracing, "gateway"))
         starts_alone = spec.takes_over is None and not spec.shares_port
         port = await gateway.start(spec.host, spec.port) if starts_alone else spec.port
         channel.send(Listening(port=port, offer=offer.path))
@@ -98,6 +101,7 @@ async def serve(spec: GatewaySpec, channel: Channel) -> None:
             task.cancel()
         await asyncio.gather(stop, *background, return_exceptions=True)
         ledger.close()
+        tracing.close()
 
 
 def _gateway(

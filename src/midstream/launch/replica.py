@@ -37,6 +37,7 @@ from midstream.launch.engines import (
 from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import Listening, ReplicaSpec
+from midstream.launch.tracing import tracer_of
 from midstream.replica.journal import Journal
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
@@ -103,7 +104,9 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
     if journal is not None:
         replica.keep_records(journal)
     server = ReplicaServer(replica, sock, spec.token)
+    tracing = contextlib.ExitStack()
     try:
+        replica.tracer = tracing.enter_context(tracer_of(spec.tracing, replica.name))
         if journal is not None:
             await asyncio.to_thread(journal.start)
         await server.start()
@@ -121,6 +124,7 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         await server.close()
         if journal is not None:
             await asyncio.to_thread(journal.close)
+        tracing.close()
 
 
 def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
@@ -166,6 +170,7 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         **resident_fields(settings),
         **records_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),
+        tracing=settings.tracing,
     )
 
 

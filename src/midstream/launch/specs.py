@@ -17,6 +17,7 @@ from midstream.core.config import (
     KeySettings,
     SwapOrder,
     TinkerSettings,
+    TracingSettings,
     VllmSettings,
 )
 
@@ -55,6 +56,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     records: str | None = None
     records_dir: str = ""
     records_bytes: int = 2**30
+    tracing: TracingSettings = TracingSettings()
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +83,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     tinker_path: str | None = None
     takes_over: str | None = None
     shares_port: bool = False
+    tracing: TracingSettings = TracingSettings()
 
 
 class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, StartFailed,
 from midstream.launch.replica_processes import ReplicaProcesses
 from midstream.launch.restart import LOCK, Restarts
 from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
+from midstream.launch.tracing import check as check_tracing
 from midstream.ledger import sqlite_url
 from midstream.proxy.appserver import socket_directory
 from midstream.snapshots.identity import parse_bucket
@@ -78,10 +79,13 @@ async def run(
     on_ready: Callable[[str], None],
     launcher: Launcher,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartFailed. No child is left when this returns or raises.
+    """Serve until SIGINT or SIGTERM. Raises StartFailed, ConfigError. No child is left when this returns or raises.
 
     name, models: see Supervisor. on_ready: gets the line that says where the server listens.
     """
+    if settings.launcher == "local":
+        # Elsewhere other environments count.
+        check_tracing(settings.tracing)
     loop, stop = asyncio.get_running_loop(), stop_signals()
     supervisor = Supervisor(settings, name, models, launcher)
     restarts = Restarts(Path(settings.state_dir) / LOCK, supervisor.restart_gateways)
@@ -227,6 +231,7 @@ class Supervisor:
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
             **resident_fields(settings),
             **records_fields(settings, wanted.name),
+            tracing=settings.tracing,
         )
         return await self._launcher.replica(spec, len(self.replicas))
 
@@ -253,6 +258,7 @@ class Supervisor:
             settings=self._gateway_settings(),
             log_level=settings.log_level,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
+            tracing=settings.tracing,
         )
 
     def _gateway_settings(self) -> GatewaySettings:

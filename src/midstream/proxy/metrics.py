@@ -3,14 +3,16 @@
 The hot path only adds to plain integers; metric families are built when somebody asks.
 Always holds: label values come from small fixed sets (replicas, path classes, statuses, reasons), never from sessions,
 keys or request content. Durations are kept in the buckets of BUCKETS_S, one histogram per path class (completions,
-chat_completions, messages, count_tokens, tinker, control, dashboard).
+chat_completions, messages, count_tokens, tinker, control, dashboard). Probes are not counted. Every name is one of
+families.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -23,57 +25,84 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from midstream.core.sessions import BUCKETS_S, TURN_MEASURES, Distribution
+from midstream.core.sessions import (
+    BUCKETS_S,
+    COUNTS,
+    MEASURES,
+    SWAP_MEASURES,
+    Distribution,
+    Trajectories,
+)
 from midstream.core.types import RecordsStats, ReplicaReport
-from midstream.fleet.registry import Deployments
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import Siblings, Tally, merged
 from midstream.fleet.view import ReplicaView
+from midstream.proxy.families import FAMILIES
 
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _NONE = RecordsStats()
-#: name, help, value: one sample per reachable replica
-_REPORT_GAUGES: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (
-    ("replica_ready", "1 when the engine answers and a snapshot serves", lambda r: r.ready),
-    ("replica_requests_in_flight", "requests the replica is serving", lambda r: r.in_flight),
-    ("replica_sequences_running", "sequences being stepped", lambda r: r.engine.running),
-    ("replica_sequences_waiting", "sequences queued in the engine", lambda r: r.engine.waiting),
-    ("replica_kv_blocks_used", "KV cache blocks in use", lambda r: r.engine.kv_blocks_used),
-    ("replica_kv_blocks_total", "KV cache blocks there are", lambda r: r.engine.kv_blocks_total),
-    ("replica_long_texts", "long prompts and grammars being read, or waiting", lambda r: r.long_texts),
-    ("replica_stalled_seconds", "longest stall of its event loop lately", lambda r: r.stalled_s),
-    ("replica_engine_silent_seconds", "since the engine was heard, from 5 on", lambda r: r.engine_silent_s),
-    ("replica_records_waiting_bytes", "not in the bucket yet", lambda r: (r.records or _NONE).waiting_bytes),
-    ("replica_generation", "generation of the last accepted signal", lambda r: r.generation),
-    (
-        "replica_swap_pause_milliseconds",
-        "time in which no step ran during the last weight swap",
-        lambda r: r.last_swap.pause_ms if r.last_swap else 0.0,
-    ),
-)
-_REPORT_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaReport], float]], ...] = (
-    ("replica_prompt_tokens", "prompt tokens taken", lambda r: r.engine.prompt_tokens),
-    (
-        "replica_cached_prompt_tokens",
-        "prompt tokens whose KV was reused",
-        lambda r: r.engine.cached_prompt_tokens,
-    ),
-    ("replica_generated_tokens", "tokens generated", lambda r: r.engine.generated_tokens),
-    ("replica_engine_steps", "engine steps", lambda r: r.engine.steps),
-    ("replica_records_durable", "records that a crash does not take", lambda r: (r.records or _NONE).durable),
-    ("replica_records_lost", "records that found no room", lambda r: (r.records or _NONE).lost),
-)
-
-
-#: Of TURN_MEASURES.
-_TURN_HELP = {
-    "time_to_first_token_seconds": "from a request's arrival at its replica to its first token",
-    "inter_token_seconds": "mean time between two tokens of a turn",
-    "generation_seconds": "from the first token of a turn to its end",
-    "cached_prompt_share": "part of a turn's prompt tokens whose KV was reused",
-    "turns_per_session": "turns of a session, when it is closed",
+_ReportValue = Callable[[ReplicaReport], float]
+#: One sample per replica that is heard.
+_REPORTED: dict[str, _ReportValue] = {
+    "midstream_replica_ready": lambda r: r.ready,
+    "midstream_replica_requests_in_flight": lambda r: r.in_flight,
+    "midstream_replica_sequences_running": lambda r: r.engine.running,
+    "midstream_replica_sequences_waiting": lambda r: r.engine.waiting,
+    "midstream_replica_kv_blocks_used": lambda r: r.engine.kv_blocks_used,
+    "midstream_replica_kv_blocks_capacity": lambda r: r.engine.kv_blocks_total,
+    "midstream_replica_long_texts": lambda r: r.long_texts,
+    "midstream_replica_stalled_seconds": lambda r: r.stalled_s,
+    "midstream_replica_engine_silent_seconds": lambda r: r.engine_silent_s,
+    "midstream_replica_records_waiting_bytes": lambda r: (r.records or _NONE).waiting_bytes,
+    "midstream_replica_generation": lambda r: r.generation,
+    "midstream_replica_prompt_tokens": lambda r: r.engine.prompt_tokens,
+    "midstream_replica_cached_prompt_tokens": lambda r: r.engine.cached_prompt_tokens,
+    "midstream_replica_generated_tokens": lambda r: r.engine.generated_tokens,
+    "midstream_replica_engine_steps": lambda r: r.engine.steps,
+    "midstream_replica_records_durable": lambda r: (r.records or _NONE).durable,
+    "midstream_replica_records_lost": lambda r: (r.records or _NONE).lost,
 }
+#: The same numbers as vLLM calls them. None: this engine does not tell.
+_VLLM_REPORTED: dict[str, Callable[[ReplicaReport], float | None]] = {
+    "vllm:num_requests_running": lambda r: r.engine.running,
+    "vllm:num_requests_waiting": lambda r: r.engine.waiting,
+    "vllm:kv_cache_usage_perc": lambda r: _kv_used(r),
+    "vllm:gpu_cache_usage_perc": lambda r: _kv_used(r),
+    "vllm:prompt_tokens": lambda r: r.engine.prompt_tokens,
+    "vllm:generation_tokens": lambda r: r.engine.generated_tokens,
+    "vllm:prefix_cache_queries": lambda r: r.engine.prompt_tokens,
+    "vllm:prefix_cache_hits": lambda r: r.engine.cached_prompt_tokens,
+}
+#: Name to the measure that it shows.
+_MEASURED = {
+    "midstream_turn_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "midstream_turn_queue_seconds": "queue_seconds",
+    "midstream_turn_inter_token_seconds": "inter_token_seconds",
+    "midstream_turn_generation_seconds": "generation_seconds",
+    "midstream_turn_request_seconds": "request_seconds",
+    "midstream_turn_prompt_tokens": "prompt_tokens",
+    "midstream_turn_generated_tokens": "generated_tokens",
+    "midstream_turn_cached_prompt_ratio": "cached_prompt_share",
+    "midstream_session_turns": "turns_per_session",
+    **{f"midstream_{measure}": measure for measure in SWAP_MEASURES},
+}
+_VLLM_MEASURED = {
+    "vllm:time_to_first_token_seconds": "time_to_first_token_seconds",
+    "vllm:request_time_per_output_token_seconds": "inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": "request_seconds",
+    "vllm:request_queue_time_seconds": "queue_seconds",
+    "vllm:request_decode_time_seconds": "generation_seconds",
+    "vllm:request_prompt_tokens": "prompt_tokens",
+    "vllm:request_generation_tokens": "generated_tokens",
+}
+_NOTHING = Trajectories(
+    measures={name: Distribution([0] * (len(bounds) + 1)) for name, bounds in MEASURES.items()},
+    counts={name: dict.fromkeys(values, 0) for name, values in COUNTS.items()},
+)
+#: A tool call ends where the model stopped.
+_VLLM_FINISHES = {"tool_calls": "stop"}
 
 
 class Histogram:
@@ -100,8 +129,8 @@ class Histogram:
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
-class GatewayMetrics(Collector):
-    """Counters of the data path and gauges of its replicas, in a registry of their own.
+class GatewayMetrics:
+    """Counters of the data path and gauges of its replicas.
 
     siblings: the server's other gateways, whose counts are shown with this one's. listening, ready: of this process.
     report: tells the supervisor what this process counted, before anybody is shown it: so it is not lost with the process.
@@ -126,8 +155,6 @@ class GatewayMetrics(Collector):
         # By path class.
         self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     @property
     def workers(self) -> int:
@@ -174,109 +201,158 @@ class GatewayMetrics(Collector):
                 total._histograms[name][path].add(buckets, sum_s)
         return total
 
-    def exposition(self) -> bytes:
+    async def exposition(self) -> bytes:
+        """The text. A thread writes it: that takes many times as long as to collect it, and streams go on meanwhile."""
         self.report()
-        return generate_latest(self._registry)
+        collected = _Collected(list(self.collect()))
+        return await asyncio.to_thread(collected.text)
 
     def collect(self) -> Iterator[Metric]:
         total = self._in_all()
         yield from total._data_path()
-        yield _durations(
-            "time_to_first_byte", "from a whole request to the first byte of its response", total.first_byte_s
-        )
-        yield _durations("request", "from a whole request to the end of a whole response", total.total_s)
-        yield GaugeMetricFamily(
-            "midstream_gateway_workers", "gateway processes that listen", value=float(self.workers)
-        )
+        yield _durations("midstream_gateway_time_to_first_byte_seconds", total.first_byte_s)
+        yield _durations("midstream_gateway_request_seconds", total.total_s)
+        yield _samples("midstream_gateway_workers", [((), self.workers)])
+        yield from self._deployment_metrics()
         yield from self._replicas()
-        yield from self._turns()
+        yield from self._measured()
+        yield from self._ended()
 
     def _data_path(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "midstream_gateway_requests", "requests answered", labels=["path", "status"]
-        )
-        for (path, status), count in self.requests.items():
-            requests.add_metric([path, str(status)], count)
-        yield requests
-        for name, help_text, label, counts in (
-            ("routes", "placement decisions", "reason", self.routes),
-            ("upstream_errors", "replica connections refused or lost", "replica", self.upstream_errors),
-            ("retries", "requests sent again before any response byte", "kind", self.retries),
-            (
-                "cut_responses",
-                "responses ended short because the replica went",
-                "replica",
-                self.cut_responses,
-            ),
-        ):
-            family = CounterMetricFamily(f"midstream_gateway_{name}", help_text, labels=[label])
-            for value, count in counts.items():
-                family.add_metric([value], count)
-            yield family
-        yield GaugeMetricFamily(
-            "midstream_gateway_sessions",
-            "sessions with a known replica",
-            value=sum(len(d.sessions) for d in self._deployments),
-        )
-        yield self._per_view("in_flight", "requests on the replica now", lambda view: view.in_flight)
-        yield self._per_view("replica_up", "1 when the event stream is up", lambda v: v.report is not None)
-        yield self._per_view("replica_usable", "1 when placement may use it", lambda view: view.usable)
+        requests = [((path, str(status)), count) for (path, status), count in self.requests.items()]
+        yield _samples("midstream_gateway_requests", requests)
+        for name, counts in self._counters.items():
+            yield _samples(
+                f"midstream_gateway_{name}", [((value,), count) for value, count in counts.items()]
+            )
+        sessions = sum(len(d.sessions) for d in self._deployments)
+        yield _samples("midstream_gateway_sessions", [((), sessions)])
+        yield self._per_view("midstream_gateway_in_flight", lambda view: view.in_flight)
+        yield self._per_view("midstream_gateway_replica_up", lambda view: view.report is not None)
+        yield self._per_view("midstream_gateway_replica_usable", lambda view: view.usable)
 
-    def _turns(self) -> Iterator[Metric]:
-        """What replicas measured of their turns, since their processes began."""
-        told = [(view.name, view.trajectories.measures) for view in self._views() if view.trajectories]
-        for name, help_text in _TURN_HELP.items():
-            family = HistogramMetricFamily(f"midstream_turn_{name}", help_text, labels=["replica"])
-            for replica, measures in told:
-                if name in measures:
-                    found = measures[name]
-                    family.add_metric([replica], _distribution(name, found), found.sum)
-            yield family
+    def _per_view(self, name: str, value: Callable[[ReplicaView], float]) -> Metric:
+        return _samples(name, [((view.name,), value(view)) for _, view in self._views()])
 
-    def _views(self) -> list[ReplicaView]:
-        return [view for deployment in self._deployments for view in deployment.replicas.views]
+    def _deployment_metrics(self) -> Iterator[Metric]:
+        policies = Counter(policy.of for policy in self._deployments.policies())
+        values: dict[str, Callable[[Deployment], float]] = {
+            "wanted": lambda d: d.wanted_in_all,
+            "usable": lambda d: sum(view.usable for view in d.replicas.views),
+        }
+        for name, value in values.items():
+            found = [((d.name,), value(d)) for d in self._deployments]
+            yield _samples(f"midstream_deployment_replicas_{name}", found)
+        yield _samples("midstream_deployment_policies", [((d.name,), policies[d]) for d in self._deployments])
 
-    def _per_view(
-        self, name: str, help_text: str, value: Callable[[ReplicaView], float]
-    ) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"midstream_gateway_{name}", help_text, labels=["replica"])
-        for view in self._views():
-            family.add_metric([view.name], float(value(view)))
-        return family
+    def _views(self) -> list[tuple[Deployment, ReplicaView]]:
+        return [(d, view) for d in self._deployments for view in d.replicas.views]
 
     def _replicas(self) -> Iterator[Metric]:
-        reports = [(view.name, view.report) for view in self._views() if view.report is not None]
-        for name, help_text, value in _REPORT_GAUGES:
-            gauge = GaugeMetricFamily(f"midstream_{name}", help_text, labels=["replica"])
-            for replica, report in reports:
-                gauge.add_metric([replica], float(value(report)))
-            yield gauge
-        for name, help_text, value in _REPORT_COUNTERS:
-            counter = CounterMetricFamily(f"midstream_{name}", help_text, labels=["replica"])
-            for replica, report in reports:
-                counter.add_metric([replica], float(value(report)))
-            yield counter
-        info = InfoMetricFamily("midstream_replica", "what serves now, and where", labels=["replica"])
-        for deployment, view in ((d.name, view) for d in self._deployments for view in d.replicas.views):
-            if view.report is not None:
-                about = {
-                    "deployment": deployment,
-                    "snapshot": view.report.snapshot,
-                    "stage": str(view.report.stage),
-                    "url": view.url,
-                }
-                info.add_metric([view.name], about)
-        yield info
+        heard = [(d, view, view.report) for d, view in self._views() if view.report is not None]
+        for name, value in _REPORTED.items():
+            yield _samples(name, [((view.name,), value(report)) for _, view, report in heard])
+        behind = [((view.name,), d.order.behind(report.snapshot)) for d, view, report in heard]
+        yield _samples("midstream_replica_snapshots_behind", behind)
+        disagree = [((view.name,), d.reconciler.disagrees(report)) for d, view, report in heard]
+        yield _samples("midstream_replica_disagrees", disagree)
+        for name, told in _VLLM_REPORTED.items():
+            found = [((d.model, view.name), told(report)) for d, view, report in heard]
+            yield _samples(name, [(labels, value) for labels, value in found if value is not None])
+        about = [(view.name, d.name, r.snapshot, str(r.stage), view.url) for d, view, r in heard]
+        yield _samples("midstream_replica", [(labels, 1) for labels in about])
+
+    def _told(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:
+        """A replica that is heard and has told nothing yet shows zeros: Prometheus sees no increase from nothing to one."""
+        return [
+            (d, view, view.trajectories or _NOTHING)
+            for d, view in self._views()
+            if view.trajectories is not None or view.report is not None
+        ]
+
+    def _measured(self) -> Iterator[Metric]:
+        """What replicas measured of their turns and swaps, since their processes began."""
+        told = [(d, view, one.measures) for d, view, one in self._told()]
+        for names, labels in (
+            (_MEASURED, lambda d, view: (view.name,)),
+            (_VLLM_MEASURED, lambda d, view: (d.model, view.name)),
+        ):
+            for name, measure in names.items():
+                found = [(labels(d, view), own[measure]) for d, view, own in told if measure in own]
+                yield _distributions(name, measure, found)
+
+    def _ended(self) -> Iterator[Metric]:
+        """How turns and swaps ended, as replicas counted."""
+        told = [(d, view, one.counts) for d, view, one in self._told()]
+        for name, what in (("midstream_turn_choices", "finishes"), ("midstream_swaps", "swaps")):
+            yield _samples(
+                name,
+                [
+                    ((view.name, value), counts[what].get(value, 0))
+                    for _, view, counts in told
+                    if what in counts
+                    for value in COUNTS[what]
+                ],
+            )
+        success: Counter[tuple[str, ...]] = Counter()
+        for d, view, counts in told:
+            for finish in COUNTS["finishes"]:
+                reason = _VLLM_FINISHES.get(finish, finish)
+                success[d.model, view.name, reason] += counts.get("finishes", {}).get(finish, 0)
+        yield _samples("vllm:request_success", success.items())
 
 
-def _distribution(name: str, found: Distribution) -> list[tuple[str, float]]:
-    """(upper bound, count at or below it)."""
-    bounds = [*map(str, TURN_MEASURES[name]), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
+class _Collected(Collector):
+    """Families that nothing changes any more."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+    def text(self) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
 
 
-def _durations(name: str, help_text: str, histograms: Mapping[str, Histogram]) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(f"midstream_gateway_{name}_seconds", help_text, labels=["path"])
+def _kv_used(report: ReplicaReport) -> float | None:
+    engine = report.engine
+    return engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else None
+
+
+def _samples(name: str, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """The family of that name. values: the values of its labels in their order, and the sample's."""
+    kind, help_text, labels = FAMILIES[name]
+    if kind == "info":
+        info = InfoMetricFamily(name, help_text, labels=labels[:1])
+        for given, _ in values:
+            info.add_metric(given[:1], dict(zip(labels[1:], given[1:], strict=True)))
+        return info
+    make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+    family = make(name, help_text, labels=labels)
+    for given, value in values:
+        family.add_metric(given, float(value))
+    return family
+
+
+def _distributions(
+    name: str, measure: str, found: Iterable[tuple[Sequence[str], Distribution]]
+) -> HistogramMetricFamily:
+    _, help_text, labels = FAMILIES[name]
+    family = HistogramMetricFamily(name, help_text, labels=labels)
+    bounds = [*map(str, MEASURES[measure]), "+Inf"]
+    for given, one in found:
+        # Pairs of an upper bound and the count at or below it.
+        buckets = list(zip(bounds, map(float, accumulate(one.counts)), strict=True))
+        family.add_metric(given, buckets, one.sum)
+    return family
+
+
+def _durations(name: str, histograms: Mapping[str, Histogram]) -> HistogramMetricFamily:
+    _, help_text, labels = FAMILIES[name]
+    family = HistogramMetricFamily(name, help_text, labels=labels)
     for path, histogram in histograms.items():
         family.add_metric([path], histogram.cumulative(), histogram.sum_s)
     return family

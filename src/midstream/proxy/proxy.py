@@ -25,6 +25,7 @@ from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
 from midstream.core.headers import HEADER_POLICY, HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
+from midstream.core.tracing import Tracer
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
@@ -84,6 +85,8 @@ class Proxy:
         self.control = pools.control
         self.front = pools.front
         self.metrics = metrics
+        #: Set before the first request where spans are exported.
+        self.tracer: Tracer | None = None
         self.suspects = Suspects()
         self.dropped_headers = _NOT_FORWARDED
         self.auth = Authenticator(settings.api_keys)

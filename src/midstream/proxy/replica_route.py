@@ -36,6 +36,7 @@ from midstream.core.errors import (
 )
 from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
+from midstream.core.tracing import Attribute
 from midstream.core.types import BASE_SNAPSHOT, ReplicaReport, Session
 from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
@@ -98,6 +99,7 @@ class ReplicaRoute(Route):
     #: The replicas that were lost with it, if any were.
     losses: Losses | None = None
     audited = False
+    traced = True
     #: The replica's answer: its engine was lost with the request.
     _died = False
     #: The replica's answer: the boot that the request was placed on is gone.
@@ -290,6 +292,21 @@ class ReplicaRoute(Route):
         assert self._placed is not None
         reason = self._placed.decision.reason
         return [f"x-midstream-replica: {self._view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
+
+    def told(self) -> dict[str, Attribute]:
+        deployment = self._deployment
+        told: dict[str, Attribute] = {
+            "midstream.deployment": deployment.host.name,
+            "gen_ai.request.model": deployment.model,
+        }
+        if deployment.policy:
+            told["midstream.policy"] = deployment.policy
+        if self._session is not None:
+            told["midstream.session"] = self._session[1]
+        if self._view is not None and self._placed is not None:
+            told["midstream.replica"] = self._view.name
+            told["midstream.route_reason"] = self._placed.decision.reason
+        return told
 
     @property
     def _resumable(self) -> bool:

@@ -27,6 +27,7 @@ from midstream.proxy.metrics import Histogram
 from midstream.proxy.request_state import ANSWERED, Action, Event, RequestState
 from midstream.proxy.resume import ResumeLog
 from midstream.proxy.route import Headers, Judgement, Loss, ResponseHead, Route, Until, to_client, to_upstream
+from midstream.proxy.spans import REPLACED, RequestSpan
 
 if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
@@ -53,6 +54,7 @@ class ProxiedRequest:
         "_opening",
         "_proxy",
         "_request",
+        "_span",
         "_started_s",
         "_state",
         "_tail",
@@ -66,6 +68,8 @@ class ProxiedRequest:
         self.route = route
         self._state = RequestState()
         self._started_s = proxy.clock()
+        tracer = proxy.tracer
+        self._span = None if tracer is None or not route.traced else RequestSpan(tracer, request)
         self._connection: UpstreamConnection | None = None
         self._opening: asyncio.Task[None] | None = None
         # The connection in use was opened for this request.
@@ -216,6 +220,9 @@ class ProxiedRequest:
         self._connection = connection
         request, route = self._request, self.route
         dropped, added = self._proxy.dropped_headers, route.request_lines()
+        if self._span is not None:
+            self._span.sent(route)
+            dropped, added = dropped | REPLACED, [*added, self._span.line]
         head = to_upstream(request, route.target, len(route.body), dropped, added)
         connection.send(self, head, route.body, head_request=request.method == b"HEAD")
         if not self._client.writable:
@@ -237,6 +244,8 @@ class ProxiedRequest:
     def _pass_head(self, head: ResponseHead) -> None:
         self._count(head.status, head.headers)
         self._observe(self._proxy.metrics.first_byte_s)
+        if self._span is not None:
+            self._span.head(head.status)
         for name, value in head.headers:
             if name == b"transfer-encoding":
                 self._chunked = True
@@ -271,12 +280,16 @@ class ProxiedRequest:
             self._client.write(rest)
         self.route.ended()
         self._observe(self._proxy.metrics.total_s)
+        if self._span is not None:
+            self._span.end(self.route)
         self._client.finish()
 
     def _answer_error(self, error: MidstreamError) -> None:
         self._let_go()
         error = self.route.shaped(error)
         self._count(error.status)
+        if self._span is not None:
+            self._span.end(self.route, error.status)
         client, request = self._client, self._request
         close = client.closes_after_response
         request_id = request.first.get(b"x-request-id")
@@ -287,6 +300,8 @@ class ProxiedRequest:
     def _end_short(self, error: MidstreamError) -> None:
         """End a response that cannot be completed so that no client takes it for whole."""
         self._let_go()
+        if self._span is not None:
+            self._span.end(self.route, error="cut short")
         self._proxy.metrics.cut_responses[self.route.where()] += 1
         http10 = self._request.http10
         between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
@@ -300,9 +315,13 @@ class ProxiedRequest:
     def _count_left(self, _: object) -> None:
         self._let_go()
         self._count(CLIENT_LEFT)
+        if self._span is not None:
+            self._span.end(self.route, CLIENT_LEFT)
 
     def _leave(self, _: object) -> None:
         self._let_go()
+        if self._span is not None:
+            self._span.end(self.route, error="the client left")
 
     def _let_go(self) -> None:
         """Wait no more and leave the upstream: a connection in use is closed, which stops the work behind it."""
@@ -322,13 +341,15 @@ class ProxiedRequest:
         self.route.leave()
 
     def _count(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        self._proxy.metrics.requests[self.route.path_class, status] += 1
+        if self.route.counted:
+            self._proxy.metrics.requests[self.route.path_class, status] += 1
         if self.route.audited:
             made = next((value.decode("latin-1") for name, value in headers if name == _MADE), None)
             self._proxy.audit.answered(self._request, self._client.peer, status, made)
 
     def _observe(self, histograms: Mapping[str, Histogram]) -> None:
-        histograms[self.route.path_class].observe(self._proxy.clock() - self._started_s)
+        if self.route.counted:
+            histograms[self.route.path_class].observe(self._proxy.clock() - self._started_s)
 
 
 _ACTIONS: dict[Action, Callable[[ProxiedRequest, Any], None]] = {

@@ -28,7 +28,9 @@ from midstream.core.headers import (
     HEADER_SESSION,
     HEADER_TENANT,
 )
+from midstream.core.tracing import Attribute
 from midstream.core.types import Session
+from midstream.core.wires import TRAINER_HEALTH
 from midstream.http.reader import HOP_BY_HOP, Request
 from midstream.proxy.request_state import Event, Phase
 
@@ -117,6 +119,8 @@ def _listed(connection: bytes) -> frozenset[bytes]:
 
 
 logger = logging.getLogger(__name__)
+#: They need no key.
+HEALTH_PATHS = frozenset((b"/health", *(path.encode() for path in TRAINER_HEALTH)))
 
 _OWN_SHORTAGES = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
@@ -163,6 +167,10 @@ class Route:
     path_class = "control"
     #: Whether its answer has a line in the audit log.
     audited = True
+    #: Whether the metrics count it.
+    counted = True
+    #: Whether it has a span, where spans are exported.
+    traced = False
     #: Whether the upstream's own x-midstream- headers are for the client.
     shows_labels = False
     #: How its client reads errors.
@@ -249,6 +257,10 @@ class Route:
     def where(self) -> str:
         return "the control app"
 
+    def told(self) -> dict[str, Attribute]:
+        """What a span says of its way."""
+        return {}
+
     def shaped(self, error: MidstreamError) -> MidstreamError:
         """The error as this request's client expects it."""
         error.shape = self.errors
@@ -277,6 +289,11 @@ class Route:
 
     def _down(self, reason: str) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"{self.where()}: {reason}")
+
+
+def is_probe(request: Request) -> bool:
+    """Whether it only asks if the server is there. Many come, at any time, and a 503 to one is an answer and no error."""
+    return request.method == b"HEAD" or request.target.partition(b"?")[0] in HEALTH_PATHS
 
 
 def reason_of_failure(error: OSError) -> str:

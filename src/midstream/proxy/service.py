@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import DASHBOARD_EVENTS, DASHBOARD_OPEN, EVERYTHING, SAMPLE, forbidden
-from midstream.core.wires import TRAINER_HEALTH, is_read_in_session, split_session, wire_of
+from midstream.core.wires import is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.reader import Request
@@ -25,10 +25,10 @@ from midstream.proxy.proxy import Proxy
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.responses_route import RESPONSES, ResponsesRoute
-from midstream.proxy.route import Route
+from midstream.proxy.route import HEALTH_PATHS, Route, is_probe
 
 #: Whoever asks for them without a key is told what is for everybody.
-_OPEN = frozenset((b"/health", *(path.encode() for path in (*TRAINER_HEALTH, *DASHBOARD_OPEN))))
+_OPEN = HEALTH_PATHS | {path.encode() for path in DASHBOARD_OPEN}
 _EVENTS = DASHBOARD_EVENTS.encode()
 
 
@@ -80,7 +80,8 @@ class GatewayService:
         return caller.tenant
 
     def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
-        self._proxy.metrics.requests["refused", error.status] += 1
+        if request is None or not is_probe(request):
+            self._proxy.metrics.requests["refused", error.status] += 1
         if request is None:
             return
         wire = wire_of(split_session(request.target)[1].partition(b"?")[0])
@@ -107,6 +108,7 @@ class GatewayService:
             if path == _EVENTS:
                 # It lasts as long as a page is open, which is not how long a control call takes.
                 route.path_class = "dashboard"
+            route.counted = not is_probe(request)
             if session is not None and is_read_in_session(request.method, path):
                 route.target = target
         return ProxiedRequest(self._proxy, request, client, route)

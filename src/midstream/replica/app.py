@@ -31,6 +31,7 @@ from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
+from midstream.core.tracing import SpanRecord
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd
 from midstream.core.wires import PREFIXES, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
@@ -50,6 +51,7 @@ from midstream.replica.request.unknown import header_value
 from midstream.replica.response.generation import Generation
 from midstream.replica.service import Service
 from midstream.replica.sessions import Feed, Sessions
+from midstream.replica.spans import ClientLeft, request_span
 from midstream.replica.wire.base import TextCall
 from midstream.replica.wire.table import GENERATING, TEXT_CALLS, wire_to_resume
 
@@ -172,7 +174,10 @@ class InferenceExchange(TaskExchange):
         self._replica = replica
         self._outbox = outbox
         self._wire = wire
-        self._generation: Generation
+        self._generation: Generation | None = None
+        # Where spans are exported: when the request came, and the error it got.
+        self._came_s = 0.0 if replica.tracer is None else replica.clock()
+        self._failed: MidstreamError | None = None
         self._headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.first.items()}
         self._fixed = {
             "x-request-id": self._headers.get("x-request-id") or uuid.uuid4().hex,
@@ -183,6 +188,25 @@ class InferenceExchange(TaskExchange):
             # As its clients look for it.
             self._fixed["request-id"] = self._fixed["x-request-id"]
 
+    async def _run(self) -> None:
+        tracer = self._replica.tracer
+        if tracer is None:
+            await super()._run()
+            return
+        try:
+            await super()._run()
+        except asyncio.CancelledError:
+            self._failed = ClientLeft("the client left first")
+            raise
+        finally:
+            tracer.record(self._span(), self._headers)
+
+    def _span(self) -> SpanRecord:
+        now_s, replica = self._replica.clock(), self._replica
+        times = (self._came_s, now_s, now_s - replica.monotonic())
+        made = self._generation
+        return request_span(self._wire.name, self._headers, replica.name, made, self._failed, times)
+
     async def _answer(self) -> None:
         policy, boot = self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
         with self._replica.serves(policy, boot) as service:
@@ -190,10 +214,10 @@ class InferenceExchange(TaskExchange):
 
     async def _answer_from(self, service: Service) -> None:
         async with self._admitted(service) as generation:
+            self._generation = generation
             if generation.ignored:
                 self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
             if generation.checked.stream:
-                self._generation = generation
                 await generation.stream(self)
                 self._end()
             else:
@@ -205,8 +229,11 @@ class InferenceExchange(TaskExchange):
 
     def _fail(self, error: MidstreamError) -> None:
         """A resumable stream is broken off, so that its gateway resumes it on another replica."""
+        self._failed = error
         error.shape = self._wire.errors
-        if self._started and self._generation.resumable and isinstance(error, ReplicaUnavailable):
+        generation = self._generation
+        resumable = self._started and generation is not None and generation.resumable
+        if resumable and isinstance(error, ReplicaUnavailable):
             self._outbox.take(self._client)
             self._client.reset()
         else:
@@ -218,6 +245,7 @@ class InferenceExchange(TaskExchange):
             self._outbox.add(self._client, self._framed(data))
             return
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        assert self._generation is not None
         if self._generation.resumable:
             fixed[HEADER_RESUMABLE] = "1"
         self._begin({**fixed, **self._generation.headers(done=False)}, data)

@@ -36,6 +36,7 @@ from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
 from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
 from midstream.replica.service import Kept, Outside, Service
 from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
+from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files, Hints
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextModel
@@ -76,6 +77,7 @@ class Parts:
     bounds: Bounds
     on_change: Callable[[], None]
     on_settled: Callable[[], None]
+    on_swapped: Callable[[SwapHistory], None]
     died: Callable[[str, str], None]
 
 
@@ -126,7 +128,12 @@ class Policy:
             machine=SwapMachine(outside.clock, seq),
             checker=Checker(parts.engine, outside.new_boot, slot=slot, policy=self.own_name),
             monotonic=outside.monotonic,
-            told=Told(self._moved, parts.on_settled, lambda reason: parts.died(boot.id, reason)),
+            told=Told(
+                self._moved,
+                parts.on_settled,
+                lambda reason: parts.died(boot.id, reason),
+                parts.on_swapped,
+            ),
         )
         self.driver.info = info
         self.service = Service(

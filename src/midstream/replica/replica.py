@@ -20,6 +20,7 @@ from typing import Any
 from midstream.core.errors import AnotherBoot, InvalidRequest
 from midstream.core.text import declared
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
+from midstream.core.tracing import Tracer
 from midstream.core.types import (
     BASE_SNAPSHOT,
     ENGINE_SILENT_FROM_S,
@@ -41,8 +42,10 @@ from midstream.replica.policies import Boot, Parts, Policies
 from midstream.replica.pulse import Pulse
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
+from midstream.replica.spans import trace_swap
 from midstream.replica.stored import StoredResponses
 from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
+from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextJobs, TextModel
@@ -77,6 +80,9 @@ DEFAULT_BOUNDS = Bounds()
 class Replica:
     """`base_directory` is the served model's directory: the base snapshot, should it be asked for again."""
 
+    #: Set before `start` where spans are exported.
+    tracer: Tracer | None = None
+
     def __init__(
         self,
         *,
@@ -105,7 +111,7 @@ class Replica:
         )
         self.service: Service | None = None
         self.ready = False
-        self.clock = clock
+        self.clock, self.monotonic = clock, monotonic
         self._engine = engine
         self._text = text
         self._outside = outside
@@ -163,6 +169,7 @@ class Replica:
             ),
             on_change=self._changed,
             on_settled=self._settled,
+            on_swapped=self._swapped,
             died=self.engine_died,
         )
 
@@ -457,8 +464,19 @@ class Replica:
             machine=SwapMachine(self.clock),
             checker=self._checker,
             monotonic=self._outside.monotonic,
-            told=Told(self._changed, self._settled, lambda reason: self.engine_died(boot, reason)),
+            told=Told(
+                self._changed,
+                self._settled,
+                lambda reason: self.engine_died(boot, reason),
+                self._swapped,
+            ),
         )
+
+    def _swapped(self, history: SwapHistory) -> None:
+        history.count(self.sessions.measures)
+        if self.tracer is not None:
+            epoch_s = self.clock() - self.monotonic()
+            trace_swap(self.tracer, history, self.name, self.names, epoch_s)
 
     def _settled(self) -> None:
         self.settled += 1

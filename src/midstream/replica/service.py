@@ -175,6 +175,7 @@ class Service(Surroundings):
         work, session = ready.work, ready.session
         await self.gate.enter(timeout_s, ready.counted)
         self.check_boot(headers.get(HEADER_BOOT))
+        timings.admitted = self.monotonic()
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
         pins = self.kept.pins
         begins = asked.check(self.serving(), pins)

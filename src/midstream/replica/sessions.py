@@ -12,7 +12,6 @@ Always holds:
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from heapq import nsmallest
 import msgspec
 
 from midstream.core.headers import HEADER_PLACED
-from midstream.core.sessions import TURN_MEASURES, Distribution, SessionsReport, SessionStats, Trajectories
+from midstream.core.sessions import SessionsReport, SessionStats, Trajectories
 from midstream.core.types import Session
+from midstream.replica.measures import Measures
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S = 3600.0
@@ -46,6 +46,12 @@ class Turn:
     first_token_s: float | None = None
     #: From the first token to the end.
     generation_s: float = 0.0
+    #: From the request's arrival to its end.
+    request_s: float = 0.0
+    #: In the engine, before the first step.
+    queued_s: float | None = None
+    #: Why each choice ended, of core.sessions.COUNTS.
+    finishes: tuple[str, ...] = ()
 
 
 class Feed:
@@ -99,9 +105,7 @@ class Sessions:
         # With when each was last used; the least recently used first.
         self._held: OrderedDict[Session, tuple[SessionStats, float]] = OrderedDict()
         self._feeds: dict[Feed, None] = {}
-        self._measures = {
-            name: Distribution([0] * (len(bounds) + 1)) for name, bounds in TURN_MEASURES.items()
-        }
+        self.measures = Measures()
 
     def __repr__(self) -> str:
         return f"Sessions({len(self._held)} held, {len(self._feeds)} feeds)"
@@ -165,19 +169,22 @@ class Sessions:
             self._use(session, stats)
 
     def _count(self, turn: Turn) -> None:
+        measures = self.measures
+        for finish in turn.finishes:
+            measures.count("finishes", finish)
         if turn.first_token_s is None:
             return
-        self._observe("time_to_first_token_seconds", turn.first_token_s)
-        self._observe("generation_seconds", turn.generation_s)
+        measures.observe("time_to_first_token_seconds", turn.first_token_s)
+        measures.observe("generation_seconds", turn.generation_s)
+        measures.observe("request_seconds", turn.request_s)
+        measures.observe("generated_tokens", turn.generated_tokens)
+        if turn.queued_s is not None:
+            measures.observe("queue_seconds", turn.queued_s)
         if turn.longest > 1:
-            self._observe("inter_token_seconds", turn.generation_s / (turn.longest - 1))
+            measures.observe("inter_token_seconds", turn.generation_s / (turn.longest - 1))
         if turn.prompt_tokens:
-            self._observe("cached_prompt_share", turn.cached_tokens / turn.prompt_tokens)
-
-    def _observe(self, measure: str, value: float) -> None:
-        found = self._measures[measure]
-        found.counts[bisect_left(TURN_MEASURES[measure], value)] += 1
-        found.sum += value
+            measures.observe("prompt_tokens", turn.prompt_tokens)
+            measures.observe("cached_prompt_share", turn.cached_tokens / turn.prompt_tokens)
 
     # -- closing
 
@@ -217,7 +224,7 @@ class Sessions:
 
     def _leave(self, session: Session) -> None:
         stats, _ = self._held.pop(session)
-        self._observe("turns_per_session", stats.turns)
+        self.measures.observe("turns_per_session", stats.turns)
         self._tell(session)
 
     # -- what is told
@@ -245,7 +252,7 @@ class Sessions:
             yield msgspec.json.encode(SessionsReport(held=tuple(held), closed=tuple(closed))) + b"\n"
 
     def trajectories(self) -> Trajectories:
-        return Trajectories(measures=self._measures)
+        return self.measures.told()
 
     def one(self, session: Session) -> SessionStats | None:
         found = self._held.get(session)

@@ -153,7 +153,7 @@ def seeds() -> Iterator[bytes]:
     sessions: list[Any] = [
         SessionsReport(boot="b", held=((("", "s"), 5), (("t", "s"), 6))),
         SessionsReport(closed=(("", "s"),), held=((("", "u"), 7),)),
-        Trajectories(measures=measures),
+        Trajectories(measures=measures, counts={"finishes": {"stop": 3, "new": 1}, "other": {}}),
         Trajectories(measures={"generation_seconds": Distribution([0] * (len(BUCKETS_S) + 1))}),
     ]
     first, closing, told, few = (msgspec.json.encode(line) + b"\n" for line in sessions)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from midstream.core.errors import EngineFailed, EngineLost
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
+from midstream.core.versions import ServedNames
 from midstream.engine.base import EngineDied
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
@@ -69,7 +70,7 @@ class Generation:
         self.checked = checked
         self._prompts = prompts
         self._requests = requests
-        self._timings = timings
+        self.timings = timings
         #: Maps a prompt index to the number of reused tokens.
         self._cached: dict[int, int] = {}
         self._final_metrics: dict[str, Any] | None = None
@@ -88,7 +89,10 @@ class Generation:
         self._open_in_all = len(self._choices)
         #: The newest snapshot that any token was labelled with.
         self._snapshot = self._serving()
-        self._seen: set[str] = set()
+        #: The snapshots that tokens were labelled with, in their order, and when each first was.
+        self.labels: dict[str, float] = {}
+        #: What it was like, from its end on.
+        self.turn = Turn()
         self._continued = continued
         self._replaying = self._aborted = False
         #: The tokens of each choice that were generated elsewhere.
@@ -201,6 +205,10 @@ class Generation:
         """What serves this request."""
         return self._requests[0].snapshot or self._service.serving()
 
+    @property
+    def names(self) -> ServedNames:
+        return self._service.names
+
     def abort(self) -> None:
         """Every choice that is open ends with what it has, and the finish reason `abort`."""
         self._aborted = True
@@ -220,7 +228,7 @@ class Generation:
 
     def _extras(self) -> Extras:
         metrics = self._metrics(done=True) if self.checked.perf_metrics else UNSET
-        took_s = self._service.monotonic() - self._timings.started
+        took_s = self._service.monotonic() - self.timings.started
         return Extras(self._usage(), metrics, self._prompt_records, took_s)
 
     def headers(self, *, done: bool) -> dict[str, str]:
@@ -274,12 +282,12 @@ class Generation:
             self._prompt_records[prompt] = self._check_echo(self._requests[prompt], event.prompt)
         pieces = self._echo(prompt, choice, event) if self._echoed[prompt] and not choice.echoed else []
         stage = None if self._stages is None else self._stages[choice.index]
-        if event.tokens and self._timings.first_token is None and not self._replaying:
-            self._timings.first_token = self._service.monotonic()
+        if event.tokens and self.timings.first_token is None and not self._replaying:
+            self.timings.first_token = self._service.monotonic()
         for record in event.tokens:
             if self.checked.routes and record.route is None and not self._replaying:
                 raise EngineFailed("the engine returned a token without its route")
-            if choice.snapshot != record.snapshot or record.snapshot not in self._seen:
+            if choice.snapshot != record.snapshot or record.snapshot not in self.labels:
                 self._note(choice.snapshot, record.snapshot)
             new = choice.feed(record)
             pieces += new if stage is None else stage.feed(new)
@@ -307,7 +315,7 @@ class Generation:
         if event.cached_tokens is not None:
             self._cached.setdefault(prompt, event.cached_tokens)
         if event.queued_s is not None:
-            self._timings.queued_s = max(event.queued_s, self._timings.queued_s or 0.0)
+            self.timings.queued_s = max(event.queued_s, self.timings.queued_s or 0.0)
         if event.kv_snapshots is not None and (self.checked.perf_metrics or self._traces):
             choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
         if self._continued is not None and not self._replaying:
@@ -318,8 +326,8 @@ class Generation:
         """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so
         the token that came last is not always of the newest snapshot: one is newer when no token had it so far, or when
         a choice went on to it from the newest."""
-        if snapshot not in self._seen or before == self._snapshot:
-            self._seen.add(snapshot)
+        if snapshot not in self.labels or before == self._snapshot:
+            self.labels.setdefault(snapshot, self._service.monotonic())
             self._snapshot = snapshot
 
     def _echo(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
@@ -403,14 +411,17 @@ class Generation:
 
     def measure(self, turn: Turn) -> None:
         """Fills in the turn, at the request's end."""
+        self.turn = turn
         made = [choice.generated - had for choice, had in zip(self._choices, self._had, strict=True)]
         turn.prompt_tokens, turn.generated_tokens = self._usage().prompt_tokens, sum(made)
         turn.cached_tokens = sum(self._cached.values())
         turn.longest = max(made)
-        first = self._timings.first_token
+        turn.finishes = tuple([choice.finish or "abort" for choice in self._choices])
+        first, now = self.timings.first_token, self._service.monotonic()
+        turn.request_s, turn.queued_s = now - self.timings.started, self.timings.queued_s
         if first is not None:
-            turn.first_token_s = first - self._timings.started
-            turn.generation_s = self._service.monotonic() - first
+            turn.first_token_s = first - self.timings.started
+            turn.generation_s = now - first
 
     def _usage(self) -> Usage:
         prompt = sum(len(p.token_ids) for p in self._prompts)
@@ -426,14 +437,14 @@ class Generation:
     def _metrics(self, *, done: bool) -> dict[str, Any]:
         if self._final_metrics is not None:
             return self._final_metrics
-        started, first_token = self._timings.started, self._timings.first_token
+        started, first_token = self.timings.started, self.timings.first_token
         metrics: dict[str, Any] = {"prompt-tokens": sum(len(p.token_ids) for p in self._prompts)}
         details = self._cached_details()
         if (done or len(self._cached) == len(self._prompts)) and details is not UNSET:
             metrics["cached-prompt-tokens"] = sum(self._cached.values())
         metrics["num-concurrent-requests"] = self._service.gate.inside
-        if self._timings.queued_s is not None:
-            metrics["prefill-queue-duration"] = round(self._timings.queued_s, 6)
+        if self.timings.queued_s is not None:
+            metrics["prefill-queue-duration"] = round(self.timings.queued_s, 6)
         if first_token is not None:
             metrics["server-time-to-first-token"] = round(first_token - started, 6)
         if done:

@@ -55,6 +55,8 @@ class Surroundings:
 
 class Timings(msgspec.Struct):
     started: float
+    #: The gate let the request in.
+    admitted: float = 0.0
     first_token: float | None = None
     #: In the engine, of the choice that waited longest.
     queued_s: float | None = None

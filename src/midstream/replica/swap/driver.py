@@ -41,6 +41,7 @@ from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
 from midstream.replica.gate import Door, Gate, Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.swap.attempts import Action, Attempts, Phase
+from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import Event, SwapMachine
 
@@ -138,11 +139,12 @@ class Entrance:
 @dataclass(frozen=True)
 class Told:
     """Who is told what. change: after every change of the report. settled: as each attempt ends, however it ends. death: why
-    the engine is gone."""
+    the engine is gone. swapped: how each attempt went."""
 
     change: Callable[[], None]
     settled: Callable[[], None]
     death: Callable[[str], None]
+    swapped: Callable[[SwapHistory], None] = lambda history: None
 
 
 class SwapDriver:
@@ -165,8 +167,11 @@ class SwapDriver:
         self._checker = checker
         self._monotonic = monotonic
         self._on_change, self._on_settled, self._on_engine_death = told.change, told.settled, told.death
+        self._on_swapped = told.swapped
         self._attempts = Attempts(machine)
         self._attempt: asyncio.Task[None] | None = None
+        #: Of the attempt in work.
+        self._history: SwapHistory
         self._wake = asyncio.Event()
         self._turn = asyncio.Event()
         self._quiet: asyncio.TimerHandle | None = None
@@ -262,13 +267,17 @@ class SwapDriver:
         if self._attempts.progress(progress) is Action.ABANDON:
             raise _GivenUp
         self._on_change()
-        return self._monotonic()
+        now = self._monotonic()
+        self._history.marks.append((progress, now))
+        return now
 
     async def _load(self, desired: Desired) -> None:
         """One attempt. Raises only what leaves open what the engine serves."""
+        history = self._history = SwapHistory(desired, self._monotonic())
         try:
             await self._prepare_and_switch(desired)
             await self._check(desired)
+            history.outcome = "ready"
         except _GivenUp:
             log.debug("the swap to %s was given up", desired.snapshot)
         except Exception as error:
@@ -279,11 +288,15 @@ class SwapDriver:
             if action is Action.END_BOOT or not isinstance(error, _EXPECTED):
                 log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
             if action is not Action.NOTHING:
+                history.outcome, history.error = "failed", message
                 self._on_change()
             if died:
                 self._on_engine_death(str(error))
             if action is Action.END_BOOT:
                 raise
+        finally:
+            history.ended_s = self._monotonic()
+            self._on_swapped(history)
 
     async def _prepare_and_switch(self, desired: Desired) -> None:
         source, started = self._files.source, self._monotonic()
@@ -302,7 +315,7 @@ class SwapDriver:
         staged = self._made(Event.STAGED)
         await self._its_turn()
         # A target may be let go with other fields than it came with.
-        timing = await self._switch(self.machine.target or desired)
+        timing = self._history.timing = await self._switch(self.machine.target or desired)
         done = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,

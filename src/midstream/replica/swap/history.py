@@ -1,0 +1,57 @@
+"""How one attempt to serve a snapshot went: its stages one after the other, and how it ended. Pure.
+
+Always holds: a stage begins where the one before it ended; a stage that did not end is not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from midstream.core.types import Desired, SwapTiming
+from midstream.replica.measures import Measures
+from midstream.replica.swap.table import Event
+
+#: The stage that an event ends, of core.sessions.SWAP_STAGES.
+STAGES: dict[Event, str] = {
+    Event.FETCHED: "fetch",
+    Event.FETCHED_DELTA: "fetch",
+    Event.REBUILT: "rebuild",
+    Event.VERIFIED: "verify",
+    Event.STAGED: "stage",
+    Event.COMMIT: "hold",
+    Event.COMMITTED: "commit",
+    Event.CHECKED: "check",
+}
+
+
+@dataclass(eq=False)
+class SwapHistory:
+    """Times in seconds on the clock of the driver. timing: None until it has switched."""
+
+    desired: Desired
+    began_s: float
+    ended_s: float = 0.0
+    outcome: Literal["ready", "failed", "superseded"] = "superseded"
+    error: str = ""
+    timing: SwapTiming | None = None
+    #: (event, when), in their order.
+    marks: list[tuple[Event, float]] = field(default_factory=list)
+
+    def stages(self) -> Iterator[tuple[str, float, float]]:
+        """(stage, its beginning, its end)."""
+        since_s = self.began_s
+        for event, at_s in self.marks:
+            yield STAGES[event], since_s, at_s
+            since_s = at_s
+
+    def count(self, measures: Measures) -> None:
+        measures.count("swaps", self.outcome)
+        for stage, since_s, until_s in self.stages():
+            measures.observe(f"swap_{stage}_seconds", until_s - since_s)
+        if self.timing is not None:
+            measures.observe("swap_pause_seconds", self.timing.pause_ms / 1e3)
+            measures.observe("swap_streams_crossed", self.timing.streams_crossed)
+        if self.outcome == "ready":
+            measures.observe("swap_seconds", self.ended_s - self.began_s)

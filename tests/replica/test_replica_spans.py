@@ -1,0 +1,75 @@
+"""A replica's spans of requests, in memory: what was measured, and how a request ended."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from replica_fakes import DEPLOYMENT, MODEL, FakeEngine, running
+
+from midstream.launch.tracing import OtelTracer
+
+PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+BODY = {"model": MODEL, "prompt": "a private prompt", "max_tokens": 5}
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def told(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def test_spans_are_what_the_response_says_and_an_error_is_its_code(tmp_path: Path) -> None:
+    async def main() -> None:
+        exporter = InMemorySpanExporter()
+        async with running(tmp_path, FakeEngine()) as here:
+            here.replica.tracer = OtelTracer(exporter, "replica-0", at_once=True)
+            answer = await here.http.post("/v1/completions", json=BODY, headers=PARENT)
+            usage = answer.json()["usage"]
+            spans = by_name(exporter)
+            assert set(spans) == {"replica completions", "admit", "engine", "queue", "prefill", "decode"}
+            said = told(spans["replica completions"])
+            assert said["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 5
+            assert said["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+            assert said["gen_ai.response.finish_reasons"] == ("length",)
+            assert (said["midstream.deployment"], said["midstream.snapshots"]) == (DEPLOYMENT, ("base",))
+            parent = spans["replica completions"].parent
+            assert parent is not None
+            assert f"00-{parent.trace_id:032x}-{parent.span_id:016x}-01" == PARENT["traceparent"]
+
+            exporter.clear()
+            wrong = {**BODY, "no_such_field": "a private value"}
+            assert (await here.http.post("/v1/completions", json=wrong)).status_code == 400
+            (span,) = exporter.get_finished_spans()
+            assert told(span)["http.response.status_code"] == 400
+            assert span.status.description == "invalid_request_error"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_has_a_span_with_what_it_got(tmp_path: Path) -> None:
+    async def main() -> None:
+        exporter = InMemorySpanExporter()
+        async with running(tmp_path, FakeEngine(allowed=2)) as here:
+            here.replica.tracer = OtelTracer(exporter, "replica-0", at_once=True)
+            async with here.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+                lines = stream.aiter_lines()
+                while '"text"' not in await anext(lines):
+                    pass
+            async with asyncio.timeout(20):
+                while "replica completions" not in by_name(exporter):
+                    await here.replica.changed(0.05)
+            span = by_name(exporter)["replica completions"]
+            said = told(span)
+            assert said["http.response.status_code"] == 499
+            assert said["gen_ai.response.finish_reasons"] == ("abort",)
+            assert 1 <= said["gen_ai.usage.output_tokens"] <= 2
+            assert span.status.description == "client_left"
+            assert here.replica.sessions.measures.told().counts["finishes"]["abort"] == 1
+
+    asyncio.run(main())
