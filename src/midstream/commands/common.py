@@ -138,6 +138,20 @@ class ProgressLine:
         print(text, end="", file=sys.stderr, flush=True)
 
 
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help=f"(default: {default.log_level})",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        help=f"of every process: for people, or one JSON object a line (default: {default.log_format})",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 
 from midstream.commands import common
+from midstream.core import logs
 from midstream.core.config import Settings, load_settings
 
 OPTIONS = (
@@ -19,6 +19,7 @@ OPTIONS = (
     "state_dir",
     "records",
     "log_level",
+    "log_format",
     "kv_cache_memory",
     "vllm_args",
     "vllm_python",
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-cache-memory", metavar="SIZE", help="KV cache of the engine, e.g. 4GiB")
     parser.add_argument("--config", help="TOML file with any of the settings, replica_token among them")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    common.add_log_arguments(parser)
 
 
 def _replica(options: argparse.Namespace) -> int:
@@ -50,11 +51,7 @@ def _replica(options: argparse.Namespace) -> int:
     from midstream.launch.restart import locked
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in OPTIONS})
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s replica %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure("replica", logs.Logging(level=settings.log_level, format=settings.log_format))
     with locked(Path(settings.state_dir)):
         check_port(settings.host, settings.port)
         name, models = known_models(settings)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midstream.commands import common
+from midstream.core import logs
 from midstream.core.config import Settings, load_settings
 from midstream.core.errors import ConfigError
 
@@ -36,6 +36,7 @@ SERVE_OPTIONS = (
     "database",
     "state_dir",
     "log_level",
+    "log_format",
     "kv_cache_memory",
     "replica_url",
     "replicas_dns",
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    common.add_log_arguments(parser)
 
 
 def _add_swap_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:
@@ -158,12 +159,7 @@ def _serve(options: argparse.Namespace) -> int:
     from midstream.launch.restart import locked
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s serve %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.configure("serve", logs.Logging(level=settings.log_level, format=settings.log_format))
     with locked(Path(settings.state_dir)):
         if settings.launcher == "local" or not settings.ray.gateway:
             check_port(settings.host, settings.port)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import ConfigError
+from midstream.core.logs import LogFormat
 from midstream.core.scopes import parse_grant
 
 EngineKind = Literal["embedded", "vllm"]
@@ -266,6 +267,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     account: Name = "local"
     deployment: Name = "default"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # json: one object a line, for programs that read the log.
+    log_format: LogFormat = "text"
     # The secret that replicas ask of their callers. None: a new one is made at each start.
     replica_token: str | None = None
     embedded: EngineSettings = EngineSettings()

@@ -222,6 +222,7 @@ class Supervisor:
             token=self._token,
             engine=settings.embedded,
             log_level=settings.log_level,
+            log_format=settings.log_format,
             session_idle_s=settings.gateway.session_idle_s,
             pin_drain_s=settings.pin_drain_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
@@ -252,6 +253,7 @@ class Supervisor:
             token=self._token,
             settings=self._gateway_settings(),
             log_level=settings.log_level,
+            log_format=settings.log_format,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
         )
 
@@ -282,6 +284,7 @@ class Supervisor:
             threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
             settings=settings.tinker,
             log_level=settings.log_level,
+            log_format=settings.log_format,
         )
 
     async def _all_usable(self) -> int:
