@@ -33,9 +33,13 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, positional: bool = 
     if positional:
         parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server, or of --records {told}")
     else:
-        parser.add_argument("--server", metavar="URL", help=told)
-    parser.add_argument("--deployment", metavar="NAME", help="(default: the only one, or the server's own)")
-    parser.add_argument("--api-key", metavar="KEY", help=f"(default: ${KEY_VARIABLE})")
+        parser.add_argument("--server", metavar="URL", help=f"http://HOST:PORT {told}")
+    parser.add_argument(
+        "--deployment", metavar="NAME", help="of the server (default: the only one, or the server's own)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"better kept in the environment (default: ${KEY_VARIABLE})"
+    )
 
 
 def told_server() -> str:
@@ -143,7 +147,7 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        help=f"(default: {default.log_level})",
+        help=f"the least that is logged (default: {default.log_level})",
     )
     parser.add_argument(
         "--log-format",
@@ -154,7 +158,11 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Settings()
-    parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")
+    parser.add_argument(
+        "--engine",
+        choices=("embedded", "vllm"),
+        help=f"the built-in engine, or vLLM servers (default: {default.engine})",
+    )
     parser.add_argument(
         "--vllm-args",
         metavar="ARGS",

@@ -39,7 +39,7 @@ def _add_paths(parser: argparse.ArgumentParser, **directories: str) -> None:
     for name, text in {"parent": "the checkpoint the delta stands on", **directories}.items():
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=text)
     parser.add_argument("--format", default="arc_v2", help="arc_v2 (zstd, the default) or arc_v1 (zlib)")
-    parser.add_argument("--threads", type=int, help="(default: one per core)")
+    parser.add_argument("--threads", type=int, help="of the computation (default: one per core)")
 
 
 def _guarded(options: argparse.Namespace) -> int:

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
     which.add_argument("--all", action="store_true", help="every session that the server has")
-    parser.add_argument("--format", choices=tuple(FORMATS), default="jsonl", help="(default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=tuple(FORMATS), default="jsonl", help="of each line (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="replaced if it is there")
     parser.add_argument(
         "--logprobs",

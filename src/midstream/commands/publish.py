@@ -60,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="what the swap does to prompt caches: all (default), new_session, none, or max_age=K",
     )
-    parser.add_argument("--full-every", type=int, default=20, metavar="K", help="(default: %(default)s)")
+    parser.add_argument(
+        "--full-every",
+        type=int,
+        default=20,
+        metavar="K",
+        help="one in so many is sent whole, the others as deltas (default: %(default)s)",
+    )
     parser.add_argument("--format", choices=("arc_v2", "arc_v1"), default="arc_v2", help="of deltas")
     parser.add_argument(
         "--work-dir",
@@ -78,7 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a snapshot of this name")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="(default: %(default)g)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for the replicas to be ready (default: %(default)g)",
     )
 
 

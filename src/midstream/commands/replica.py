@@ -9,7 +9,8 @@ from pathlib import Path
 
 from midstream.commands import common
 from midstream.core import logs
-from midstream.core.config import Settings, load_settings
+from midstream.core.config import Settings
+from midstream.core.settings import load_settings
 
 OPTIONS = (
     "model",
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replica(options: argparse.Namespace) -> int:
-    from midstream.launch import replica
+    from midstream.launch.engines import check_installed
     from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
@@ -52,6 +53,10 @@ def _replica(options: argparse.Namespace) -> int:
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in OPTIONS})
     logs.configure("replica", logs.Logging(level=settings.log_level, format=settings.log_format))
+    check_installed(settings)
+    # It imports tokenizers and more.
+    from midstream.launch import replica
+
     with locked(Path(settings.state_dir)):
         check_port(settings.host, settings.port)
         name, models = known_models(settings)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from midstream.commands import common
 from midstream.core import logs
-from midstream.core.config import Settings, load_settings
+from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
+from midstream.core.settings import load_settings
 
 if TYPE_CHECKING:
     from midstream.launch.local import Launcher
@@ -152,7 +153,7 @@ def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -
 
 def _serve(options: argparse.Namespace) -> int:
     from midstream.launch import supervisor
-    from midstream.launch.engines import records_fields
+    from midstream.launch.engines import check_installed, records_fields
     from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
@@ -166,6 +167,7 @@ def _serve(options: argparse.Namespace) -> int:
         bucket = supervisor.bucket_url(settings)
         records_fields(settings, "")
         name, models = known_models(settings)
+        check_installed(settings)
         model_directory(models, name, Path(settings.state_dir))
         out = sys.stdout
         with _launcher(settings, bucket) as launcher:

@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     parser.add_argument("--watch", action="store_true", help="go on until interrupted")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="(default: %(default)g)"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per look")
 
