@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
+import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from midstream.commands import common
 from midstream.core import logs
@@ -18,6 +21,8 @@ from midstream.core.settings import load_settings
 
 if TYPE_CHECKING:
     from midstream.launch.local import Launcher
+
+logger = logging.getLogger(__name__)
 
 SERVE_OPTIONS = (
     "model",
@@ -171,15 +176,21 @@ def _serve(options: argparse.Namespace) -> int:
         model_directory(models, name, Path(settings.state_dir))
         out = sys.stdout
         with _launcher(settings, bucket) as launcher:
-            serving = supervisor.run(
-                settings, name, models, lambda line: print(line, file=out, flush=True), launcher
-            )
+            serving = supervisor.run(settings, name, models, partial(_ready, out), launcher)
             try:
                 asyncio.run(serving)
             except StartFailed as error:
                 print(f"midstream serve: {error}", file=sys.stderr)
                 return 1
     return 0
+
+
+def _ready(out: TextIO, line: str) -> None:
+    """The line goes to standard output, where programs wait for it, and what to try first to the log."""
+    print(line, file=out, flush=True)
+    if url := re.search(r"https?://[^\s,]+", line):
+        logger.info("try it in another terminal: midstream chat %s", url[0])
+        logger.info("watch it: midstream top %s", url[0])
 
 
 @contextlib.contextmanager

@@ -148,8 +148,11 @@ class Supervisor:
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
+        engine = self._settings.engine
+        logger.info("starting %d replicas of %s (engine %s)", self._settings.replicas, self.model, engine)
         self.replicas.want(self._first())
         await self.gateways.start()
+        logger.info("the gateway listens on %s", ", ".join(self._urls()))
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
             self.front = Child("tinker", "midstream.launch.tinker", spec)
@@ -294,7 +297,7 @@ class Supervisor:
         that waits for room is waited for. A replica of another deployment that cannot start holds up nobody.
         """
         loop = asyncio.get_running_loop()
-        since, said = loop.time(), ""
+        since, said = loop.time(), ("", False)
         # The gateway's certificate need not be for this address.
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
             while True:
@@ -304,9 +307,10 @@ class Supervisor:
                 lacks = next((one for one in found if isinstance(one, str)), None)
                 if lacks is None:
                     return int(found[0])
-                if lacks != said and loop.time() - since >= NOT_READY_S:
-                    logger.warning("not ready yet: %s", lacks)
-                    said = lacks
+                late = loop.time() - since >= NOT_READY_S
+                if (lacks, late) != said:
+                    logger.log(logging.WARNING if late else logging.INFO, "not ready yet: %s", lacks)
+                    said = (lacks, late)
                 await asyncio.sleep(READY_POLL_S)
 
     async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:

@@ -256,7 +256,9 @@ def main(fd: int) -> int:
         configure_as_parent("engine")
         torch.set_num_threads(max(1, start.settings.threads))
         try:
+            began = time.monotonic()
             core = EngineCore(Path(start.model_dir), start.settings)
+            logger.info("%s is loaded, in %.1f s", start.model_dir, time.monotonic() - began)
         except Exception as error:
             # Report any error of the loader to the replica, on one line. Then this process ends.
             logger.debug("the engine cannot start", exc_info=True)
