@@ -27,6 +27,8 @@ COMMANDS = {  # module of commands/: its line in --help
     "restart": "replace the gateway of a server on this machine, without a request lost",
     "model": "write a built-in model as a Hugging Face directory",
     "publish": "put a checkpoint into the bucket and wait until every replica serves it",
+    "top": "a live server at a glance: replicas, swaps, policies, sessions, throughput",
+    "chat": "talk to a model in the terminal, for a first try",
     "status": "what each replica serves and does; --watch keeps looking",
     "dashboard": "open the server's dashboard in a browser",
     "ledger": "every snapshot that was signalled, and how each replica fared with it",

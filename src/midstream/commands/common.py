@@ -27,11 +27,11 @@ SERVER_VARIABLE = "MIDSTREAM_SERVER"
 KEY_VARIABLE = "MIDSTREAM_API_KEY"
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """positional: the server's URL is an argument, not the option --server."""
+def add_server_arguments(parser: argparse.ArgumentParser, *, positional: str = "") -> None:
+    """positional: the server's URL is an argument with this help, not the option --server."""
     told = told_server()
     if positional:
-        parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server, or of --records {told}")
+        parser.add_argument("server", nargs="?", metavar="URL", help=f"{positional} {told}")
     else:
         parser.add_argument("--server", metavar="URL", help=f"http://HOST:PORT {told}")
     parser.add_argument(
@@ -47,9 +47,14 @@ def told_server() -> str:
     return f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
 
 
-def connect(options: argparse.Namespace) -> HotLoadServer:
+def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> HotLoadServer:
     """Raises ConfigError when the address is not one."""
-    return HotLoadServer(address(options), deployment=options.deployment, api_key=api_key(options))
+    return HotLoadServer(
+        address(options),
+        deployment=options.deployment,
+        api_key=api_key(options),
+        request_timeout_s=request_timeout_s,
+    )
 
 
 def address(options: argparse.Namespace) -> str:
@@ -68,6 +73,13 @@ def address(options: argparse.Namespace) -> str:
 
 def api_key(options: argparse.Namespace) -> str | None:
     return options.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def request_headers(options: argparse.Namespace) -> dict[str, str]:
+    """Of a request that HotLoadServer does not make: the key and the deployment."""
+    key = api_key(options)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return headers | ({"fireworks-deployment": options.deployment} if options.deployment else {})
 
 
 def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:

@@ -29,7 +29,7 @@ _NOT_FOUND = 404
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_export))
-    add_server_arguments(parser, positional=True)
+    add_server_arguments(parser, positional="of the server, or of --records")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
     which.add_argument("--all", action="store_true", help="every session that the server has")

@@ -152,9 +152,9 @@ def _catch_the_rest() -> None:
         failed.exc_type, failed.exc_value or failed.exc_type(), failed.exc_traceback
     )
     same = _same_file(sys.stdout, sys.stderr)
-    sys.stderr = _Printed(sys.stderr, "stderr", logging.WARNING)  # type: ignore[assignment]
+    sys.stderr = _Printed(sys.stderr, "stderr", logging.WARNING)
     if same:
-        sys.stdout = _Printed(sys.stdout, "stdout", logging.INFO)  # type: ignore[assignment]
+        sys.stdout = _Printed(sys.stdout, "stdout", logging.INFO)
 
 
 def _take_over_handlers() -> None:
