@@ -11,6 +11,7 @@ Always holds: only the subcommand that was asked for is imported; each is a modu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ COMMANDS = {  # module of commands/: its line in --help
     "export": "training records of sessions, as JSON lines, for Tinker, verl, NeMo-Gym or verifiers",
     "delta": "make, apply and check incremental snapshots in local directories",
     "conformance": "which promised behaviours a live endpoint has, row by row",
+    "completion": "print a script that completes this command line in bash, zsh or fish",
     "demo": "the main job: an RL loop with weights hot-loaded under live rollouts",
 }
 
@@ -97,8 +99,24 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, line in COMMANDS.items():
         subparser = commands.add_parser(name, help=line)
         if [name] == list(arguments[:1]):
-            importlib.import_module(f"midstream.commands.{name}").add_arguments(subparser)
+            _add_arguments(name, subparser)
+    parser.set_defaults(whole_parser=build_whole_parser)
     return parser
+
+
+def build_whole_parser() -> argparse.ArgumentParser:
+    """With the options of every command; one that is not installed has none."""
+    parser = build_parser([])
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, subparser in action.choices.items():
+                with contextlib.suppress(ConfigError):
+                    _add_arguments(name, subparser)
+    return parser
+
+
+def _add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    importlib.import_module(f"midstream.commands.{name}").add_arguments(parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

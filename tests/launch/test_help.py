@@ -35,7 +35,7 @@ def test_every_option_says_what_it_is_and_its_default(command: str) -> None:
             text = action.help or ""
             assert len(text.partition("(default")[0].strip()) > 3, f"{name} does not say what it is"
             takes_value = bool(action.option_strings) and action.nargs != 0
-            repeated = isinstance(action, argparse._AppendAction)
+            repeated = isinstance(action, argparse._AppendAction) or action.default == []
             if takes_value and not action.required and not repeated and "default" not in text:
                 default = "none" if action.default is None else str(action.default)
                 assert f"(default: {default})" in said, name

@@ -56,18 +56,36 @@ class Answer:
         if self.prompt_tokens is not None:
             parts.append(f"{self.prompt_tokens} prompt tokens, {self.cached_tokens or 0} of them cached")
         if self.tokens is not None:
-            parts.append(f"{self.tokens} tokens{self._speed()}")
+            speed = self._speed()
+            parts.append(f"{self.tokens} tokens" + ("" if speed is None else f", {speed:.0f} tokens/s"))
         if self.first_at is not None:
             parts.append(f"the first after {(self.first_at - self.asked_at) * 1000:.0f} ms")
         if self.finish_reason not in (None, "stop"):
             parts.append(f"ended by {self.finish_reason}")
         return "; ".join(parts)
 
-    def _speed(self) -> str:
+    def numbers(self, prompt: str, session: str) -> dict[str, Any]:
+        """As --json prints them. Speeds in tokens per second of the client's clock, times in seconds."""
+        first = None if self.first_at is None else self.first_at - self.asked_at
+        return {
+            "session": session,
+            "prompt": prompt,
+            "answer": self.text,
+            "snapshots": self.snapshots,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "tokens": self.tokens,
+            "tokens_per_s": self._speed(),
+            "first_token_s": first,
+            "finish_reason": self.finish_reason,
+        }
+
+    def _speed(self) -> float | None:
+        """Between the first token and the last one; None when there are no two, or they came at once."""
         if self.tokens is None or self.tokens < 2 or self.first_at is None or self.last_at is None:
-            return ""
+            return None
         took = self.last_at - self.first_at
-        return f", {(self.tokens - 1) / took:.0f} tokens/s" if took > 0 else ""
+        return (self.tokens - 1) / took if took > 0 else None
 
 
 class Conversation:
@@ -156,6 +174,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, metavar="T", help="of the sampling (default: the model's own)"
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object per answer, on a terminal too; a line is a prompt",
+    )
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -170,9 +193,9 @@ def _chat(options: argparse.Namespace) -> int:
     root = address(options).rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=root, headers=request_headers(options), timeout=TIMEOUT) as http:
         conversation = Conversation(http, model, options.system, sampling)
-        if sys.stdin.isatty():
+        if sys.stdin.isatty() and not options.json:
             return _talk(conversation, root)
-        return _answer_lines(conversation, sys.stdin)
+        return _answer_lines(conversation, sys.stdin, options.json)
 
 
 def _first_model(options: argparse.Namespace) -> str:
@@ -193,7 +216,7 @@ def _first_model(options: argparse.Namespace) -> str:
     return names[0]
 
 
-def _answer_lines(conversation: Conversation, lines: TextIO) -> int:
+def _answer_lines(conversation: Conversation, lines: TextIO, as_json: bool) -> int:
     for line in lines:
         prompt = line.strip()
         if prompt == EXIT:
@@ -201,9 +224,13 @@ def _answer_lines(conversation: Conversation, lines: TextIO) -> int:
         if prompt == RESET:
             conversation.reset()
         elif prompt:
-            answer = conversation.ask(prompt, lambda text: print(text, end="", flush=True))
-            print(flush=True)
-            print(answer.summary(), file=sys.stderr)
+            if as_json:
+                answer = conversation.ask(prompt, lambda text: None)
+                print(json.dumps(answer.numbers(prompt, conversation.session)), flush=True)
+            else:
+                answer = conversation.ask(prompt, lambda text: print(text, end="", flush=True))
+                print(flush=True)
+                print(answer.summary(), file=sys.stderr)
             if answer.finish_reason == "you":
                 raise KeyboardInterrupt
     return 0

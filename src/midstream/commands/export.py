@@ -14,7 +14,8 @@ from typing import Any
 
 from midstream.client import PublishError, SignalRefused, TrainingSequence, read_records, traces_of
 from midstream.client import records as formats
-from midstream.commands.common import ProgressLine, add_server_arguments, connect, guarded
+from midstream.commands.common import add_server_arguments, connect, guarded
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 
 FORMATS: Mapping[str, Callable[[Iterable[TrainingSequence]], list[dict[str, Any]]]] = {
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what becomes of a turn without log-probabilities: an error, or loss mask 0 (default: %(default)s)",
     )
+    add_progress_argument(parser)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -56,7 +58,7 @@ def _export(options: argparse.Namespace) -> int:
     part = out.with_name(f".{out.name}.part")
     convert, sessions, records = FORMATS[options.format], 0, 0
     try:
-        with ProgressLine() as line, part.open("w", encoding="utf-8") as file:
+        with ProgressLine(options.progress) as line, part.open("w", encoding="utf-8") as file:
             for trace in _traces(options):
                 sequences = formats.sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
                 for record in convert(sequences):

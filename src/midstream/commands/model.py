@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError
 
 
@@ -18,21 +19,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=8, help="of each layer")
     parser.add_argument("--top-k", type=int, default=2, help="experts that compute each token")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    add_progress_argument(parser)
 
 
 def _model(options: argparse.Namespace) -> int:
     from midstream.models.tiny_moe import write_tiny_moe
 
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "experts", "top_k")}
     try:
-        write_tiny_moe(
-            options.directory,
-            seed=options.seed,
-            layers=options.layers,
-            hidden=options.hidden,
-            experts=options.experts,
-            top_k=options.top_k,
-            dtype=options.dtype,
-        )
+        with ProgressLine(options.progress) as line:
+            line.show(f"making {options.name}")
+            write_tiny_moe(options.directory, seed=options.seed, dtype=options.dtype, **sizes)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {options.directory}")

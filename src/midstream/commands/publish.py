@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from midstream.client import Published, SnapshotPublisher
 from midstream.client.publication import Kind, Phase
 from midstream.client.server import ResetPromptCache
 from midstream.commands.common import (
-    ProgressLine,
     add_server_arguments,
     address,
     api_key,
@@ -18,6 +20,7 @@ from midstream.commands.common import (
     full_deployment_name,
     guarded,
 )
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError
 from midstream.core.text import seconds, size
 
@@ -90,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for the replicas to be ready (default: %(default)g)",
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object with what was published")
+    add_progress_argument(parser)
 
 
 def _policy(text: str) -> ResetPromptCache:
@@ -112,7 +117,7 @@ def _publish(options: argparse.Namespace) -> int:
     identity = options.identity or directory.resolve().name
     kind: Kind | None = options.kind
     with (
-        ProgressLine() as line,
+        ProgressLine(options.progress) as line,
         SnapshotPublisher(
             address(options),
             _bucket(options),
@@ -137,7 +142,7 @@ def _publish(options: argparse.Namespace) -> int:
             on_status=lambda status: line.often(f"{_DOING['loading']}: {status}"),
             on_phase=lambda phase: line.show(_DOING[phase]),
         )
-    print(summary(done))
+    print(json.dumps(as_json(done)) if options.json else summary(done))
     return 0
 
 
@@ -169,6 +174,13 @@ def _bucket(options: argparse.Namespace) -> str:
     if not bucket:
         raise ConfigError(f"--bucket: {name} does not say which is its own; name it")
     return str(bucket)
+
+
+def as_json(done: Published) -> dict[str, Any]:
+    """The numbers of `summary`. Sizes in bytes, times in seconds."""
+    told = dataclasses.asdict(done)
+    told["replicas"] = [replica.name for replica in done.replicas]
+    return told
 
 
 def summary(done: Published) -> str:

@@ -181,7 +181,7 @@ class Reconciler:
             action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
             admit = action.admit and (view.admitted or self._is_paused_as(state.pause, view.report))
             if admit and not view.admitted:
-                snapshot = view.report and view.report.snapshot
+                snapshot = None if view.report is None else view.report.snapshot
                 logger.info("%s joins with snapshot %s", view.name, snapshot, extra=_named(view, snapshot))
             view.admitted = admit
             if view.report is not None:

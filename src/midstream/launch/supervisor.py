@@ -297,7 +297,7 @@ class Supervisor:
         that waits for room is waited for. A replica of another deployment that cannot start holds up nobody.
         """
         loop = asyncio.get_running_loop()
-        since, said = loop.time(), ("", False)
+        since, said, shown = loop.time(), "", -1
         # The gateway's certificate need not be for this address.
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
             while True:
@@ -307,11 +307,17 @@ class Supervisor:
                 lacks = next((one for one in found if isinstance(one, str)), None)
                 if lacks is None:
                     return int(found[0])
-                late = loop.time() - since >= NOT_READY_S
-                if (lacks, late) != said:
-                    logger.log(logging.WARNING if late else logging.INFO, "not ready yet: %s", lacks)
-                    said = (lacks, late)
+                if (loaded := self._loaded()) != shown:
+                    logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
+                    shown = loaded
+                if lacks != said and loop.time() - since >= NOT_READY_S:
+                    logger.warning("not ready yet: %s", lacks)
+                    said = lacks
                 await asyncio.sleep(READY_POLL_S)
+
+    def _loaded(self) -> int:
+        """How many replicas listen, which they do once their engine has the model."""
+        return sum(replica.url is not None for replica in self.replicas.running().replicas)
 
     async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:
         """How many replicas the default deployment should have, by a gateway that has all it should; else what it lacks."""

@@ -527,7 +527,7 @@ class ReplicaRoute(Route):
     def _named(self) -> dict[str, str | None]:
         """What a line of the log says beside its message."""
         session = None if self._session is None else self._session[1]
-        return {"replica": self._view and self._view.name, "session": session}
+        return {"replica": None if self._view is None else self._view.name, "session": session}
 
     def _judge_of(self, constraint: VersionConstraint) -> VersionJudge:
         return VersionJudge(constraint, self._deployment.order, asyncio.get_running_loop().time())
