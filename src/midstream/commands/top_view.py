@@ -76,6 +76,11 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str | Text) -> None:
+    """A row. A string would be read as markup, so each cell is a Text."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
 def _replicas(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not rows:
         return Text("there are no replicas", style=_BAD)
@@ -93,7 +98,8 @@ def _replicas(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         "",
     )
     for row in rows:
-        table.add_row(
+        _add(
+            table,
             plain(row["replica"]),
             _stage(row),
             plain(row["snapshot"] or "-"),
@@ -140,7 +146,8 @@ def _snapshots(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         ready = ", ".join(f"{name} {seconds(value)}" for name, value in row["ready_after_s"].items())
         notes = [f"{name}: {error}" for name, error in row["errors"].items()]
-        table.add_row(
+        _add(
+            table,
             Text(plain(row["snapshot"]), style="bold" if row["desired"] else ""),
             f"delta on {plain(row['previous'] or '-')}" if row["kind"] != "full" else "full",
             time.strftime("%H:%M:%S", time.localtime(row["signalled_at"])),
@@ -158,7 +165,8 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("\nPolicies", "policy", "snapshot", ">serving", "")
     for row in rows:
         notes = "; ".join([*(["frozen"] if row["frozen"] else []), *row["errors"]])
-        table.add_row(
+        _add(
+            table,
             plain(row["policy"]),
             plain(row["snapshot"]),
             f"{row['serving']} of {row['replicas']}",
@@ -181,7 +189,8 @@ def _sessions(sessions: Mapping[str, Any], now: float) -> Table:
     )
     for row in sessions["recent"]:
         first = row["last_time_to_first_token_s"]
-        table.add_row(
+        _add(
+            table,
             plain(row["id"]),
             plain(row["replica"]),
             _number(row["turns"]),
