@@ -47,30 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket", metavar="URL", help="file:///DIR, s3://, gs:// or az:// (default: the deployment's own)"
     )
     parser.add_argument("--identity", metavar="NAME", help="of the snapshot (default: DIR's name)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--full", action="store_const", dest="kind", const="full", help="send all of it")
-    kind.add_argument(
-        "--delta",
-        action="store_const",
-        dest="kind",
-        const="delta",
-        help="send a delta, or fail if that cannot be",
-    )
-    parser.add_argument(
-        "--reset",
-        type=_policy,
-        default="all",
-        metavar="POLICY",
-        help="what the swap does to prompt caches: all (default), new_session, none, or max_age=K",
-    )
-    parser.add_argument(
-        "--full-every",
-        type=int,
-        default=20,
-        metavar="K",
-        help="one in so many is sent whole, the others as deltas (default: %(default)s)",
-    )
-    parser.add_argument("--format", choices=("arc_v2", "arc_v1"), default="arc_v2", help="of deltas")
+    _add_kind_arguments(parser)
     parser.add_argument(
         "--work-dir",
         type=Path,
@@ -95,6 +72,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object with what was published")
     add_progress_argument(parser)
+
+
+def _add_kind_arguments(parser: argparse.ArgumentParser) -> None:
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--full", action="store_const", dest="kind", const="full", help="send all of it")
+    kind.add_argument(
+        "--delta",
+        action="store_const",
+        dest="kind",
+        const="delta",
+        help="send a delta, or fail if that cannot be",
+    )
+    parser.add_argument(
+        "--reset",
+        type=_policy,
+        default="all",
+        metavar="POLICY",
+        help="what the swap does to prompt caches: all (default), new_session, none, or max_age=K",
+    )
+    parser.add_argument(
+        "--full-every",
+        type=int,
+        default=20,
+        metavar="K",
+        help="one in so many is sent whole, the others as deltas (default: %(default)s)",
+    )
+    parser.add_argument("--format", choices=("arc_v2", "arc_v1"), default="arc_v2", help="of deltas")
 
 
 def _policy(text: str) -> ResetPromptCache:
