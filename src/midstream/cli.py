@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Of a command, or of one of its actions. A mistake shows the usage, and what was perhaps meant."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=_Help, **options)
+        super().__init__(**{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

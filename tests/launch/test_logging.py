@@ -104,3 +104,14 @@ def test_a_process_logs_as_the_one_that_started_it() -> None:
     done = subprocess.run([sys.executable, "-c", parent, child], capture_output=True, text=True, timeout=60)
     said = [json.loads(line) for line in done.stderr.splitlines()]
     assert [(x["process"], x["replica"], x["message"]) for x in said] == [("engine", "replica-1", "up")]
+
+
+def test_a_log_that_cannot_be_written_harms_nobody() -> None:
+    """Whoever read it is gone: what Python prints then would be logged again, and so on."""
+    code = (
+        "import logging, os, sys; from midstream.core import logs; "
+        "logs.configure('serve', logs.Logging(format='json')); os.close(2); "
+        "logging.warning('lost'); print('lost', file=sys.stderr); os.write(1, b'goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("goes on", "")

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal, TextIO
@@ -99,21 +99,25 @@ def _message(record: logging.LogRecord) -> str:
 
 
 class _Printed(io.TextIOBase):
-    """Stands for a standard stream: each line that is printed becomes a line of the log."""
+    """Stands for a standard stream: each line that is printed becomes a line of the log.
+
+    What is printed because a line could not be written is discarded, or it would be tried again for ever.
+    """
 
     def __init__(self, stream: TextIO, name: str, level: int) -> None:
         super().__init__()
         self._stream = stream
         self._logger = logging.getLogger(name)
         self._level = level
-        self._lock = threading.RLock()
+        # Never held while a line is logged: the handler has a lock of its own.
+        self._lock = threading.Lock()
         self._begun = ""
+        self._inside = threading.local()
 
     def write(self, text: str) -> int:
         with self._lock:
             *lines, self._begun = f"{self._begun}{text}".split("\n")
-            for line in lines:
-                self._say(line)
+        self._say(lines)
         return len(text)
 
     def flush(self) -> None:
@@ -122,8 +126,8 @@ class _Printed(io.TextIOBase):
     def close(self) -> None:
         """Says what was begun; the stream itself stays open."""
         with self._lock:
-            self._say(self._begun)
-            self._begun = ""
+            line, self._begun = self._begun, ""
+        self._say([line])
 
     def fileno(self) -> int:
         """Of the stream itself, for processes that inherit it."""
@@ -135,9 +139,16 @@ class _Printed(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    def _say(self, line: str) -> None:
-        if line.strip():
-            self._logger.log(self._level, "%s", line.rstrip())
+    def _say(self, lines: Iterable[str]) -> None:
+        if getattr(self._inside, "saying", False):
+            return
+        self._inside.saying = True
+        try:
+            for line in lines:
+                if line.strip():
+                    self._logger.log(self._level, "%s", line.rstrip())
+        finally:
+            self._inside.saying = False
 
 
 def _catch_the_rest() -> None:

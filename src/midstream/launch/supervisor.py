@@ -307,7 +307,7 @@ class Supervisor:
                 lacks = next((one for one in found if isinstance(one, str)), None)
                 if lacks is None:
                     return int(found[0])
-                if (loaded := self._loaded()) != shown:
+                if (loaded := self._loaded()) != shown and self.replicas:
                     logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
                     shown = loaded
                 if lacks != said and loop.time() - since >= NOT_READY_S:
