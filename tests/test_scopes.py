@@ -14,7 +14,6 @@ from midstream.api.board import Board
 from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import hotload_routes
-from midstream.core.config import load_settings
 from midstream.core.errors import ConfigError
 from midstream.core.scopes import (
     EVERYTHING,
@@ -31,6 +30,7 @@ from midstream.core.scopes import (
     parse_grant,
     parse_scope,
 )
+from midstream.core.settings import load_settings
 from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import membership_routes

@@ -22,7 +22,7 @@ from vllm_rollout import figures, possible_cached
 from vllm_servers import OverVllm, SharedVllm
 from vllm_turns import Driven, Progress, Target, Turn, check_labels, drive, read_turn, swap, swap_points
 
-from midstream.core.config import load_settings
+from midstream.core.settings import load_settings
 from midstream.engine.vllm.arguments import given_flags
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from publish_world import World, listening, weights
 
 from midstream import cli
 from midstream.client.server import read_status
-from midstream.commands import common, status
+from midstream.commands import progress, status
 from midstream.core.text import table
 
 
@@ -58,7 +59,7 @@ def publish(capsys: Any, world: World, directory: Path, *arguments: object) -> t
 def test_publish_sends_the_first_snapshot_full_and_the_next_as_a_delta(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = publish(capsys, world, checkpoint(world, 0))
+    code, out, err = publish(capsys, world, checkpoint(world, 0), "--progress")
     assert (code, len(out.splitlines())) == (0, 1)
     assert re.match(
         r"published step-0: full, 40\.\d\d kB \(nothing is known to be served that .*\); sent in ", out
@@ -108,14 +109,19 @@ def test_publish_finds_the_deployments_own_bucket(
         (["DIR", "--deployment", "nobody"], "--deployment nobody: there is none, only d"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(
+def test_what_cannot_work_is_one_line_below_the_usage_at_most_and_exit_code_2(
     world: World, url: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     directory = checkpoint(world, 0)
     code, out, err = run(capsys, "publish", *(str(directory) if a == "DIR" else a for a in arguments))
     assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert says in err
+    *usage, last = err.splitlines()
+    assert says in last
+    # A wrong argument shows the usage of the command, anything else is one line.
+    assert usage == [] or (usage[0].startswith("usage: midstream publish "), "argument" in last) == (
+        True,
+        True,
+    )
     assert world.signals == []
 
 
@@ -215,13 +221,46 @@ def test_watching_prints_again_only_what_changed_and_survives_a_server_that_is_a
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("midstream.commands.status.time.sleep", sleep)
+    monkeypatch.setattr("midstream.commands.common.time.sleep", sleep)
     assert run(capsys, "status", "--watch")[0] == 130
     assert "step-0" in seen[0]
     assert seen[1] == ""
     assert "other" in seen[2]
     assert "503" in seen[3]
     assert seen[4] == ""
+
+
+def test_the_ledger_is_watched_too_and_as_json_each_look_is_one_line(
+    world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(capsys, world, checkpoint(world, 0))
+    seen: list[str] = []
+
+    def sleep(_: float) -> None:
+        seen.append(capsys.readouterr().out)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("midstream.commands.common.time.sleep", sleep)
+    assert run(capsys, "ledger", "--watch", "--json")[0] == 130
+    assert json.loads(seen[0]) == world.ledger
+    assert (len(seen[0].splitlines()), seen[1]) == (1, "")
+    assert run(capsys, "ledger", "--watch", "--interval", "0")[0] == 2
+
+
+def test_what_was_published_is_told_as_json(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = publish(capsys, world, checkpoint(world, 0), "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["identity"], told["kind"], told["previous"], told["replicas"]) == (
+        "step-0",
+        "full",
+        None,
+        ["r0"],
+    )
+    assert told["bytes_sent"] == told["bytes_whole"] > 0
 
 
 def test_watching_on_a_terminal_draws_over_itself(
@@ -238,7 +277,7 @@ def test_watching_on_a_terminal_draws_over_itself(
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("midstream.commands.status.time.sleep", sleep)
+    monkeypatch.setattr("midstream.commands.common.time.sleep", sleep)
     monkeypatch.setattr("sys.stdout", terminal)
     assert cli.main(["status", "--watch"]) == 130
     assert terminal.getvalue().count("\x1b[H\x1b[Jreplica") == 2
@@ -352,11 +391,32 @@ def test_progress_is_one_line_on_a_terminal_and_lines_now_and_then_elsewhere(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    monkeypatch.setattr(common.time, "monotonic", lambda: clock[0])
-    with common.ProgressLine() as line:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.ProgressLine(True, tick_s=3600) as line:
         line.show("begins")
         for clock[0] in (0.1, 0.25, 0.3, 5.1, 5.2, 5.6):
             line.often(f"at {clock[0]}")
     shown = ["begins", "at 0.25", "at 5.1", "at 5.6"] if terminal else ["begins", "at 5.1"]
     written = "".join(f"\r\x1b[K{text}" for text in [*shown, ""])
     assert capsys.readouterr().err == (written if terminal else "".join(f"{text}\n" for text in shown))
+
+
+def test_progress_is_silent_where_there_is_no_terminal_and_counts_seconds_where_there_is_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    with progress.ProgressLine() as line:
+        line.show("begins")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress.ProgressLine(False) as line:
+        line.show("begins")
+    assert capsys.readouterr().err == ""
+    written = ""
+    with progress.ProgressLine(tick_s=0.01) as line:
+        line.show("works")
+        deadline = time.monotonic() + 10
+        while "works (0 s)" not in written and time.monotonic() < deadline:
+            written += capsys.readouterr().err
+    assert "works (0 s)" in written
+    assert (written + capsys.readouterr().err).endswith("\r\x1b[K")

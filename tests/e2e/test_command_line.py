@@ -18,18 +18,14 @@ def run(*arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["serve", "--no-such-option"], "--no-such-option"),
-        (["serve", "--replicas", "many"], "--replicas"),
         (["serve", "--replicas", "0"], "replicas must be at least 1"),
         (["serve", "--port", "70000"], "port must be 0 to 65535"),
         (["serve", "--model", "/no/such/model"], "/no/such/model"),
         (["serve", "--config", "/no/such/file.toml"], "/no/such/file.toml"),
         (["serve", "--bucket", "ftp://somewhere"], "ftp://somewhere"),
         (["serve", "--kv-cache-memory", "lots"], "kv_cache_memory 'lots'"),
-        (["serve", "--engine", "another"], "--engine"),
         (["serve", "--engine", "vllm", "--vllm-args", "'"], "--vllm-args"),
         (["serve", "--host", "203.0.113.7"], "203.0.113.7"),
-        ([], "COMMAND"),
         (["model", "tiny-moe", "DIR", "--layers", "0"], "layers must be at least 1"),
     ],
 )
@@ -42,6 +38,50 @@ def test_a_bad_request_is_one_clear_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command_line", "says"),
+    [
+        (
+            ["serve", "--replicsa", "3"],
+            "midstream serve",
+            "arguments: --replicsa 3; did you mean --replicas?",
+        ),
+        (["serve", "--no-tinkr"], "midstream serve", "arguments: --no-tinkr; did you mean --no-tinker?"),
+        (
+            ["serve", "--replicas", "many"],
+            "midstream serve",
+            "argument --replicas: invalid int value: 'many'",
+        ),
+        (["serve", "--engine", "vlm"], "midstream serve", "did you mean vllm?"),
+        (["status", "--jsn"], "midstream status", "did you mean --json?"),
+        (["delta", "encod"], "midstream delta", "did you mean encode?"),
+        (
+            ["delta", "verify", "--parent", "a", "--delta", "b", "--treads=3"],
+            "midstream delta verify",
+            "did you mean --threads?",
+        ),
+        (["conformance", "--strct"], "midstream conformance", "did you mean --strict?"),
+        (["stats"], "midstream", "did you mean status?"),
+    ],
+)
+def test_a_wrong_argument_shows_the_usage_of_its_command_and_what_was_meant(
+    arguments: list[str], command_line: str, says: str
+) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    usage, *_, last = err.splitlines()
+    assert usage.startswith(f"usage: {command_line} ")
+    assert last.startswith(f"{command_line}: ")
+    assert says in last
+    assert last.endswith(f"(see {command_line} --help)")
+
+
+def test_without_a_command_there_is_the_list_of_commands() -> None:
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert "start a gateway and its replicas on this machine" in err
 
 
 def test_a_taken_port_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -58,8 +98,11 @@ def test_an_unknown_setting_in_the_config_file_is_named(tmp_path: Path) -> None:
     config = tmp_path / "midstream.toml"
     config.write_text("[embedded]\nblock_sise = 16\n")
     code, _, err = run("serve", "--config", str(config), "--state-dir", str(tmp_path / "state"))
-    assert code == 2
-    assert "block_sise" in err
+    assert (code, err) == (
+        2,
+        f"midstream serve: --config {config}: unknown field `block_sise` in [embedded]; "
+        "did you mean embedded.block_size?\n",
+    )
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:

@@ -329,9 +329,9 @@ def test_a_line_that_cannot_be_written_fails_no_call_and_later_ones_are_written(
 
 QUIET = """
 import logging
-from midstream.launch.channel import configure_logging
+from midstream.core.logs import Logging, configure
 from midstream.proxy import audit
-configure_logging("gateway", "error")
+configure("gateway", Logging(level="error"))
 audit.write_to("log")
 audit.logger.info("a line")
 logging.getLogger("midstream.proxy").warning("another")

@@ -7,8 +7,9 @@ from urllib.parse import quote
 
 import pytest
 
-from midstream.core.config import Settings, load_settings
+from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
+from midstream.core.settings import load_settings
 from midstream.launch.supervisor import bucket_url
 
 

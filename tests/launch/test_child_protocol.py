@@ -269,7 +269,7 @@ class PlayedChannel(channel.Channel):
         self.sent: list[msgspec.Struct] = []
 
     def receive(self, kind: type[Any]) -> Any:
-        return SimpleNamespace(log_level="info")
+        return SimpleNamespace(log_level="info", log_format="text")
 
     def send(self, message: msgspec.Struct) -> None:
         self.answered = True
@@ -281,7 +281,7 @@ def played_channel(monkeypatch: pytest.MonkeyPatch) -> PlayedChannel:
     made = PlayedChannel()
     monkeypatch.setattr(channel, "Channel", lambda: made)
     monkeypatch.setattr(channel, "raise_file_limit", lambda: None)
-    monkeypatch.setattr(channel, "configure_logging", lambda process, level: None)
+    monkeypatch.setattr(channel.logs, "configure", lambda process, how: None)
     return made
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from midstream.core.config import GatewaySettings, KeySettings, load_settings
+from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.errors import ConfigError
+from midstream.core.settings import load_settings
 
 
 def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
@@ -125,8 +126,31 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
             '[ray.gateway_resources]\n"node:h" = -1',
             "ray.gateway_resources.node:h must be at least 0 and finite, got -1",
         ),
-        ("[gateway]\nport = 1", "Object contains unknown field `port` - at `$.gateway`"),
-        ("[gateway]\nworkers = 'two'", "Expected `int`, got `str` - at `$.gateway.workers`"),
+        (
+            "[gateway]\nport = 1",
+            "unknown field `port` in [gateway]; port is written above the first [section]",
+        ),
+        ("[gateway]\nworkers = 'two'", "gateway.workers: Expected `int`, got `str`"),
+        ("replicass = 3", "unknown field `replicass`; did you mean replicas?"),
+        (
+            "[embedded]\nblock_sise = 8",
+            "unknown field `block_sise` in [embedded]; did you mean embedded.block_size?",
+        ),
+        ("max_running = 8", "unknown field `max_running`; did you mean embedded.max_running?"),
+        ("[embeded]\nblock_size = 8", "unknown field `embeded`; did you mean embedded?"),
+        (
+            '[[gateway.api_keys]]\nkey = "hunter2"\nscope = ["sample"]',
+            "unknown field `scope` in [gateway.api_keys]; did you mean gateway.api_keys.scopes?",
+        ),
+        (
+            "[ray]\nqqq = 1",
+            "unknown field `qqq` in [ray]; there are address, cpus, gpus, resources, bundles, strategy, gateway, gateways, "
+            "gateway_resources, python",
+        ),
+        (
+            'engine = "vlm"',
+            "engine: Invalid enum value 'vlm'; expected one of embedded, vllm; did you mean vllm?",
+        ),
     ],
 )
 def test_an_error_names_the_setting_what_was_expected_and_the_value(
@@ -136,7 +160,18 @@ def test_an_error_names_the_setting_what_was_expected_and_the_value(
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         load_settings(str(file), {})
-    assert str(error.value) == f"configuration: {says}"
+    assert str(error.value) == f"--config {file}: {says}"
+
+
+def test_an_error_of_an_option_does_not_blame_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text("replicas = 3\ngateway = 4\n")
+    with pytest.raises(ConfigError, match=r"midstream\.toml: gateway: Expected `object`, got `int`"):
+        load_settings(str(file), {"gateway_workers": 2})
+    file.write_text("replicas = 3\n")
+    with pytest.raises(ConfigError) as error:
+        load_settings(str(file), {"port": 70000})
+    assert str(error.value) == "configuration: port must be 0 to 65535, got 70000"
 
 
 def test_the_cache_size_on_the_command_line_joins_the_engine_settings_of_the_file(tmp_path: Path) -> None:

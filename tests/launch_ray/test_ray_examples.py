@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from midstream.core.config import Settings, load_settings
+from midstream.core.config import Settings
+from midstream.core.settings import load_settings
 
 RAY = Path(__file__).parents[2] / "examples" / "ray"
 

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from raycluster import Nodes, RayServer, kill, serving, until
 
-from midstream.core.config import EngineSettings, RaySettings, load_settings
+from midstream.core.config import EngineSettings, RaySettings
 from midstream.core.errors import ConfigError
+from midstream.core.settings import load_settings
 from midstream.launch.ray_actor import on_node
 from midstream.launch.ray_demand import gateway_demand, replica_demand, waiting_for
 from midstream.launch.specs import ReplicaSpec

@@ -49,9 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="of the endpoint, with or without /v1; nobody else should use it now",
     )
-    parser.add_argument("--deployment", metavar="NAME", help="(default: the endpoint's only one, or its own)")
-    parser.add_argument("--api-key", metavar="KEY", help=f"(default: ${KEY_VARIABLE})")
-    parser.add_argument("--model", metavar="NAME", help="(default: the first one that the endpoint lists)")
+    parser.add_argument(
+        "--deployment", metavar="NAME", help="of the endpoint (default: its only one, or its own)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"better kept in the environment (default: ${KEY_VARIABLE})"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="to sample from (default: the first one that the endpoint lists)"
+    )
     parser.add_argument(
         "--bucket", metavar="URL", help="where the endpoint reads snapshots: file:///DIR, s3://, gs://, az://"
     )

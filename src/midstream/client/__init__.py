@@ -1,36 +1,57 @@
 """What a trainer imports: publish snapshots, read routes and snapshots off rollout responses, and make training records of
-sessions. No server code."""
+sessions. No server code.
 
-from midstream.client.decode import (
-    decode_routing_matrix,
-    near_ties_of,
-    routes_of,
-    snapshot_of,
-    token_snapshots,
-)
-from midstream.client.journal import gaps_in, read_records, traces_of
-from midstream.client.publication import Publication, Published
-from midstream.client.publish import SnapshotPublisher
-from midstream.client.records import (
-    TrainingSequence,
-    jsonl_records,
-    nemo_gym_records,
-    sequences_of,
-    tinker_data,
-    tinker_datum,
-    verifiers_rollouts,
-    verl_batch,
-    verl_rows,
-)
-from midstream.client.server import (
-    HotLoadServer,
-    NotReadyInTime,
-    PublishError,
-    ReplicaStatus,
-    SignalRefused,
-    SnapshotFailed,
-    Status,
-)
+Always holds: a name's module is imported when the name is first used, so `import midstream.client` costs next to nothing and
+a trainer that only reads responses never imports an HTTP client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from midstream.client.decode import (
+        decode_routing_matrix,
+        near_ties_of,
+        routes_of,
+        snapshot_of,
+        token_snapshots,
+    )
+    from midstream.client.journal import gaps_in, read_records, traces_of
+    from midstream.client.publication import Publication, Published
+    from midstream.client.publish import SnapshotPublisher
+    from midstream.client.records import (
+        TrainingSequence,
+        jsonl_records,
+        nemo_gym_records,
+        sequences_of,
+        tinker_data,
+        tinker_datum,
+        verifiers_rollouts,
+        verl_batch,
+        verl_rows,
+    )
+    from midstream.client.server import (
+        HotLoadServer,
+        NotReadyInTime,
+        PublishError,
+        ReplicaStatus,
+        SignalRefused,
+        SnapshotFailed,
+        Status,
+    )
+
+_NAMES = {  # module: what it has of __all__
+    "decode": "decode_routing_matrix near_ties_of routes_of snapshot_of token_snapshots",
+    "journal": "gaps_in read_records traces_of",
+    "publication": "Publication Published",
+    "publish": "SnapshotPublisher",
+    "records": "TrainingSequence jsonl_records nemo_gym_records sequences_of "
+    "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
+    "server": "HotLoadServer NotReadyInTime PublishError ReplicaStatus SignalRefused SnapshotFailed Status",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "HotLoadServer",
@@ -61,3 +82,18 @@ __all__ = [
     "verl_batch",
     "verl_rows",
 ]
+
+if not TYPE_CHECKING:  # so that a wrong name stays an error of the type checker
+
+    def __getattr__(name: str) -> Any:
+        """The name, which is kept here from then on. Raises AttributeError."""
+        module = _MODULE_OF.get(name)
+        if module is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -503,6 +503,19 @@ class HotLoadServer:
         answer = self._caller.call("POST", url, deadline_s=retry_s, json=body).body
         return _read(answer, dict[str, Any], url, "a reward")
 
+    def health(self) -> dict[str, Any]:
+        """What /health says, also of a server that is not well. Raises Unanswered; never asks twice."""
+        url = f"{self.root}/health"
+        try:
+            response = self._http.get(url)
+        except httpx.TransportError as error:
+            raise Unanswered(f"GET {url}: {error or type(error).__name__}", None) from error
+        return _read(_decoded(response), dict[str, Any], url, "its health")
+
+    def get(self, path: str, *, retry_s: float = SIGNAL_RETRY_S) -> Any:
+        """The JSON that the server answers at `path`, such as /health. Raises SignalRefused."""
+        return self._caller.call("GET", self.root + path, deadline_s=retry_s).body
+
     def metrics(self, *, retry_s: float = SIGNAL_RETRY_S) -> str:
         """The text of /metrics, in Prometheus' format. Raises SignalRefused."""
         return self._caller.text("GET", f"{self.root}/metrics", deadline_s=retry_s)

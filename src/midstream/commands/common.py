@@ -1,10 +1,7 @@
-"""What subcommands share: the server they ask, progress, and the options that choose an engine.
+"""What subcommands share: the server they ask, looking again and again, and the options that choose an engine.
 
 Always holds: a key comes from the option or the environment, and is never printed. A refusal of the server, or no answer, is
-one line and exit code 1.
-
-Always holds of progress: it is one line on standard error. On a terminal the line is written over, and is gone at the end.
-Elsewhere lines follow each other.
+one line and exit code 1. With --watch on a terminal a picture is drawn over itself; elsewhere it is printed when it changed.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
@@ -25,17 +21,22 @@ from midstream.core.text import plain
 DEFAULT_SERVER = "http://127.0.0.1:8080"
 SERVER_VARIABLE = "MIDSTREAM_SERVER"
 KEY_VARIABLE = "MIDSTREAM_API_KEY"
+CLEAR = "\x1b[H\x1b[J"
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """positional: the server's URL is an argument, not the option --server."""
+def add_server_arguments(parser: argparse.ArgumentParser, *, positional: str = "") -> None:
+    """positional: the server's URL is an argument with this help, not the option --server."""
     told = told_server()
     if positional:
-        parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server, or of --records {told}")
+        parser.add_argument("server", nargs="?", metavar="URL", help=f"{positional} {told}")
     else:
-        parser.add_argument("--server", metavar="URL", help=told)
-    parser.add_argument("--deployment", metavar="NAME", help="(default: the only one, or the server's own)")
-    parser.add_argument("--api-key", metavar="KEY", help=f"(default: ${KEY_VARIABLE})")
+        parser.add_argument("--server", metavar="URL", help=f"http://HOST:PORT {told}")
+    parser.add_argument(
+        "--deployment", metavar="NAME", help="of the server (default: the only one, or the server's own)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"better kept in the environment (default: ${KEY_VARIABLE})"
+    )
 
 
 def told_server() -> str:
@@ -43,9 +44,14 @@ def told_server() -> str:
     return f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
 
 
-def connect(options: argparse.Namespace) -> HotLoadServer:
+def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> HotLoadServer:
     """Raises ConfigError when the address is not one."""
-    return HotLoadServer(address(options), deployment=options.deployment, api_key=api_key(options))
+    return HotLoadServer(
+        address(options),
+        deployment=options.deployment,
+        api_key=api_key(options),
+        request_timeout_s=request_timeout_s,
+    )
 
 
 def address(options: argparse.Namespace) -> str:
@@ -64,6 +70,13 @@ def address(options: argparse.Namespace) -> str:
 
 def api_key(options: argparse.Namespace) -> str | None:
     return options.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def request_headers(options: argparse.Namespace) -> dict[str, str]:
+    """Of a request that HotLoadServer does not make: the key and the deployment."""
+    key = api_key(options)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return headers | ({"fireworks-deployment": options.deployment} if options.deployment else {})
 
 
 def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
@@ -85,6 +98,41 @@ def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
     return wanted[0]
 
 
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--watch", action="store_true", help="go on until interrupted")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks (default: %(default)g)",
+    )
+
+
+def show(look: Callable[[], str], options: argparse.Namespace) -> int:
+    """Print what `look` gives, once or with --watch until interrupted. While the server does not answer, its error is shown.
+
+    Raises ValueError on a wrong --interval, and what `look` raises where it is not watched.
+    """
+    if not options.interval > 0:
+        raise ValueError(f"--interval must be above 0, got {options.interval:g}")
+    if not options.watch:
+        print(look())
+        return 0
+    shown = ""
+    while True:
+        try:
+            picture = look()
+        except PublishError as error:
+            picture = plain(str(error))
+        if sys.stdout.isatty():
+            print(CLEAR + picture, flush=True)
+        elif picture != shown:
+            print(picture, flush=True)
+        shown = picture
+        time.sleep(options.interval)
+
+
 def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """`act`, with errors as messages. Wrong arguments become a ConfigError, other errors exit code 1."""
 
@@ -104,43 +152,27 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
     return run
 
 
-#: Between two lines of `often`: on a terminal, and elsewhere.
-TERMINAL_EVERY_S = 0.2
-FILE_EVERY_S = 5.0
-
-
-class ProgressLine:
-    """A context manager."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._last = time.monotonic()
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._terminal:
-            self._write("\r\x1b[K")
-
-    def show(self, text: str) -> None:
-        self._last = time.monotonic()
-        self._write(f"\r\x1b[K{text}" if self._terminal else f"{text}\n")
-
-    def often(self, text: str) -> None:
-        """Show it, unless a line was shown a moment ago."""
-        if time.monotonic() - self._last >= (TERMINAL_EVERY_S if self._terminal else FILE_EVERY_S):
-            self.show(text)
-
-    def _write(self, text: str) -> None:
-        print(text, end="", file=sys.stderr, flush=True)
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help=f"the least that is logged (default: {default.log_level})",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        help=f"of every process: for people, or one JSON object a line (default: {default.log_format})",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Settings()
-    parser.add_argument("--engine", choices=("embedded", "vllm"), help=f"(default: {default.engine})")
+    parser.add_argument(
+        "--engine",
+        choices=("embedded", "vllm"),
+        help=f"the built-in engine, or vLLM servers (default: {default.engine})",
+    )
     parser.add_argument(
         "--vllm-args",
         metavar="ARGS",

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from midstream.commands.common import ProgressLine
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.text import size
 from midstream.snapshots.arc2.encode import encode_delta
@@ -39,7 +39,8 @@ def _add_paths(parser: argparse.ArgumentParser, **directories: str) -> None:
     for name, text in {"parent": "the checkpoint the delta stands on", **directories}.items():
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=text)
     parser.add_argument("--format", default="arc_v2", help="arc_v2 (zstd, the default) or arc_v1 (zlib)")
-    parser.add_argument("--threads", type=int, help="(default: one per core)")
+    parser.add_argument("--threads", type=int, help="of the computation (default: one per core)")
+    add_progress_argument(parser)
 
 
 def _guarded(options: argparse.Namespace) -> int:
@@ -57,7 +58,7 @@ def _guarded(options: argparse.Namespace) -> int:
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {options.threads}")
     try:
-        with ProgressLine() as line:
+        with ProgressLine(options.progress) as line:
             report = options.act(options, _Bytes(line))
     except SnapshotError as error:
         print(f"midstream delta {options.action}: {error}", file=sys.stderr)

@@ -14,7 +14,8 @@ from typing import Any
 
 from midstream.client import PublishError, SignalRefused, TrainingSequence, read_records, traces_of
 from midstream.client import records as formats
-from midstream.commands.common import ProgressLine, add_server_arguments, connect, guarded
+from midstream.commands.common import add_server_arguments, connect, guarded
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 
 FORMATS: Mapping[str, Callable[[Iterable[TrainingSequence]], list[dict[str, Any]]]] = {
@@ -29,11 +30,13 @@ _NOT_FOUND = 404
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_export))
-    add_server_arguments(parser, positional=True)
+    add_server_arguments(parser, positional="of the server, or of --records")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
     which.add_argument("--all", action="store_true", help="every session that the server has")
-    parser.add_argument("--format", choices=tuple(FORMATS), default="jsonl", help="(default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=tuple(FORMATS), default="jsonl", help="of each line (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="replaced if it is there")
     parser.add_argument(
         "--logprobs",
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what becomes of a turn without log-probabilities: an error, or loss mask 0 (default: %(default)s)",
     )
+    add_progress_argument(parser)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -54,7 +58,7 @@ def _export(options: argparse.Namespace) -> int:
     part = out.with_name(f".{out.name}.part")
     convert, sessions, records = FORMATS[options.format], 0, 0
     try:
-        with ProgressLine() as line, part.open("w", encoding="utf-8") as file:
+        with ProgressLine(options.progress) as line, part.open("w", encoding="utf-8") as file:
             for trace in _traces(options):
                 sequences = formats.sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
                 for record in convert(sequences):

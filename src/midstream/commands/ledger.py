@@ -7,7 +7,14 @@ import json
 from datetime import datetime
 from typing import Any
 
-from midstream.commands.common import add_server_arguments, connect, full_deployment_name, guarded
+from midstream.commands.common import (
+    add_server_arguments,
+    add_watch_arguments,
+    connect,
+    full_deployment_name,
+    guarded,
+    show,
+)
 from midstream.core.text import plain, seconds, table
 
 HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
@@ -16,17 +23,24 @@ HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_ledger))
     add_server_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="the server's own answer")
+    add_watch_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="the server's own answer, per look")
 
 
 def _ledger(options: argparse.Namespace) -> int:
     server = connect(options)
-    try:
+
+    def look() -> str:
         answer = server.ledger(full_deployment_name(server, options.deployment), retry_s=0)
+        if not options.json:
+            return render(answer)
+        # One line for each look of --watch, so that a program can tell them apart.
+        return json.dumps(answer, indent=None if options.watch else 2)
+
+    try:
+        return show(look, options)
     finally:
         server.close()
-    print(json.dumps(answer, indent=2) if options.json else render(answer))
-    return 0
 
 
 def render(ledger: dict[str, Any]) -> str:

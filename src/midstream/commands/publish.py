@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from midstream.client import Published, SnapshotPublisher
 from midstream.client.publication import Kind, Phase
 from midstream.client.server import ResetPromptCache
 from midstream.commands.common import (
-    ProgressLine,
     add_server_arguments,
     address,
     api_key,
@@ -18,6 +20,7 @@ from midstream.commands.common import (
     full_deployment_name,
     guarded,
 )
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError
 from midstream.core.text import seconds, size
 
@@ -44,24 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket", metavar="URL", help="file:///DIR, s3://, gs:// or az:// (default: the deployment's own)"
     )
     parser.add_argument("--identity", metavar="NAME", help="of the snapshot (default: DIR's name)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--full", action="store_const", dest="kind", const="full", help="send all of it")
-    kind.add_argument(
-        "--delta",
-        action="store_const",
-        dest="kind",
-        const="delta",
-        help="send a delta, or fail if that cannot be",
-    )
-    parser.add_argument(
-        "--reset",
-        type=_policy,
-        default="all",
-        metavar="POLICY",
-        help="what the swap does to prompt caches: all (default), new_session, none, or max_age=K",
-    )
-    parser.add_argument("--full-every", type=int, default=20, metavar="K", help="(default: %(default)s)")
-    parser.add_argument("--format", choices=("arc_v2", "arc_v1"), default="arc_v2", help="of deltas")
+    _add_kind_arguments(parser)
     parser.add_argument(
         "--work-dir",
         type=Path,
@@ -78,8 +64,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a snapshot of this name")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="(default: %(default)g)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for the replicas to be ready (default: %(default)g)",
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object with what was published")
+    add_progress_argument(parser)
+
+
+def _add_kind_arguments(parser: argparse.ArgumentParser) -> None:
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--full", action="store_const", dest="kind", const="full", help="send all of it")
+    kind.add_argument(
+        "--delta",
+        action="store_const",
+        dest="kind",
+        const="delta",
+        help="send a delta, or fail if that cannot be",
+    )
+    parser.add_argument(
+        "--reset",
+        type=_policy,
+        default="all",
+        metavar="POLICY",
+        help="what the swap does to prompt caches: all (default), new_session, none, or max_age=K",
+    )
+    parser.add_argument(
+        "--full-every",
+        type=int,
+        default=20,
+        metavar="K",
+        help="one in so many is sent whole, the others as deltas (default: %(default)s)",
+    )
+    parser.add_argument("--format", choices=("arc_v2", "arc_v1"), default="arc_v2", help="of deltas")
 
 
 def _policy(text: str) -> ResetPromptCache:
@@ -102,7 +121,7 @@ def _publish(options: argparse.Namespace) -> int:
     identity = options.identity or directory.resolve().name
     kind: Kind | None = options.kind
     with (
-        ProgressLine() as line,
+        ProgressLine(options.progress) as line,
         SnapshotPublisher(
             address(options),
             _bucket(options),
@@ -127,7 +146,7 @@ def _publish(options: argparse.Namespace) -> int:
             on_status=lambda status: line.often(f"{_DOING['loading']}: {status}"),
             on_phase=lambda phase: line.show(_DOING[phase]),
         )
-    print(summary(done))
+    print(json.dumps(as_json(done)) if options.json else summary(done))
     return 0
 
 
@@ -159,6 +178,13 @@ def _bucket(options: argparse.Namespace) -> str:
     if not bucket:
         raise ConfigError(f"--bucket: {name} does not say which is its own; name it")
     return str(bucket)
+
+
+def as_json(done: Published) -> dict[str, Any]:
+    """The numbers of `summary`. Sizes in bytes, times in seconds."""
+    told = dataclasses.asdict(done)
+    told["replicas"] = [replica.name for replica in done.replicas]
+    return told
 
 
 def summary(done: Published) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 
 from midstream.commands import common
-from midstream.core.config import Settings, load_settings
+from midstream.core import logs
+from midstream.core.config import Settings
+from midstream.core.settings import load_settings
 
 OPTIONS = (
     "model",
@@ -19,6 +20,7 @@ OPTIONS = (
     "state_dir",
     "records",
     "log_level",
+    "log_format",
     "kv_cache_memory",
     "vllm_args",
     "vllm_python",
@@ -39,22 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-cache-memory", metavar="SIZE", help="KV cache of the engine, e.g. 4GiB")
     parser.add_argument("--config", help="TOML file with any of the settings, replica_token among them")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    common.add_log_arguments(parser)
 
 
 def _replica(options: argparse.Namespace) -> int:
-    from midstream.launch import replica
+    from midstream.launch.engines import check_installed
     from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
     from midstream.launch.restart import locked
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in OPTIONS})
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s replica %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure("replica", logs.Logging(level=settings.log_level, format=settings.log_format))
+    check_installed(settings)
+    # It imports tokenizers and more.
+    from midstream.launch import replica
+
     with locked(Path(settings.state_dir)):
         check_port(settings.host, settings.port)
         name, models = known_models(settings)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.config import Settings
 
 WAIT_S = 120.0
@@ -17,12 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir", help=f"of the server, on this machine (default: {Settings().state_dir})"
     )
+    add_progress_argument(parser)
 
 
 def _restart(options: argparse.Namespace) -> int:
     from midstream.launch.restart import restart
 
-    error = restart(Path(options.state_dir or Settings().state_dir), WAIT_S)
+    with ProgressLine(options.progress) as line:
+        line.show("replacing the gateway")
+        error = restart(Path(options.state_dir or Settings().state_dir), WAIT_S)
     if error is not None:
         print(f"midstream restart: {error}", file=sys.stderr)
         return 1

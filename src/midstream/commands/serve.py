@@ -6,17 +6,23 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from midstream.commands import common
-from midstream.core.config import Settings, load_settings
+from midstream.core import logs
+from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
+from midstream.core.settings import load_settings
 
 if TYPE_CHECKING:
     from midstream.launch.local import Launcher
+
+logger = logging.getLogger(__name__)
 
 SERVE_OPTIONS = (
     "model",
@@ -36,6 +42,7 @@ SERVE_OPTIONS = (
     "database",
     "state_dir",
     "log_level",
+    "log_format",
     "kv_cache_memory",
     "replica_url",
     "replicas_dns",
@@ -88,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="(default: info)")
+    common.add_log_arguments(parser)
 
 
 def _add_swap_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:
@@ -151,37 +158,39 @@ def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -
 
 def _serve(options: argparse.Namespace) -> int:
     from midstream.launch import supervisor
-    from midstream.launch.engines import records_fields
+    from midstream.launch.engines import check_installed, records_fields
     from midstream.launch.local import check_port
     from midstream.launch.models import known_models, model_directory
     from midstream.launch.process import StartFailed
     from midstream.launch.restart import locked
 
     settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s serve %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.configure("serve", logs.Logging(level=settings.log_level, format=settings.log_format))
     with locked(Path(settings.state_dir)):
         if settings.launcher == "local" or not settings.ray.gateway:
             check_port(settings.host, settings.port)
         bucket = supervisor.bucket_url(settings)
         records_fields(settings, "")
         name, models = known_models(settings)
+        check_installed(settings)
         model_directory(models, name, Path(settings.state_dir))
         out = sys.stdout
         with _launcher(settings, bucket) as launcher:
-            serving = supervisor.run(
-                settings, name, models, lambda line: print(line, file=out, flush=True), launcher
-            )
+            serving = supervisor.run(settings, name, models, partial(_ready, out), launcher)
             try:
                 asyncio.run(serving)
             except StartFailed as error:
                 print(f"midstream serve: {error}", file=sys.stderr)
                 return 1
     return 0
+
+
+def _ready(out: TextIO, line: str) -> None:
+    """The line goes to standard output, where programs wait for it, and what to try first to the log."""
+    print(line, file=out, flush=True)
+    if url := re.search(r"https?://[^\s,]+", line):
+        logger.info("try it in another terminal: midstream chat %s", url[0])
+        logger.info("watch it: midstream top %s", url[0])
 
 
 @contextlib.contextmanager

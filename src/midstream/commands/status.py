@@ -1,23 +1,25 @@
-"""`midstream status`: the snapshot, the stage and the load of each replica, and the snapshots of policies.
-
-Always holds: with --watch on a terminal the table is drawn over itself. Elsewhere it is printed again when it changed.
-"""
+"""`midstream status`: the snapshot, the stage and the load of each replica, and the snapshots of policies."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from midstream.client import HotLoadServer, PublishError, ReplicaStatus, SignalRefused, Status
+from midstream.client import HotLoadServer, ReplicaStatus, SignalRefused, Status
 from midstream.client.server import read_status
-from midstream.commands.common import add_server_arguments, connect, full_deployment_name, guarded
+from midstream.commands.common import (
+    add_server_arguments,
+    add_watch_arguments,
+    connect,
+    full_deployment_name,
+    guarded,
+    show,
+)
 from midstream.core.errors import ConfigError, Forbidden
 from midstream.core.text import plain, table
 from midstream.core.types import BASE_SNAPSHOT
@@ -27,7 +29,6 @@ POLICY_HEADS = ("policy", "snapshot", "stage", "replicas", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"
 PROMPT_TOKENS = "midstream_replica_prompt_tokens_total"
 CACHED_TOKENS = "midstream_replica_cached_prompt_tokens_total"
-CLEAR = "\x1b[H\x1b[J"
 
 #: Values by metric, then by replica.
 Load = Mapping[str, Mapping[str, float]]
@@ -38,42 +39,17 @@ Policies = Sequence[Mapping[str, Any]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_status))
     add_server_arguments(parser)
-    parser.add_argument("--watch", action="store_true", help="go on until interrupted")
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="(default: %(default)g)"
-    )
+    add_watch_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per look")
 
 
 def _status(options: argparse.Namespace) -> int:
-    if not options.interval > 0:
-        raise ValueError(f"--interval must be above 0, got {options.interval:g}")
     draw = as_json if options.json else render
     server = connect(options)
     try:
-        if not options.watch:
-            print(_look(server, draw, options.deployment))
-            return 0
-        _watch(lambda: _look(server, draw, options.deployment), options.interval)
+        return show(lambda: _look(server, draw, options.deployment), options)
     finally:
         server.close()
-    return 0
-
-
-def _watch(look: Callable[[], str], interval_s: float) -> None:
-    """Until interrupted. While the server does not answer, its error is shown."""
-    shown = ""
-    while True:
-        try:
-            picture = look()
-        except PublishError as error:
-            picture = plain(str(error))
-        if sys.stdout.isatty():
-            print(CLEAR + picture, flush=True)
-        elif picture != shown:
-            print(picture, flush=True)
-        shown = picture
-        time.sleep(interval_s)
 
 
 def _look(

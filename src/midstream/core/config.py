@@ -1,25 +1,22 @@
-"""Settings: what they are, their defaults, and how a TOML file and command-line options combine. No I/O but reading the file.
+"""Settings: what they are, their defaults, and what they may be. No I/O; `core/settings.py` reads them from a file.
 
-Always holds: an option on the command line wins over the file, and the file over the default. An unknown key in the file is
-an error that names it. A bound of one setting stands in its type. `Settings.__post_init__` checks only what several settings
-mean together, and the keys. An error names the setting, the value and what was expected, and never shows a key.
+Always holds: a bound of one setting stands in its type. `Settings.__post_init__` checks only what several settings mean
+together, and the keys. An error names the setting, the value and what was expected, and never shows a key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import shlex
 import sys
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import ConfigError
+from midstream.core.logs import LogFormat
 from midstream.core.scopes import parse_grant
 
 EngineKind = Literal["embedded", "vllm"]
@@ -279,6 +276,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     account: Name = "local"
     deployment: Name = "default"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # json: one object a line, for programs that read the log.
+    log_format: LogFormat = "text"
     # The secret that replicas ask of their callers. None: a new one is made at each start.
     replica_token: str | None = None
     embedded: EngineSettings = EngineSettings()
@@ -291,91 +290,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         for holds, message in (*_own_checks(self), *_key_checks(self.gateway.api_keys), *_ray_checks(self)):
             if not holds:
-                raise ConfigError(f"configuration: {message}")
-
-
-#: option -> the setting, by the section it is in
-SECTION_OPTIONS = {
-    "embedded": {"kv_cache_memory": "kv_cache_memory"},
-    "gateway": {
-        "gateway_workers": "workers",
-        "tls_cert": "tls_cert",
-        "tls_key": "tls_key",
-        "replica_url": "replicas",
-        "replicas_dns": "replicas_dns",
-    },
-    "vllm": {"vllm_args": "args", "vllm_python": "python", "vllm_url": "urls"},
-    "ray": {"ray_address": "address"},
-}
-
-
-def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
-    """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
-
-    overrides: top-level names, no_tinker, and those of SECTION_OPTIONS; vllm_args in one string, as a shell reads it.
-    """
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(Path(file).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {file}: cannot be read: {error}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"--config {file}: not valid TOML: {error}") from error
-    given = {name: value for name, value in overrides.items() if value is not None}
-    try:
-        if "vllm_args" in given:
-            given["vllm_args"] = shlex.split(given["vllm_args"])
-    except ValueError as error:
-        raise ConfigError(f"--vllm-args {given['vllm_args']!r}: {error}") from error
-    if given.pop("no_tinker", False):
-        values["tinker"] = {**values.get("tinker", {}), "enabled": False}
-    for section, options in SECTION_OPTIONS.items():
-        ours = {name: given.pop(option) for option, name in options.items() if option in given}
-        if ours:
-            values[section] = {**values.get(section, {}), **ours}
-    values.update(given)
-    try:
-        return msgspec.convert(values, Settings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {_said(str(error), values)}") from error
-
-
-def _said(error: str, values: dict[str, Any]) -> str:
-    """msgspec's message about a bound of ours, told with the setting's name and its value; any other message as it is."""
-    path = re.search(r"`\$\.([^`]+)`$", error)
-    steps = re.findall(r"[^.\[\]]+|\.\.\.", path[1]) if path else []
-    hint = _bounded(Settings, [step for step in steps if step.isidentifier()])
-    if hint is None or ", got `" in error:
-        return error
-    value: Any = values
-    for at, step in enumerate(steps):
-        if step == "...":
-            step = steps[at] = next(key for key, entry in value.items() if not _fits(entry, hint))
-        value = value[int(step) if isinstance(value, (list, tuple)) else step]
-    name = ".".join(step for step in steps if not step.isdigit())
-    # A URL may hold a password.
-    shown = re.sub(r"//[^/]*@", "//***@", repr(value))
-    expected = hint.__metadata__[0].description
-    return f"{name} {expected}, got {shown}" if expected.startswith("must") else f"{name} {shown}: {expected}"
-
-
-def _bounded(hint: Any, names: list[str]) -> Any:
-    """The annotated type with a bound of ours that `names` lead to, from `hint` on; None: there is none."""
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        fields = get_type_hints(hint, include_extras=True)
-        return _bounded(fields[names[0]], names[1:]) if names and names[0] in fields else None
-    if not names and hasattr(hint, "__metadata__"):
-        return hint
-    return next((found for arg in get_args(hint) if (found := _bounded(arg, names)) is not None), None)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    try:
-        msgspec.convert(value, hint)
-    except msgspec.ValidationError:
-        return False
-    return True
+                raise ConfigError(message)
 
 
 def check_name(what: str, name: str) -> None:
@@ -453,7 +368,7 @@ def _key_checks(keys: tuple[str | KeySettings, ...]) -> list[tuple[bool, str]]:
         try:
             parse_grant(entry.scopes)
         except ConfigError as error:
-            raise ConfigError(f"configuration: gateway.api_keys: number {number}: {error}") from error
+            raise ConfigError(f"gateway.api_keys: number {number}: {error}") from error
     return checks
 
 

@@ -128,11 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=_positive, default=6, help="problems per step")
     parser.add_argument("--samples", type=_at_least_two, default=6, help="rollouts per problem")
     parser.add_argument("--tokens", type=_positive, default=32, help="tokens per turn")
-    parser.add_argument("--replicas", type=_positive, default=2)
+    parser.add_argument("--replicas", type=_positive, default=2, help="of the server that is started")
     parser.add_argument(
         "--full-every", type=_positive, default=5, help="a full snapshot every so many, deltas between them"
     )
-    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the trainer's optimizer")
 
 
 def run_demo(options: argparse.Namespace) -> int:

@@ -141,7 +141,11 @@ class Reconciler:
                     await self.reconcile_once()
                 except NotFound:
                     # Another gateway removed the row. Whoever reads all rows ends this reconciler.
-                    logger.info("%s is in the ledger no more", self._deployment)
+                    logger.info(
+                        "%s is in the ledger no more",
+                        self._deployment,
+                        extra={"deployment": self._deployment},
+                    )
                 except Exception:
                     # Whatever the error is, the next pass looks at everything anew.
                     logger.exception("reconciling failed; trying again in %g s", self._poll_s)
@@ -181,7 +185,8 @@ class Reconciler:
             action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
             admit = action.admit and (view.admitted or self._is_paused_as(state.pause, view.report))
             if admit and not view.admitted:
-                logger.info("%s joins with snapshot %s", view.name, view.report and view.report.snapshot)
+                snapshot = None if view.report is None else view.report.snapshot
+                logger.info("%s joins with snapshot %s", view.name, snapshot, extra=_named(view, snapshot))
             view.admitted = admit
             if view.report is not None:
                 failed = (
@@ -220,7 +225,13 @@ class Reconciler:
         for finding in found:
             where = (self._deployment, finding.replica, finding.boot)
             if finding.verdict != "agreed":
-                logger.error("%s (%s): %s", finding.replica, finding.verdict, finding.detail)
+                logger.error(
+                    "%s (%s): %s",
+                    finding.replica,
+                    finding.verdict,
+                    finding.detail,
+                    extra={"replica": finding.replica},
+                )
             try:
                 if finding.verdict == "reload":
                     differs = Disagreement(
@@ -302,7 +313,13 @@ class Reconciler:
         if stuck.due is None:
             extra = len(lost_boots(state, view.name)) - LOSSES_MAX
             delay_s = retry_delay_s(max(stuck.retries, extra))
-            logger.warning("%s failed on %s; asking again in %g s", view.name, state.snapshot, delay_s)
+            logger.warning(
+                "%s failed on %s; asking again in %g s",
+                view.name,
+                state.snapshot,
+                delay_s,
+                extra=_named(view, state.snapshot),
+            )
             stuck = replace(stuck, due=now + delay_s)
         elif now >= stuck.due:
             try:
@@ -366,7 +383,7 @@ class Reconciler:
                 self._read_at = float("-inf")
             if moved.stage is Stage.IDLE:
                 self.order.ready(moved.snapshot, moved.generation)
-        _log_failures(view, new)
+        _log_stages(view, new)
 
     async def _begin_boot(self, replica: str, ended: str | None, boot: str) -> BootHistory:
         """What the ledger has of `boot`; when it is new, the boot before it is closed first.
@@ -444,10 +461,21 @@ class Reconciler:
             await self._replicas.send_desired(view, desired)
             self._delivered[view.name] = (boot, desired.snapshot, desired.generation)
         except ReplicaUnavailable as error:
-            logger.info("%s was not told to load %s: %s", view.name, desired.snapshot, error)
+            logger.info(
+                "%s was not told to load %s: %s",
+                view.name,
+                desired.snapshot,
+                error,
+                extra=_named(view, desired.snapshot),
+            )
         except Exception:
             # The error is logged whole. The next pass compares again and sends again.
-            logger.exception("%s was not told to load %s", view.name, desired.snapshot)
+            logger.exception(
+                "%s was not told to load %s",
+                view.name,
+                desired.snapshot,
+                extra=_named(view, desired.snapshot),
+            )
 
     def _sent(self, message: str) -> None:
         del self._sending[message]
@@ -455,7 +483,17 @@ class Reconciler:
         self._wake.set()
 
 
-def _log_failures(view: ReplicaView, new: list[Transition]) -> None:
+def _named(view: ReplicaView, snapshot: str | None) -> dict[str, str | None]:
+    """What a line of the log says beside its message."""
+    return {"replica": view.name, "snapshot": snapshot}
+
+
+def _log_stages(view: ReplicaView, new: list[Transition]) -> None:
     for moved in new:
+        named = _named(view, moved.snapshot)
         if moved.stage is Stage.ERROR:
-            logger.warning("%s failed to load snapshot %s: %s", view.name, moved.snapshot, moved.detail)
+            logger.warning(
+                "%s failed to load snapshot %s: %s", view.name, moved.snapshot, moved.detail, extra=named
+            )
+        elif moved.stage is Stage.IDLE:
+            logger.info("%s serves snapshot %s", view.name, moved.snapshot, extra=named)

@@ -268,7 +268,11 @@ class ReplicaSet(Holding):
 
     def replaced(self, view: ReplicaView) -> None:
         """The replica refused a request because the boot that reported last is gone. Its next report tells of another."""
-        logger.info("%s began anew; it takes requests again once it has reported", view.name)
+        logger.info(
+            "%s began anew; it takes requests again once it has reported",
+            view.name,
+            extra={"replica": view.name},
+        )
         self._lost(view)
 
     def failed(self, view: ReplicaView) -> None:
@@ -278,7 +282,12 @@ class ReplicaSet(Holding):
         others = any(other.usable for other in self.views if other is not view)
         if view.failures < FAILURES_MAX or view.suspended or not others or self._tasks is None:
             return
-        logger.warning("%s failed %d requests in a row and is suspended", view.name, view.failures)
+        logger.warning(
+            "%s failed %d requests in a row and is suspended",
+            view.name,
+            view.failures,
+            extra={"replica": view.name},
+        )
         view.suspended = True
         self._tasks.create_task(self._probe(view), name=f"probe of {view.name}")
 
@@ -294,7 +303,7 @@ class ReplicaSet(Holding):
                 break
         view.failures = 0
         view.suspended = False
-        logger.info("%s answers again", view.name)
+        logger.info("%s answers again", view.name, extra={"replica": view.name})
 
     async def run(self) -> None:
         """Watch all event streams, of those that join meanwhile too, until cancelled."""
@@ -327,7 +336,9 @@ class ReplicaSet(Holding):
                         self._lost(view)
                 self._doubt(view)
                 level = logging.WARNING if heard else logging.DEBUG
-                logger.log(level, "event stream of %s lost: %s", view.name, reason)
+                logger.log(
+                    level, "event stream of %s lost: %s", view.name, reason, extra={"replica": view.name}
+                )
                 backoff_s = self._backoff_s_min if heard else min(self._backoff_s_max, 2 * backoff_s)
                 await asyncio.sleep(backoff_s)
         finally:

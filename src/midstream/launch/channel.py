@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import uvloop
 
+from midstream.core import logs
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec, TinkerSpec
 
@@ -101,7 +102,9 @@ def run_child(
     told: tuple[type[Exception], ...] = (ConfigError, SnapshotError, OSError, *failures)
     channel = Channel()
     spec = channel.receive(kind)
-    configure_logging(getattr(spec, "name", "") or name, spec.log_level)
+    own = getattr(spec, "name", "")
+    fields = {"replica": own} if own else {}
+    logs.configure(own or name, logs.Logging(level=spec.log_level, format=spec.log_format, fields=fields))
     raise_file_limit()
     try:
         with around(spec), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -113,16 +116,6 @@ def run_child(
             channel.send(Listening(error=str(error)))
         return 1
     return 0
-
-
-def configure_logging(process: str, level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    for noisy in ("httpx", "httpcore", "uvicorn"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def raise_file_limit() -> None:

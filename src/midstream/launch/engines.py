@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from midstream.core.config import Settings, parse_size
+from midstream.core import extras
+from midstream.core.config import Settings, VllmSettings, parse_size
 from midstream.core.errors import ConfigError
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
@@ -70,6 +73,38 @@ def records_fields(settings: Settings, name: str) -> dict[str, Any]:
         "records_dir": str(Path(settings.state_dir).absolute() / "records" / name),
         "records_bytes": parse_size("records_disk", settings.records_disk),
     }
+
+
+def check_installed(settings: Settings) -> None:
+    """Raises ConfigError where replicas are to run on this machine and what they need is not installed here."""
+    if settings.launcher != "local" or not settings.replicas:
+        return
+    vllm = settings.vllm
+    needs = extras.REPLICA if settings.engine == "vllm" else extras.EMBEDDED
+    if said := extras.advice(extras.missing(needs)):
+        raise ConfigError(f"the {settings.engine} engine {said}")
+    if settings.engine == "vllm" and not vllm.urls and not _has_vllm(vllm):
+        raise ConfigError(
+            f"--engine vllm: vLLM is not installed for {vllm.python or sys.executable}: pip install vllm there, or name the "
+            "interpreter of an environment that has it (--vllm-python FILE), or a running server (--vllm-url URL)"
+        )
+
+
+def _has_vllm(settings: VllmSettings) -> bool:
+    """Whether the interpreter that would run the servers finds vLLM. Raises ConfigError when it cannot be run."""
+    python = settings.python or sys.executable
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run(
+            [python, "-c", code],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={**os.environ, **settings.env},
+        )
+    except OSError as error:
+        raise ConfigError(f"--vllm-python {python}: cannot be run: {error.strerror or error}") from error
+    return done.returncode == 0
 
 
 def make_engine(spec: ReplicaSpec) -> Engine:

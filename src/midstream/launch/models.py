@@ -7,11 +7,15 @@ to. So a model whose storage is not mounted is missing, also if it has the built
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from midstream.core import extras
 from midstream.core.config import Settings, check_name
 from midstream.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = "tiny-moe"
 
@@ -53,8 +57,11 @@ def model_directory(known: Mapping[str, Path], name: str, state_dir: Path) -> Pa
 def make_built_in(directory: Path, state_dir: Path) -> None:
     """Write the built-in model, if the directory is the built-in model's and does not exist."""
     if directory == built_in_directory(state_dir) and not directory.is_dir():
+        if said := extras.advice(extras.missing(("torch", "transformers", "tokenizers", "safetensors"))):
+            raise ConfigError(f"the built-in model {said}; or name a checkpoint with --model DIR")
         from midstream.models.tiny_moe import write_tiny_moe
 
+        logger.info("making the built-in model in %s, once for this state directory", directory)
         write_tiny_moe(directory)
 
 

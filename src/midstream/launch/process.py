@@ -165,7 +165,7 @@ class Supervised(ABC):
             # It was well for a while.
             if loop.time() - started_at > RESTART_PAUSE_S_MAX:
                 pause_s = RESTART_PAUSE_S_MIN
-            logger.error("%s %s; starting it again", self.name, how)
+            logger.error("%s %s; starting it again", self.name, how, extra={"child": self.name})
             on_ended()
             while True:
                 await asyncio.sleep(pause_s)

@@ -164,6 +164,7 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         token=settings.replica_token or "",
         engine=engine_settings(settings, 1),
         log_level=settings.log_level,
+        log_format=settings.log_format,
         session_idle_s=settings.gateway.session_idle_s,
         pin_drain_s=settings.pin_drain_s,
         cache_bytes=None if size is None else parse_size("snapshot_cache", size),

@@ -20,6 +20,7 @@ from midstream.core.config import (
     TracingSettings,
     VllmSettings,
 )
+from midstream.core.logs import LogFormat
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +43,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     engine: EngineSettings
     log_level: str
+    log_format: LogFormat = "text"
     session_idle_s: float = 3600.0
     pin_drain_s: float = 60.0
     resident_snapshots: int = 1
@@ -80,6 +82,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     settings: GatewaySettings
     log_level: str
+    log_format: LogFormat = "text"
     tinker_path: str | None = None
     takes_over: str | None = None
     shares_port: bool = False
@@ -105,6 +108,7 @@ class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     settings: TinkerSettings
     log_level: str
+    log_format: LogFormat = "text"
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,8 +152,11 @@ class Supervisor:
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
+        engine = self._settings.engine
+        logger.info("starting %d replicas of %s (engine %s)", self._settings.replicas, self.model, engine)
         self.replicas.want(self._first())
         await self.gateways.start()
+        logger.info("the gateway listens on %s", ", ".join(self._urls()))
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
             self.front = Child("tinker", "midstream.launch.tinker", spec)
@@ -226,6 +229,7 @@ class Supervisor:
             token=self._token,
             engine=settings.embedded,
             log_level=settings.log_level,
+            log_format=settings.log_format,
             session_idle_s=settings.gateway.session_idle_s,
             pin_drain_s=settings.pin_drain_s,
             cache_bytes=None if size is None else parse_size("snapshot_cache", size),
@@ -257,6 +261,7 @@ class Supervisor:
             token=self._token,
             settings=self._gateway_settings(),
             log_level=settings.log_level,
+            log_format=settings.log_format,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
             tracing=settings.tracing,
         )
@@ -288,6 +293,7 @@ class Supervisor:
             threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
             settings=settings.tinker,
             log_level=settings.log_level,
+            log_format=settings.log_format,
         )
 
     async def _all_usable(self) -> int:
@@ -297,7 +303,7 @@ class Supervisor:
         that waits for room is waited for. A replica of another deployment that cannot start holds up nobody.
         """
         loop = asyncio.get_running_loop()
-        since, said = loop.time(), ""
+        since, said, shown = loop.time(), "", -1
         # The gateway's certificate need not be for this address.
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
             while True:
@@ -307,10 +313,17 @@ class Supervisor:
                 lacks = next((one for one in found if isinstance(one, str)), None)
                 if lacks is None:
                     return int(found[0])
+                if (loaded := self._loaded()) != shown and self.replicas:
+                    logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
+                    shown = loaded
                 if lacks != said and loop.time() - since >= NOT_READY_S:
                     logger.warning("not ready yet: %s", lacks)
                     said = lacks
                 await asyncio.sleep(READY_POLL_S)
+
+    def _loaded(self) -> int:
+        """How many replicas listen, which they do once their engine has the model."""
+        return sum(replica.url is not None for replica in self.replicas.running().replicas)
 
     async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:
         """How many replicas the default deployment should have, by a gateway that has all it should; else what it lacks."""

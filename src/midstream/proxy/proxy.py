@@ -292,7 +292,8 @@ def _log(level: int, session: Session | None, view: ReplicaView, decision: Decis
     # It is a client's. What could end a line, or hide a part of it, is shown as an escape.
     if not key.isprintable():
         key = key.encode("unicode_escape").decode()
-    logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index)
+    named = {"replica": view.name, "session": None if session is None else session[1]}
+    logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index, extra=named)
     logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 
 

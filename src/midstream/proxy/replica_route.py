@@ -345,7 +345,7 @@ class ReplicaRoute(Route):
         if status != 200 or _CHUNKED not in headers:
             return Event.REFUSED
         self._proxy.metrics.retries["resumed"] += 1
-        logger.info("%s goes on with a stream of %s", self.where(), self._lost)
+        logger.info("%s goes on with a stream of %s", self.where(), self._lost, extra=self._named())
         return Event.HEAD
 
     def releasable(self, phase: Phase) -> bool:
@@ -416,7 +416,7 @@ class ReplicaRoute(Route):
         """lost: the replica had been sent the request."""
         assert self._view is not None
         self._proxy.metrics.upstream_errors[self._view.name] += 1
-        logger.warning("%s failed before it answered: %s", self._view.name, reason)
+        logger.warning("%s failed before it answered: %s", self._view.name, reason, extra=self._named())
         self._deployment.replicas.failed(self._view)
         error = self._lost_with_it(phase, obvious=obvious) if lost else None
         return self._elsewhere(lost=lost) if error is None else self._failed(error)
@@ -486,7 +486,7 @@ class ReplicaRoute(Route):
         view, request = self._view, self._request
         assert view is not None
         self._lost, self.log = view.name, None
-        logger.warning("%s failed in the middle of a stream: %s", view.name, reason)
+        logger.warning("%s failed in the middle of a stream: %s", view.name, reason, extra=self._named())
         self._proxy.metrics.upstream_errors[view.name] += 1
         self._deployment.replicas.failed(view)
         if lines:
@@ -540,6 +540,11 @@ class ReplicaRoute(Route):
 
     def where(self) -> str:
         return self._view.name if self._view else "a replica"
+
+    def _named(self) -> dict[str, str | None]:
+        """What a line of the log says beside its message."""
+        session = None if self._session is None else self._session[1]
+        return {"replica": None if self._view is None else self._view.name, "session": session}
 
     def _judge_of(self, constraint: VersionConstraint) -> VersionJudge:
         return VersionJudge(constraint, self._deployment.order, asyncio.get_running_loop().time())

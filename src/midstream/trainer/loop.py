@@ -20,6 +20,7 @@ import msgspec
 import torch
 import transformers
 
+from midstream.core.logs import configure_as_parent
 from midstream.http.ipc import Channel, Disconnected
 from midstream.trainer import protocol as m
 from midstream.trainer.checkpoints import export_adapter, export_weights, load_state, read_meta, save_state
@@ -106,7 +107,7 @@ def main(fd: int) -> int:
         # The front decides when the trainer ends.
         signal.signal(number, signal.SIG_IGN)
     transformers.utils.logging.disable_progress_bar()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer %(levelname)s %(message)s")
+    configure_as_parent("trainer")
     channel = Channel(socket.socket(fileno=fd), m.command_decoder)
     commands: queue.SimpleQueue[m.Command] = queue.SimpleQueue()
     threading.Thread(target=receive, args=(channel, commands), daemon=True, name="receive").start()

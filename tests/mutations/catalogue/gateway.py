@@ -223,6 +223,22 @@ GATEWAY = (
         ("gateway/test_audit.py::test_no_client_forges_a_line_or_makes_a_long_one",),
     ),
     Mutation(
+        "traceback_outside_of_the_json_log",
+        "core/logs.py",
+        "    sys.excepthook = _uncaught\n",
+        "",
+        "Each line of a JSON log is one object, whatever it came from.",
+        ("launch/test_logging.py::test_in_json_every_line_is_one_object_whatever_it_came_from",),
+    ),
+    Mutation(
+        "name_read_as_markup",
+        "commands/top_view.py",
+        "table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))",
+        "table.add_row(*cells)",
+        "No name that a client made is read as markup by `midstream top`.",
+        ("commands/test_top_and_chat.py::test_no_name_is_read_as_markup_or_acts_on_the_terminal",),
+    ),
+    Mutation(
         "full_disk_is_no_reason_to_retry",
         "ledger/database.py",
         'raise LedgerUnavailable(f"the ledger cannot be used now: {_reason(error)}") from error',

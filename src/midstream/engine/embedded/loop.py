@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from midstream.core.logs import configure_as_parent
 from midstream.core.types import GenerateRequest
 from midstream.engine.embedded import background
 from midstream.engine.embedded import protocol as m
@@ -252,10 +253,12 @@ def main(fd: int) -> int:
     with contextlib.suppress(Disconnected):
         start = next(iter(channel.receive(None)))
         assert isinstance(start, m.Start)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+        configure_as_parent("engine")
         torch.set_num_threads(max(1, start.settings.threads))
         try:
+            began = time.monotonic()
             core = EngineCore(Path(start.model_dir), start.settings)
+            logger.info("%s is loaded, in %.1f s", start.model_dir, time.monotonic() - began)
         except Exception as error:
             # Report any error of the loader to the replica, on one line. Then this process ends.
             logger.debug("the engine cannot start", exc_info=True)

@@ -282,6 +282,7 @@ class VllmServer:
             why = started.error or "its keeper ended"
             raise ServerFailed(f"vLLM cannot be started (vllm.python is {self._python}): {why}")
         self.pid = started.pid
+        logger.info("vLLM is starting (pid %s, log %s); that may take minutes", self.pid, self._log or "here")
         self._exit = asyncio.get_running_loop().create_future()
         watch = self._watch_exit(self._keeper.stdout, self._exit)
         self._watchers.append(asyncio.create_task(watch, name="vLLM's exit"))
