@@ -14,13 +14,14 @@ from midstream.engine.cpu import build, prebuilt
 
 X86 = [level.name for level in prebuilt.LEVELS if level.machine == "x86_64"]
 #: As Linux lists them, of an EPYC 9004 (Zen 4), an EPYC 7003 (Zen 3), a Xeon of 2010 (Westmere) and a Graviton 3.
-ZEN4 = frozenset(
-    "fpu pni ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm bmi1 avx2 bmi2 avx512f avx512dq avx512cd "
-    "avx512bw avx512vl avx512_bf16 avx512_vnni".split()
-)
+CPUINFO = {
+    "zen4": "fpu pni ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm bmi1 avx2 bmi2 avx512f avx512dq "
+    "avx512cd avx512bw avx512vl avx512_bf16 avx512_vnni",
+    "westmere": "fpu pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm",
+    "graviton": "fp asimd aes sha2 fphp asimdhp sve bf16",
+}
+ZEN4, WESTMERE, GRAVITON = (frozenset(line.split()) for line in CPUINFO.values())
 ZEN3 = frozenset(name for name in ZEN4 if not name.startswith("avx512"))
-WESTMERE = frozenset("fpu pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm".split())
-GRAVITON = frozenset("fp asimd aes sha2 fphp asimdhp sve bf16".split())
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
     python = place / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
+    pip = [
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    ]
     subprocess.run([*pip, wheel], env=PLAIN, check=True)
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
@@ -118,7 +127,9 @@ def test_without_asking_for_kernels_a_wheel_is_pure_and_needs_no_compiler(
     (source,) = tmp_path.iterdir()
     env = {**os.environ, "PATH": "/nowhere"}
     env.pop("MIDSTREAM_KERNELS", None)
-    subprocess.run([builder, "-m", "build", "--wheel", "--outdir", tmp_path / "out", source], env=env, check=True)
+    subprocess.run(
+        [builder, "-m", "build", "--wheel", "--outdir", tmp_path / "out", source], env=env, check=True
+    )
     (built,) = (tmp_path / "out").iterdir()
     assert built.name == f"midstream-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(built) as archive:
@@ -207,7 +218,10 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]
     for tool in (*compilers.values(), "qemu-aarch64"):
         if not shutil.which(tool):
             pytest.skip(f"no {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
-    if platform.machine() != "x86_64" or prebuilt.choose(["x86-64-v3"], "x86_64", prebuilt.features()) is None:
+    if (
+        platform.machine() != "x86_64"
+        or prebuilt.choose(["x86-64-v3"], "x86_64", prebuilt.features()) is None
+    ):
         pytest.skip("needs an x86-64-v3 processor")
     place = tmp_path_factory.mktemp("arm")
     programs = {}
@@ -227,7 +241,13 @@ def test_arm_kernels_compute_the_bits_of_x86_ones_under_an_emulator(
     prebuilt.compile_all(source, place, "aarch64", "aarch64-linux-gnu-g++")
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract(f"{CPU}/libraries/kernels-x86-64-v3.so", place)
-    emulated = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", programs["aarch64"], place / "kernels-armv8-a.so"]
+    emulated = [
+        "qemu-aarch64",
+        "-L",
+        "/usr/aarch64-linux-gnu",
+        programs["aarch64"],
+        place / "kernels-armv8-a.so",
+    ]
     there = subprocess.run(emulated, capture_output=True, text=True, check=True).stdout.splitlines()
     here = subprocess.run([programs["x86_64"], library], capture_output=True, text=True, check=True)
     assert len(there) == 18
@@ -243,7 +263,9 @@ def test_every_level_that_this_processor_runs_draws_the_same_tokens(
         for level in prebuilt.LEVELS:
             if prebuilt.choose([level.name], "x86_64", has):
                 library = archive.extract(f"{CPU}/libraries/kernels-{level.name}.so", place)
-                done = subprocess.run([programs["x86_64"], library], capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    [programs["x86_64"], library], capture_output=True, text=True, check=True
+                )
                 said[level.name] = [line for line in done.stdout.splitlines() if line.startswith("tokens_")]
     assert len(said) > 1
     assert len(set(map(tuple, said.values()))) == 1, said
@@ -254,4 +276,3 @@ def test_the_wheel_is_of_this_checkout(wheel: Path, tracked: set[str]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in tracked:
             assert archive.read(name) == (ROOT / "src" / name).read_bytes(), f"{name}: run make wheel again"
-
