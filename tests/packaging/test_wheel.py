@@ -190,6 +190,10 @@ def test_the_wheel_serves_without_a_compiler_with_the_numbers_of_kernels_compile
     without = {**PLAIN, "PATH": str(installed / "bin")}
     with server([str(installed / "bin" / "midstream")], without, tmp_path / "wheel") as (url, log):
         from_wheel = sampled(url)
+        # Its page and scripts came with the wheel.
+        page = httpx.get(f"{url}/dashboard", timeout=60, follow_redirects=True)
+        assert page.status_code == 200
+        assert "<script" in page.text
     level = re.search(r"kernels: (\S+), compiled with this release", log.read_text())
     assert level, log.read_text()
     assert level[1] == prebuilt.choose(
