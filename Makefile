@@ -5,6 +5,8 @@
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
+# make wheel  the sdist and a wheel with compiled kernels in dist/ (WHEEL_MACHINE=aarch64 needs Debian's g++-aarch64-linux-gnu)
+# make test-package  the wheel on a machine without a compiler, and deploy/ under the linters of its formats; 4 minutes
 # make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 minutes, 8 GB
 # make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
 # make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 4 minutes
@@ -60,7 +62,11 @@ COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
+PACKAGE_VENV := .venv-package
+PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
+WHEEL_MACHINE ?= $(shell uname -m)
+
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm setup-package wheel demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -107,6 +113,21 @@ $(COOKBOOK_STAMP): requirements/cookbook.txt requirements/cpu.txt
 	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cookbook.txt
 	@touch $(COOKBOOK_STAMP)
 
+setup-package: $(PACKAGE_STAMP)
+
+$(PACKAGE_STAMP): requirements/package.txt
+	$(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/package.txt
+	@touch $(PACKAGE_STAMP)
+
+# auditwheel finds the oldest C library that the kernels run with, and names the wheel after it.
+wheel: setup-package
+	rm -rf build dist/raw
+	MIDSTREAM_KERNELS=$(WHEEL_MACHINE) $(PACKAGE_VENV)/bin/python -m build --outdir dist/raw
+	PATH="$(CURDIR)/$(PACKAGE_VENV)/bin:$$PATH" auditwheel repair --wheel-dir dist dist/raw/*.whl
+	mv dist/raw/*.tar.gz dist/
+	rm -r dist/raw
+
 setup-vllm: $(VLLM_STAMP)
 
 bench-vllm: setup $(VLLM_STAMP)
@@ -148,6 +169,9 @@ test-vllm: setup setup-vllm
 
 test-ray-vllm: setup setup-vllm
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py $(TEST_ARGS)
+
+test-package: setup wheel
+	MIDSTREAM_TEST_PACKAGE=required $(BIN)/python -m pytest tests/packaging tests/deploy $(TEST_ARGS)
 
 simulate: setup
 	$(BIN)/python tests/simulation/simulate.py --seeds 0:$(SEEDS) --keep-going $(ARGS)
@@ -206,4 +230,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) .venv-routers .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) $(PACKAGE_VENV) .venv-routers build dist .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache

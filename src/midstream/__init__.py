@@ -1,3 +1,3 @@
 """midstream: rollout serving for RL post-training, with weights that change mid-stream."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

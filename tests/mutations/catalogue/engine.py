@@ -4,6 +4,22 @@ from catalogue.mutation import Mutation
 
 ENGINE = (
     Mutation(
+        "kernels_of_another_source",
+        "engine/cpu/prebuilt.py",
+        'if manifest["source"] != source_digest(source):',
+        'if manifest["source"] == "":',
+        "A library of a wheel runs only with the source that it was compiled from.",
+        ("engine/test_cpu_prebuilt.py::test_what_is_not_of_this_source_and_whole_is_compiled_here",),
+    ),
+    Mutation(
+        "kernels_of_a_newer_processor",
+        "engine/cpu/prebuilt.py",
+        "if has.issuperset(level.needs.split())",
+        "if has.intersection(level.needs.split())",
+        "A processor runs only kernels whose instructions it has.",
+        ("engine/test_cpu_prebuilt.py::test_a_processor_gets_the_fastest_level_that_it_runs",),
+    ),
+    Mutation(
         "positions_left_on_the_processor",
         "engine/embedded/modules.py",
         "position_ids=torch.from_numpy(batch.positions).to(device).unsqueeze(0),",

@@ -1,8 +1,9 @@
-"""The C++ library of the kernels: compiled once per machine, kept in the user's cache directory, loaded with its signatures.
+"""The C++ library of the kernels: what the wheel brought, or compiled once per machine; loaded with its signatures.
 
 Always holds:
-- The name of a library is a hash of its source, compiler and processor. So it never runs on a machine it was not built for,
-  and edited source is always compiled again.
+- A library of the wheel (prebuilt.py) wins. It has the same numbers as one compiled here, is as fast, and needs no compiler.
+- A library that is compiled here is kept in the user's cache directory. Its name is a hash of its source, compiler and
+  processor. So it never runs on a machine it was not built for, and edited source is always compiled again.
 - A library appears in the cache whole or not at all. It is never loaded from a directory that other users can write to.
 
 Imports no torch.
@@ -23,20 +24,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from midstream.engine.cpu import prebuilt
+
 logger = logging.getLogger(__name__)
 
-FLAGS = [
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-pthread",
-    "-fno-math-errno",
-    "-fno-strict-aliasing",
-    "-shared",
-    "-fPIC",
-    "-w",
-]
+FLAGS = [*prebuilt.FLAGS, "-march=native"]
 BUILD_TIMEOUT_S = 300.0
+#: Beside the directory of the source: the libraries of a wheel. A checkout has none.
+LIBRARIES = "libraries"
 
 
 class KernelsUnavailable(Exception):
@@ -46,6 +41,8 @@ class KernelsUnavailable(Exception):
 @cache
 def load(source: Path) -> ctypes.CDLL:
     """The library of the file `source`, which may include the headers beside it. Raises KernelsUnavailable."""
+    if (brought := prebuilt.load(source, source.parent.parent / LIBRARIES)) is not None:
+        return brought
     compiler = _compiler()
     name = f"{source.stem}-{_key(compiler, source)}.so"
     try:
@@ -90,9 +87,7 @@ def _cache_dir() -> Path:
 
 
 def _key(compiler: str, source: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted([*source.parent.glob("*.h"), source]):
-        digest.update(file.read_bytes())
+    digest = hashlib.sha256(prebuilt.source_digest(source).encode())
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     for part in (version, " ".join(FLAGS).encode(), platform.machine().encode(), _processor()):
         digest.update(part)
