@@ -22,7 +22,7 @@ midstream_gateway_requests_total{{path="chat_completions",status="429"}} 2.0
 midstream_gateway_sessions 1.0
 midstream_replica_requests_in_flight{{replica="r0"}} 3.0
 midstream_replica_kv_blocks_used{{replica="r0"}} 10.0
-midstream_replica_kv_blocks_total{{replica="r0"}} 40.0
+midstream_replica_kv_blocks_capacity{{replica="r0"}} 40.0
 midstream_replica_prompt_tokens_total{{replica="r0"}} 100.0
 midstream_replica_cached_prompt_tokens_total{{replica="r0"}} 75.0
 midstream_replica_generated_tokens_total{{replica="r0"}} {generated}

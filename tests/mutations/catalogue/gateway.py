@@ -352,4 +352,20 @@ GATEWAY = (
         "A refusal of a control call names the client's own field.",
         ("hotload/test_policy_calls_api.py",),
     ),
+    Mutation(
+        "the_dashboard_shows_everybodys_swaps",
+        "api/board.py",
+        "if s.number > after and s.deployment in names]",
+        "if s.number > after]",
+        "The dashboard shows a key the deployments that it may observe, and no other.",
+        ("gateway/test_board.py",),
+    ),
+    Mutation(
+        "a_policy_that_ends_is_frozen",
+        "api/policies.py",
+        "        if row.deleting:\n            raise _ends(asked.policy)\n        return",
+        "        return",
+        "A policy that is being ended is not made and not frozen.",
+        ("hotload/test_policy_calls_api.py",),
+    ),
 )
