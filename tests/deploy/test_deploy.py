@@ -22,6 +22,8 @@ import yaml
 
 from midstream import __version__
 from midstream.cli import build_parser
+from midstream.commands.replica import OPTIONS
+from midstream.commands.serve import SERVE_OPTIONS
 from midstream.core.settings import load_settings
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.process import KILL_AFTER_S
@@ -99,7 +101,9 @@ def test_everything_that_starts_a_server_was_found() -> None:
 def test_a_command_has_options_of_the_command_line_and_settings_that_hold(name: str) -> None:
     arguments, file = COMMANDS[name]
     options = build_parser(arguments).parse_args(arguments)
-    given = {key: value for key, value in vars(options).items() if key not in ("run", "command", "config")}
+    # As both commands make their settings.
+    names = OPTIONS if options.command == "replica" else SERVE_OPTIONS
+    given = {name: getattr(options, name) for name in names}
     assert (options.config is None) == (file is None)
     settings = load_settings(str(file) if file else None, given)
     expected = "$(POD_IP)" if "replica" in name.rpartition("/")[2] else "0.0.0.0"
