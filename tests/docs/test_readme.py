@@ -62,11 +62,14 @@ def test_the_readme_says_that_nothing_has_run_on_a_gpu_as_long_as_there_is_no_re
     assert "make gpu-check" in README
 
 
-def test_every_guarantee_leads_to_the_page_that_shows_it() -> None:
-    section = README.split("## What you can rely on\n")[1].split("\n## ")[0]
+@pytest.mark.parametrize(
+    ("page", "count", "link"), [("README.md", 5, "](docs/"), ("docs/index.md", 10, "](")]
+)
+def test_every_guarantee_leads_to_the_page_that_shows_it(page: str, count: int, link: str) -> None:
+    section = (ROOT / page).read_text().split("## What you can rely on\n")[1].split("\n## ")[0]
     guarantees = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(guarantees) >= 10
-    assert [guarantee for guarantee in guarantees if "](docs/" not in guarantee] == []
+    assert len(guarantees) == count
+    assert [guarantee for guarantee in guarantees if link not in guarantee] == []
 
 
 @pytest.mark.slow
