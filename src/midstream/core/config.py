@@ -58,9 +58,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     # None means the checkpoint's own dtype.
     dtype: Dtype | None = None
+    # As PyTorch names it, such as "cuda".
     device: str = "cpu"
     # Our compiled CPU kernels; native: these or no start; torch: never; auto: where they can.
     kernels: Kernels = "auto"
+    # Of the KV cache: what is reused is whole blocks.
     block_size: Annotated[int, Meta(ge=2, description="must be at least 2")] = 16
     # Capacity of the paged KV cache, in tokens.
     kv_cache_tokens: int = 65536
@@ -102,12 +104,15 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Of one request; a larger one is a 413.
     max_body_bytes: Count = 64 * 2**20
+    # Of one request, its first line included; more is a 431.
     max_header_bytes: Count = 64 * 2**10
     # These bounds are each gateway process's own (workers); without API keys everybody is one tenant.
     # Request bodies that have begun to arrive and are not complete, together: beyond that a 413 that says to retry.
     # None: 512 MiB, or four times max_body_bytes if that is more; per tenant half of it.
     max_unfinished_body_bytes: int | None = None
+    # Of those, of one tenant.
     max_unfinished_body_bytes_per_tenant: int | None = None
     # Bytes/s that a body has to bring, counted over 30 s, or it is a 408. 0: one byte in 30 s.
     min_body_rate: CountOrZero = 1024
@@ -115,8 +120,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_connections_per_tenant: CountOrZero = 0
     # Completions in flight. A further one is a 429. 0 means no bound.
     max_requests_per_tenant: CountOrZero = 0
-    # Policies of one deployment; those that keys of one tenant made in it. 0: no bound.
+    # Policies of one deployment.
     max_policies: Count = 10_000
+    # Those that keys of one tenant made in it. 0: no bound.
     max_policies_per_tenant: CountOrZero = 0
     # A new session goes to no replica above (1 + load_bound) x mean in-flight requests.
     load_bound: Positive = 0.25
@@ -134,12 +140,15 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     session_idle_s: Positive = 3600.0
     # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
     follow_prefixes: bool = True
+    # To a replica. Beyond it the request goes elsewhere.
     connect_timeout_s: Positive = 5.0
     # A replica not heard of for so long gets no new requests, and its sessions are placed anew.
     replica_silence_s: Positive = 3.0
+    # A client's idle connection stays open for so long.
     keep_alive_s: Positive = 75.0
-    # Files in PEM format, both or neither; with them the port speaks HTTPS only.
+    # A file in PEM format; with it and its key the port speaks HTTPS only.
     tls_cert: str | None = None
+    # The file of its private key.
     tls_key: str | None = None
     # Gateway processes that share the port.
     workers: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1
@@ -168,6 +177,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Tinker API, of the default deployment."""
 
+    # Whether the server has it.
     enabled: bool = True
     # Further names that clients may call the served model.
     base_models: tuple[BaseModel, ...] = ()
@@ -175,6 +185,7 @@ class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     base_model_clients: Literal["exact", "serving"] = "exact"
     # The dtype of the weights that are trained.
     trainer_dtype: Dtype = "float32"
+    # The device of the trainer, as PyTorch names it.
     trainer_device: str = "cpu"
     # Threads of the trainer. 0 means as many as one replica's engine has.
     trainer_threads: CountOrZero = 0
@@ -210,13 +221,15 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # Address of the cluster, as ray.init takes it. None means the cluster that this machine is part of.
     address: str | None = None
-    # What each replica's actor reserves.
+    # CPUs that each replica's actor reserves.
     cpus: NotNegative = 1.0
+    # GPUs that it reserves.
     gpus: NotNegative = 0.0
     # Further resources, by name.
     resources: dict[str, NotNegative] = {}
     # One placement group per replica, of so many bundles of the above; more than one for an engine that spans nodes.
     bundles: Count = 1
+    # How a placement group's bundles lie on nodes, as Ray has it.
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
     # The gateway is an actor too, instead of a child of `midstream serve`.
     gateway: bool = False
@@ -246,10 +259,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = "tiny-moe"
     # Further models that can be deployed: name to Hugging Face directory.
     models: dict[str, str] = {}
+    # Of the default deployment, on this machine or where the launcher places them.
     replicas: int = 2
+    # What computes in each replica.
     engine: EngineKind = "embedded"
+    # Where replicas run: on this machine, or as actors on a Ray cluster.
     launcher: Launcher = "local"
+    # The address that the gateway listens on.
     host: str = "127.0.0.1"
+    # Of the gateway. 0: one that is free.
     port: Annotated[int, Meta(ge=0, le=65535, description="must be 0 to 65535")] = 8080
     # None means file://<state-dir>/bucket.
     bucket: str | None = None
@@ -259,6 +277,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     records_disk: Size = "1GiB"
     # What a replica's snapshots may take on disk, e.g. "20GiB"; None: what is in use and one snapshot more.
     snapshot_cache: Size | None = None
+    # async: streams cross a swap. sync: a swap waits until they have ended, and new requests get a 425.
     transition: Literal["async", "sync"] = "async"
     # one-by-one: all replicas prepare a snapshot, then switch to it one after another.
     swap_order: SwapOrder = "together"
@@ -272,9 +291,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     resident_policies: Annotated[int, Meta(ge=1, le=4096, description="must be 1 to 4096")] = 256
     # URL of the ledger's database. None means an SQLite file in state_dir.
     database: str | None = None
+    # What must outlive the server: ledger, bucket, caches, Tinker's files.
     state_dir: str = ".midstream"
+    # The server's account, in every resource name.
     account: Name = "local"
+    # The name of the default deployment.
     deployment: Name = "default"
+    # Of every process.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # json: one object a line, for programs that read the log.
     log_format: LogFormat = "text"

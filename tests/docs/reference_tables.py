@@ -1,0 +1,129 @@
+"""The tables of docs/configuration.md and docs/errors.md, made of the code. Run as a script it writes them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import NODEFAULT, Meta
+
+from midstream.core import config, errors
+
+DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- begin: {} -->\n", "<!-- end: {} -->\n"
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none"}
+_SECTIONS = ("embedded", "gateway", "tinker", "vllm", "ray", "tracing")
+
+
+def comments_of(struct: type) -> dict[str, str]:
+    """What stands above each field in the source."""
+    source = inspect.getsource(struct)
+    lines, [tree] = source.splitlines(), ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        at, words = node.lineno - 2, []
+        while lines[at].strip().startswith("#"):
+            words.insert(0, lines[at].strip().removeprefix("#").strip())
+            at -= 1
+        assert isinstance(node.target, ast.Name)
+        found[node.target.id] = " ".join(words)
+    return found
+
+
+def kind_of(hint: Any) -> str:
+    """A type in words, with its bounds."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = [meta.description for meta in inner[1:] if isinstance(meta, Meta) and meta.description]
+        return ", ".join(
+            [
+                kind_of(inner[0]),
+                *(bound.removeprefix("must be ").removeprefix("expected ") for bound in bounds),
+            ]
+        )
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(kind_of(one) for one in inner))
+    if origin is tuple:
+        return f"list of {kind_of(inner[0])}"
+    if origin is dict:
+        return f"table of {kind_of(inner[1])}"
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return "table"
+    return _NAMES[hint]
+
+
+def default_of(field: Any) -> str:
+    if field.default is NODEFAULT:
+        return "required" if field.default_factory is NODEFAULT else f"`{field.default_factory()!r}`"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, bool):
+        return "`true`" if field.default else "`false`"
+    return f"`{field.default!r}`".replace("'", '"')
+
+
+def settings(struct: type) -> str:
+    hints, comments = get_type_hints(struct, include_extras=True), comments_of(struct)
+    rows = ["| setting | type | default | what it is |", "|---|---|---|---|"]
+    for field in msgspec.structs.fields(struct):
+        if field.name not in _SECTIONS:
+            kind = kind_of(hints[field.name]).replace("|", "\\|")
+            rows.append(f"| `{field.name}` | {kind} | {default_of(field)} | {comments[field.name]} |")
+    return "\n".join(rows) + "\n"
+
+
+def configuration() -> str:
+    parts = [f"## At the top\n\n{settings(config.Settings)}"]
+    fields = {field.name: field.type for field in msgspec.structs.fields(config.Settings)}
+    for name in _SECTIONS:
+        told = (fields[name].__doc__ or "").strip()
+        parts.append(f"## `[{name}]`\n\n{told}\n\n{settings(fields[name])}".replace("\n\n\n\n", "\n\n"))
+        if name == "gateway":
+            doc = (config.KeySettings.__doc__ or "").strip()
+            parts.append(f"## `[[gateway.api_keys]]`\n\n{doc}\n\n{settings(config.KeySettings)}")
+    return "\n".join(parts)
+
+
+def _all(error: type[errors.MidstreamError]) -> Iterator[type[errors.MidstreamError]]:
+    yield error
+    for inner in error.__subclasses__():
+        yield from _all(inner)
+
+
+def error_table() -> str:
+    """Of each status and code once, the first that has it, in the order of statuses."""
+    own = [one for one in _all(errors.MidstreamError) if one.__module__ == errors.__name__]
+    found: dict[tuple[int, str], type[errors.MidstreamError]] = {}
+    for one in sorted(own, key=lambda one: (one.status, one.code)):
+        found.setdefault((one.status, one.code), one)
+    rows = ["| status | `code` | Retry-After |", "|---|---|---|"]
+    for (status, code), one in found.items():
+        again = "none" if one.retry_after_s is None else f"{one.retry_after_s} s"
+        rows.append(f"| {status} | `{code}` | {again} |")
+    return "\n".join(rows) + "\n"
+
+
+TABLES = {"configuration": configuration, "errors": error_table}
+
+
+def written(name: str, text: str) -> str:
+    """The document with the tables in their place."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = text.partition(begin)
+    return before + begin + TABLES[name]() + end + rest.partition(end)[2]
+
+
+if __name__ == "__main__":
+    for page in TABLES:
+        document = DOCS / f"{page}.md"
+        document.write_text(written(page, document.read_text()))
