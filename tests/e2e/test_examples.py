@@ -72,6 +72,21 @@ def test_the_self_play_example_plays_the_learner_against_what_it_was(
     }
 
 
+def test_the_plain_loop_learns_from_data_that_are_one_snapshot_old(tmp_path: Path) -> None:
+    with serve(tmp_path / "state") as server:
+        base = str(server.state_dir / "models" / "tiny-moe")
+        out = run("plain_loop/train.py", server.url, str(server.bucket), base, "8")
+    lines = [
+        re.fullmatch(r"step (\d): reward (\S+), (\S+) snapshots behind", line) for line in out.splitlines()
+    ]
+    found = [(int(line[1]), float(line[2]), float(line[3])) for line in lines if line]
+    assert [step for step, _, _ in found] == list(range(1, 9))
+    assert found[-1][1] > found[0][1] + 0.05
+    # The first step samples the run's own weights, and later ones do not wait for the newest.
+    assert found[0][2] == 0.0
+    assert all(0 <= behind <= 1 for _, _, behind in found)
+
+
 def test_the_multi_tenant_example_trains_every_team_by_its_own_snapshots_alone(
     tmp_path: Path, adapter_base: Path
 ) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         verl_batch,
         verl_rows,
     )
+    from midstream.client.rollouts import Rollout, RolloutClient, fresh, importance_ratios, staleness
     from midstream.client.server import (
         HotLoadServer,
         NotReadyInTime,
@@ -49,6 +50,7 @@ _NAMES = {  # module: what it has of __all__
     "publish": "SnapshotPublisher",
     "records": "TrainingSequence jsonl_records nemo_gym_records sequences_of "
     "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
+    "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
     "server": "HotLoadServer NotReadyInTime PublishError ReplicaStatus SignalRefused SnapshotFailed Status",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -60,13 +62,17 @@ __all__ = [
     "PublishError",
     "Published",
     "ReplicaStatus",
+    "Rollout",
+    "RolloutClient",
     "SignalRefused",
     "SnapshotFailed",
     "SnapshotPublisher",
     "Status",
     "TrainingSequence",
     "decode_routing_matrix",
+    "fresh",
     "gaps_in",
+    "importance_ratios",
     "jsonl_records",
     "near_ties_of",
     "nemo_gym_records",
@@ -74,6 +80,7 @@ __all__ = [
     "routes_of",
     "sequences_of",
     "snapshot_of",
+    "staleness",
     "tinker_data",
     "tinker_datum",
     "token_snapshots",

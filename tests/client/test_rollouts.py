@@ -1,0 +1,164 @@
+"""Rollouts as a trainer gets them: order, records, what is asked of the server, and how old they are."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from midstream.client import (
+    PublishError,
+    Rollout,
+    RolloutClient,
+    SignalRefused,
+    fresh,
+    importance_ratios,
+    staleness,
+)
+from midstream.client import rollouts as module
+
+
+def choice(index: int, ids: list[int], **changed: Any) -> dict[str, Any]:
+    records = [{"logprob": -0.5 * i, "sampling_logprob": -0.25 * i} for i in ids]
+    return {
+        "index": index,
+        "text": "".join(map(chr, ids)),
+        "token_ids": ids,
+        "prompt_token_ids": [1, 2],
+        "finish_reason": "length",
+        "logprobs": {"content": records},
+        "snapshots": [
+            {"snapshot": "a", "start": 0, "end": 1},
+            {"snapshot": "b", "start": 1, "end": len(ids)},
+        ],
+        **changed,
+    }
+
+
+def client(answer: Callable[[httpx.Request], httpx.Response], **given: Any) -> RolloutClient:
+    made = RolloutClient("http://server/", **given)
+    made._http = httpx.Client(transport=httpx.MockTransport(answer), headers=made._http.headers)
+    made._caller = module.Caller(made._http, sleep=lambda _: None)
+    return made
+
+
+def test_rollouts_come_in_the_order_of_their_prompts_whatever_is_done_first() -> None:
+    last_is_done = threading.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        [number] = json.loads(request.content)["prompt"]
+        if number == 0:
+            assert last_is_done.wait(30)
+        if number == 7:
+            last_is_done.set()
+        return httpx.Response(200, json={"choices": [choice(0, [number, number]), choice(1, [number, 9])]})
+
+    with client(answer) as rollouts:
+        found = rollouts.sample(
+            [[n] for n in range(8)], max_tokens=2, n=2, sessions=[f"s{n}" for n in range(8)]
+        )
+    assert [[one.token_ids for one in group] for group in found] == [[[n, n], [n, 9]] for n in range(8)]
+    assert [group[0].session for group in found] == [f"s{n}" for n in range(8)]
+
+
+def test_a_rollout_has_both_log_probabilities_and_the_snapshot_of_each_token() -> None:
+    with client(lambda _: httpx.Response(200, json={"choices": [choice(0, [4, 8, 6])]})) as rollouts:
+        [[one]] = rollouts.sample(["text"], max_tokens=3)
+    assert one == Rollout(
+        prompt_ids=[1, 2],
+        token_ids=[4, 8, 6],
+        logprobs=[-2.0, -4.0, -3.0],
+        sampling_logprobs=[-1.0, -2.0, -1.5],
+        snapshots=["a", "b", "b"],
+        finish_reason="length",
+        text="\x04\x08\x06",
+    )
+
+
+def test_what_is_asked_of_the_server() -> None:
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"choices": [choice(0, [4])]})
+
+    with client(answer, model="m", api_key="k") as rollouts:
+        rollouts.sample([[5]], max_tokens=1, at_least="step-3", wait_s=7, sessions=["s"], temperature=0.5)
+    [request] = asked
+    assert str(request.url) == "http://server/v1/completions"
+    assert json.loads(request.content) == {
+        "model": "m", "prompt": [5], "max_tokens": 1, "n": 1, "logprobs": True, "return_token_ids": True, "temperature": 0.5,
+    }  # fmt: skip
+    told = {name: request.headers[name] for name in request.headers if name.startswith("x-")}
+    assert told == {
+        "x-api-key": "k",
+        "x-midstream-min-snapshot": "step-3",
+        "x-midstream-snapshot-wait": "7",
+        "x-multi-turn-session-id": "s",
+    }
+
+
+def test_what_a_retry_cures_is_asked_again_and_a_refusal_is_told() -> None:
+    statuses = [503, 425, 200]
+
+    def busy(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(statuses.pop(0), json={"choices": [choice(0, [4])]})
+
+    with client(busy, parallel=1) as rollouts:
+        [[one]] = rollouts.sample([[5]], max_tokens=1)
+    assert (one.token_ids, statuses) == ([4], [])
+    refusal = {"error": {"message": "max_tokens: must be above 0"}}
+    with (
+        client(lambda _: httpx.Response(400, json=refusal)) as rollouts,
+        pytest.raises(SignalRefused, match="max_tokens: must be above 0"),
+    ):
+        rollouts.sample([[5]], max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"logprobs": None}, {"token_ids": [4, 5, 6]}, {"snapshots": []}, {"token_ids": None}], ids=str
+)
+def test_an_answer_without_its_records_is_no_rollout(changed: dict[str, Any]) -> None:
+    answer = {"choices": [choice(0, [4, 8], **changed)]}
+    with (
+        client(lambda _: httpx.Response(200, json=answer)) as rollouts,
+        pytest.raises(PublishError, match="records of tokens"),
+    ):
+        rollouts.sample([[5]], max_tokens=2)
+
+
+def of(*snapshots: str) -> Rollout:
+    count = len(snapshots)
+    return Rollout([1], [0] * count, [0.0] * count, [0.0] * count, list(snapshots), "stop", "")
+
+
+def test_a_rollout_is_as_old_as_its_oldest_token() -> None:
+    signalled = ["s0", "s1", "s2"]
+    assert [staleness(of(*s), signalled) for s in (("s2",), ("s1", "s2"), ("s0", "s2"), ("base",), ())] == [
+        0,
+        1,
+        2,
+        3,
+        0,
+    ]
+    old, new = of("s0", "s2"), of("s1")
+    assert fresh([old, new, old], signalled, 1) == [new]
+
+
+def test_importance_ratios_are_of_the_sampled_distribution_and_have_a_bound() -> None:
+    assert importance_ratios([-1.0, -2.0], [-1.0, -1.0]) == pytest.approx([1.0, 0.36787944])
+    assert importance_ratios([0.0, -1.0], [-2.0, -1.0], most=2.0) == [2.0, 1.0]
+    with pytest.raises(ValueError, match="zip"):
+        importance_ratios([0.0], [0.0, 1.0])
+
+
+def test_a_session_is_named_for_each_prompt_or_for_none() -> None:
+    with (
+        client(lambda _: httpx.Response(500)) as rollouts,
+        pytest.raises(ValueError, match="sessions: 1 keys for 2"),
+    ):
+        rollouts.sample([[1], [2]], max_tokens=1, sessions=["s"])
