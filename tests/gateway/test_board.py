@@ -12,6 +12,7 @@ from midstream.core.types import EngineStats, PolicyReport, ReplicaReport, Stage
 from midstream.core.versions import ServedNames
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.tally import Siblings, Tally
 from midstream.ledger import Signalled
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -136,6 +137,36 @@ def test_a_key_for_another_deployment_sees_nothing_of_this_one() -> None:
     other = parse_grant(["observe:other"])
     assert bed.board.swaps(other) == []
     [(_, sample)] = bed.board.samples(other)
-    assert (sample.replicas, sample.answered) == ({}, 0)
+    assert (sample.replicas, sample.answered, sample.sessions) == ({}, None, None)
     sections = bed.board.sections(other)
     assert (sections["replicas"], sections["server"]["deployments"], "counts" in sections) == ([], [], False)
+
+
+def test_a_policy_that_is_made_anew_has_swaps_of_its_own() -> None:
+    bed = Bed()
+    bed.report(0, policies=(PolicyReport(policy="red", made=1.0, transitions=moves("s1", 1, LOADS)),))
+    bed.report(0, policies=(PolicyReport(policy="red", made=2.0, transitions=moves("s2", 1, LOADS[:2])),))
+    found = [(s.snapshot, [stage for stage, _ in s.stages]) for s in bed.board.swaps(EVERYTHING)]
+    assert found[-1] == ("s2", ["downloading", "staging"])
+    assert len(bed.board._seen) == 2
+
+
+def test_a_pause_is_of_the_snapshot_that_it_names() -> None:
+    bed = Bed()
+    timing = SwapTiming(snapshot="older", generation=1, pause_ms=9.0)
+    bed.report(0, transitions=moves("s1", 1, LOADS[:2]), last_swap=timing, swaps=(timing,))
+    [swap] = bed.board.swaps(EVERYTHING)
+    assert swap.pause_ms is None
+
+
+def test_counts_of_other_gateways_begin_another_row_of_counts() -> None:
+    bed = Bed()
+    bed.report(0)
+    told = Siblings(listening=1, tally=Tally(requests=[("completions", 200, 1_000_000)]))
+    bed.metrics.siblings = lambda: told
+    for _ in range(2):
+        bed.now += SAMPLE_EVERY_S
+        bed.board.look()
+    samples = [sample for _, sample in bed.board.samples(EVERYTHING)]
+    assert [sample.answered for sample in samples] == [0, 1_000_000, 1_000_000]
+    assert samples[0].counts != samples[1].counts == samples[2].counts

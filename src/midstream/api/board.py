@@ -23,6 +23,7 @@ from midstream.core.scopes import OBSERVE, Grant
 from midstream.core.types import PolicyReport, ReplicaReport, Stage, Transition
 from midstream.fleet.access import shown_only
 from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.tally import Tally
 from midstream.fleet.view import ReplicaView
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -30,6 +31,10 @@ SAMPLE_EVERY_S = 2.0
 #: 15 minutes.
 SAMPLES_KEPT = 450
 SWAPS_KEPT = 512
+#: Replicas that are not heard are remembered while there are no more parts than these.
+PARTS_KEPT = 65_536
+#: Path classes of requests that are no rollouts.
+NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
 #: Rows of policies that are shown: those that replicas hold, by name.
 POLICIES_SHOWN = 512
 
@@ -39,14 +44,26 @@ ReplicaSample = tuple[int, int, int, int, int, float, int, int]
 
 
 class Sample(NamedTuple):
-    """at: seconds since the epoch. answered, failed, cut: requests for inference so far, in all gateways."""
+    """at: seconds since the epoch. answered, failed, cut: requests for inference so far, in all gateways; None to a key that is
+    not shown them. counts: grows when the gateways behind these counts are others, so that the counts may jump."""
 
     at: float
     replicas: dict[str, ReplicaSample]
-    answered: int
-    failed: int
-    cut: int
-    sessions: int
+    answered: int | None
+    failed: int | None
+    cut: int | None
+    sessions: int | None
+    counts: int = 0
+
+
+class _Part(NamedTuple):
+    """What makes swaps of its own: a boot of a replica, and each policy on it. policy: "" of the deployment's own weights.
+    made: when the policy was made; one of the same name that is made later is another."""
+
+    replica: str
+    boot: str
+    policy: str
+    made: float
 
 
 class Swap(msgspec.Struct, kw_only=True):
@@ -84,11 +101,13 @@ class Board:
         self._sampled_at = float("-inf")
         self._samples: deque[tuple[int, Sample]] = deque(maxlen=SAMPLES_KEPT)
         self._taken = 0
-        self._swaps: OrderedDict[tuple[str, str, str, str, int], Swap] = OrderedDict()
+        self._swaps: OrderedDict[tuple[str, _Part, int], Swap] = OrderedDict()
         self._number = 0
-        # The last transition that was seen, by replica, boot and policy.
-        self._seen: dict[tuple[str, str, str], int] = {}
+        # The last transition that was seen, of each part of the newest reports.
+        self._seen: dict[_Part, int] = {}
         self._boots: dict[str, tuple[str, int]] = {}
+        self._counting: tuple[bool, int] = (False, 0)
+        self._counts_of = 0
 
     def __repr__(self) -> str:
         return f"Board({len(self._samples)} samples, {len(self._swaps)} swaps)"
@@ -97,41 +116,49 @@ class Board:
 
     def look(self) -> None:
         """Learn of swaps, and take a sample if the last one is SAMPLE_EVERY_S old. Cheap: called in every round."""
+        seen: dict[_Part, int] = {}
         for deployment in self._deployments:
             for view in deployment.replicas.views:
                 if view.report is not None:
-                    self._learn_of(deployment, view.name, view.report)
+                    self._learn_of(deployment, view.name, view.report, seen)
+        # One that is not heard now may be heard again.
+        heard = {key.replica for key in seen}
+        self._seen = seen | {key: seq for key, seq in self._seen.items() if key.replica not in heard}
+        if len(self._seen) > PARTS_KEPT:
+            self._seen = seen
         if self._monotonic() - self._sampled_at >= SAMPLE_EVERY_S:
             self._sampled_at = self._monotonic()
             self._taken += 1
             self._samples.append((self._taken, self._sample()))
 
-    def _learn_of(self, deployment: Deployment, replica: str, report: ReplicaReport) -> None:
+    def _learn_of(
+        self, deployment: Deployment, replica: str, report: ReplicaReport, learnt: dict[_Part, int]
+    ) -> None:
+        """learnt: what was seen of each part, to be added to."""
         parts: list[ReplicaReport | PolicyReport] = [report, *report.policies]
         for part in parts:
-            policy = part.policy if isinstance(part, PolicyReport) else ""
-            key = (replica, report.boot, policy)
+            policy = (part.policy, part.made) if isinstance(part, PolicyReport) else ("", 0.0)
+            key = _Part(replica, report.boot, *policy)
             seen = self._seen.get(key, -1)
-            if part.transitions and part.transitions[-1].seq > seen:
-                self._seen[key] = part.transitions[-1].seq
+            learnt[key] = part.transitions[-1].seq if part.transitions else seen
+            if learnt[key] > seen:
                 for moved in part.transitions:
                     if moved.seq > seen:
                         self._moved(deployment.name, key, moved)
             self._time(deployment.name, key, part)
 
-    def _moved(self, deployment: str, key: tuple[str, str, str], moved: Transition) -> None:
-        replica, boot, policy = key
-        at = (deployment, replica, boot, policy, moved.generation)
+    def _moved(self, deployment: str, key: _Part, moved: Transition) -> None:
+        at = (deployment, key, moved.generation)
         swap = self._swaps.get(at)
         if swap is None or swap.snapshot != moved.snapshot:
             swap = self._swaps[at] = Swap(
                 number=0,
                 deployment=deployment,
-                replica=replica,
-                boot=boot,
+                replica=key.replica,
+                boot=key.boot,
                 generation=moved.generation,
                 snapshot=moved.snapshot,
-                policy=policy,
+                policy=key.policy,
                 stages=[],
             )
             self._swaps.move_to_end(at)
@@ -141,10 +168,12 @@ class Board:
         swap.error = moved.detail or None if moved.stage is Stage.ERROR else None
         self._changed(swap)
 
-    def _time(self, deployment: str, key: tuple[str, str, str], part: ReplicaReport | PolicyReport) -> None:
+    def _time(self, deployment: str, key: _Part, part: ReplicaReport | PolicyReport) -> None:
         for timing in part.swaps if isinstance(part, ReplicaReport) else (part.last_swap,):
-            swap = None if timing is None else self._swaps.get((deployment, *key, timing.generation))
-            if timing is not None and swap is not None and swap.pause_ms is None:
+            swap = None if timing is None else self._swaps.get((deployment, key, timing.generation))
+            if timing is None or swap is None or swap.snapshot != timing.snapshot:
+                continue
+            if swap.pause_ms is None:
                 swap.pause_ms, swap.streams_crossed = timing.pause_ms, timing.streams_crossed
                 self._changed(swap)
 
@@ -158,14 +187,18 @@ class Board:
             for view in deployment.replicas.views:
                 if (report := view.report) is not None:
                     replicas[view.name] = self._of_replica(deployment, view.name, report)
-        answered, failed, cut = self._counted()
-        return Sample(self._now(), replicas, answered, failed, cut, sum(map(_sessions, self._deployments)))
+        self._boots = {name: boot for name, boot in self._boots.items() if name in replicas}
+        siblings = self._metrics.siblings()
+        if self._counting != (counting := (siblings.tally == Tally(), siblings.listening)):
+            self._counting = counting
+            self._counts_of += 1
+        counted, sessions = self._counted(), sum(map(_sessions, self._deployments))
+        return Sample(self._now(), replicas, *counted, sessions, self._counts_of)
 
     def _of_replica(self, deployment: Deployment, name: str, report: ReplicaReport) -> ReplicaSample:
         known = self._boots.get(name)
         if known is None or known[0] != report.boot:
             known = self._boots[name] = (report.boot, 0 if known is None else known[1] + 1)
-            self._seen = {of: seq for of, seq in self._seen.items() if of[0] != name or of[1] == report.boot}
         engine = report.engine
         used = engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else 0.0
         return (
@@ -184,7 +217,7 @@ class Board:
         tally = self._metrics.in_all()
         answered = failed = 0
         for path, status, count in tally.requests:
-            if path in ("control", "refused", "dashboard"):
+            if path in NO_ROLLOUTS:
                 continue
             answered += count
             failed += count if status >= 500 else 0
@@ -217,7 +250,7 @@ class Board:
         for number, sample in self._samples:
             if number > after:
                 kept = {name: of for name, of in sample.replicas.items() if everything or name in names}
-                counted = sample if everything else Sample(sample.at, {}, 0, 0, 0, 0)
+                counted = sample if everything else Sample(sample.at, {}, None, None, None, None)
                 yield number, counted._replace(replicas=kept)
 
     def _server(self, shown: Iterable[Deployment]) -> dict[str, Any]:

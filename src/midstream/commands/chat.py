@@ -61,7 +61,7 @@ class Answer:
         if self.first_at is not None:
             parts.append(f"the first after {(self.first_at - self.asked_at) * 1000:.0f} ms")
         if self.finish_reason not in (None, "stop"):
-            parts.append(f"ended by {self.finish_reason}")
+            parts.append(f"ended by {plain(str(self.finish_reason))}")
         return "; ".join(parts)
 
     def numbers(self, prompt: str, session: str) -> dict[str, Any]:
@@ -217,6 +217,7 @@ def _first_model(options: argparse.Namespace) -> str:
 
 
 def _answer_lines(conversation: Conversation, lines: TextIO, as_json: bool) -> int:
+    show = _shown if sys.stdout.isatty() else str
     for line in lines:
         prompt = line.strip()
         if prompt == EXIT:
@@ -228,7 +229,7 @@ def _answer_lines(conversation: Conversation, lines: TextIO, as_json: bool) -> i
                 answer = conversation.ask(prompt, lambda text: None)
                 print(json.dumps(answer.numbers(prompt, conversation.session)), flush=True)
             else:
-                answer = conversation.ask(prompt, lambda text: print(text, end="", flush=True))
+                answer = conversation.ask(prompt, lambda text: print(show(text), end="", flush=True))
                 print(flush=True)
                 print(answer.summary(), file=sys.stderr)
             if answer.finish_reason == "you":

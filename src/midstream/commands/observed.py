@@ -25,8 +25,8 @@ SLOW_EVERY_S = 3.0
 SESSIONS_MAX = 1000
 SESSIONS_SHOWN = 8
 SNAPSHOTS_SHOWN = 6
-#: Requests that are no rollouts: probes and calls of the control API.
-CONTROL = "control"
+#: Path classes of requests that are no rollouts: calls of the control API, pages, and what no path is known of.
+NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
 
 Metrics = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 
@@ -35,7 +35,8 @@ Metrics = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 class Look:
     """What one look saw. at: seconds since the epoch. deployment: its full name, None when several could be meant.
 
-    sessions: as GET /v1/sessions lists them, SESSIONS_MAX at most. ledger: None when it was not to be had.
+    sessions: as GET /v1/sessions lists them, SESSIONS_MAX at most. sessions, ledger: None when they were not to be
+    had.
     """
 
     at: float
@@ -46,7 +47,7 @@ class Look:
     metrics: Metrics
     policies: Sequence[Mapping[str, Any]] = ()
     ledger: Mapping[str, Any] | None = None
-    sessions: Sequence[Mapping[str, Any]] = ()
+    sessions: Sequence[Mapping[str, Any]] | None = None
     more_sessions: bool = False
 
 
@@ -166,7 +167,7 @@ def _rate(now: float | None, then: float | None, seconds: float) -> float | None
 
 
 def _of_clients(labels: Mapping[str, str]) -> bool:
-    return labels.get("path") != CONTROL
+    return labels.get("path") not in NO_ROLLOUTS
 
 
 def _failed(labels: Mapping[str, str]) -> bool:
@@ -269,11 +270,12 @@ def _snapshots(ledger: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 def _sessions(look: Look) -> dict[str, Any]:
     """count: None when it is not known. recent: those that were used last."""
-    recent = sorted(look.sessions, key=lambda row: row["used_at"], reverse=True)[:SESSIONS_SHOWN]
+    listed, whole = look.sessions or (), look.sessions is not None and not look.more_sessions
+    recent = sorted(listed, key=lambda row: row["used_at"], reverse=True)[:SESSIONS_SHOWN]
     known = _sum(look, "midstream_gateway_sessions")
     return {
-        "count": int(known) if known is not None else None if look.more_sessions else len(look.sessions),
-        "open_turns": sum(row["open_turns"] for row in look.sessions),
+        "count": int(known) if known is not None else len(listed) if whole else None,
+        "open_turns": sum(row["open_turns"] for row in listed) if whole else None,
         "recent": [
             {
                 key: row.get(key)

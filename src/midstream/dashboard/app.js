@@ -2,12 +2,13 @@
 // Always holds: text from the server becomes text on the page, never markup. What the event stream does not tell is read from the
 // API when it is looked at, and not more often than every 5 seconds.
 
-import { Charts, Samples, STAGES, Timeline, bytes, clock, colorOf, number, share } from "./charts.js";
+import { Charts, Samples, STAGES, Timeline, bytes, clock, endOf, number, share } from "./charts.js";
 import { Trace } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
 const READ_AGAIN_MS = 5000;
 const SWAPS_LISTED = 40;
+const SWAPS_KEPT = 512;
 const known = { server: null, replicas: [], policies: [], counts: null, swaps: new Map(), samples: new Samples(), deployment: "" };
 let key = sessionStorage.getItem("midstream-key") ?? "";
 
@@ -58,7 +59,7 @@ async function events(body) {
     text = whole.pop();
     for (const event of whole) {
       const name = event.match(/^event: (.*)$/m)?.[1];
-      if (name) take(name, JSON.parse(event.match(/^data: (.*)$/m)[1]));
+      if (name) take(name, JSON.parse(event.match(/^data: ([^\n]*)/m)[1]));
     }
     soon();
   }
@@ -71,8 +72,16 @@ function fresh() {
 
 function take(name, data) {
   if (name === "samples") known.samples.add(data);
-  else if (name === "swaps") for (const swap of data) known.swaps.set([swap.replica, swap.boot, swap.policy, swap.generation].join(), swap);
+  else if (name === "swaps") data.forEach(keepSwap);
   else known[name] = data;
+}
+
+// The newest are the last ones, and a page that stays open keeps no more of them than the server does.
+function keepSwap(swap) {
+  const id = [swap.replica, swap.boot, swap.policy, swap.generation].join();
+  known.swaps.delete(id);
+  known.swaps.set(id, swap);
+  if (known.swaps.size > SWAPS_KEPT) known.swaps.delete(known.swaps.keys().next().value);
 }
 
 function state(text, how) {
@@ -109,6 +118,9 @@ const mood = (text, good) => ({ text, as: good ? "good" : "bad" });
 
 // rows: {key, cells, open}: `open` is what a click or Enter does.
 function table(place, heads, rows, empty) {
+  // What somebody selects, to copy it, stays until it is let go.
+  const selected = getSelection();
+  if (!selected.isCollapsed && place.contains(selected.anchorNode)) return;
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   const made = document.createElement("table");
   const head = made.createTHead().insertRow();
@@ -168,7 +180,7 @@ function drawSwaps(anew) {
   timeline.draw(swaps, known.samples, anew);
   const heads = ["replica", "snapshot", "policy", "begun", "took s", "stage", "pause ms", "streams crossed", "error"];
   table($("swap-table"), heads, swaps.slice(-SWAPS_LISTED).reverse().map((one) => {
-    const [stage, until] = one.stages.at(-1);
+    const [stage] = one.stages.at(-1), until = endOf(one, known.samples);
     return { key: [one.replica, one.boot, one.policy, one.generation].join(), cells: [one.replica, one.snapshot, one.policy, clock(one.stages[0][1]),
       num(number(until - one.stages[0][1])), mood(stage === "idle" ? "ready" : stage, stage !== "error"),
       num(number(one.pause_ms)), num(one.streams_crossed ?? "–"), one.error ? long(one.error) : ""] };
@@ -177,8 +189,9 @@ function drawSwaps(anew) {
 
 function drawPolicies() {
   table($("policy-table"), ["policy", "deployment", "in flight", "snapshots", "bytes", "error"], known.policies.map((one) => {
-    const served = Map.groupBy(Object.entries(one.replicas), ([, [snapshot]]) => snapshot);
-    const where = [...served].map(([snapshot, on]) => `${snapshot} on ${on.length}`).join(", ");
+    const served = new Map();
+    for (const [snapshot] of Object.values(one.replicas)) served.set(snapshot, (served.get(snapshot) ?? 0) + 1);
+    const where = [...served].map(([snapshot, count]) => `${snapshot} on ${count}`).join(", ");
     return { key: one.policy, cells: [one.policy, short(one.deployment), num(one.in_flight), long(where), num(bytes(policyBytes.get(one.policy))), one.error ? long(one.error) : ""] };
   }), "No replica holds a policy.");
 }
@@ -206,7 +219,7 @@ async function drawSnapshots() {
   const name = known.deployment || known.server.deployments[0]?.name;
   if (!name) return;
   ledger = await read(`/v1/${name}/ledger?limit=1000`);
-  table($("snapshot-table"), ["snapshot", "kind", "bytes", "stands on", "signalled", "ready after s", "replicas", "cache"], ledger.snapshots.toReversed().map((one) => ({
+  table($("snapshot-table"), ["snapshot", "kind", "bytes", "stands on", "signalled", "ready after s", "replicas", "cache"], [...ledger.snapshots].reverse().map((one) => ({
     key: one.identity, cells: [one.identity === ledger.desired_snapshot_identity ? `${one.identity} (desired)` : one.identity, one.kind,
       num(bytes(one.files?.reduce((sum, file) => sum + file.size, 0))), one.previous_snapshot_identity ?? "", clock(one.signalled_at),
       num(one.ready_at ? number(one.ready_at - one.first_signalled_at) : "–"),
@@ -239,7 +252,8 @@ async function drawSessions() {
   table($("session-table"), ["session", "replica", "turns", "open", "prompt tokens", "cached", "generated", "first token s", "token every s", "last used"], rows.map((one) => ({
     key: one.id, open: () => openTrace(one.id), cells: [one.id, one.replica, num(one.turns), num(one.open_turns), num(number(one.prompt_tokens)), num(share(one.cached_share)),
       num(number(one.generated_tokens)), num(number(one.mean_time_to_first_token_s)), num(number(one.mean_inter_token_s)), clock(one.used_at)] })),
-  query ? "No session's key begins so." : "No session is known.");
+  query ? "No session's key begins so." : "No session of this key's tenant is known.");
+  $("session-note").textContent = listed.has_more ? "The first 100 keys in order, of more: search for others." : "";
 }
 
 async function openTrace(id) {
@@ -282,6 +296,7 @@ class Reader {
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       this.place.textContent = error.message;
+      this.last = undefined;
     } finally {
       this.busy = false;
     }
@@ -325,7 +340,8 @@ function drawDeployments() {
   $("deployment-of").hidden = names.length < 2;
   if ([...$("deployment").options].map((one) => one.value).join() !== names.join()) {
     $("deployment").replaceChildren(...names.map((name) => new Option(short(name), name)));
-    known.deployment = names.length > 1 ? names[0] : "";
+    if (!names.includes(known.deployment)) known.deployment = names.length > 1 ? names[0] : "";
+    $("deployment").value = known.deployment;
   }
 }
 

@@ -21,6 +21,12 @@ export function bytes(value) {
 }
 export const clock = (at) => (at ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "–");
 
+// When a swap ended, or the newest sample's time while it goes on.
+export function endOf(swap, samples) {
+  const [stage, at] = swap.stages.at(-1);
+  return stage === "idle" || stage === "error" ? at : Math.max(at, samples.times.at(-1) ?? at);
+}
+
 // At most so many samples are drawn: 15 minutes.
 const KEPT = 450;
 
@@ -37,7 +43,7 @@ export class Samples {
     return this.#rates((one) => one[1][replica]?.[index], (one) => one[1][replica]?.[7]);
   }
   // Of a count of the gateways, a second.
-  counted(index) { return this.#rates((one) => one[index], () => 0); }
+  counted(index) { return this.#rates((one) => one[index] ?? undefined, (one) => one[6]); }
   total(of) {
     return this.all.map((_, at) => {
       const found = of.map((values) => values[at]).filter((value) => value !== null);
@@ -81,6 +87,7 @@ export class Charts {
       let known = this.drawn[at];
       if (!known || known.names !== names || anew) {
         known?.chart.destroy();
+        known?.watch.disconnect();
         known = this.drawn[at] = { names, ...this.#make(plot, lines, data, known?.figure) };
       } else known.chart.setData(data);
     });
@@ -101,8 +108,9 @@ export class Charts {
       width: Math.max(hold.clientWidth, 240), height: 190, axes: axes(plot.unit), cursor: { sync: { key: "midstream" } },
       scales: { y: { range: (_, low, high) => [Math.min(low ?? 0, 0), high > 0 ? high * 1.08 : 1] } },
       series: [{ label: "time", value: (_, at) => clock(at) }, ...series] }, data, hold);
-    new ResizeObserver(() => hold.clientWidth && chart.setSize({ width: hold.clientWidth, height: 190 })).observe(hold);
-    return { chart, figure };
+    const watch = new ResizeObserver(() => hold.clientWidth && chart.setSize({ width: hold.clientWidth, height: 190 }));
+    watch.observe(hold);
+    return { chart, figure, watch };
   }
 }
 
@@ -115,9 +123,10 @@ export class Timeline {
   draw(swaps, samples, anew = false) {
     const lanes = [...new Set([...samples.replicas, ...swaps.map((swap) => swap.replica)])].sort();
     const times = samples.times;
-    const until = Math.max(times.at(-1) ?? 0, ...swaps.flatMap((s) => s.stages.map(([, at]) => at)), 1);
+    const until = swaps.reduce((last, swap) => Math.max(last, swap.stages.at(-1)[1]), times.at(-1) ?? 1);
     const from = Math.min(times[0] ?? until - 60, until - 60);
-    this.swaps = swaps.filter((swap) => swap.stages.at(-1)[1] >= from);
+    this.samples = samples;
+    this.swaps = swaps.filter((swap) => endOf(swap, samples) >= from);
     this.range = [from, until];
     if (!this.chart || this.lanes?.join() !== lanes.join() || anew) { this.lanes = lanes; this.#make(); }
     // Two points, so that the axis has what it spans.
@@ -127,6 +136,7 @@ export class Timeline {
   }
   #make() {
     this.chart?.destroy();
+    this.watch?.disconnect();
     const height = 60 + LANE * Math.max(this.lanes.length, 1);
     const line = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
     this.chart = new uPlot({
@@ -140,7 +150,8 @@ export class Timeline {
         setSelect: [() => { this.zoomed = true; }] } }, [[...this.range], [0, 0]], this.place);
     this.chart.over.addEventListener("dblclick", () => { this.zoomed = false; });
     this.chart.over.addEventListener("mouseleave", () => { this.tip.hidden = true; });
-    new ResizeObserver(() => this.place.clientWidth && this.chart.setSize({ width: this.place.clientWidth, height })).observe(this.place);
+    this.watch = new ResizeObserver(() => this.place.clientWidth && this.chart.setSize({ width: this.place.clientWidth, height }));
+    this.watch.observe(this.place);
   }
   #boxes(chart) {
     const ctx = chart.ctx, ratio = devicePixelRatio;
@@ -153,7 +164,7 @@ export class Timeline {
       const lane = this.lanes.indexOf(swap.replica);
       const top = chart.valToPos(this.lanes.length - lane - 0.15, "y", true), bottom = chart.valToPos(this.lanes.length - lane - 0.85, "y", true);
       swap.stages.forEach(([stage, at], index) => {
-        const [end, left] = [swap.stages[index + 1]?.[1] ?? at, chart.valToPos(at, "x", true)];
+        const [end, left] = [swap.stages[index + 1]?.[1] ?? endOf(swap, this.samples), chart.valToPos(at, "x", true)];
         const width = Math.max(chart.valToPos(end, "x", true) - left, 2 * ratio);
         const found = STAGES.find(([name]) => name === stage);
         ctx.fillStyle = stage === "error" ? css("--bad") : found ? colorOf(found[1]) : css("--good");
@@ -171,7 +182,7 @@ export class Timeline {
     const { left, top } = chart.cursor;
     const x = left + chart.bbox.left / devicePixelRatio;
     const lane = this.lanes.length - 1 - Math.floor(chart.posToVal(top, "y"));
-    const box = this.boxes.findLast((one) => one.lane === lane && x >= one.left - 3 && x <= one.right + 3);
+    const box = [...this.boxes].reverse().find((one) => one.lane === lane && x >= one.left - 3 && x <= one.right + 3);
     this.tip.hidden = !box;
     if (!box) return;
     const { swap } = box;

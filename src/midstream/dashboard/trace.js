@@ -6,6 +6,8 @@ import { colorOf, number, clock } from "./charts.js";
 const UNDERLINES = ["solid", "dashed", "dotted", "double"];
 // Of one turn; the rest is said to be there.
 const TOKENS_SHOWN = 4000;
+// Of all turns together.
+const SPANS_SHOWN = 20000;
 
 export const snapshotAt = (spans, position) => spans.find((span) => position >= span.start && position < span.end)?.snapshot ?? null;
 
@@ -31,11 +33,17 @@ export class Trace {
     this.about = new Map();
     this.place.replaceChildren();
     this.legend.replaceChildren();
-    let tokens = 0;
+    // Another session may be chosen while this one's texts are asked for.
+    const mine = this.shown = Symbol(key);
+    let tokens = 0, spans = 0, left = 0;
     for (const trace of told.traces) {
       for (const turn of trace.turns) {
         tokens += turn.token_ids.length;
-        this.place.append(await this.#turn(trace, turn));
+        spans += Math.min(turn.added.length + turn.token_ids.length, TOKENS_SHOWN);
+        if (spans > SPANS_SHOWN) { left += 1; continue; }
+        const block = await this.#turn(trace, turn);
+        if (this.shown !== mine) return;
+        this.place.append(block);
       }
     }
     for (const [snapshot, at] of this.marks) {
@@ -47,7 +55,7 @@ export class Trace {
     const turns = told.traces.reduce((count, trace) => count + trace.turns.length, 0);
     const lost = told.traces.some((trace) => trace.forgotten) ? " Older turns were dropped for want of memory." : "";
     const silent = told.unreachable.length ? ` No answer of ${told.unreachable.join(", ")}.` : "";
-    this.note.textContent = `${key}: ${turns} turns, ${tokens} sampled tokens.${lost}${silent} Arrow keys go from token to token.`;
+    this.note.textContent = `${key}: ${turns} turns, ${tokens} sampled tokens.${left ? ` The last ${left} turns are too many to show.` : ""}${lost}${silent} Arrow keys go from token to token.`;
   }
 
   #mark(snapshot) {
