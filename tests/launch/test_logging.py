@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import datetime
@@ -115,3 +116,48 @@ def test_a_log_that_cannot_be_written_harms_nobody() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("goes on", "")
+
+
+LONG = """
+import logging, sys
+from midstream.core import logs
+logs.configure(sys.argv[1], logs.Logging(format="json"))
+for number in range(100):
+    try:
+        raise ValueError("w" * 9000)
+    except ValueError:
+        logging.getLogger("x").exception("%d: %s", number, "é" * 3000)
+"""
+
+
+def test_long_lines_of_several_processes_stay_apart_in_one_pipe() -> None:
+    read, write = os.pipe()
+    processes = [subprocess.Popen([sys.executable, "-c", LONG, f"p{n}"], stderr=write) for n in range(3)]
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        lines = [json.loads(line) for line in pipe]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert len(lines) == 300
+    for name in ("p0", "p1", "p2"):
+        mine = [line for line in lines if line["process"] == name]
+        assert [int(line["message"].partition(":")[0]) for line in mine] == list(range(100))
+        # What a traceback says last is kept.
+        assert all(line["exception"].endswith("w") for line in mine)
+
+
+def test_a_bar_of_progress_is_told_as_it_was_last_and_a_closed_output_ends_nothing() -> None:
+    code = (
+        "import sys; from midstream.core import logs; logs.configure('engine', logs.Logging(format='json')); "
+        "[sys.stderr.write(f'\\r{n} of 5000') for n in range(5001)]; sys.stderr.write('\\n'); "
+        "print('x' * 5000, end='', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [json.loads(line)["message"] for line in done.stderr.splitlines()]
+    assert lines[0] == "5000 of 5000"
+    assert lines[1].startswith("x" * 900)
+    assert done.returncode == 0

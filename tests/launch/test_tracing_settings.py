@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
-from midstream.core.config import TracingSettings, load_settings
+from midstream.core.config import TracingSettings
 from midstream.core.errors import ConfigError
+from midstream.core.settings import load_settings
 from midstream.core.tracing import trace_of_signal
+from midstream.core.types import Desired
 from midstream.launch.tracing import check, tracer_of, wanted
 
 NAMED = TracingSettings(endpoint="http://127.0.0.1:4318")
@@ -51,6 +54,21 @@ def test_without_the_extra_a_setting_is_an_error_and_the_environment_is_not(
     assert "midstream[otel]" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("OTEL_BSP_MAX_QUEUE_SIZE", "256"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x")]
+)
+def test_a_wrong_standard_variable_ends_the_start_with_a_line_or_spans_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="tracing: a variable OTEL_"):
+        check(NAMED)
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
+    with tracer_of(TracingSettings(), "gateway") as tracer:
+        assert tracer is None
+    assert "OTEL_" in caplog.text
+
+
 def test_while_tracing_is_off_nothing_of_it_is_imported() -> None:
     script = """
 import sys
@@ -65,7 +83,7 @@ assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 
 
 def test_an_endpoint_is_a_url_without_a_password() -> None:
-    for wrong in ("127.0.0.1:4318", "http://user:secret@host:4318", "http://"):
+    for wrong in ("127.0.0.1:4318", "http://user:secret@host:4318", "http://h:1/?token=x", "http://"):
         with pytest.raises(
             ConfigError, match=r"tracing\.endpoint must be of the form http://HOST:PORT"
         ) as raised:
@@ -75,7 +93,12 @@ def test_an_endpoint_is_a_url_without_a_password() -> None:
 
 
 def test_all_replicas_of_a_signal_have_one_trace_and_signals_have_their_own() -> None:
-    traces = [trace_of_signal(*of) for of in (("d", "", 1), ("d", "", 2), ("d", "p", 1), ("e", "", 1))]
-    assert len(set(traces)) == 4
-    assert traces[0] == trace_of_signal("d", "", 1)
+    one = Desired(snapshot="s", generation=1, url="file:///b/s", fingerprint="f")
+    others = [
+        {"generation": 2}, {"policy": "p"}, {"policy": "p", "made": 1.0}, {"url": "file:///c/s"}, {"fingerprint": "g"},
+    ]  # fmt: skip
+    traces = [trace_of_signal("d", msgspec.structs.replace(one, **other)) for other in ({}, *others)]
+    traces.append(trace_of_signal("e", one))
+    assert len(set(traces)) == 7
+    assert traces[0] == trace_of_signal("d", msgspec.structs.replace(one, hold=True, let_go=3))
     assert all(len(trace) == 16 and any(trace) for trace in traces)

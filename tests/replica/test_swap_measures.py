@@ -48,7 +48,12 @@ def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tm
         await source.fetching.wait()
         replica.desire(desired("v4", 4))
         await until(replica, "ready", 2)
-        assert replica.sessions.measures.told().counts["swaps"] == {"ready": 2, "failed": 1, "superseded": 1}
+        assert replica.sessions.measures.told().counts["swaps"] == {
+            "ready": 2,
+            "failed": 1,
+            "superseded": 1,
+            "stopped": 0,
+        }
         found = told(replica)
         ended = {stage: found[f"swap_{stage}_seconds"][0] for stage in SWAP_STAGES}
         assert ended == {
@@ -61,7 +66,7 @@ def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tm
         assert stages >= found["swap_seconds"][1] > 0
 
         swaps = [span for span in exporter.get_finished_spans() if span.name == "swap"]
-        assert [int(trace_of_signal(DEPLOYMENT, "", n).hex(), 16) for n in (1, 2, 3, 4)] == [
+        assert [int(trace_of_signal(DEPLOYMENT, desired(f"v{n}", n)).hex(), 16) for n in (1, 2, 3, 4)] == [
             span.context.trace_id for span in swaps if span.context is not None
         ]
         assert [(span.attributes or {})["midstream.outcome"] for span in swaps] == [

@@ -169,7 +169,9 @@ class Board:
         self._changed(swap)
 
     def _time(self, deployment: str, key: _Part, part: ReplicaReport | PolicyReport) -> None:
-        for timing in part.swaps if isinstance(part, ReplicaReport) else (part.last_swap,):
+        # A replica of an older version tells only of the last one.
+        told = part.swaps if isinstance(part, ReplicaReport) else ()
+        for timing in told or (part.last_swap,):
             swap = None if timing is None else self._swaps.get((deployment, key, timing.generation))
             if timing is None or swap is None or swap.snapshot != timing.snapshot:
                 continue

@@ -248,7 +248,10 @@ class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     endpoint: (
         Annotated[
             str,
-            Meta(pattern=r"^https?://[^/\s@]+(/\S*)?\Z", description="must be of the form http://HOST:PORT"),
+            Meta(
+                pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?\Z",
+                description="must be of the form http://HOST:PORT",
+            ),
         ]
         | None
     ) = None

@@ -29,6 +29,10 @@ LogFormat = Literal["text", "json"]
 
 #: What a log call may say as `extra`, beside its message.
 FIELDS = ("deployment", "policy", "replica", "session", "snapshot", "child")
+#: Of a line of JSON, with its end: what POSIX has a pipe take in one piece.
+LINE_BYTES_MAX = 4095
+#: Of a line that was printed and has not ended: a longer one is told in parts.
+BEGUN_MAX = 4096
 #: In the environment: how a process logs that this one starts.
 VARIABLE = "MIDSTREAM_LOG"
 #: Libraries whose lines below a warning nobody asked for.
@@ -87,7 +91,23 @@ class JsonFormatter(logging.Formatter):
                 line[name] = str(value)
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=True)
+        return _fitted(line)
+
+
+def _fitted(line: dict[str, Any]) -> str:
+    """As JSON, of LINE_BYTES_MAX at most: a pipe that processes share keeps such lines apart. The end of a traceback says most,
+    and the beginning of a message."""
+    text = json.dumps(line, ensure_ascii=True)
+    for name, part in (
+        ("exception", slice(-1500, None)),
+        ("message", slice(0, 1000)),
+        ("exception", slice(-200, None)),
+    ):
+        if len(text) > LINE_BYTES_MAX and name in line:
+            kept = line[name][part]
+            line[name] = f"... {kept}" if part.start else f"{kept} ..."
+            text = json.dumps(line, ensure_ascii=True)
+    return text
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -116,7 +136,13 @@ class _Printed(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._lock:
-            *lines, self._begun = f"{self._begun}{text}".split("\n")
+            *lines, begun = f"{self._begun}{text}".split("\n")
+            # A bar of progress writes itself over and over.
+            begun = begun.rpartition("\r")[2]
+            lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+            if len(begun) > BEGUN_MAX:
+                lines, begun = [*lines, begun], ""
+            self._begun = begun
         self._say(lines)
         return len(text)
 
@@ -162,7 +188,9 @@ def _catch_the_rest() -> None:
     sys.unraisablehook = lambda failed: _uncaught(
         failed.exc_type, failed.exc_value or failed.exc_type(), failed.exc_traceback
     )
-    same = _same_file(sys.stdout, sys.stderr)
+    if sys.stderr is None:
+        return
+    same = sys.stdout is not None and _same_file(sys.stdout, sys.stderr)
     sys.stderr = _Printed(sys.stderr, "stderr", logging.WARNING)
     if same:
         sys.stdout = _Printed(sys.stdout, "stdout", logging.INFO)

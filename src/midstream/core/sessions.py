@@ -135,10 +135,11 @@ SWAP_MEASURES: dict[str, tuple[float, ...]] = {
 }
 MEASURES = TURN_MEASURES | SWAP_MEASURES
 #: What replicas count, with all values that it is counted by. finishes: choices, by why they ended; abort stands also for
-#: one whose client left or whose engine failed. swaps: superseded by a newer target before they switched.
+#: one whose client left or whose engine failed. swaps: superseded by a newer target; stopped, as the
+#: engine died or the policy was ended meanwhile.
 COUNTS: dict[str, tuple[str, ...]] = {
     "finishes": ("stop", "length", "tool_calls", "abort"),
-    "swaps": ("ready", "failed", "superseded"),
+    "swaps": ("ready", "failed", "superseded", "stopped"),
 }
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from midstream.core.types import Desired
+
 #: W3C Trace Context, version 00: of a client, and between a gateway and its replicas.
 HEADER_TRACEPARENT = "traceparent"
 HEADER_TRACESTATE = "tracestate"
@@ -75,7 +77,17 @@ class Tracer(ABC):
         """A span that has ended. headers: as in `begin`. trace: 16 bytes, the trace's id where there is no parent."""
 
 
-def trace_of_signal(deployment: str, policy: str, generation: int) -> bytes:
-    """The id of the trace that has the swaps of all replicas to what one signal asked for. 16 bytes."""
-    made_of = "\0".join((deployment, policy, str(generation)))
+def trace_of_signal(deployment: str, desired: Desired) -> bytes:
+    """The id of the trace that has the swaps of all replicas to what one signal asked for. 16 bytes.
+
+    Files, and when a policy was made, tell servers and runs apart that share a collector and count alike."""
+    said = (
+        desired.policy,
+        desired.made,
+        desired.generation,
+        desired.snapshot,
+        desired.url,
+        desired.fingerprint,
+    )
+    made_of = "\0".join((deployment, *map(str, said)))
     return hashlib.sha256(made_of.encode()).digest()[:16]

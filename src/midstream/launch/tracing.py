@@ -43,9 +43,10 @@ def wanted(settings: TracingSettings, environment: Mapping[str, str] = os.enviro
 
 
 def check(settings: TracingSettings) -> None:
-    """Raises ConfigError where the setting asks for spans and the extra is missing: before anything is started."""
+    """Raises ConfigError where the setting asks for spans, and the extra is missing or a standard variable is wrong: before
+    anything is started."""
     if settings.endpoint is not None and wanted(settings):
-        _exporter(settings).shutdown()
+        _made(settings, "check").close()
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ def tracer_of(settings: TracingSettings, process: str) -> Iterator[Tracer | None
     made = None
     if wanted(settings):
         try:
-            made = OtelTracer(_exporter(settings), process)
+            made = _made(settings, process)
         except ConfigError as error:
             if settings.endpoint is not None:
                 raise
@@ -69,6 +70,14 @@ def tracer_of(settings: TracingSettings, process: str) -> Iterator[Tracer | None
     finally:
         if made is not None:
             made.close()
+
+
+def _made(settings: TracingSettings, process: str) -> OtelTracer:
+    """Raises ConfigError, also where a standard variable has a value that cannot be."""
+    try:
+        return OtelTracer(_exporter(settings), process)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"tracing: a variable OTEL_* has a value that cannot be: {error}") from error
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:

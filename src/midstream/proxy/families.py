@@ -128,7 +128,9 @@ _STAGES = {
 }
 SWAPS: dict[str, Family] = {
     "midstream_swaps": Family(
-        "counter", "swaps that ended; superseded: given up for a newer snapshot", ("replica", "outcome")
+        "counter",
+        "swaps that ended; superseded: given up for a newer snapshot; stopped: engine or policy ended",
+        ("replica", "outcome"),
     ),
     "midstream_swap_pause_seconds": Family(
         "histogram", "no step ran for the switch, though sequences did", _REPLICA

@@ -196,7 +196,7 @@ class InferenceExchange(TaskExchange):
         try:
             await super()._run()
         except asyncio.CancelledError:
-            self._failed = ClientLeft("the client left first")
+            self._failed = self._failed or ClientLeft("the client left first")
             raise
         finally:
             tracer.record(self._span(), self._headers)
@@ -255,6 +255,7 @@ class InferenceExchange(TaskExchange):
         super().client_gone()
 
     def cut(self, reason: str) -> None:
+        self._failed = ReplicaUnavailable(reason)
         self._outbox.take(self._client)
         super().cut(reason)
 

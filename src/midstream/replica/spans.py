@@ -128,4 +128,4 @@ def trace_swap(
         ],
         error=history.error if history.outcome == "failed" else None,
     )
-    tracer.record(span, trace=trace_of_signal(names.deployment, desired.policy, desired.generation))
+    tracer.record(span, trace=trace_of_signal(names.deployment, desired))

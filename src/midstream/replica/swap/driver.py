@@ -296,6 +296,8 @@ class SwapDriver:
                 raise
         finally:
             history.ended_s = self._monotonic()
+            if history.outcome == "superseded" and self._attempts.phase is Phase.STOPPED:
+                history.outcome = "stopped"
             self._on_swapped(history)
 
     async def _prepare_and_switch(self, desired: Desired) -> None:

@@ -33,7 +33,7 @@ class SwapHistory:
     desired: Desired
     began_s: float
     ended_s: float = 0.0
-    outcome: Literal["ready", "failed", "superseded"] = "superseded"
+    outcome: Literal["ready", "failed", "superseded", "stopped"] = "superseded"
     error: str = ""
     timing: SwapTiming | None = None
     #: (event, when), in their order.
