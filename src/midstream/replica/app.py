@@ -177,7 +177,9 @@ class InferenceExchange(TaskExchange):
         self._generation: Generation | None = None
         # Where spans are exported: when the request came, and the error it got.
         self._came_s = 0.0 if replica.tracer is None else replica.clock()
-        self._failed: MidstreamError | None = None
+        # What it failed by, of its span. Never the error itself: that holds its frames, those hold the decoded body, and this
+        # exchange among them.
+        self._failed: type[MidstreamError] | None = None
         self._headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in request.first.items()}
         self._fixed = {
             "x-request-id": self._headers.get("x-request-id") or uuid.uuid4().hex,
@@ -196,7 +198,7 @@ class InferenceExchange(TaskExchange):
         try:
             await super()._run()
         except asyncio.CancelledError:
-            self._failed = self._failed or ClientLeft("the client left first")
+            self._failed = self._failed or ClientLeft
             raise
         finally:
             tracer.record(self._span(), self._headers)
@@ -229,7 +231,7 @@ class InferenceExchange(TaskExchange):
 
     def _fail(self, error: MidstreamError) -> None:
         """A resumable stream is broken off, so that its gateway resumes it on another replica."""
-        self._failed = error
+        self._failed = type(error)
         error.shape = self._wire.errors
         generation = self._generation
         resumable = self._started and generation is not None and generation.resumable
@@ -255,7 +257,7 @@ class InferenceExchange(TaskExchange):
         super().client_gone()
 
     def cut(self, reason: str) -> None:
-        self._failed = ReplicaUnavailable(reason)
+        self._failed = ReplicaUnavailable
         self._outbox.take(self._client)
         super().cut(reason)
 

@@ -31,11 +31,11 @@ def request_span(
     headers: Mapping[str, str],
     replica: str,
     generation: Generation | None,
-    error: MidstreamError | None,
+    error: type[MidstreamError] | None,
     times: tuple[float, float, float],
 ) -> SpanRecord:
-    """generation: None when the request was not admitted. times: its beginning and end, and what to add to the replica's
-    monotonic clock, each in seconds since the epoch."""
+    """generation: None when the request was not admitted. error: what it failed by. times: its beginning and end, and what to
+    add to the replica's monotonic clock, each in seconds since the epoch."""
     begin_s, end_s, epoch_s = times
     attributes: dict[str, Attribute] = {"midstream.replica": replica, "midstream.wire": wire}
     if (session := headers.get(HEADER_SESSION)) is not None:
