@@ -170,3 +170,14 @@ def test_counts_of_other_gateways_begin_another_row_of_counts() -> None:
     samples = [sample for _, sample in bed.board.samples(EVERYTHING)]
     assert [sample.answered for sample in samples] == [0, 1_000_000, 1_000_000]
     assert samples[0].counts != samples[1].counts == samples[2].counts
+
+
+def test_a_fallback_hides_no_failure_of_its_generation() -> None:
+    bed = Bed()
+    failed = Transition(seq=2, at=2.0, snapshot="s2", generation=2, stage=Stage.ERROR, detail="torn")
+    bed.report(
+        0, transitions=(*moves("s2", 2, LOADS[:2]), failed, *moves("s1", 2, LOADS, first=3)),
+        swaps=(SwapTiming(snapshot="s1", generation=2, pause_ms=0.5),),
+    )  # fmt: skip
+    found = [(s.snapshot, s.error, s.pause_ms) for s in bed.board.swaps(EVERYTHING)]
+    assert found == [("s2", "torn", None), ("s1", None, 0.5)]

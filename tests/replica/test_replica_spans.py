@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from replica_fakes import DEPLOYMENT, MODEL, FakeEngine, running
@@ -73,3 +74,23 @@ def test_a_client_that_leaves_has_a_span_with_what_it_got(tmp_path: Path) -> Non
             assert here.replica.sessions.measures.told().counts["finishes"]["abort"] == 1
 
     asyncio.run(main())
+
+
+def test_a_tracer_that_fails_costs_no_request_and_no_swap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with running(tmp_path, FakeEngine()) as here:
+            tracer = here.replica.tracer = OtelTracer(InMemorySpanExporter(), "replica-0", at_once=True)
+            tracer._record = broken  # type: ignore[method-assign]
+            for _ in range(2):
+                answer = await here.http.post("/v1/completions", json=BODY, headers=PARENT)
+                assert answer.json()["usage"]["completion_tokens"] == 5
+            tracer.finish = broken  # type: ignore[method-assign]
+            tracer.begin("POST", {}).end({})
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no span can be made")
+
+    asyncio.run(main())
+    assert caplog.text.count("is lost") == 3

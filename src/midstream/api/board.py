@@ -21,6 +21,7 @@ from midstream import __version__
 from midstream.api.status import SHOWN_STAGE
 from midstream.core.scopes import OBSERVE, Grant
 from midstream.core.types import PolicyReport, ReplicaReport, Stage, Transition
+from midstream.core.wires import NO_ROLLOUTS
 from midstream.fleet.access import shown_only
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import Tally
@@ -33,8 +34,6 @@ SAMPLES_KEPT = 450
 SWAPS_KEPT = 512
 #: Replicas that are not heard are remembered while there are no more parts than these.
 PARTS_KEPT = 65_536
-#: Path classes of requests that are no rollouts.
-NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
 #: Rows of policies that are shown: those that replicas hold, by name.
 POLICIES_SHOWN = 512
 
@@ -101,7 +100,7 @@ class Board:
         self._sampled_at = float("-inf")
         self._samples: deque[tuple[int, Sample]] = deque(maxlen=SAMPLES_KEPT)
         self._taken = 0
-        self._swaps: OrderedDict[tuple[str, _Part, int], Swap] = OrderedDict()
+        self._swaps: OrderedDict[tuple[str, _Part, int, str], Swap] = OrderedDict()
         self._number = 0
         # The last transition that was seen, of each part of the newest reports.
         self._seen: dict[_Part, int] = {}
@@ -148,9 +147,10 @@ class Board:
             self._time(deployment.name, key, part)
 
     def _moved(self, deployment: str, key: _Part, moved: Transition) -> None:
-        at = (deployment, key, moved.generation)
+        # A fallback has the generation of what failed.
+        at = (deployment, key, moved.generation, moved.snapshot)
         swap = self._swaps.get(at)
-        if swap is None or swap.snapshot != moved.snapshot:
+        if swap is None:
             swap = self._swaps[at] = Swap(
                 number=0,
                 deployment=deployment,
@@ -161,7 +161,6 @@ class Board:
                 policy=key.policy,
                 stages=[],
             )
-            self._swaps.move_to_end(at)
             if len(self._swaps) > SWAPS_KEPT:
                 self._swaps.popitem(last=False)
         swap.stages.append((_stage(moved.stage), moved.at))
@@ -171,11 +170,9 @@ class Board:
     def _time(self, deployment: str, key: _Part, part: ReplicaReport | PolicyReport) -> None:
         # A replica of an older version tells only of the last one.
         told = part.swaps if isinstance(part, ReplicaReport) else ()
-        for timing in told or (part.last_swap,):
-            swap = None if timing is None else self._swaps.get((deployment, key, timing.generation))
-            if timing is None or swap is None or swap.snapshot != timing.snapshot:
-                continue
-            if swap.pause_ms is None:
+        for timing in filter(None, told or (part.last_swap,)):
+            swap = self._swaps.get((deployment, key, timing.generation, timing.snapshot))
+            if swap is not None and swap.pause_ms is None:
                 swap.pause_ms, swap.streams_crossed = timing.pause_ms, timing.streams_crossed
                 self._changed(swap)
 
@@ -210,7 +207,7 @@ class Board:
             engine.running,
             engine.waiting,
             round(used, 4),
-            _behind(deployment, report),
+            deployment.order.behind(report.snapshot),
             known[1],
         )
 
@@ -316,12 +313,6 @@ def _stage(stage: Stage) -> str:
     return SHOWN_STAGE.get(stage, str(stage))
 
 
-def _behind(deployment: Deployment, report: ReplicaReport) -> int:
-    """How many signals what serves is behind the last one; a snapshot that is not known is as old as the base weights."""
-    order = deployment.order
-    return order.between(order.position(report.snapshot) or 0, order.position(order.desired) or 0)
-
-
 def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
     about: dict[str, Any] = {
         "name": view.name,
@@ -340,7 +331,7 @@ def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "stage": _stage(report.stage) if report.ready else "starting" if not report.error else "error",
         "snapshot": report.snapshot,
         "target": report.target,
-        "behind": _behind(deployment, report),
+        "behind": deployment.order.behind(report.snapshot),
         "held": report.held,
         "admitting": report.admitting,
         "error": report.error or about["error"],

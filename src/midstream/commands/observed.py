@@ -19,14 +19,13 @@ from midstream.client.server import read_status
 from midstream.commands.common import full_deployment_name
 from midstream.core.errors import ConfigError, Forbidden
 from midstream.core.types import BASE_SNAPSHOT
+from midstream.core.wires import NO_ROLLOUTS
 
 #: The ledger, policies and sessions are asked for no more often, in seconds.
 SLOW_EVERY_S = 3.0
 SESSIONS_MAX = 1000
 SESSIONS_SHOWN = 8
 SNAPSHOTS_SHOWN = 6
-#: Path classes of requests that are no rollouts: calls of the control API, pages, and what no path is known of.
-NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
 
 Metrics = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 

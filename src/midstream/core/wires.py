@@ -49,6 +49,10 @@ WIRES: Mapping[str, Wire] = {
     },
 }
 
+#: Path classes in the gateway's metrics that are no inference: control calls, pages, and what was refused before its path
+#: was looked at.
+NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
+
 #: Trainers' calls that change something, of vLLM, prime-rl and SGLang.
 TRAINER_CHANGES = (
     *(

@@ -78,7 +78,8 @@ function take(name, data) {
 
 // The newest are the last ones, and a page that stays open keeps no more of them than the server does.
 function keepSwap(swap) {
-  const id = [swap.replica, swap.boot, swap.policy, swap.generation].join();
+  // A policy may be made anew, and a fallback has the generation of what failed.
+  const id = [swap.replica, swap.boot, swap.policy, swap.generation, swap.snapshot, swap.stages[0][1]].join();
   known.swaps.delete(id);
   known.swaps.set(id, swap);
   if (known.swaps.size > SWAPS_KEPT) known.swaps.delete(known.swaps.keys().next().value);

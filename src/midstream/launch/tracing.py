@@ -132,10 +132,12 @@ class OtelTracer(Tracer):
     def record(
         self, span: SpanRecord, headers: Mapping[str, str] | None = None, trace: bytes | None = None
     ) -> None:
-        parent = self._root if headers is None else self._parent(headers)
         self._ids.given = trace
         try:
-            self._record(span, parent)
+            self._record(span, self._root if headers is None else self._parent(headers))
+        except Exception:
+            # No span is worth a request, or the boot whose swap it tells of.
+            logger.exception("a span of %s is lost", span.name)
         finally:
             self._ids.given = None
 
@@ -181,7 +183,11 @@ class _OpenSpan(OpenSpan):
         self._span.add_event(name, _attributes(attributes))
 
     def end(self, attributes: Attributes, error: str | None = None) -> None:
-        self._tracer.finish(self._span, attributes, error)
+        try:
+            self._tracer.finish(self._span, attributes, error)
+        except Exception:
+            # Its client still waits for the end of its response.
+            logger.exception("a request's span is lost")
 
 
 def _resource(process: str) -> Resource:
