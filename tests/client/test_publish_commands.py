@@ -17,7 +17,7 @@ import safetensors.numpy
 from publish_world import World, listening, weights
 
 from midstream import cli
-from midstream.client.server import read_status
+from midstream.client.status import read_status
 from midstream.commands import progress, status
 from midstream.core.text import table
 

@@ -13,7 +13,7 @@ from session_holders import until
 
 from midstream.api.app import control_app
 from midstream.api.status import replica_rows, unloaded
-from midstream.client.server import read_status
+from midstream.client.status import read_status
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Overloaded, PolicyNotLoaded
 from midstream.core.headers import HEADER_POLICY

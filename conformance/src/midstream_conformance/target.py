@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from midstream.client.server import HOT_LOAD_PATH, read_status
+from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.status import read_status
 from midstream.core.errors import ConfigError
 from midstream.core.types import ENGINE_FEATURES
 from midstream_conformance.answers import Answer, Json, Odd

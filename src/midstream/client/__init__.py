@@ -37,11 +37,10 @@ if TYPE_CHECKING:
         HotLoadServer,
         NotReadyInTime,
         PublishError,
-        ReplicaStatus,
         SignalRefused,
         SnapshotFailed,
-        Status,
     )
+    from midstream.client.status import ReplicaStatus, Status
 
 _NAMES = {  # module: what it has of __all__
     "decode": "decode_routing_matrix near_ties_of routes_of snapshot_of token_snapshots",
@@ -51,7 +50,8 @@ _NAMES = {  # module: what it has of __all__
     "records": "TrainingSequence jsonl_records nemo_gym_records sequences_of "
     "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
     "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
-    "server": "HotLoadServer NotReadyInTime PublishError ReplicaStatus SignalRefused SnapshotFailed Status",
+    "server": "HotLoadServer NotReadyInTime PublishError SignalRefused SnapshotFailed",
+    "status": "ReplicaStatus Status",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

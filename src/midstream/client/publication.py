@@ -21,13 +21,12 @@ from midstream.client.server import (
     Compression,
     HotLoadServer,
     PublishError,
-    ReplicaStatus,
     ResetPromptCache,
     SignalRefused,
     SnapshotFailed,
-    Status,
     Unanswered,
 )
+from midstream.client.status import ReplicaStatus, Status
 from midstream.core.errors import SnapshotError
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta

@@ -38,8 +38,8 @@ from midstream.client.server import (
     PublishError,
     ResetPromptCache,
     SignalOptions,
-    Status,
 )
+from midstream.client.status import Status
 from midstream.client.weights import Cast, Source, Weights
 from midstream.snapshots.identity import check_identity
 

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, ReplicaStatus, SignalRefused, Status
-from midstream.client.server import read_status
+from midstream.client.status import read_status
 from midstream.commands.common import full_deployment_name
 from midstream.core.errors import ConfigError, Forbidden
 from midstream.core.types import BASE_SNAPSHOT

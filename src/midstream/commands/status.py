@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from midstream.client import HotLoadServer, ReplicaStatus, SignalRefused, Status
-from midstream.client.server import read_status
+from midstream.client.status import read_status
 from midstream.commands.common import (
     add_server_arguments,
     add_watch_arguments,

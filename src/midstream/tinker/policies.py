@@ -14,13 +14,8 @@ from typing import Any, Protocol
 
 import httpx
 
-from midstream.client.server import (
-    FIRST_PAUSE_S,
-    HOT_LOAD_PATH,
-    RETRY_STATUSES,
-    Status,
-    read_status,
-)
+from midstream.client.server import FIRST_PAUSE_S, HOT_LOAD_PATH, RETRY_STATUSES
+from midstream.client.status import Status, read_status
 from midstream.trainer.types import Failed
 
 REQUEST_TIMEOUT_S = 30.0
