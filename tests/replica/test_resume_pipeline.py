@@ -386,6 +386,25 @@ def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resu
     play(tmp_path, scenario)
 
 
+def test_an_engine_that_dies_under_a_resumed_stream_breaks_it_off_for_the_gateway_to_judge(
+    tmp_path: Path,
+) -> None:
+    """An error event would pass the gateway by, which counts the losses of a request and says where it was lost."""
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        writes = await stream(here, path, body)
+        asked = {"model": MODEL, "stream": True, **body}
+        sent = {"path": path, "lost": "r", "exact": True, "state": state_of(writes[:2]), "body": asked}
+        there.engine.die_after = 3
+        async with there.http.stream("POST", PATH_RESUME, json=sent) as broken:
+            got = await until_it_breaks(broken)
+        assert "data: " in got
+        assert "error" not in got
+
+    play(tmp_path, scenario)
+
+
 def test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot(tmp_path: Path) -> None:
     path, body = BODIES["text"]
 

@@ -229,13 +229,16 @@ class InferenceExchange(TaskExchange):
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
         return service.admitted(GENERATING[self._wire.name], self._request.body, self._headers)
 
+    @property
+    def _of_gateway(self) -> bool:
+        return HEADER_BOOT in self._headers or HEADER_RESUMABLE in self._headers
+
     def _fail(self, error: MidstreamError) -> None:
-        """A resumable stream is broken off, so that its gateway resumes it on another replica."""
+        """A gateway's stream is broken off: the gateway resumes it on another replica or ends it, and counts what was lost with
+        the request."""
         self._failed = type(error)
         error.shape = self._wire.errors
-        generation = self._generation
-        resumable = self._started and generation is not None and generation.resumable
-        if resumable and isinstance(error, ReplicaUnavailable):
+        if self._started and self._of_gateway and isinstance(error, ReplicaUnavailable):
             self._outbox.take(self._client)
             self._client.reset()
         else:
@@ -302,7 +305,11 @@ class TraceExchange(TaskExchange):
 
 
 class ResumeExchange(InferenceExchange):
-    """A stream that another replica began."""
+    """A stream that another replica began, as a gateway knows."""
+
+    @property
+    def _of_gateway(self) -> bool:
+        return True
 
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
         resume = read_resume(self._request.body)
