@@ -8,12 +8,11 @@ The task: write digits. Sampling goes on while a step's weights are published, s
 
 import os
 import sys
-import time
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from midstream.client import Rollout, RolloutClient, SnapshotPublisher, fresh, staleness
+from midstream.client import Rollout, RolloutClient, SnapshotPublisher, TrainingRun, fresh, staleness
 
 DIGITS = frozenset(range(48, 58))
 PROMPTS = [list(f"Write digits, {number}: ".encode()) for number in range(8)]
@@ -41,13 +40,15 @@ def main(url: str, bucket: str, base: str, steps: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     how = {"model": model, "config_dir": base, "dtype": "bfloat16"}
-    run = time.strftime("plain-%Y%m%d-%H%M%S")
-    signalled = [f"{run}/0"]
-    with SnapshotPublisher(url, os.path.abspath(bucket)) as publisher, RolloutClient(url) as client:
+    with (
+        SnapshotPublisher(url, os.path.abspath(bucket)) as publisher,
+        RolloutClient(url) as client,
+        TrainingRun(publisher, **how) as run,
+    ):
         # Whatever an earlier run left there, this one begins with its own weights.
-        publication = publisher.begin(signalled[0], **how)
+        run.publish()
         for step in range(1, steps + 1):
-            # One behind the newest serves already, and so nobody waits for the newest to be loaded.
+            # The newest snapshot may still be loaded, and nobody waits for it.
             groups = client.sample(
                 PROMPTS,
                 n=ROLLOUTS,
@@ -55,21 +56,18 @@ def main(url: str, bucket: str, base: str, steps: int) -> None:
                 temperature=1.0,
                 seed=step,
                 ignore_eos=True,
-                at_least=signalled[max(0, step - 2)],
+                at_least=run.at_least,
             )
-            publication.wait()
-            kept = [group for group in (fresh(group, signalled, STALE_MOST) for group in groups) if group]
+            kept = [group for group in (fresh(group, run.signalled, STALE_MOST) for group in groups) if group]
             optimizer.zero_grad()
             for group in kept:
                 (loss_of(model, group) / len(kept)).backward()
             optimizer.step()
             every = [one for group in groups for one in group]
-            behind = sum(staleness(one, signalled) for one in every) / len(every)
+            behind = sum(staleness(one, run.signalled) for one in every) / len(every)
             mean = sum(map(reward, every)) / len(every)
             print(f"step {step}: reward {mean:.3f}, {behind:.2f} snapshots behind", flush=True)
-            signalled.append(f"{run}/{step}")
-            publication = publisher.begin(signalled[-1], **how)
-        publication.wait()
+            run.publish()
 
 
 if __name__ == "__main__":

@@ -175,6 +175,25 @@ def test_a_hugging_face_model_is_written_under_its_checkpoints_names_and_stays_a
     assert model.config.to_dict() == config
 
 
+def test_a_gathered_state_dict_is_written_as_its_model_would_be(
+    base: Path, tmp_path: Path, publisher: SnapshotPublisher
+) -> None:
+    """FSDP and DeepSpeed give the tensors apart from a model that has not got them whole."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    place = publisher.write_full("run/1", state, model=model, dtype="bfloat16", config_dir=base)
+    written, served = (safetensors.torch.load_file(d / "model.safetensors") for d in (place, base))
+    assert written.keys() == served.keys()
+    assert all(torch.equal(written[name], served[name]) for name in served)
+    with pytest.raises(ValueError, match="weights are its state dict"):
+        publisher.write_full("run/2", base, model=model)
+
+
 def test_the_served_models_configuration_wins_over_the_trainers(
     base: Path, publisher: SnapshotPublisher
 ) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +39,26 @@ def needs(name: str) -> pytest.MarkDecorator:
     )
 
 
-def run_recipe(name: str, server: Server, base: Path, steps: int, timeout_s: float = 500) -> list[Step]:
-    """The steps that `examples/NAME/train.py` printed, in their order."""
+def run_recipe(
+    name: str,
+    server: Server,
+    steps: int,
+    *more: str,
+    launcher: Sequence[str] = ("python",),
+    timeout_s: float = 500,
+) -> list[Step]:
+    """The steps that `examples/NAME/train.py` printed on tiny-moe, in their order.
+
+    more: arguments behind them. launcher: a program of the environment, with its options.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
+    program, *options = launcher
     done = subprocess.run(
         [
-            *(ROOT / ".venv-recipes" / name / "bin" / "python", ROOT / "examples" / name / "train.py"),
-            *(server.url, server.bucket, base, str(steps)),
+            *(ROOT / ".venv-recipes" / name / "bin" / program, *options),
+            ROOT / "examples" / name / "train.py",
+            *(server.url, server.bucket, server.state_dir / "models" / "tiny-moe", str(steps), *more),
         ],
         capture_output=True,
         text=True,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         verl_rows,
     )
     from midstream.client.rollouts import Rollout, RolloutClient, fresh, importance_ratios, staleness
+    from midstream.client.run import TrainingRun
     from midstream.client.server import (
         HotLoadServer,
         NotReadyInTime,
@@ -50,6 +51,7 @@ _NAMES = {  # module: what it has of __all__
     "records": "TrainingSequence jsonl_records nemo_gym_records sequences_of "
     "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
     "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
+    "run": "TrainingRun",
     "server": "HotLoadServer NotReadyInTime PublishError SignalRefused SnapshotFailed",
     "status": "ReplicaStatus Status",
 }
@@ -68,6 +70,7 @@ __all__ = [
     "SnapshotFailed",
     "SnapshotPublisher",
     "Status",
+    "TrainingRun",
     "TrainingSequence",
     "decode_routing_matrix",
     "fresh",

@@ -139,10 +139,13 @@ def _write_file(path: Path, tensors: list[_Tensor]) -> None:
             file.write(tensor.data())
 
 
-def save_hugging_face_model(directory: Path, model: Any, cast: Cast | None) -> None:
+def save_hugging_face_model(
+    directory: Path, model: Any, cast: Cast | None, state: Mapping[str, Any] | None = None
+) -> None:
     """Write a Hugging Face model under its checkpoint's tensor names, cast on the way. `model` does not change.
 
-    Only the model's own save_pretrained knows the names: newer versions keep expert weights fused in memory.
+    state: its tensors under their names in memory, where the model has not got them whole. Only the model's own
+    save_pretrained knows the checkpoint's names: newer versions keep expert weights fused in memory.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -150,7 +153,8 @@ def save_hugging_face_model(directory: Path, model: Any, cast: Cast | None) -> N
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
-        state = _cast_state(model.state_dict(), cast) if cast else None
+        if cast:
+            state = _cast_state(model.state_dict() if state is None else state, cast)
         model.save_pretrained(directory, state_dict=state)
     finally:
         if bars:
@@ -201,9 +205,10 @@ class Source:
     """Where the weights of a snapshot are. Raises ValueError when the parts do not go together.
 
     weights: checkpoint tensors by name (numpy arrays or torch tensors), or the directory of a checkpoint. model: instead of
-    weights, a Hugging Face model. config_dir: the directory of config.json and the tokenizer's files; must be given with
-    tensors. With a model it wins over the model's own: with the served model's directory, settings for training do not fail the
-    server's configuration check. dtype: floating-point tensors are cast to this on the way to disk; not for a directory.
+    weights, a Hugging Face model; with weights, these are its state dict, as FSDP or DeepSpeed gather it. config_dir: the
+    directory of config.json and the tokenizer's files; must be given with tensors. With a model it wins over the model's own:
+    with the served model's directory, settings for training do not fail the server's configuration check. dtype:
+    floating-point tensors are cast to this on the way to disk; not for a directory.
     adapter: instead of weights, a PEFT model, of which the active adapter is taken. of_policy: it has to be an adapter, which
     may also be the directory of one.
     """
@@ -219,9 +224,11 @@ class Source:
         if self.of_policy or self.adapter is not None:
             self._check_adapter()
             return
-        if (self.weights is None) == (self.model is None):
+        if self.weights is None and self.model is None:
             raise ValueError("give either weights or model")
-        if isinstance(self.weights, Mapping) and self.config_dir is None:
+        if self.model is not None and not isinstance(self.weights, Mapping | None):
+            raise ValueError("give either weights or model; with a model, weights are its state dict")
+        if isinstance(self.weights, Mapping) and self.model is None and self.config_dir is None:
             raise ValueError("config_dir must be given with tensors: a snapshot has a config.json")
         if isinstance(self.weights, str | PathLike) and self.dtype is not None:
             raise ValueError("dtype cannot be given with a directory: its files are copied as they are")
@@ -251,7 +258,8 @@ class Source:
             copy_matching(Path(self.weights), directory, ADAPTER_FILES)
             return
         if self.model is not None:
-            save_hugging_face_model(directory, self.model, self.dtype)
+            assert isinstance(self.weights, Mapping | None)
+            save_hugging_face_model(directory, self.model, self.dtype, self.weights)
         elif isinstance(self.weights, Mapping):
             write_weights(directory, self.weights, self.dtype)
         else:

@@ -1,0 +1,81 @@
+"""The snapshots of one training run: RUN/0, RUN/1, ... in their order, and which of them rollouts must come from.
+
+Always holds: RUN/0, the run's own first weights, is served before `publish` returns, so no rollout is of an earlier run. At
+most one publication is under way. A publication that failed is raised by the next call, once, and its snapshot does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Unpack
+
+from midstream.client.publication import Publication
+from midstream.client.publish import How, SnapshotPublisher
+
+
+class TrainingRun:
+    """Use from one thread. A context manager, which waits for the last publication.
+
+    publisher: it stays the caller's to close. name: None makes one of the time. behind: 0 means that `publish` returns when
+    every replica serves the snapshot; with 1 it returns when it has a copy of the weights, and rollouts go on from the
+    snapshot before. how: arguments of each publication.
+    """
+
+    def __init__(
+        self, publisher: SnapshotPublisher, name: str | None = None, *, behind: int = 1, **how: Unpack[How]
+    ) -> None:
+        if behind not in (0, 1):
+            raise ValueError(f"behind must be 0 or 1, got {behind}")
+        self.name = time.strftime("run-%Y%m%d-%H%M%S") if name is None else name
+        #: Identities in their order, the newest last.
+        self.signalled: list[str] = []
+        self._publisher, self._behind, self._how = publisher, behind, how
+        self._begun = 0
+        self._running: Publication | None = None
+        self._served: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<TrainingRun {self.name!r}, {len(self.signalled)} snapshots>"
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+
+    def publish(self, weights: Any = None, **how: Unpack[How]) -> Publication:
+        """The next snapshot. Raises the errors of SnapshotPublisher.publish, those of the publication before among them."""
+        self.wait()
+        identity = f"{self.name}/{self._begun}"
+        self._begun += 1
+        publication = self._running = self._publisher.begin(identity, weights, **(self._how | how))
+        self.signalled.append(identity)
+        if self._behind == 0 or self._served is None:
+            self.wait()
+        return publication
+
+    def wait(self) -> None:
+        """Returns when every replica serves the newest snapshot. Raises the errors of SnapshotPublisher.publish."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            running.wait()
+        except BaseException:
+            self.signalled.remove(running.identity)
+            raise
+        self._served = running.identity
+
+    @property
+    def at_least(self) -> str:
+        """What to ask rollouts for: the newest snapshot that every replica serves. Raises ValueError before the first, and the
+        errors of SnapshotPublisher.publish."""
+        if self._running is not None and self._running.done():
+            self.wait()
+        if self._served is None:
+            raise ValueError(f"{self.name}: publish the run's own weights before the first rollout")
+        return self._served

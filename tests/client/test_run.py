@@ -1,0 +1,79 @@
+"""The snapshots of a training run: their names and order, and which of them rollouts may come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from publish_world import World, weights
+
+from midstream.client import SnapshotFailed, TrainingRun
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.open.set()
+
+
+def test_the_runs_own_weights_are_served_before_the_first_rollout(world: World) -> None:
+    with world.publisher() as publisher:
+        run = TrainingRun(publisher, "r", config_dir=world.config)
+        with pytest.raises(ValueError, match="publish the run's own weights"):
+            _ = run.at_least
+        run.publish(weights(0))
+        assert world.desired == "r/0"
+        assert (run.at_least, run.signalled) == ("r/0", ["r/0"])
+
+
+def test_rollouts_come_from_the_snapshot_before_until_the_newest_is_served(world: World) -> None:
+    with world.publisher() as publisher, TrainingRun(publisher, "r", config_dir=world.config) as run:
+        run.publish(weights(0))
+        world.open.clear()
+        run.publish(weights(1))
+        assert run.at_least == "r/0"
+        world.open.set()
+        run.wait()
+        assert run.at_least == "r/1"
+        run.publish(weights(2))
+    # Leaving the run waits for its last snapshot.
+    assert world.desired == "r/2"
+    assert run.at_least == "r/2"
+
+
+def test_without_delay_every_snapshot_is_served_when_publish_returns(world: World) -> None:
+    with world.publisher() as publisher:
+        run = TrainingRun(publisher, "r", behind=0, config_dir=world.config)
+        for step in range(3):
+            assert run.publish(weights(step)).done()
+            assert run.at_least == world.desired == f"r/{step}"
+        with pytest.raises(ValueError, match="behind must be 0 or 1, got 2"):
+            TrainingRun(publisher, behind=2)
+
+
+def test_a_publication_that_failed_is_told_once_and_does_not_count(world: World) -> None:
+    with world.publisher() as publisher:
+        run = TrainingRun(publisher, "r", config_dir=world.config)
+        run.publish(weights(0))
+        world.fail = "r/1"
+        run.publish(weights(1))
+        with pytest.raises(SnapshotFailed, match="r/1"):
+            run.publish(weights(2))
+        assert (run.at_least, run.signalled) == ("r/0", ["r/0"])
+        run.publish(weights(2)).wait()
+        assert (run.at_least, run.signalled) == ("r/2", ["r/0", "r/2"])
+
+
+def test_rollouts_that_are_asked_for_after_a_failure_tell_it(world: World) -> None:
+    with world.publisher() as publisher:
+        run = TrainingRun(publisher, "r", config_dir=world.config)
+        run.publish(weights(0))
+        world.fail = "r/1"
+        failing = run.publish(weights(1))
+        with pytest.raises(SnapshotFailed):
+            failing.wait()
+        with pytest.raises(SnapshotFailed, match="r/1"):
+            _ = run.at_least
+        assert run.at_least == "r/0"

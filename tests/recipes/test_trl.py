@@ -1,0 +1,31 @@
+"""TRL's GRPOTrainer learns over live hot loads: all weights, an adapter, its own hook for rollouts, two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipes import needs, run_recipe
+from serving import serve
+
+
+@needs("trl")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["", "lora", "rollout_func"])
+def test_grpo_learns_from_data_that_are_one_snapshot_old(tmp_path: Path, what: str) -> None:
+    with serve(tmp_path / "state") as server:
+        taken = run_recipe("trl", server, 12, *([what] if what else []))
+    assert max(step.reward for step in taken[:2]) < 0.1
+    assert min(step.reward for step in taken[-2:]) > 0.3
+    # The first rollouts are of the run's own weights.
+    assert taken[0].behind == 0
+    assert all(step.behind <= 1 for step in taken)
+
+
+@needs("trl")
+@pytest.mark.timeout(600)
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    with serve(tmp_path / "state") as server:
+        taken = run_recipe("trl", server, 6, launcher=("torchrun", "--nproc_per_node", "2"))
+    assert taken[-1].reward > taken[0].reward + 0.03
+    assert [taken[0].behind, max(step.behind for step in taken)] == [0, 1]
