@@ -60,7 +60,17 @@ class PolicyOracle(Oracle):
         self.forks: set[PolicyOracle] = set()
 
     def signals_begin(self, name: str) -> None:
-        """A signal of this snapshot is going to be sent."""
+        """A signal of this snapshot is going to be sent. Two policies may each wait to begin as the other one."""
+        reached, waiting = {self}, [self]
+        while waiting:
+            policy = waiting.pop()
+            policy._may_serve(name)
+            for fork in policy.forks - reached:
+                fork.weights |= policy.weights
+                reached.add(fork)
+                waiting.append(fork)
+
+    def _may_serve(self, name: str) -> None:
         if self.ended:
             self.ended = False
             self.current = set()
@@ -68,8 +78,6 @@ class PolicyOracle(Oracle):
             # Another policy counts its generations anew.
             self.signals = []
         self.current.add(name)
-        for fork in self.forks:
-            fork.may_be(self, name)
 
     def may_be(self, other: PolicyOracle, name: str) -> None:
         """A snapshot of the other policy may be its own from now on."""
