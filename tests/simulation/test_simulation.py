@@ -30,6 +30,12 @@ FOUND = {
     4589: "base weights behind a check that was given up",
     # The simulation's own fault: what a stall held up came seconds after it, so calm weather was not calm for a gateway.
     3470: "a stall behind its end",
+    # A policy that was ended between two reads of the call that makes it was a 404, or a 200 and then gone.
+    1503: "made while it is ended",
+    # The simulation's own fault: a replica that fell back to an older snapshot passed for one that had served the newest.
+    1897: "fell back meanwhile",
+    # The simulation's own fault: two policies that each waited to begin as the other one made its oracle go round.
+    1107: "forks of each other",
 }
 
 
