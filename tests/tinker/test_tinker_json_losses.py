@@ -73,6 +73,7 @@ WEIGHTS = "data[0].loss_fn_inputs.weights"
             "forward_backward_input",
             id="two inputs",
         ),
+        pytest.param(body().replace(b'"seq_id": 3', b'"seq_id": 2147483648'), "seq_id", id="a seq_id beyond"),
         pytest.param(body(data=[]), "data", id="no datum"),
         pytest.param(body(other=1), "forward_backward_input.other", id="an unknown field"),
         pytest.param(

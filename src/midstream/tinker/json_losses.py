@@ -6,14 +6,14 @@ same names. A number that its dtype cannot hold is refused, never rounded to ano
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
 import numpy as np
+from msgspec import Meta
 
 from midstream.tinker import codec
 from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import Body, Exact, Prompt, SeqId, Text, decode
+from midstream.tinker.types import Body, Exact, Prompt, Text, decode
 from midstream.trainer.types import ForwardBackward
 
 _KINDS: dict[str, tuple[int, str]] = {"float32": (codec.FLOAT32, "<f4"), "int64": (codec.INT64, "<i8")}
@@ -44,7 +44,8 @@ class LossesBody(Exact, frozen=True, kw_only=True):
     """One input: with gradients, or of a forward pass alone."""
 
     model_id: Text
-    seq_id: SeqId | None = None
+    # As wide as in the message.
+    seq_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     forward_backward_input: LossBody | None = None
     forward_input: LossBody | None = None
     type: str | None = None
@@ -58,12 +59,12 @@ def forward_backward(body: bytes) -> ForwardBackward:
         message = "one of forward_backward_input and forward_input is needed"
         raise TinkerError(400, message, "forward_backward_input")
     message = codec.ForwardBackwardRequest(model_id=asked.model_id, loss_fn=given.loss_fn)
+    message.seq_id = asked.seq_id or 0
     message.forward_only = asked.forward_backward_input is None
     message.loss_fn_config.update(given.loss_fn_config or {})
     for index, datum in enumerate(given.data):
         _write_datum(message.data.add(), datum, f"data[{index}]")
-    # The message counts in 32 bits.
-    return msgspec.structs.replace(codec.read_request(message), seq_id=asked.seq_id or 0)
+    return codec.read_request(message)
 
 
 def _write_datum(message: Any, datum: DatumBody, where: str) -> None:
