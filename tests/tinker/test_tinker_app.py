@@ -552,7 +552,7 @@ def test_a_forward_backward_is_read_in_protobuf() -> None:
 
 
 @pytest.mark.parametrize("path", ["forward_backward", "forward"])
-def test_a_loss_in_json_is_read_as_sdks_up_to_0_18_send_it(path: str) -> None:
+def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
     async def test(front: Front) -> None:
         datum = {"model_input": {"chunks": [{"tokens": [1], "type": "encoded_text"}]}, "loss_fn_inputs": {}}
         given = {f"{path}_input": {"data": [datum], "loss_fn": "cross_entropy"}}

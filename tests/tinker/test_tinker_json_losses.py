@@ -1,4 +1,4 @@
-"""Training requests in the JSON of SDKs up to 0.18 mean what their protobuf means, and are refused by the same names."""
+"""Training requests in the JSON of SDK 0.18 mean what their protobuf means, and are refused by the same names."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class _Front:
             "retrieve_future": self._retrieve_future,
             "cancel_future": self._cancel_future,
             "forward_backward": self._forward_backward,
-            # SDKs up to 0.18 have a route of its own for a pass without gradients.
+            # SDK 0.18 has a route of its own for a pass without gradients.
             "forward": self._forward_backward,
             "create_model": self._submitting(CreateModelBody, self._training.submit_create_model),
             "load_weights": self._submitting(LoadWeightsBody, self._training.submit_load_weights),

@@ -1,4 +1,4 @@
-"""Training requests as SDKs up to 0.18 write them, in JSON. Later ones send protobuf, which codec.py reads.
+"""Training requests as SDK 0.18 writes them, in JSON. Later ones send protobuf, which codec.py reads.
 
 Always holds: a request is made into the protobuf message first. So both forms are checked by the same code, and refused by the
 same names. A number that its dtype cannot hold is refused, never rounded to another whole number or to infinity.
