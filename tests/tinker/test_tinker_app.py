@@ -538,7 +538,7 @@ def test_training_requests_reach_their_port_with_the_callers_key() -> None:
     play(test)
 
 
-def test_a_forward_backward_in_protobuf_is_read_and_in_json_refused() -> None:
+def test_a_forward_backward_is_read_in_protobuf() -> None:
     async def test(front: Front) -> None:
         url, headers = "/api/v1/forward_backward", {"content-type": PROTOBUF}
         answered = await front.client.post(url, content=forward_backward_body(), headers=headers)
@@ -547,8 +547,24 @@ def test_a_forward_backward_in_protobuf_is_read_and_in_json_refused() -> None:
         assert (name, api_key) == ("submit_forward_backward", KEY)
         assert isinstance(read, ForwardBackward)
         assert read.data[0].tokens == (1,)
-        refused = await front.post("forward_backward", {"model_id": "known"})
-        assert (refused.status_code, refused.json()["param"]) == (400, "content-type")
+
+    play(test)
+
+
+@pytest.mark.parametrize("path", ["forward_backward", "forward"])
+def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
+    async def test(front: Front) -> None:
+        datum = {"model_input": {"chunks": [{"tokens": [1], "type": "encoded_text"}]}, "loss_fn_inputs": {}}
+        given = {f"{path}_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+        answered = await front.post(path, {"model_id": "known", "seq_id": 1, **given})
+        assert answered.json()["model_id"] == "known"
+        name, api_key, read = front.played.calls[-1]
+        assert (name, api_key, read.data[0].tokens) == ("submit_forward_backward", KEY, (1,))
+        assert read.forward_only == (path == "forward")
+        refused = await front.post(path, {"model_id": "known", "seq_id": 2, f"{path}_input": {"data": []}})
+        failed = (await front.retrieve(refused.json()["request_id"])).json()
+        assert failed["category"] == "user"
+        assert front.played.turns == [("known", 2)]
 
     play(test)
 
@@ -687,7 +703,7 @@ def test_configured_keys_are_asked_for_and_passed_on() -> None:
 
 
 TRAINING = {
-    *("create_model", "load_weights", "forward_backward"),
+    *("create_model", "load_weights", "forward_backward", "forward"),
     *("optim_step", "save_weights", "save_weights_for_sampler"),
 }
 SAMPLING = {"create_sampling_session", "asample"}

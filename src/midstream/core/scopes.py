@@ -184,7 +184,7 @@ GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
 _TINKER = "/api/v1/"
 _FOR_SAMPLES = ("create_sampling_session", "asample")
 _FOR_TRAINING = (
-    *("create_model", "load_weights", "forward_backward"),
+    *("create_model", "load_weights", "forward_backward", "forward"),
     *("optim_step", "save_weights", "save_weights_for_sampler"),
 )
 _FOR_BOTH = (

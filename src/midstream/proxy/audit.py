@@ -46,7 +46,7 @@ UNAUDITED = frozenset(
     _FRONT + path
     for path in (
         *("client/config", "client/dynamic_config", "telemetry", "session_heartbeat"),
-        *("asample", "retrieve_future", "cancel_future", "forward_backward", "optim_step"),
+        *("asample", "retrieve_future", "cancel_future", "forward_backward", "forward", "optim_step"),
         *("get_info", "weights_info"),
     )
 )

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from midstream.core.errors import MidstreamError
 from midstream.fleet.access import behind
 from midstream.proxy.auth import Authenticator
-from midstream.tinker import codec, serving
+from midstream.tinker import codec, json_losses, serving
 from midstream.tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream.tinker.runs import Runs
 from midstream.tinker.serving import PREFIX, TinkerError, answer, body_of
@@ -53,7 +53,7 @@ POLL_S = 30.0
 INLINE_BYTES = 1 << 20
 EXPIRE_EVERY_S = 60.0
 
-#: Training requests one after another, and in the form that all three SDK versions share.
+#: Training requests one after another, and in the form that all SDKs from 0.24 on share.
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
     "proto_write_fwdbwd": True,
@@ -191,6 +191,8 @@ class _Front:
             "retrieve_future": self._retrieve_future,
             "cancel_future": self._cancel_future,
             "forward_backward": self._forward_backward,
+            # SDK 0.18 has a route of its own for a pass without gradients.
+            "forward": self._forward_backward,
             "create_model": self._submitting(CreateModelBody, self._training.submit_create_model),
             "load_weights": self._submitting(LoadWeightsBody, self._training.submit_load_weights),
             "optim_step": self._submitting(OptimStepBody, self._training.submit_optim_step),
@@ -354,14 +356,15 @@ class _Front:
 
     async def _forward_backward(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
-        if PROTOBUF not in request.headers.get("content-type", ""):
-            message = f"forward_backward is taken as {PROTOBUF}, as client/config tells every SDK version"
-            raise TinkerError(400, message, "content-type")
-        sent = await body_of(request, serving.MAX_TRAINING_BYTES)
+        if PROTOBUF in request.headers.get("content-type", ""):
+            read, to, limit = codec.forward_backward, codec.addressee, serving.MAX_TRAINING_BYTES
+        else:
+            read, to, limit = json_losses.forward_backward, addressee, serving.MAX_JSON_LOSS_BYTES
+        sent = await body_of(request, limit)
         try:
-            body = codec.forward_backward(sent)
+            body = read(sent)
         except TinkerError as error:
-            return self._refused(tenant, codec.addressee(sent), error)
+            return self._refused(tenant, to(sent), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
         return answer({"request_id": request_id, "model_id": body.model_id})
 

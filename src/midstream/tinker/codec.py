@@ -286,6 +286,11 @@ def forward_backward(body: bytes) -> ForwardBackward:
         message = ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise TinkerError(400, _NO_REQUEST) from error
+    return read_request(message)
+
+
+def read_request(message: Any) -> ForwardBackward:
+    """Of a ForwardBackwardRequest. Raises TinkerError (400)."""
     if not message.model_id:
         raise TinkerError(400, "model_id is missing", "model_id")
     if message.seq_id < 0:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from midstream.tinker import codec, types
+from midstream.tinker import codec, json_losses, types
 from midstream.tinker.samples import check as check_sample
 from midstream.tinker.serving import TinkerError
 from midstream.trainer.types import Failed, ForwardBackward
@@ -35,6 +35,7 @@ BODIES: tuple[type[types.Body], ...] = (
     types.SaveWeightsForSamplerBody,
     types.LoadWeightsBody,
     types.WeightsInfoBody,
+    json_losses.LossesBody,
 )
 
 
@@ -64,10 +65,17 @@ def run_json(data: bytes) -> None:
         if sample is not None:
             check(len(sample.prompt) > 0, "a sample without a prompt", sample)
             json.loads(sample.completion("m"))
+    if isinstance(read, json_losses.LossesBody):
+        losses, refused = outcome(TinkerError, lambda: json_losses.forward_backward(body))
+        check_status(refused)
+        if losses is not None:
+            check_losses(losses)
 
 
 def json_seeds() -> Iterator[bytes]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"tokens": [3]}]}
+    tensor = {"data": [1.5, 2], "dtype": "float32", "shape": [2, 3]}
+    tensor |= {"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 2]}
     params = {"max_tokens": 4, "temperature": 0.5, "stop": ["a"], "seed": 1, "top_p": 1, "top_k": -1}
     bodies: dict[type[types.Body], dict[str, Any]] = {
         types.SampleBody: {
@@ -96,6 +104,15 @@ def json_seeds() -> Iterator[bytes]:
         types.SaveWeightsForSamplerBody: {"model_id": "m", "seq_id": 1, "path": "p"},
         types.LoadWeightsBody: {"model_id": "m", "seq_id": 1, "path": "tinker://x", "optimizer": True},
         types.WeightsInfoBody: {"tinker_path": "tinker://x"},
+        json_losses.LossesBody: {
+            "model_id": "m",
+            "seq_id": 1,
+            "forward_backward_input": {
+                "data": [{"model_input": prompt, "loss_fn_inputs": {"weights": tensor}}],
+                "loss_fn": "ppo",
+                "loss_fn_config": {"clip_low_threshold": 0.8},
+            },
+        },
     }
     for number, kind in enumerate(BODIES):
         yield bytes([number]) + json.dumps(bodies[kind]).encode()
@@ -113,6 +130,10 @@ def run_protobuf(data: bytes) -> None:
     if read is None:
         return
     check(addressee in (None, (read.model_id, read.seq_id)), "another addressee", addressee, read.model_id)
+    check_losses(read)
+
+
+def check_losses(read: ForwardBackward) -> None:
     for datum in read.data:
         for name, tensor in datum.inputs.items():
             array = np.frombuffer(tensor.data, np.dtype(tensor.dtype)).reshape(tensor.shape)
