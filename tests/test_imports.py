@@ -33,6 +33,8 @@ ALLOWED: dict[str, str] = {
     "ledger": "core snapshots",
     # What a trainer imports.
     "client": "core snapshots",
+    # Adapters of trainers, which import those trainers.
+    "integrations": "client",
     # The dashboard's files.
     "dashboard": "",
     # Models and engines.
