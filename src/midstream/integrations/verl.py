@@ -10,7 +10,7 @@ Importing this module registers it. verl imports it in each of its processes if 
 - `MidstreamReplica` stands for servers that verl does not start.
 
 Always holds: the run's first weights are published, and served by all replicas, before the first rollout, which asks for them.
-Rank 0 publishes; the others only help to gather.
+So it is when verl goes on from a checkpoint, and its first snapshot has another number. Rank 0 publishes; the others gather.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Any
 
+import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -27,7 +28,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from midstream.client import SnapshotPublisher
-from midstream.integrations.verl_wire import Generator, Settings, extra_fields, request_of
+from midstream.integrations.verl_wire import Generator, Settings, extra_fields, request_of, serving
 
 NAME = "midstream"
 
@@ -36,17 +37,23 @@ def settings_of(rollout: Any) -> Settings:
     """The backend's settings in a rollout configuration. Raises ValueError when they are missing."""
     given: Mapping[str, Any] | None = rollout.engine_kwargs.get(NAME)
     if given is None:
-        raise ValueError(f"actor_rollout_ref.rollout.engine_kwargs.{NAME} must have url, bucket, served and run")
+        raise ValueError(
+            f"actor_rollout_ref.rollout.engine_kwargs.{NAME} must have url, bucket, served and run"
+        )
     return Settings(**given)
 
 
 class MidstreamClient(LLMServerClient):  # type: ignore[misc]
-    """In place of verl's own client, which asks Ray actors. config: the whole configuration."""
+    """In place of verl's own client, which asks Ray actors. config: the whole configuration.
+
+    Made after the run's first weights were published. Raises PublishError before that.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._rollout = config.actor_rollout_ref.rollout
-        self._generator = Generator(settings_of(self._rollout))
+        settings = settings_of(self._rollout)
+        self._generator = Generator(settings, serving(settings))
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
@@ -84,6 +91,16 @@ class MidstreamAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         super().__init__(config, MidstreamClient(config), *others, **named)
 
 
+class _Elsewhere:
+    """A Ray actor in the place of a rollout worker: verl tells each replica's workers to receive weights."""
+
+    def execute_checkpoint_engine(self, method: str) -> dict[str, Any]:
+        return {}
+
+    def update_weights(self, global_steps: int | None = None) -> None:
+        pass
+
+
 class MidstreamReplica(RolloutReplica):  # type: ignore[misc]
     """Servers that run already, so there is nothing to launch, to put to sleep, or to abort: streams go on across a swap."""
 
@@ -91,6 +108,7 @@ class MidstreamReplica(RolloutReplica):  # type: ignore[misc]
         self._server_address = f"{settings_of(self.config).url}#{self.replica_rank}"
 
     async def init_standalone(self) -> None:
+        self.workers = [ray.remote(num_cpus=0)(_Elsewhere).remote()]
         await self.launch_servers()
 
 
@@ -152,7 +170,12 @@ class MidstreamRollout(base.BaseRollout):  # type: ignore[misc]
         pass
 
     async def update_weights(
-        self, weights: Any, wire_format: str = "named_tensors", *, global_steps: int | None = None, **kind: Any
+        self,
+        weights: Any,
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
+        **kind: Any,
     ) -> None:
         """Publishes whole weights. Raises ValueError for adapters, which verl sends apart unless it merges them."""
         if kind.get("peft_config") is not None:
@@ -194,4 +217,5 @@ class MidstreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 CheckpointEngineRegistry.register(NAME)(MidstreamCheckpointEngine)
 RolloutReplicaRegistry.register(NAME, lambda: MidstreamReplica)
+# Of these verl 0.9 has a table, and no function to register with.
 base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.MidstreamRollout"

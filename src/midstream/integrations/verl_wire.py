@@ -4,6 +4,7 @@ Always holds:
 - Ids go in and come out as they are; no text is made of them.
 - There is one log-probability and one version for each sampled id. What the server does not tell is an error, never a guess.
 - All requests of a trajectory have its session key, so its turns keep their replica.
+- A request asks for a snapshot of this run, or a later one. An answer of another run's weights is an error.
 
 The path is vLLM's `/inference/v1/generate`: it knows verl's sampling parameters by their names, and tells routes as verl has
 them, from the prompt's first position on.
@@ -15,6 +16,7 @@ import asyncio
 import base64
 import binascii
 import io
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midstream.client.rollouts import RETRY_S, TIMEOUT
-from midstream.client.server import Caller, PublishError
+from midstream.client.server import Caller, HotLoadServer, PublishError
 
 PATH = "/inference/v1/generate"
 #: verl's own parameters that are those of the path.
@@ -46,16 +48,19 @@ SAMPLING = frozenset(
     }
 )
 LIMITS = ("max_tokens", "max_new_tokens")
+#: A request asks for the oldest of the last so many snapshots that answered, or a later one. A server knows the order of the
+#: newest 1,024 signals alone, so a long run must not ask for its first snapshot for ever.
+SEEN = 100
 
 
 @dataclass(frozen=True)
 class Settings:
     """`actor_rollout_ref.rollout.engine_kwargs.midstream` of verl's configuration.
 
-    url: the server's. bucket: where snapshots go. served: the served model's directory, whose config.json they have. run: a name that no other run has; snapshot N of it is `run/N`.
-    model: None where the server has one deployment. work_dir: None means a temporary one; see SnapshotPublisher.
-    parallel: requests in flight of one agent-loop worker. dtype: that of the served weights. wait_s: how long a request waits
-    for the run's first snapshot, in seconds.
+    url: the server's. bucket: where snapshots go. served: the served model's directory, whose config.json snapshots have.
+    run: a name that no other run has; snapshot N of it is `run/N`. model: None where the server has one deployment.
+    work_dir: None means a temporary one; see SnapshotPublisher. dtype: that of the served weights. parallel: requests in flight
+    of one agent-loop worker. wait_s: how long a request waits for the run's first snapshot, in seconds.
     """
 
     url: str
@@ -77,7 +82,9 @@ class Settings:
         """verl's `global_steps` of a snapshot. Raises ValueError for another run's."""
         run, _, number = snapshot.rpartition("/")
         if run != self.run or not number.isdecimal():
-            raise ValueError(f"snapshot {snapshot!r} is not of the run {self.run!r}: who else publishes there?")
+            raise ValueError(
+                f"snapshot {snapshot!r} is not of the run {self.run!r}: who else publishes there?"
+            )
         return int(number)
 
 
@@ -118,7 +125,9 @@ def request_of(
     asked |= {"max_tokens": max(1, min(limit, left)), "logprobs": 1}
     if routes:
         asked["return_routed_experts"] = True
-    return {"token_ids": list(prompt_ids), "sampling_params": asked} | ({} if model is None else {"model": model})
+    return {"token_ids": list(prompt_ids), "sampling_params": asked} | (
+        {} if model is None else {"model": model}
+    )
 
 
 def generated(answer: Mapping[str, Any], settings: Settings, *, routes: bool) -> Generated:
@@ -145,7 +154,9 @@ def generated(answer: Mapping[str, Any], settings: Settings, *, routes: bool) ->
 
 def _experts(encoded: str) -> npt.NDArray[Any]:
     try:
-        array: npt.NDArray[Any] = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+        array: npt.NDArray[Any] = np.load(
+            io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False
+        )
     except binascii.Error as error:
         raise ValueError(f"routes are not base64: {error}") from error
     if array.ndim != 3:
@@ -166,13 +177,29 @@ def extra_fields(one: Generated) -> dict[str, Any]:
     }
 
 
-class Generator:
-    """Asks a server, one request per call; many calls at a time. Opens its connections in the process that first asks."""
+def serving(settings: Settings) -> str:
+    """The newest snapshot of the run that the server serves or loads. Raises PublishError when it serves another run's."""
+    server = HotLoadServer(settings.url, model=settings.model, api_key=settings.api_key)
+    try:
+        status = server.status()
+        return max((one.target or one.snapshot or "" for one in status.replicas), key=settings.version)
+    except ValueError as error:
+        raise PublishError(f"publish weights of the run {settings.run!r} first: {error}") from error
+    finally:
+        server.close()
 
-    def __init__(self, settings: Settings) -> None:
+
+class Generator:
+    """Asks a server, one request per call; many calls at a time. Opens its connections in the process that first asks.
+
+    first: a snapshot of the run that was signalled.
+    """
+
+    def __init__(self, settings: Settings, first: str) -> None:
         self.settings = settings
         self._url = settings.url.rstrip("/") + PATH
-        self._open: tuple[Caller, ThreadPoolExecutor] | None = None
+        self._open: tuple[httpx.Client, Caller, ThreadPoolExecutor] | None = None
+        self._seen = deque([first], maxlen=SEEN)
 
     def __getstate__(self) -> dict[str, Any]:
         # Ray sends it to its workers: connections and threads stay.
@@ -183,10 +210,10 @@ class Generator:
 
         Raises SignalRefused, Unanswered, and PublishError on an answer without records or of another run's weights.
         """
-        caller, threads = self._connected()
+        _, caller, threads = self._connected()
         headers = {
             "x-multi-turn-session-id": session,
-            "x-midstream-min-snapshot": self.settings.snapshot(0),
+            "x-midstream-min-snapshot": self._seen[0],
             "x-midstream-snapshot-wait": f"{self.settings.wait_s:g}",
         }
 
@@ -195,15 +222,26 @@ class Generator:
 
         answer = await asyncio.get_running_loop().run_in_executor(threads, ask)
         try:
-            return generated(answer, self.settings, routes=routes)
+            one = generated(answer, self.settings, routes=routes)
         except (KeyError, TypeError, ValueError) as error:
             raise PublishError(f"{self._url}: {error!r}") from error
+        if one.versions and one.versions[-1] > self.settings.version(self._seen[-1]):
+            self._seen.append(one.snapshots[-1])
+        return one
 
-    def _connected(self) -> tuple[Caller, ThreadPoolExecutor]:
+    def close(self) -> None:
+        if self._open is not None:
+            http, _, threads = self._open
+            threads.shutdown()
+            http.close()
+            self._open = None
+
+    def _connected(self) -> tuple[httpx.Client, Caller, ThreadPoolExecutor]:
         if self._open is None:
             parallel = self.settings.parallel
             headers = {} if self.settings.api_key is None else {"x-api-key": self.settings.api_key}
             limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
             http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)
-            self._open = Caller(http), ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
+            threads = ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
+            self._open = http, Caller(http), threads
         return self._open
