@@ -1,7 +1,9 @@
-"""verl's own PPO trainer, unmodified, on a CPU: GRPO, rollouts from a server beside the training. The task: write digits.
+"""verl's own PPO trainer, unmodified, on a CPU: GRPO, with rollouts that go on while it trains and publishes.
 
     midstream serve
     python examples/verl/train.py http://127.0.0.1:8080 .midstream/bucket .midstream/models/tiny-moe 12
+
+The task: write digits. digits.yaml has verl's settings.
 """
 
 import json
