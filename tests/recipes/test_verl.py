@@ -29,7 +29,7 @@ from midstream.integrations.verl_wire import (
 )
 
 SETTINGS = Settings(url="http://server/", bucket="/bucket", served="/model", run="a/run")
-STEPS, ROLLOUTS = 10, 64
+STEPS, ROLLOUTS = 12, 64
 
 
 def sessions_of(server: Server) -> list[str]:

@@ -56,13 +56,13 @@ class MidstreamClient(LLMServerClient):  # type: ignore[misc]
         self._generator = Generator(settings, serving(settings))
 
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **others: Any
     ) -> TokenOutput:
         """Sampled ids of a prompt. request_id: the trajectory's, in all of its turns.
 
         Raises ValueError for images, videos and audio, and what `Generator.generate` raises.
         """
-        sent = [name for name in ("image_data", "video_data", "audio_data") if media.get(name)]
+        sent = [name for name in ("image_data", "video_data", "audio_data") if others.get(name)]
         if sent:
             raise ValueError(f"midstream takes token ids alone, not {', '.join(sent)}")
         routes = bool(self._rollout.enable_rollout_routing_replay)
