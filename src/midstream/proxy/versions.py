@@ -197,7 +197,7 @@ class VersionJudge:
             known = self._order.position(constraint.min_snapshot) is not None
             asked.append(
                 f"{constraint.min_snapshot!r} or a later one"
-                + ("" if known else " (which was not signalled)")
+                + ("" if known else " (which is not among the newest signals)")
             )
         if constraint.max_staleness is not None:
             asked.append(f"at most {constraint.max_staleness} snapshots behind the newest")
