@@ -21,6 +21,7 @@ from midstream.integrations.verifiers import request_headers, sample_groups
 
 GROUP, STALE_MOST = 8, 2
 ENVIRONMENT = {"taskset": {"id": "digits"}, "agent": {"runtime": {"type": "subprocess"}}}
+CLIENT = {"api_key_var": "MIDSTREAM_API_KEY", "renderer": {"name": "qwen3", "enable_thinking": False}}
 SAMPLING = vf.SamplingConfig(temperature=1.0, max_tokens=16)
 
 
@@ -35,15 +36,12 @@ async def main(url: str, bucket: str, base: str, steps: int) -> None:
     tokenizer.add_tokens(["<tool_response>", "</tool_response>"], special_tokens=True)
     with tempfile.TemporaryDirectory() as folder, SnapshotPublisher(url, bucket) as publisher:
         tokenizer.save_pretrained(folder)
-        renderer = {"renderer": {"name": "qwen3", "enable_thinking": False}, "renderer_model_name": folder}
+        at = CLIENT | {"base_url": f"{url}/v1", "renderer_model_name": folder}
         # Whatever an earlier run left there, this one begins with its own weights.
         publication = publisher.begin(signalled[0], **weights)
         for step in range(1, steps + 1):
             # One behind the newest serves already, and so nobody waits for the newest to be loaded.
-            headers = request_headers(signalled[max(0, step - 2)])
-            client = vf.TrainClientConfig(
-                base_url=f"{url}/v1", api_key_var="KEY", headers=headers, **renderer
-            )
+            client = vf.TrainClientConfig(**at, headers=request_headers(signalled[max(0, step - 2)]))
             how = vf.ModelContext(os.path.basename(base), client, SAMPLING)
             groups = await sample_groups(env, how, publisher.server, GROUP)
             publication.wait()
@@ -58,5 +56,4 @@ async def main(url: str, bucket: str, base: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    url, bucket, base, steps = sys.argv[1:]
-    asyncio.run(main(url, os.path.abspath(bucket), base, int(steps)))
+    asyncio.run(main(sys.argv[1], os.path.abspath(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from midstream.client.records import REWARD, TrainingSequence, sequences_of
-from midstream.client.server import HotLoadServer
+from midstream.client.server import HotLoadServer, PublishError
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +72,22 @@ def _sampled(trace: Any) -> Iterator[tuple[int, list[int]]]:
 async def sample_groups(env: Any, how: Any, server: HotLoadServer, n: int) -> list[list[TrainingSequence]]:
     """Of each task of an environment, the sequences of its `n` rollouts (see `training_sequences`). All are sampled at once.
 
-    env: a `vf.Env` whose taskset is finite. how: the `vf.ModelContext` of the rollouts. One that failed is left out, with a
-    warning in the log. Raises RuntimeError with verifiers' own message where none of a task's rollouts is left.
+    env: a `vf.Env` whose taskset is finite. how: the `vf.ModelContext` of the rollouts. A rollout that failed, or whose record
+    is lost or not its own, is left out with a warning in the log. Raises RuntimeError with the last reason where none of a
+    task's rollouts is left.
     """
 
-    async def rolled(slot: Any) -> Any:
+    async def rolled(slot: Any) -> list[TrainingSequence] | str:
         episode = await env.run_slot(slot, how)
+        if not episode.ok:
+            return _why(episode)
         found = []
-        for trace in episode.traces if episode.ok else ():
-            found += training_sequences(trace, await asyncio.to_thread(server.trace, trace.id))
-        return episode, found
+        try:
+            for trace in episode.traces:
+                found += training_sequences(trace, await asyncio.to_thread(server.trace, trace.id))
+        except (ValueError, PublishError) as error:
+            return str(error)
+        return found
 
     async with env.serving():
         slots = [env.slots(task, n) for task in env.taskset]
@@ -89,17 +95,18 @@ async def sample_groups(env: Any, how: Any, server: HotLoadServer, n: int) -> li
     return [_left(group) for group in done]
 
 
-def _left(group: Sequence[tuple[Any, list[TrainingSequence]]]) -> list[TrainingSequence]:
-    why = [
-        error.message
-        for episode, _ in group
-        if not episode.ok
-        for error in [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    ]
-    if all(not episode.ok for episode, _ in group):
-        raise RuntimeError(
-            f"all {len(group)} rollouts of a task failed: {why[-1] if why else 'without a message'}"
-        )
-    for message in why:
-        logger.warning("a rollout is left out, it failed: %s", message)
-    return [one for _, sequences in group for one in sequences]
+def _why(episode: Any) -> str:
+    """verifiers' last message about an episode that failed."""
+    errors = [error for trace in episode.traces for error in trace.errors]
+    return next(
+        (str(error.message) for error in [*episode.errors, *errors[::-1]]), "verifiers says no reason"
+    )
+
+
+def _left(group: Sequence[list[TrainingSequence] | str]) -> list[TrainingSequence]:
+    failed = [one for one in group if isinstance(one, str)]
+    if len(failed) == len(group):
+        raise RuntimeError(f"all {len(group)} rollouts of a task failed: {failed[-1]}")
+    for why in failed:
+        logger.warning("a rollout is left out: %s", why)
+    return [one for found in group if not isinstance(found, str) for one in found]
