@@ -20,7 +20,7 @@ from serving import serve
 from midstream.client import PublishError, staleness
 from midstream.integrations.verifiers import request_headers, sample_groups, training_sequences
 
-STEPS = 7
+STEPS = 9
 
 
 @needs("verifiers")
@@ -29,7 +29,7 @@ def test_verifiers_environment_is_learnt_over_tokens_with_data_of_the_runs_own_w
 ) -> None:
     with serve(tmp_path / "state") as server:
         steps = run_recipe("verifiers", server, server.state_dir / "models" / "tiny-moe", STEPS)
-    assert steps[-1].reward > steps[0].reward + 0.2
+    assert steps[-1].reward > steps[0].reward + 0.3
     # The first step samples the run's own weights, and later ones do not wait for the newest.
     assert steps[0].behind == 0.0
     assert all(0 <= step.behind <= 1 for step in steps)
@@ -44,7 +44,7 @@ def test_verifiers_client_of_texts_gives_sequences_of_both_turns(tmp_path: Path)
             [ROOT / ".venv-recipes" / "verifiers" / "bin" / "python", here / "verifiers_text.py", server.url],
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
             env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": ":".join(map(str, paths))},
         )
     assert done.returncode == 0, done.stderr[-3000:]
