@@ -1,59 +1,58 @@
-"""RL on an environment of verifiers, over tokens and live hot loads. Needs verifiers, torch and transformers.
+"""RL on an environment of verifiers, over live hot loads. Needs verifiers, torch and transformers.
 
     midstream serve
     python examples/verifiers/train.py http://127.0.0.1:8080 .midstream/bucket .midstream/models/tiny-moe 12
 
-Sampling goes on while a step's weights are published, so data are one snapshot old at most.
+With `text` behind it, verifiers' client is the one of chat completions. Data are one snapshot old at most.
 """
 
 import asyncio
 import os
 import sys
 import tempfile
-import time
 
 import verifiers.v1 as vf
 from reinforce import Reinforce
 from transformers import AutoTokenizer
 
-from midstream.client import SnapshotPublisher, fresh, staleness
+from midstream.client import SnapshotPublisher, TrainingRun, fresh, staleness
 from midstream.integrations.verifiers import request_headers, sample_groups
 
-GROUP, STALE_MOST = 8, 2
+GROUP, STALE_MOST = 8, 1
 ENVIRONMENT = {"taskset": {"id": "digits"}, "agent": {"runtime": {"type": "subprocess"}}}
-CLIENT = {"api_key_var": "MIDSTREAM_API_KEY", "renderer": {"name": "qwen3", "enable_thinking": False}}
 SAMPLING = vf.SamplingConfig(temperature=1.0, max_tokens=16)
 
 
-async def main(url: str, bucket: str, base: str, steps: int) -> None:
-    trainer = Reinforce(base)
-    env = vf.load_environment(vf.resolve_env_config(ENVIRONMENT))
-    weights = {"model": trainer.model, "config_dir": base, "dtype": "bfloat16"}
-    run = time.strftime("verifiers-%Y%m%d-%H%M%S")
-    signalled = [f"{run}/0"]
-    # verifiers' renderer for Qwen 3 looks up tokens that tiny-moe lacks. They stand behind its own, and none is sent.
+def renderer(base: str, folder: str) -> dict[str, object]:
+    """verifiers' renderer for Qwen 3 looks up tokens that tiny-moe lacks. They stand behind its own, and none is sent."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<tool_response>", "</tool_response>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return {"renderer": {"name": "qwen3", "enable_thinking": False}, "renderer_model_name": folder}
+
+
+async def main(url: str, bucket: str, base: str, steps: int, text: bool) -> None:
+    trainer = Reinforce(base)
+    env = vf.load_environment(vf.resolve_env_config(ENVIRONMENT))
+    how = {"model": trainer.model, "config_dir": base, "dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder, SnapshotPublisher(url, bucket) as publisher:
-        tokenizer.save_pretrained(folder)
-        at = CLIENT | {"base_url": f"{url}/v1", "renderer_model_name": folder}
-        # Whatever an earlier run left there, this one begins with its own weights.
-        publication = publisher.begin(signalled[0], **weights)
-        for step in range(1, steps + 1):
-            # One behind the newest serves already, and so nobody waits for the newest to be loaded.
-            client = vf.TrainClientConfig(**at, headers=request_headers(signalled[max(0, step - 2)]))
-            how = vf.ModelContext(os.path.basename(base), client, SAMPLING)
-            groups = await sample_groups(env, how, publisher.server, GROUP)
-            publication.wait()
-            trainer.step([kept for kept in (fresh(group, signalled, STALE_MOST) for group in groups) if kept])
-            every = [one for group in groups for one in group]
-            behind = sum(staleness(one, signalled) for one in every) / len(every)
-            mean = sum(one.reward for one in every) / len(every)
-            print(f"step {step}: reward {mean:.3f}, {behind:.2f} snapshots behind", flush=True)
-            signalled.append(f"{run}/{step}")
-            publication = publisher.begin(signalled[-1], **weights)
-        publication.wait()
+        at = {"base_url": f"{url}/v1", "api_key_var": "MIDSTREAM_API_KEY"}
+        kind, more = (vf.EvalClientConfig, {}) if text else (vf.TrainClientConfig, renderer(base, folder))
+        with TrainingRun(publisher, **how) as run:
+            # Whatever an earlier run left there, this one begins with its own weights.
+            run.publish()
+            for step in range(1, steps + 1):
+                client = kind(**at, **more, headers=request_headers(run.at_least))
+                context = vf.ModelContext(os.path.basename(base), client, SAMPLING)
+                groups = await sample_groups(env, context, publisher.server, GROUP)
+                trainer.step([kept for group in groups if (kept := fresh(group, run.signalled, STALE_MOST))])
+                every = [one for group in groups for one in group]
+                behind = sum(staleness(one, run.signalled) for one in every) / len(every)
+                mean = sum(one.reward for one in every) / len(every)
+                print(f"step {step}: reward {mean:.3f}, {behind:.2f} snapshots behind", flush=True)
+                run.publish()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], os.path.abspath(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    url, bucket, base, steps, *text = sys.argv[1:]
+    asyncio.run(main(url, os.path.abspath(bucket), base, int(steps), text == ["text"]))

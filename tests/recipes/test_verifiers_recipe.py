@@ -4,60 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recipes import ROOT, needs, run_recipe
+from recipes import needs, run_recipe
 from serving import serve
 
 from midstream.client import PublishError, staleness
 from midstream.integrations.verifiers import request_headers, sample_groups, training_sequences
 
-STEPS = 9
-
 
 @needs("verifiers")
-def test_verifiers_environment_is_learnt_over_tokens_with_data_of_the_runs_own_weights(
-    tmp_path: Path,
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["", "text"])
+def test_an_environment_of_verifiers_is_learnt_from_data_that_are_one_snapshot_old(
+    tmp_path: Path, what: str
 ) -> None:
     with serve(tmp_path / "state") as server:
-        steps = run_recipe("verifiers", server, server.state_dir / "models" / "tiny-moe", STEPS)
+        steps = run_recipe("verifiers", server, 9, *([what] if what else []))
     assert steps[-1].reward > steps[0].reward + 0.3
-    # The first step samples the run's own weights, and later ones do not wait for the newest.
-    assert steps[0].behind == 0.0
+    # The first rollouts are of the run's own weights.
+    assert steps[0].behind == 0
     assert all(0 <= step.behind <= 1 for step in steps)
-
-
-@needs("verifiers")
-def test_verifiers_client_of_texts_gives_sequences_of_both_turns(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    paths = [ROOT / "src", ROOT / "examples" / "verifiers"]
-    with serve(tmp_path / "state") as server:
-        done = subprocess.run(
-            [ROOT / ".venv-recipes" / "verifiers" / "bin" / "python", here / "verifiers_text.py", server.url],
-            capture_output=True,
-            text=True,
-            timeout=500,
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": ":".join(map(str, paths))},
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert [one["prompt"] for one in told] == [
-        f"user\nWrite digits, {number}: \nassistant\n" for number in range(4) for _ in range(2)
-    ]
-    for one in told:
-        assert one["turns"] == 2
-        assert 2 <= one["sampled"] <= 32
-        assert one["logprobs"] == one["sampled"]
-        assert len(one["labels"]) == 1
-        assert 0 <= one["reward"] <= 1
 
 
 # -- without verifiers

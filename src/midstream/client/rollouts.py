@@ -163,8 +163,8 @@ def staleness(rollout: Labelled, signalled: Sequence[str]) -> int:
 
     A snapshot that is not in it, such as that of the start, came before all."""
     place = {name: number for number, name in enumerate(signalled)}
-    sampled = set(rollout.snapshots) - {None}
-    return max((len(signalled) - 1 - place.get(name or "", -1) for name in sampled), default=0)
+    sampled = {name for name in rollout.snapshots if name is not None}
+    return max((len(signalled) - 1 - place.get(name, -1) for name in sampled), default=0)
 
 
 def fresh(rollouts: Iterable[LabelledT], signalled: Sequence[str], most: int) -> list[LabelledT]:
