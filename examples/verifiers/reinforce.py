@@ -12,7 +12,7 @@ RATIO_MOST = 2.0
 class Reinforce:
     def __init__(self, base: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
 
     def step(self, groups: list[list[TrainingSequence]]) -> None:
         self._optimizer.zero_grad()

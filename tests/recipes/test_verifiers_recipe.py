@@ -25,7 +25,7 @@ def test_an_environment_of_verifiers_is_learnt_from_data_that_are_one_snapshot_o
     tmp_path: Path, what: str
 ) -> None:
     with serve(tmp_path / "state") as server:
-        steps = run_recipe("verifiers", server, 9, *([what] if what else []))
+        steps = run_recipe("verifiers", server, 12, *([what] if what else []))
     assert steps[-1].reward > steps[0].reward + 0.3
     # The first rollouts are of the run's own weights.
     assert steps[0].behind == 0
