@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
@@ -148,15 +148,26 @@ def _rollout(answer: Mapping[str, Any], choice: Mapping[str, Any], session: str 
     )
 
 
-def staleness(rollout: Rollout, signalled: Sequence[str]) -> int:
-    """How many snapshots the oldest token of a rollout is behind the newest. signalled: identities in their order.
+class Labelled(Protocol):
+    """A `Rollout`, or a `TrainingSequence`, whose label is None where a token was not sampled."""
+
+    @property
+    def snapshots(self) -> Sequence[str | None]: ...
+
+
+LabelledT = TypeVar("LabelledT", bound=Labelled)
+
+
+def staleness(rollout: Labelled, signalled: Sequence[str]) -> int:
+    """How many snapshots the oldest sampled token is behind the newest. signalled: identities in their order.
 
     A snapshot that is not in it, such as that of the start, came before all."""
     place = {name: number for number, name in enumerate(signalled)}
-    return max((len(signalled) - 1 - place.get(name, -1) for name in set(rollout.snapshots)), default=0)
+    sampled = {name for name in rollout.snapshots if name is not None}
+    return max((len(signalled) - 1 - place.get(name, -1) for name in sampled), default=0)
 
 
-def fresh(rollouts: Iterable[Rollout], signalled: Sequence[str], most: int) -> list[Rollout]:
+def fresh(rollouts: Iterable[LabelledT], signalled: Sequence[str], most: int) -> list[LabelledT]:
     """Those that are at most so many snapshots behind, in their order."""
     return [one for one in rollouts if staleness(one, signalled) <= most]
 
