@@ -2,9 +2,10 @@
 
 verifiers keeps of an answer the token ids and the raw log-probabilities, and drops what else it says. It sends its trace's id
 as the session of every turn. So the snapshots, and the log-probabilities that were sampled from, come from the session's
-trace. verifiers' objects are read, and verifiers is not imported.
+trace. verifiers' objects are read, and verifiers is not imported. Publishing is the caller's.
 
-Always holds: a sequence has no token that verifiers' own trace of tokens has not, and each sampled one counts once.
+Always holds: each turn that verifiers has as tokens stands in a sequence with the same tokens before it, and both sides have as
+many turns. Each sampled token counts once.
 """
 
 from __future__ import annotations
