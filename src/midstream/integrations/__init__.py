@@ -1,4 +1,4 @@
-"""Adapters between trainers and a server, one module per trainer. Each imports its trainer, which midstream does not install.
+"""Adapters between trainers and a server, one module per trainer. midstream installs none of these trainers.
 
-Always holds: an adapter publishes the run's own weights before the first rollout, and asks for at least them.
+Always holds: rollouts ask for the run's own snapshots, so no run samples what an earlier one left.
 """
