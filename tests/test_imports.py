@@ -35,6 +35,8 @@ ALLOWED: dict[str, str] = {
     "client": "core snapshots",
     # The dashboard's files.
     "dashboard": "",
+    # Those of the page that shows the HTTP API.
+    "apidocs": "",
     # Models and engines.
     "models": "",
     "engine": "core http snapshots",
