@@ -20,7 +20,8 @@ def test_the_page_shows_the_chat_operation_and_asks_no_other_host(tmp_path: Path
     config = tmp_path / "midstream.toml"
     config.write_text(KEYS)
     with serve(tmp_path / "state", "--config", str(config)) as server, chromium() as browser:
-        page = browser.new_page()
+        # What is out of sight is not drawn.
+        page = browser.new_page(viewport={"width": 1200, "height": 12_000})
         complaints: list[str] = []
         asked: list[str] = []
         page.on("pageerror", lambda error: complaints.append(str(error)))

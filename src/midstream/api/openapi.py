@@ -23,7 +23,7 @@ from midstream.core import headers as h
 from midstream.core import versions as v
 from midstream.core.errors import MidstreamError
 from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER
-from midstream.core.scopes import GATEWAY_ROUTES, PUBLIC, TINKER_ROUTES, Need
+from midstream.core.scopes import GATEWAY_ROUTES, PUBLIC, SCOPES, TINKER_ROUTES, Need
 from midstream.core.sessions import MAX_KEY_BYTES, SESSION_HEADERS
 from midstream.core.traces import RecordsKept
 from midstream.core.wires import SESSION_BASES, TRAINER_HEALTH, WIRES, is_read_in_session
@@ -44,9 +44,9 @@ _SCHEMAS = "#/components/schemas/{name}"
 _OF_INFERENCE = (422, 425)
 _WHERE = {
     "named": "on the deployment in the path",
-    "meant": "on the deployment that the headers mean, else the default one",
+    "meant": "on the deployment meant",
     "every": "on every deployment",
-    "some": "on any deployment; the answer is about those alone",
+    "some": "on any deployment",
 }
 
 
@@ -173,9 +173,14 @@ def document(bodies: Bodies) -> Json:
 
 
 _ABOUT = """\
-An API key is needed where the server has keys, on every path without "for everybody". An operation names the scopes of
-which a key needs one; a key with `operate` has them all. The server answers HEAD as GET without its body. Harnesses that can
-set nothing but a base URL name the session in it: see the servers of the paths of inference.
+An API key is needed where the server has keys, on every path without "for everybody". An operation names the scopes of which a
+key needs one. A key with `operate` has them all.
+
+The deployment meant is the one that the headers name, else the default one. Where a scope on any deployment is enough, the
+answer is about the key's deployments alone.
+
+The server answers HEAD as GET without its body. Harnesses that can set nothing but a base URL name the session in it: see the
+servers of the paths of inference.
 """
 
 
@@ -195,7 +200,8 @@ def need_in_words(method: str, path: str) -> str:
     need = _need(method, path)
     if need is None:
         return "any key" if path.startswith(_TINKER) else "for everybody"
-    return f"{' or '.join(f'`{scope}`' for scope in need.scopes)}, {_WHERE[need.on]}"
+    scopes = "any scope" if need.scopes == SCOPES else " or ".join(f"`{scope}`" for scope in need.scopes)
+    return f"{scopes} {_WHERE[need.on]}"
 
 
 def _need(method: str, path: str) -> Need | None:

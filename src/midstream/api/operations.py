@@ -102,10 +102,10 @@ _INFERENCE: Mapping[tuple[str, str], Operation] = {
     ("POST", "/tokenize"): Operation("Gives the token ids of a prompt or a chat."),
     ("POST", "/detokenize"): Operation("Gives the text of token ids."),
     ("POST", "/v1/chat/completions/render"): Operation(
-        "Renders a chat into the request that `/inference/v1/generate` takes."
+        "Renders a chat into a request of token ids, as vLLM does."
     ),
     ("POST", "/v1/completions/render"): Operation(
-        "Renders a completion into the requests that `/inference/v1/generate` takes."
+        "Renders a completion into requests of token ids, as vLLM does."
     ),
     ("GET", "/v1/models"): Operation("Lists the served models and policies, with each replica's snapshot."),
     ("GET", "/v1/models/{model:path}"): Operation("Shows one served model or policy."),
