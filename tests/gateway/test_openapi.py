@@ -24,7 +24,7 @@ from midstream.api.operations import FILES
 from midstream.core.errors import InvalidRequest, MidstreamError, UnknownField
 from midstream.core.scopes import DOCS_FILES, GATEWAY_ROUTES, PUBLIC, TINKER_ROUTES
 from midstream.core.traces import RewardGiven
-from midstream.core.wires import NO_ROLLOUTS, SESSION_BASES, WIRES, split_session, wire_of
+from midstream.core.wires import NO_ROLLOUTS, SESSION_BASES, TRAINER_REFUSED, WIRES, split_session, wire_of
 from midstream.fleet.membership import ReplicaBody
 from midstream.http.bodies import fields_of
 from midstream.launch.reference import request_bodies
@@ -290,6 +290,11 @@ def test_a_path_of_inference_may_answer_with_every_status() -> None:
         assert {int(status) for status in answers} - {200} == errors_by_status().keys()
         shape = "AnthropicError" if wire.errors == "anthropic" else "Error"
         assert answers["425"]["$ref"].endswith(f"/{shape}425")
+
+
+def test_what_always_refuses_has_no_success() -> None:
+    refusing = {path for path, _, one in OPERATIONS if min(one["responses"]) >= "400"}
+    assert refusing == {*TRAINER_REFUSED, "/v1/accounts/{account}/deployments/{name}:undelete"}
 
 
 # -- bodies

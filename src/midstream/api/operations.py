@@ -32,7 +32,8 @@ class Parameter(NamedTuple):
 
 class Operation(NamedTuple):
     """body: what a JSON body is read into, of what the control app reads itself. kinds: the media types of the answer; none:
-    it has no body. headers: beside those that its place in the table of scopes implies. status: of success."""
+    it has no body. headers: beside those that its place in the table of scopes implies. status: of success, or of what always
+    refuses."""
 
     summary: str
     query: tuple[Parameter, ...] = ()
@@ -203,7 +204,7 @@ _DEPLOYMENTS: Mapping[tuple[str, str], Operation] = {
     ),
     ("PATCH", _ONE + ":scale"): Operation("Sets the number of replicas.", body=resource.ScaleBody),
     ("POST", _ONE + ":scale"): Operation("Sets the number of replicas.", body=resource.ScaleBody),
-    ("POST", _ONE + ":undelete"): Operation("Refuses: a deleted deployment is gone."),
+    ("POST", _ONE + ":undelete"): Operation("Refuses: a deleted deployment is gone.", kinds=(), status=400),
     ("GET", _ONE + "/replicas"): Operation("Lists the replicas of a deployment."),
     ("POST", _ONE + "/replicas"): Operation("Lets a replica join that others run.", body=ReplicaBody),
     ("PATCH", _ONE + "/replicas/{replica}"): Operation(
@@ -302,7 +303,9 @@ _TRAINERS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/get_world_size"): _WORLD,
     ("GET", "/get_world_size/"): _WORLD,
     **{
-        ("POST", path): Operation("Refuses a weight transfer between processes, and says what to do instead.")
+        ("POST", path): Operation(
+            "Refuses a weight transfer between processes, and says what to do instead.", kinds=(), status=400
+        )
         for path in TRAINER_REFUSED
     },
 }
