@@ -37,6 +37,8 @@ ALLOWED: dict[str, str] = {
     "integrations": "client",
     # The dashboard's files.
     "dashboard": "",
+    # Those of the page that shows the HTTP API.
+    "apidocs": "",
     # Models and engines.
     "models": "",
     "engine": "core http snapshots",

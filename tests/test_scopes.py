@@ -14,6 +14,7 @@ from midstream.api.board import Board
 from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import hotload_routes
+from midstream.api.reference import reference_routes
 from midstream.core.errors import ConfigError
 from midstream.core.scopes import (
     EVERYTHING,
@@ -63,6 +64,7 @@ def whole_gateway() -> Starlette:
         *membership_routes(nothing, deployments, allowed=(), changed=nothing),
         *hotload_routes(nothing, deployments),
         *dashboard_routes(Board(deployments, metrics), lambda: True),
+        *reference_routes(dict),
     ]
     return control_app(deployments, metrics, keyed=True, extra_routes=routes)
 
@@ -92,7 +94,13 @@ def test_the_gateway_that_is_served_has_no_further_routes() -> None:
     """A module that adds routes in launch/gateway.py belongs into whole_gateway() above."""
     wiring = Path(control_app.__code__.co_filename).parents[1] / "launch" / "gateway.py"
     made = {word.partition("(")[0].strip("*") for word in wiring.read_text().split() if "_routes(" in word}
-    assert made == {"deployment_routes", "membership_routes", "hotload_routes", "dashboard_routes"}
+    assert made == {
+        "deployment_routes",
+        "membership_routes",
+        "hotload_routes",
+        "dashboard_routes",
+        "reference_routes",
+    }
 
 
 def test_a_route_that_is_not_in_the_table_needs_operate_on_every_deployment() -> None:

@@ -1,9 +1,10 @@
-"""The tables of docs/configuration.md and docs/errors.md, made of the code. Run as a script it writes them."""
+"""The tables of docs/configuration.md, docs/errors.md and docs/http.md, made of the code. Run as a script it writes them."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import NODEFAULT, Meta
 
+from midstream.api import openapi
 from midstream.core import config, errors
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -113,7 +115,23 @@ def error_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-TABLES = {"configuration": configuration, "errors": error_table}
+def http() -> str:
+    """Each group's operations. The prefixed ones are told of by the page."""
+    groups: dict[str, list[str]] = {}
+    for method, path, group, operation in openapi.operations():
+        shown = re.sub(r":path}", "}", path)
+        row = f"| `{method}` | `{shown}` | {openapi.need_in_words(method, path)} | {operation.summary} |"
+        groups.setdefault(group, []).append(row)
+    head = "| method | path | scope | what it does |\n|---|---|---|---|\n"
+    parts = [
+        f"## {one.name}\n\n{one.words} More in [{one.page}.md]({one.page}.md).\n\n{head}"
+        + "\n".join(groups[one.name])
+        for one in openapi.GROUPS
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+TABLES = {"configuration": configuration, "errors": error_table, "http": http}
 
 
 def written(name: str, text: str) -> str:

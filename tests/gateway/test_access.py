@@ -19,8 +19,9 @@ from midstream.api.board import Board
 from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.api.reference import reference_routes
 from midstream.core.config import GatewaySettings, KeySettings
-from midstream.core.scopes import DASHBOARD_EVENTS, DASHBOARD_OPEN, GATEWAY_ROUTES
+from midstream.core.scopes import DASHBOARD_EVENTS, GATEWAY_ROUTES, PAGES_OPEN
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.core.wires import (
@@ -33,6 +34,7 @@ from midstream.core.wires import (
 from midstream.fleet.membership import membership_routes
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.launch.reference import request_bodies
 from midstream.ledger import Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
@@ -134,6 +136,7 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
         metrics = GatewayMetrics(deployments)
         # Its streams end at once, as those of a process that listens no more.
         routes += dashboard_routes(Board(deployments, metrics), lambda: False)
+        routes += reference_routes(request_bodies)
         app = control_app(deployments, metrics, keyed=bool(keys), extra_routes=routes)
         gateway = Gateway(GatewaySettings(api_keys=keys), deployments, metrics, app, replica_token=TOKEN)
         stage = Stage(gateway, await gateway.start("127.0.0.1", 0), made[0].replicas, mocks)
@@ -301,10 +304,10 @@ def test_the_cases_are_of_every_route_in_the_table() -> None:
     assert asked == set(GATEWAY_ROUTES)
 
 
-def test_the_dashboards_page_needs_no_key_and_says_nothing_of_the_server() -> None:
+def test_pages_need_no_key_and_say_nothing_of_the_server() -> None:
     async def main() -> None:
         async with world() as here:
-            for path in DASHBOARD_OPEN:
+            for path in PAGES_OPEN:
                 answer = await here.ask(None, "GET", path)
                 assert answer.status == 200, path
                 assert b"default-replica-0" not in answer.body

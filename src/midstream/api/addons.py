@@ -37,7 +37,7 @@ _ADDON = "_addon"
 _TEXTS = ("displayName", "description")
 
 
-class Asked(msgspec.Struct, frozen=True):
+class DeployedModelBody(msgspec.Struct, frozen=True):
     """The resource's fields. What the server says alone is passed over: a client may send back what it got."""
 
     model: str | None = None
@@ -83,7 +83,7 @@ class AddonApi:
         ]
 
     async def load(self, request: Request) -> Response:
-        body = await body_of(request, Asked)
+        body = await body_of(request, DeployedModelBody)
         deployment = self._deployment(request, body.deployment)
         self._check_account(request)
         body.check()
@@ -130,7 +130,7 @@ class AddonApi:
     async def patch(self, request: Request) -> Response:
         """Its texts change; where it is loaded does not."""
         policy = self._one(request, (PUBLISH,))
-        body = await body_of(request, Asked)
+        body = await body_of(request, DeployedModelBody)
         body.check()
         if body.model is not None and self._name(body.model) != policy.policy:
             raise InvalidRequest("model: cannot be changed; load the other one", param="model")

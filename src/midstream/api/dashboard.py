@@ -6,16 +6,13 @@ Always holds:
 - The page and its files say nothing of the server, so they need no key. The events need a key with `observe`, as the API does;
   sessions, ledgers and policies are read from the API itself, with the same key.
 - An open page costs a look a second, which all open pages share. A part is sent when it changed. Nothing is asked of replicas.
-- Nothing is loaded from elsewhere, and the page may not be framed.
 - The streams end when this process listens no more, so that they do not hold up its end; the page opens another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.resources import files
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from starlette.requests import Request
@@ -23,47 +20,27 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from midstream.api.board import Board
+from midstream.api.pages import page_file
 from midstream.core.scopes import DASHBOARD, DASHBOARD_EVENTS, DASHBOARD_FILES, Grant
 from midstream.fleet.access import grant_of
 
 LOOK_EVERY_S = 1.0
 #: A stream on which nothing changes says so, so that whatever is between knows that it is alive.
 QUIET_S = 15.0
-_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_PACKAGE = "midstream.dashboard"
 
 
 def dashboard_routes(board: Board, listening: Callable[[], bool]) -> list[BaseRoute]:
     """Routes for the control app. listening: whether this process takes new connections."""
     stream = _Events(board, listening)
     return [
-        Route(DASHBOARD, _file("index.html"), methods=["GET"]),
-        *(Route(f"{DASHBOARD}/{name}", _file(name), methods=["GET"]) for name in DASHBOARD_FILES),
+        Route(DASHBOARD, page_file(_PACKAGE, "index.html"), methods=["GET"]),
+        *(
+            Route(f"{DASHBOARD}/{name}", page_file(_PACKAGE, name), methods=["GET"])
+            for name in DASHBOARD_FILES
+        ),
         Route(DASHBOARD_EVENTS, stream.get, methods=["GET"]),
     ]
-
-
-def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    data = (files("midstream.dashboard") / name).read_bytes()
-    tag = f'"{hashlib.sha256(data).hexdigest()[:24]}"'
-    headers = {
-        "etag": tag,
-        "cache-control": "no-cache",
-        "content-security-policy": _POLICY,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-    kind = _TYPES[name.rpartition(".")[2]]
-
-    async def get(request: Request) -> Response:
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(data, media_type=kind, headers=headers)
-
-    return get
 
 
 class _Events:

@@ -37,7 +37,7 @@ OF_ONE = "/v1/accounts/{account}/deployments/{name}"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
-class _Asked(msgspec.Struct):
+class PolicyBody(msgspec.Struct):
     """policy: its name. from_: the policy whose snapshot it begins with. frozen: it takes no signal."""
 
     policy: str
@@ -111,7 +111,7 @@ class PolicyApi:
 
     async def make(self, request: Request) -> Response:
         deployment = self._of(request)
-        asked = fields_of(json_object(await read_body(request)), _Asked)
+        asked = fields_of(json_object(await read_body(request)), PolicyBody)
         source = None if asked.from_ is None else await self._source(self.named(deployment, asked.from_))
         known = await self._there(names_of(deployment.names, asked.policy).deployment)
         policy = known or await self._made(request, deployment, asked.policy)

@@ -60,6 +60,16 @@ _OUTPUT = {"name", "state", "status", "replicaCount", "desiredReplicaCount", "re
 }
 # A secret, which has no place in the ledger.
 _UNNAMEABLE = "directRouteApiKeys"
+#: A request's body as a type. parse_body reads one field by field, for the sake of its errors.
+DeploymentBody = msgspec.defstruct(
+    "DeploymentBody",
+    [
+        *((name, kind | None, None) for name, kind in _FIELDS.items()),
+        *((name, Any, None) for name in sorted(_OUTPUT)),
+    ],
+    kw_only=True,
+    namespace={"__doc__": "Null says nothing. What only the server says, such as `name`, is passed over."},
+)
 _DEFAULTS: Mapping[str, Any] = {"minReplicaCount": 0, "maxReplicaCount": 1, "enableHotLoad": True}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -138,14 +148,14 @@ def transition_of(given: Mapping[str, Any]) -> TransitionType:
     return "SYNC" if given.get("hotLoadTransitionType") == "SYNC" else "ASYNC"
 
 
-class _Scale(msgspec.Struct, forbid_unknown_fields=True):
+class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
     replica_count: _Count = msgspec.field(name="replicaCount")
 
 
 def parse_scale(body: bytes) -> int:
     """The number of replicas that a `:scale` asks for. Raises InvalidRequest."""
     try:
-        return msgspec.convert(json_object(body), _Scale).replica_count
+        return msgspec.convert(json_object(body), ScaleBody).replica_count
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"replicaCount: {error}", param="replicaCount") from error
 

@@ -106,9 +106,15 @@ DASHBOARD = "/dashboard"
 DASHBOARD_FILES = ("app.js", "charts.js", "trace.js", "style.css", "uPlot.js", "uPlot.css", "icon.svg")
 DASHBOARD_EVENTS = DASHBOARD + "/events"
 DASHBOARD_OPEN = (DASHBOARD, *(f"{DASHBOARD}/{name}" for name in DASHBOARD_FILES))
+#: The document of the HTTP API, and the page that shows it. Both are the same on every server of a version.
+OPENAPI, DOCS = "/openapi.json", "/docs"
+DOCS_FILES = ("docs.js", "docs.css", "swagger-ui-bundle.js", "swagger-ui.css")
+DOCS_OPEN = (OPENAPI, DOCS, *(f"{DOCS}/{name}" for name in DOCS_FILES))
+#: What is served to everybody, as it says nothing of the server.
+PAGES_OPEN = (*DASHBOARD_OPEN, *DOCS_OPEN)
 
 #: Routes that need no scope. What they say to whom is theirs to decide.
-PUBLIC = frozenset(("GET", path) for path in ("/health", *TRAINER_HEALTH, "/api/v1/healthz", *DASHBOARD_OPEN))
+PUBLIC = frozenset(("GET", path) for path in ("/health", *TRAINER_HEALTH, "/api/v1/healthz", *PAGES_OPEN))
 UNKNOWN_ROUTE = Need((OPERATE,), "every")
 
 _ACCOUNTS = "/v1/accounts"

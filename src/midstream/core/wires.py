@@ -94,7 +94,14 @@ TRAINER_REFUSED = (
     *("/init_communicator/", "/update_named_param/", "/close_communicator/"),
 )
 
-#: Harnesses that can set nothing but a base URL name the session in it. Each pattern ends before the wire's own path.
+#: Harnesses that can set nothing but a base URL name the session in it: the bases as OpenAPI writes them, and a pattern that
+#: ends before the wire's own path.
+SESSION_BASES = (
+    "/sessions/{session}",
+    "/trajectories/{session}",
+    "/ng-rollout/{session}/training-token-capture",
+    "/proxy/rollout/{run}/attempt/{attempt}/mode/{mode}/openai",
+)
 _IN_PATH = re.compile(
     rb"/(?:"
     rb"sessions/(?P<session>[^/?]*)"

@@ -44,7 +44,7 @@ _HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+(%[\w.-]+)?")
 _PATH = "/v1/accounts/{account}/deployments/{name}/replicas"
 
 
-class _Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     drain: bool | None = None
@@ -177,7 +177,7 @@ class _Api:
     async def add(self, request: Request) -> Response:
         deployment, given = (
             self._deployment(request),
-            fields_of(json_object(await read_body(request)), _Given),
+            fields_of(json_object(await read_body(request)), ReplicaBody),
         )
         if given.url is None:
             raise InvalidRequest("url: is needed, http://HOST:PORT", param="url")
@@ -198,7 +198,7 @@ class _Api:
 
     async def patch(self, request: Request) -> Response:
         deployment, name = self._deployment(request), self._replica(request)
-        given = fields_of(json_object(await read_body(request)), _Given)
+        given = fields_of(json_object(await read_body(request)), ReplicaBody)
         if given.url is not None:
             raise InvalidRequest("url: cannot be changed", param="url")
         row = await self._ledger.deployment(deployment.name)

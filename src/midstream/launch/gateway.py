@@ -22,6 +22,7 @@ from midstream.api.board import Board
 from midstream.api.dashboard import dashboard_routes
 from midstream.api.deployments import deployment_routes
 from midstream.api.hotload import hotload_routes
+from midstream.api.reference import reference_routes
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.private import UMASK
 from midstream.core.types import TransitionType
@@ -35,6 +36,7 @@ from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
 from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
+from midstream.launch.reference import request_bodies
 from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.launch.tracing import tracer_of
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
@@ -117,6 +119,7 @@ def _gateway(
         extra_routes=[
             *_served_api(spec, ledger, deployments, desired_state),
             *dashboard_routes(board, lambda: metrics.listening()),
+            *reference_routes(request_bodies),
         ],
     )
     gateway = Gateway(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
-from midstream.core.scopes import DASHBOARD_EVENTS, DASHBOARD_OPEN, EVERYTHING, SAMPLE, forbidden
+from midstream.core.scopes import DASHBOARD_EVENTS, EVERYTHING, PAGES_OPEN, SAMPLE, forbidden
 from midstream.core.wires import is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
@@ -28,7 +28,7 @@ from midstream.proxy.responses_route import RESPONSES, ResponsesRoute
 from midstream.proxy.route import HEALTH_PATHS, Route, is_probe
 
 #: Whoever asks for them without a key is told what is for everybody.
-_OPEN = HEALTH_PATHS | {path.encode() for path in DASHBOARD_OPEN}
+_OPEN = HEALTH_PATHS | {path.encode() for path in PAGES_OPEN}
 _EVENTS = DASHBOARD_EVENTS.encode()
 
 

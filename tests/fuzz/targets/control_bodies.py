@@ -49,7 +49,7 @@ _UPDATES: Mapping[str, type[msgspec.Struct]] = {
     "/load_lora_adapter": adapter_calls.LoadAdapter,
 }
 _PAUSE = ("mode", "wait_for_inflight_requests", "clear_cache")
-_ADDON = fields_of(addons.Asked)
+_ADDON = fields_of(addons.DeployedModelBody)
 CALLS = (
     *(
         Call(
@@ -61,7 +61,7 @@ CALLS = (
         for path in TRAINER_CHANGES
     ),
     Call("POST", TRAINER_REFUSED[0]),
-    Call("POST", f"/v1/{NAMES.deployment}/policies", fields_of(policies._Asked)),
+    Call("POST", f"/v1/{NAMES.deployment}/policies", fields_of(policies.PolicyBody)),
     Call("POST", ADDONS, _ADDON, (addons.REPLACE,)),
     Call("PATCH", f"{ADDONS}/{POLICY}", _ADDON),
     Call("GET", ADDONS, (), ("filter", "orderBy", "pageSize", "pageToken")),

@@ -21,7 +21,7 @@ from midstream.api.deployments import deployment_routes, lies_in
 from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.membership import _Given, membership_routes
+from midstream.fleet.membership import ReplicaBody, membership_routes
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.view import ReplicaEntry
@@ -55,7 +55,7 @@ RESOURCES = (
     Call("DELETE", f"{COLLECTION}/{BESIDE}", (), ("hard",)),
     Call("GET", COLLECTION, (), ("pageSize", "pageToken")),
 )
-_MEMBER = fields_of(_Given)
+_MEMBER = fields_of(ReplicaBody)
 MEMBERS = (
     Call("POST", f"{COLLECTION}/d/replicas", _MEMBER),
     Call("POST", f"{COLLECTION}/{BESIDE}/replicas", _MEMBER),

@@ -26,7 +26,7 @@ from midstream.proxy.resume import resume_body
 from midstream.proxy.versions import constraint_of_request
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.stored import Shelf
-from midstream.replica.wire import messages, responses, sglang, textcalls, vllm
+from midstream.replica.wire import bodies
 from midstream.replica.wire.base import Read
 from midstream.replica.wire.table import GENERATING
 from targets.rollout_requests import demanded, refusable
@@ -42,14 +42,17 @@ class Path(NamedTuple):
 
 
 MESSAGES = (
-    Path("/v1/messages", messages.MessagesBody),
-    Path("/v1/messages/count_tokens", messages.CountBody),
+    Path("/v1/messages", bodies.MessagesBody),
+    Path("/v1/messages/count_tokens", bodies.CountBody),
 )
-RESPONSES = (Path("/v1/responses", responses.ResponsesBody),)
-TOKENS = (Path("/inference/v1/generate", vllm._Body), Path("/generate", sglang._Body))
+RESPONSES = (Path("/v1/responses", bodies.ResponsesBody),)
+TOKENS = (
+    Path("/inference/v1/generate", bodies.VllmGenerateBody),
+    Path("/generate", bodies.SglangGenerateBody),
+)
 TEXTS = (
-    Path("/tokenize", textcalls._Tokenize),
-    Path("/detokenize", textcalls._Detokenize),
+    Path("/tokenize", bodies.TokenizeBody),
+    Path("/detokenize", bodies.DetokenizeBody),
     Path("/v1/chat/completions/render", ChatBody),
     Path("/v1/completions/render", CompletionBody),
 )

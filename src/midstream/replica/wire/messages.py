@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.replica.request.schema import (
     MAX_STOPS,
-    MAX_TOP_LOGPROBS,
     ChatBody,
-    Ints64,
     check_supported,
     decode,
 )
 from midstream.replica.wire.base import Read, TextCall, Texts, Wire
+from midstream.replica.wire.bodies import CountBody, MessagesBody, OutputConfig, ToolChoice
 from midstream.replica.wire.messages_response import MessagesEncoder
 from midstream.replica.wire.reading import (
     TextBlock,
@@ -48,74 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "fallbacks": (None, []),
     "thread": (None,),
 }
-
-
-class _Metadata(msgspec.Struct, frozen=True):
-    user_id: str | None = None
-
-
-class _OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: str | None = None
-    format: dict[str, Any] | None = None
-
-
-class _ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
-
-
-class CountBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None is "not given" everywhere."""
-
-    model: str
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: _ToolChoice | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: _OutputConfig | None = None
-    metadata: _Metadata | None = None
-
-    # Accepted and ignored: none of these changes a token.
-    service_tier: Any = None
-    betas: Any = None
-    anthropic_beta: Any = None
-    anthropic_version: Any = None
-    cache_control: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-
-    # Refused unless neutral, see _NEUTRAL.
-    container: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    compaction: Any = None
-    fallbacks: Any = None
-    thread: Any = None
-
-    # midstream's own.
-    midstream: dict[str, Any] | None = None
-    seed: Ints64 | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    return_token_ids: bool | None = None
-    include_routing_matrix: bool | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_isolation_key: str | None = None
-    perf_metrics_in_response: bool | None = None
-
-
-class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_tokens: Annotated[int, Meta(ge=1)]
 
 
 class _Thinking(msgspec.Struct, frozen=True):
@@ -164,7 +94,7 @@ def _as_chat(body: CountBody) -> Read:
     check_neutral(body, _NEUTRAL)
     messages, places = _chat_messages(body)
     stops = _stops(body.stop_sequences)
-    choice, config = body.tool_choice, body.output_config or _OutputConfig()
+    choice, config = body.tool_choice, body.output_config or OutputConfig()
     adaptive = body.thinking is not None and body.thinking.get("type") == "adaptive"
     chat = ChatBody(
         model=body.model,
@@ -291,7 +221,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return function_tool(tool, where, "input_schema", _TOLERATED_OF_TOOLS)
 
 
-def _chat_choice(choice: _ToolChoice) -> Any:
+def _chat_choice(choice: ToolChoice) -> Any:
     if choice.type != "tool":
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:

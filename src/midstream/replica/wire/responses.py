@@ -8,22 +8,20 @@ Always holds:
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.responses import ID_PREFIX, new_id
 from midstream.replica.request.schema import (
-    MAX_TOP_LOGPROBS,
     ChatBody,
-    Ints64,
     check_supported,
     decode,
 )
 from midstream.replica.stored import Shelf, Stored
 from midstream.replica.wire.base import Read, Wire
+from midstream.replica.wire.bodies import ResponsesBody, TextConfig, TextFormat
 from midstream.replica.wire.reading import (
     check_neutral,
     convert,
@@ -53,77 +51,6 @@ _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = ("input_text", "output_text", "text")
 _INPUT = "input"
-
-
-class _Format(msgspec.Struct, frozen=True):
-    type: str = "text"
-    name: str = "answer"
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: _Format | None = None
-    verbosity: str | None = None
-
-
-class _Reasoning(msgspec.Struct, frozen=True):
-    """Its other members say how reasoning is shown; it is shown whole."""
-
-    effort: str | None = None
-
-
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None is "not given" everywhere."""
-
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    include: list[str] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: _Reasoning | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    text: _TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    user: str | None = None
-
-    # Accepted and ignored: none of these changes a token.
-    stream_options: dict[str, Any] | None = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    #: Of tools of OpenAI's own, which there are none of.
-    max_tool_calls: Any = None
-    access_programs: Any = None
-
-    # Refused unless neutral, see _NEUTRAL.
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    image: Any = None
-    truncation: Any = None
-
-    # midstream's own.
-    midstream: dict[str, Any] | None = None
-    seed: Ints64 | None = None
-    logprobs: bool | None = None
-    return_token_ids: bool | None = None
-    include_routing_matrix: bool | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_isolation_key: str | None = None
-    perf_metrics_in_response: bool | None = None
 
 
 class _Reasoned(msgspec.Struct, frozen=True):
@@ -176,7 +103,7 @@ def _as_chat(
     own: str,
     shelf: Shelf,
 ) -> Read:
-    text = given.text or _TextConfig()
+    text = given.text or TextConfig()
     included = _LOGPROBS in (given.include or ())
     lost = given.previous_response_id is not None and before is None
     stores = given.store is not False and not lost
@@ -330,7 +257,7 @@ def _tool_choice(given: str | dict[str, Any] | None) -> Any:
     return {"type": "function", "function": {"name": given["name"]}}
 
 
-def _response_format(given: _Format | None) -> dict[str, Any] | None:
+def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
@@ -342,7 +269,7 @@ def _response_format(given: _Format | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": wanted}
 
 
-def _echoed(given: ResponsesBody, text: _TextConfig) -> dict[str, Any]:
+def _echoed(given: ResponsesBody, text: TextConfig) -> dict[str, Any]:
     """What a response says of its request."""
     form = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
     if form["type"] != "json_schema":

@@ -20,12 +20,13 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.text import DONE, sse_event
 from midstream.core.types import TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.request.schema import NotNegative, decode
+from midstream.replica.request.schema import decode
 from midstream.replica.response.choice import Choice, Piece, Scored
 from midstream.replica.response.records import RecordEncoder, finite, tell_kv
 from midstream.replica.response.shapes import ChoiceTail, Extras, Kept, RawOutput, SnapshotSpan
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.base import Read, ResponseHead, Wire
+from midstream.replica.wire.bodies import SglangGenerateBody
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
@@ -78,64 +79,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "require_reasoning": (False,),
     "max_thinking_tokens": (None,),
 }
-
-
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value of a batch is the same for all of its prompts, but for `rid`."""
-
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: str | list[str] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: NotNegative | list[NotNegative] | None = None
-    return_text_in_logprobs: bool = False
-    return_prompt_token_ids: bool = False
-    return_routed_experts: bool = False
-    routed_experts_start_len: NotNegative = 0
-    stream: bool = False
-    session_id: str | None = None
-    routing_key: str | None = None
-    extra_key: str | list[str] | None = None
-    cache_salt: str | list[str] | None = None
-    priority: int | None = None
-    #: The name of a policy, as `model` is.
-    lora_path: str | list[str | None] | None = None
-
-    # Accepted and ignored: none of these changes a token.
-    log_metrics: Any = None
-    no_logs: Any = None
-    custom_labels: Any = None
-    conversation_id: Any = None
-    background: Any = None
-    external_trace_header: Any = None
-    received_time: Any = None
-    modalities: Any = None
-
-    # Refused unless neutral, see _NEUTRAL.
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    session_params: Any = None
-    token_ids_logprob: Any = None
-    return_sampling_mask: Any = None
-    return_hidden_states: Any = False
-    return_flat_raw_top_logprobs: Any = False
-    return_indexer_topk: Any = False
-    return_entropy: Any = False
-    custom_logit_processor: Any = None
-    require_reasoning: Any = False
-    max_thinking_tokens: Any = None
-
-    # midstream's own.
-    model: str | None = None
-    midstream: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    perf_metrics_in_response: bool | None = None
-    #: SGLang has it as an option of the server.
-    incremental_streaming_output: bool = False
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -197,7 +140,7 @@ class _Made(msgspec.Struct):
     last: int | None = None
 
 
-_body = msgspec.json.Decoder(_Body)
+_body = msgspec.json.Decoder(SglangGenerateBody)
 _WIRE_NAMES = wire_names(
     _NAMES,
     structured_outputs=f"{SAMPLING}.json_schema",
@@ -275,7 +218,7 @@ def _shared(given: Any, field: str) -> Any:
     return given[0] if given else None
 
 
-def _model(body: _Body) -> str | None:
+def _model(body: SglangGenerateBody) -> str | None:
     adapter = _shared(body.lora_path, "lora_path") or None
     if adapter is not None and body.model not in (None, adapter):
         raise InvalidRequest("lora_path: names another model than model does", param="lora_path")
@@ -293,12 +236,14 @@ def _rids(given: str | list[str] | None, count: int) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _salt(body: _Body) -> str | None:
+def _salt(body: SglangGenerateBody) -> str | None:
     salt, extra = _shared(body.cache_salt, "cache_salt"), _shared(body.extra_key, "extra_key")
     return json.dumps([extra, salt]) if extra else salt or None
 
 
-def _check_starts(body: _Body, prompts: list[Any], logprobs: int | None, routes: int | None) -> None:
+def _check_starts(
+    body: SglangGenerateBody, prompts: list[Any], logprobs: int | None, routes: int | None
+) -> None:
     """What is told of a prompt begins in it, where its length is known."""
     if body.text is not None:
         return

@@ -16,27 +16,10 @@ from midstream.core.errors import InvalidRequest
 from midstream.replica.request.checked import split_prompts
 from midstream.replica.request.schema import ChatBody, CompletionBody, decode
 from midstream.replica.wire.base import TextCall, Texts
+from midstream.replica.wire.bodies import DetokenizeBody, TokenizeBody
 
-
-class _Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = None
-
-
-class _Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str | None = None
-    tokens: list[int]
-    # Not vLLM's: each token's own text, as `token` in log-probabilities has it.
-    return_token_texts: bool | None = None
-
-
-_tokenize = msgspec.json.Decoder(_Tokenize)
-_detokenize = msgspec.json.Decoder(_Detokenize)
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -54,7 +37,7 @@ async def tokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dic
     }
 
 
-def _body(asked: _Tokenize, model: str) -> ChatBody | CompletionBody:
+def _body(asked: TokenizeBody, model: str) -> ChatBody | CompletionBody:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
     if not asked.add_generation_prompt:

@@ -43,6 +43,7 @@ from midstream.replica.response.shapes import (
 )
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.base import Read, ResponseHead, TextCall, Texts, Wire
+from midstream.replica.wire.bodies import VllmGenerateBody
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
@@ -110,38 +111,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    token_ids: list[int]
-    sampling_params: dict[str, Any]
-    request_id: str | None = None
-    model: str | None = None
-    return_token_ids: bool | None = None
-    output_mode: Literal["tokens", "text"] = "tokens"
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-
-    # Accepted and ignored: a render path writes them, and they change no token here.
-    token_offsets: Any = None
-    reasoning_ended: Any = None
-    reasoning_parser_kwargs: Any = None
-
-    # Refused unless neutral, see _NEUTRAL.
-    features: Any = None
-    content_parts: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-
-    # midstream's own.
-    midstream: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    session_id: str | None = None
-    user: str | None = None
-    perf_metrics_in_response: bool | None = None
-    context_length_exceeded_behavior: str | None = None
-
-
 class Routes(msgspec.Struct, frozen=True):
     """What `sampling_params` says of routes: the clients of this path can add fields nowhere else."""
 
@@ -196,7 +165,7 @@ class Response(msgspec.Struct):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-_body = msgspec.json.Decoder(_Body)
+_body = msgspec.json.Decoder(VllmGenerateBody)
 
 
 def read(data: bytes) -> Read:
