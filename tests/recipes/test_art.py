@@ -18,7 +18,7 @@ def test_art_learns_through_the_tinker_api_from_data_that_are_at_most_two_snapsh
     tmp_path: Path,
 ) -> None:
     with serve(tmp_path / "state") as server:
-        taken = run_recipe("art", server, server.state_dir / "models" / "tiny-moe", STEPS)
+        taken = run_recipe("art", server, STEPS)
         log = server.log.read_text()
     assert taken[0].reward < 0.1 < 0.3 < taken[-1].reward, taken
     # The first step samples the run's own weights, and later ones do not wait for the newest.

@@ -16,7 +16,7 @@ def test_grpo_learns_from_data_that_are_one_snapshot_old(tmp_path: Path, what: s
     with serve(tmp_path / "state") as server:
         taken = run_recipe("trl", server, 12, *([what] if what else []))
     assert max(step.reward for step in taken[:2]) < 0.1
-    assert min(step.reward for step in taken[-2:]) > 0.3
+    assert min(step.reward for step in taken[-2:]) > 0.2, taken
     # The first rollouts are of the run's own weights.
     assert taken[0].behind == 0
     assert all(step.behind <= 1 for step in taken)

@@ -41,7 +41,7 @@ def sessions_of(server: Server) -> list[str]:
 @needs("verl")
 def test_verl_learns_from_rollouts_that_go_on_while_it_publishes(tmp_path: Path) -> None:
     with serve(tmp_path / "state") as server:
-        taken = run_recipe("verl", server, server.state_dir / "models" / "tiny-moe", STEPS, timeout_s=900)
+        taken = run_recipe("verl", server, STEPS, timeout_s=900)
         trajectories = sessions_of(server)
     assert taken[0].behind == 0.0
     # One batch is sampled while the step before it trains.
