@@ -194,6 +194,28 @@ def test_a_gathered_state_dict_is_written_as_its_model_would_be(
         publisher.write_full("run/2", base, model=model)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_tied_head_is_not_written_and_the_callers_state_stays_whole(
+    tmp_path: Path, publisher: SnapshotPublisher, apart: bool
+) -> None:
+    """Shards are gathered into copies, which hide that head and embedding are one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "lm_head.weight" in state
+    how: Any = {"config_dir": tmp_path / "base"} if apart else {"model": model}
+    for name in ("run/1", "run/2"):
+        place = publisher.write_full(name, state, **how)
+        check_compatible(read_spec(tmp_path / "base"), read_spec(place))
+    assert state.keys() == model.state_dict().keys()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        publisher.write_full("run/3", state, **how)
+
+
 def test_the_served_models_configuration_wins_over_the_trainers(
     base: Path, publisher: SnapshotPublisher
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from publish_world import World, weights
 
-from midstream.client import SnapshotFailed, TrainingRun
+from midstream.client import NotReadyInTime, SnapshotFailed, TrainingRun
+from midstream.client.server import Unanswered
 
 
 @pytest.fixture
@@ -77,3 +78,19 @@ def test_rollouts_that_are_asked_for_after_a_failure_tell_it(world: World) -> No
         with pytest.raises(SnapshotFailed, match="r/1"):
             _ = run.at_least
         assert run.at_least == "r/0"
+
+
+def test_a_snapshot_that_was_slow_counts_as_it_may_serve_yet(world: World) -> None:
+    with world.publisher() as publisher:
+        run = TrainingRun(publisher, "r", config_dir=world.config)
+        run.publish(weights(0))
+        world.away = True
+        slow = run.publish(weights(1), timeout_s=0.0)
+        with pytest.raises((NotReadyInTime, Unanswered)):
+            slow.wait()
+        world.away = False
+        with pytest.raises((NotReadyInTime, Unanswered)):
+            run.wait()
+        assert (run.at_least, run.signalled) == ("r/0", ["r/0", "r/1"])
+        run.publish(weights(2)).wait()
+        assert (run.at_least, run.signalled) == ("r/2", ["r/0", "r/1", "r/2"])

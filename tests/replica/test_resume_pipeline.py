@@ -17,6 +17,7 @@ from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokeni
 from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT
+from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import (
     HEADER_RESUMABLE,
     PATH_RESUME,
@@ -401,6 +402,25 @@ def test_an_engine_that_dies_under_a_resumed_stream_breaks_it_off_for_the_gatewa
             got = await until_it_breaks(broken)
         assert "data: " in got
         assert "error" not in got
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("of_gateway", [True, False])
+def test_a_gateways_stream_that_cannot_be_resumed_is_broken_off_too_and_anybody_elses_tells_the_error(
+    tmp_path: Path, of_gateway: bool
+) -> None:
+    """With failover off, and where a request was sent anew."""
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        here.engine.die_after = 3
+        sent = {"model": MODEL, "stream": True, **body}
+        headers = {HEADER_BOOT: here.replica.boot} if of_gateway else {}
+        async with here.http.stream("POST", path, json=sent, headers=headers) as broken:
+            got = await until_it_breaks(broken) if of_gateway else (await broken.aread()).decode()
+        assert ("the engine stopped while it served this request" in got) is not of_gateway
+        assert got.startswith("data: ")
 
     play(tmp_path, scenario)
 

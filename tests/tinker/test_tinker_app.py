@@ -569,6 +569,24 @@ def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
     play(test)
 
 
+@pytest.mark.parametrize("in_json", [True, False])
+def test_a_pass_without_gradients_has_none_whatever_its_body_asks_for(in_json: bool) -> None:
+    async def test(front: Front) -> None:
+        datum = {"model_input": {"chunks": [{"tokens": [1], "type": "encoded_text"}]}, "loss_fn_inputs": {}}
+        trains = {"forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+        if in_json:
+            answered = await front.post("forward", {"model_id": "known", "seq_id": 1, **trains})
+        else:
+            headers = {"content-type": PROTOBUF}
+            sent = forward_backward_body()
+            answered = await front.client.post("/api/v1/forward", content=sent, headers=headers)
+        failed = (await front.retrieve(answered.json()["request_id"])).json()
+        assert "a pass without gradients" in failed["error"]
+        assert (front.played.turns, front.played.calls) == ([("known", 1)], [])
+
+    play(test)
+
+
 def test_a_refused_training_request_fails_in_its_turn() -> None:
     async def test(front: Front) -> None:
         message = codec.ForwardBackwardRequest(model_id="known", seq_id=7, loss_fn="ppo")

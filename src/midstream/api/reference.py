@@ -3,7 +3,7 @@
     GET /openapi.json    GET /docs    GET /docs/FILE
 
 Always holds:
-- They say nothing of the server, so they need no key, as the dashboard's page and files do.
+- They say nothing of the server but its version, so they need no key, as the dashboard's page and files do.
 - The document is made when it is first asked for, in a thread, and kept. A start costs nothing.
 """
 

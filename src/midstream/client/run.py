@@ -1,7 +1,8 @@
 """The snapshots of one training run: RUN/0, RUN/1, ... in their order, and which of them rollouts must come from.
 
 Always holds: RUN/0, the run's own first weights, is served before `publish` returns, so no rollout is of an earlier run. At
-most one publication is under way. A publication that failed is raised by the next call, once, and its snapshot does not count.
+most one publication is under way. A publication that failed is raised by the next call, once. Its snapshot counts from then on
+only if it may serve yet: when the server did not answer, or a replica was slow.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Unpack
 
 from midstream.client.publication import Publication
 from midstream.client.publish import How, SnapshotPublisher
+from midstream.client.server import NotReadyInTime, Unanswered
 
 
 class TrainingRun:
@@ -65,7 +67,9 @@ class TrainingRun:
             return
         try:
             running.wait()
-        except BaseException:
+        except (NotReadyInTime, Unanswered):
+            raise
+        except Exception:
             self.signalled.remove(running.identity)
             raise
         self._served = running.identity

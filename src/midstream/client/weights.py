@@ -37,6 +37,7 @@ _ITEM_BYTES = dict.fromkeys(("U64", "I64", "F64"), 8) | dict.fromkeys(("U32", "I
 _ITEM_BYTES |= dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
 _CAST_TO = {"bfloat16": "BF16", "float32": "F32"}
 _FLOATING = ("F64", "F32", "F16", "BF16")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class _Tensor:
@@ -155,7 +156,8 @@ def save_hugging_face_model(
     try:
         if cast:
             state = _cast_state(model.state_dict() if state is None else state, cast)
-        model.save_pretrained(directory, state_dict=state)
+        # It empties the dict that it is given.
+        model.save_pretrained(directory, state_dict=None if state is None else dict(state))
     finally:
         if bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
@@ -177,6 +179,19 @@ def save_adapter(directory: Path, model: Any) -> None:
         # PEFT gives adapters with a name of their own a directory of it.
         named = Path(temporary) / name
         copy_matching(named if named.is_dir() else Path(temporary), directory, ADAPTER_FILES)
+
+
+def without_tied(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict of a model that ties its output head to its embedding, without the head, which checkpoints leave out.
+
+    Gathering it from shards copies it, and then nothing tells that it is the same. Raises ValueError when it is not.
+    """
+    head, embedding = state.get(_HEAD), state.get(_EMBEDDING)
+    if head is None or embedding is None:
+        return state
+    if head.shape != embedding.shape or not bool((head == embedding).all()):
+        raise ValueError(f"{_HEAD} differs from {_EMBEDDING}, to which config.json ties it")
+    return {name: tensor for name, tensor in state.items() if name != _HEAD}
 
 
 def _cast_state(state: Mapping[str, Any], cast: Cast) -> dict[str, Any]:
@@ -259,9 +274,14 @@ class Source:
             return
         if self.model is not None:
             assert isinstance(self.weights, Mapping | None)
-            save_hugging_face_model(directory, self.model, self.dtype, self.weights)
+            tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
+            state = without_tied(self.weights) if tied and self.weights is not None else self.weights
+            save_hugging_face_model(directory, self.model, self.dtype, state)
         elif isinstance(self.weights, Mapping):
-            write_weights(directory, self.weights, self.dtype)
+            assert config_dir is not None
+            config = Path(config_dir) / "config.json"
+            tied = config.exists() and json.loads(config.read_text()).get("tie_word_embeddings")
+            write_weights(directory, without_tied(self.weights) if tied else self.weights, self.dtype)
         else:
             assert self.weights is not None
             copy_matching(Path(self.weights), directory, WEIGHT_FILES)

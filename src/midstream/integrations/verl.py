@@ -31,6 +31,8 @@ from midstream.client import SnapshotPublisher
 from midstream.integrations.verl_wire import Generator, Settings, extra_fields, request_of, serving
 
 NAME = "midstream"
+#: Snapshots of this process. verl has a manager of its own for each way to its rollouts, and all of them publish.
+_PUBLISHED: set[str] = set()
 
 
 def settings_of(rollout: Any) -> Settings:
@@ -121,18 +123,25 @@ class WeightPublisher:
         self._publisher: SnapshotPublisher | None = None
 
     async def publish(self, weights: Any, version: int | None) -> None:
-        """Returns when every replica serves them. version: `global_steps`. Raises what SnapshotPublisher.publish raises."""
-        if version is None:
-            raise ValueError("verl gave no global_steps to name the snapshot by")
+        """Returns when every replica serves them. Raises what SnapshotPublisher.publish raises.
+
+        version: `global_steps`. verl hands over one step's weights again in some modes, or without the step: before a
+        validation, for example. They are served already, and are only gathered.
+        """
+        if version is None and not _PUBLISHED:
+            raise ValueError("verl gave no global_steps to name the first snapshot by")
         gathered: dict[str, torch.Tensor] = {}
-        async for name, tensor in _each(weights):
+        async for tensor_name, tensor in _each(weights):
             # Gathering takes all ranks; keeping takes one.
             if self._master:
-                gathered[name] = tensor.detach().to("cpu", copy=True)
+                gathered[tensor_name] = tensor.detach().to("cpu", copy=True)
+        if version is None or (name := self._settings.snapshot(version)) in _PUBLISHED:
+            return
         if self._master:
-            await asyncio.to_thread(self._send, gathered, version)
+            await asyncio.to_thread(self._send, gathered, name)
+        _PUBLISHED.add(name)
 
-    def _send(self, gathered: dict[str, torch.Tensor], version: int) -> None:
+    def _send(self, gathered: dict[str, torch.Tensor], name: str) -> None:
         if self._publisher is None:
             self._publisher = SnapshotPublisher(
                 self._settings.url,
@@ -143,7 +152,7 @@ class WeightPublisher:
                 work_dir=self._settings.work_dir,
             )
         how: Any = {"config_dir": self._settings.served, "dtype": self._settings.dtype}
-        self._publisher.publish(self._settings.snapshot(version), gathered, **how)
+        self._publisher.publish(name, gathered, **how)
 
 
 async def _each(weights: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterable[Any]:

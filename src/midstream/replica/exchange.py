@@ -1,7 +1,8 @@
 """Exchanges of a replica's port: how a response is written, whole or in chunks, at once or by a task.
 
 Always holds: every error has the shape that the request's client reads. The head of a stream is sent with its first event, so
-an earlier error has its own status. A stream that fails later ends with an error event. A client that disconnects ends the
+an earlier error has its own status. A stream that fails later ends with an error event; a gateway's is broken off where its
+engine died, for the gateway to judge. A client that disconnects ends the
 task of its exchange at once.
 """
 

@@ -363,6 +363,11 @@ class _Front:
         sent = await body_of(request, limit)
         try:
             body = read(sent)
+            if request.url.path.endswith("/forward") and not body.forward_only:
+                message = (
+                    "this path takes a pass without gradients: forward_input, or forward_only in protobuf"
+                )
+                raise TinkerError(400, message, "forward_input")
         except TinkerError as error:
             return self._refused(tenant, to(sent), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)

@@ -1,7 +1,7 @@
 """Training requests as SDK 0.18 writes them, in JSON. Later ones send protobuf, which codec.py reads.
 
 Always holds: a request is made into the protobuf message first. So both forms are checked by the same code, and refused by the
-same names. A number that its dtype cannot hold is refused, never rounded to another whole number or to infinity.
+same names. A number that its dtype cannot hold is refused: an int64 is never rounded, a float32 never becomes infinite.
 """
 
 from __future__ import annotations

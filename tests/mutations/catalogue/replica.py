@@ -470,4 +470,12 @@ REPLICA = (
         "A policy that has just loaded waits for the request that it was loaded for.",
         ("replica/test_replica_policies.py",),
     ),
+    Mutation(
+        "only_resumable_streams_are_broken_off",
+        "replica/app.py",
+        "return HEADER_BOOT in self._headers or HEADER_RESUMABLE in self._headers",
+        "return HEADER_RESUMABLE in self._headers",
+        "A gateway hears of every replica that was lost with a request.",
+        ("replica/test_resume_pipeline.py",),
+    ),
 )
