@@ -101,6 +101,7 @@ def test_routes_are_those_of_all_positions_that_were_read() -> None:
         {"weight_versions": [{"version": "base", "start": 0, "end": 3}]},
         {"weight_versions": [{"version": "other/2", "start": 0, "end": 3}]},
         {"routed_experts": "no base64"},
+        {"routed_experts": encoded(np.full((3, 4, 2), None))},
         {"routed_experts": encoded(np.zeros((3, 8), np.uint8))},
     ],
     ids=str,
