@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from publish_world import World, weights
 
-from midstream.client import NotReadyInTime, SnapshotFailed, TrainingRun
+from midstream.client import NotReadyInTime, SignalRefused, SnapshotFailed, TrainingRun
 from midstream.client.server import Unanswered
 
 
@@ -54,7 +54,8 @@ def test_without_delay_every_snapshot_is_served_when_publish_returns(world: Worl
             TrainingRun(publisher, behind=2)
 
 
-def test_a_publication_that_failed_is_told_once_and_does_not_count(world: World) -> None:
+def test_a_snapshot_that_one_replica_could_not_load_is_told_once_and_counts(world: World) -> None:
+    """Another replica may serve it."""
     with world.publisher() as publisher:
         run = TrainingRun(publisher, "r", config_dir=world.config)
         run.publish(weights(0))
@@ -62,9 +63,20 @@ def test_a_publication_that_failed_is_told_once_and_does_not_count(world: World)
         run.publish(weights(1))
         with pytest.raises(SnapshotFailed, match="r/1"):
             run.publish(weights(2))
-        assert (run.at_least, run.signalled) == ("r/0", ["r/0"])
+        assert (run.at_least, run.signalled) == ("r/0", ["r/0", "r/1"])
         run.publish(weights(2)).wait()
-        assert (run.at_least, run.signalled) == ("r/2", ["r/0", "r/2"])
+        assert (run.at_least, run.signalled) == ("r/2", ["r/0", "r/1", "r/2"])
+
+
+def test_a_snapshot_that_was_never_signalled_does_not_count(world: World) -> None:
+    with world.publisher() as publisher:
+        run = TrainingRun(publisher, "r", config_dir=world.config)
+        run.publish(weights(0))
+        world.api_key = "of another"
+        run.publish(weights(1))
+        with pytest.raises(SignalRefused):
+            run.wait()
+        assert (run.at_least, run.signalled) == ("r/0", ["r/0"])
 
 
 def test_rollouts_that_are_asked_for_after_a_failure_tell_it(world: World) -> None:

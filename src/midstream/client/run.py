@@ -1,27 +1,28 @@
 """The snapshots of one training run: RUN/0, RUN/1, ... in their order, and which of them rollouts must come from.
 
 Always holds: RUN/0, the run's own first weights, is served before `publish` returns, so no rollout is of an earlier run. At
-most one publication is under way. A publication that failed is raised by the next call, once. Its snapshot counts from then on
-only if it may serve yet: when the server did not answer, or a replica was slow.
+most one publication is under way. A publication that failed is raised by the next call, once. Its snapshot still counts where
+the signal was sent, or may have been: some replica may serve it.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from types import TracebackType
 from typing import Any, Unpack
 
 from midstream.client.publication import Publication
 from midstream.client.publish import How, SnapshotPublisher
-from midstream.client.server import NotReadyInTime, Unanswered
+from midstream.client.server import NotReadyInTime, SnapshotFailed, Unanswered
 
 
 class TrainingRun:
     """Use from one thread. A context manager, which waits for the last publication.
 
-    publisher: it stays the caller's to close. name: None makes one of the time. behind: 0 means that `publish` returns when
-    every replica serves the snapshot; with 1 it returns when it has a copy of the weights, and rollouts go on from the
-    snapshot before. how: arguments of each publication.
+    publisher: it stays the caller's to close. name: None makes one of the time, with four digits for runs of one second.
+    behind: 0 means that `publish` returns when every replica serves the snapshot; with 1 it returns when it has a copy of the
+    weights, and rollouts go on from the snapshot before. how: arguments of each publication.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class TrainingRun:
     ) -> None:
         if behind not in (0, 1):
             raise ValueError(f"behind must be 0 or 1, got {behind}")
-        self.name = time.strftime("run-%Y%m%d-%H%M%S") if name is None else name
+        self.name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}" if name is None else name
         #: Identities in their order, the newest last.
         self.signalled: list[str] = []
         self._publisher, self._behind, self._how = publisher, behind, how
@@ -67,8 +68,9 @@ class TrainingRun:
             return
         try:
             running.wait()
-        except (NotReadyInTime, Unanswered):
+        except (NotReadyInTime, SnapshotFailed, Unanswered):
             raise
+        # Whatever else the publisher's thread ended with, no signal was taken. It is the caller's to handle.
         except Exception:
             self.signalled.remove(running.identity)
             raise

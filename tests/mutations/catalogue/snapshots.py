@@ -166,4 +166,12 @@ SNAPSHOTS = (
         "No adapter's configuration takes long to read.",
         ("snapshots/test_adapters.py",),
     ),
+    Mutation(
+        "rollouts_begin_before_the_runs_own_weights",
+        "client/run.py",
+        "if self._behind == 0 or self._served is None:",
+        "if self._behind == 0:",
+        "A run's first weights serve before its first rollout.",
+        ("client/test_run.py",),
+    ),
 )
