@@ -110,7 +110,7 @@ DASHBOARD_OPEN = (DASHBOARD, *(f"{DASHBOARD}/{name}" for name in DASHBOARD_FILES
 OPENAPI, DOCS = "/openapi.json", "/docs"
 DOCS_FILES = ("docs.js", "docs.css", "swagger-ui-bundle.js", "swagger-ui.css")
 DOCS_OPEN = (OPENAPI, DOCS, *(f"{DOCS}/{name}" for name in DOCS_FILES))
-#: What is served to everybody, as it says nothing of the server.
+#: What is served to everybody, as it says nothing of the server but its version.
 PAGES_OPEN = (*DASHBOARD_OPEN, *DOCS_OPEN)
 
 #: Routes that need no scope. What they say to whom is theirs to decide.
