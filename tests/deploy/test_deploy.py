@@ -1,7 +1,7 @@
 """deploy/: what it starts exists in the command line, what its files name exists, and the formats' own tools accept them.
 
-The tools are used where they are: kubectl, systemd-analyze, and those of `make setup-package` (hadolint, kubernetes-validate).
-`make test-package` demands the latter.
+The tools are used where they are: kubectl, promtool, systemd-analyze, and those of `make setup-package` (hadolint,
+kubernetes-validate). `make test-package` demands the latter.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from promql import alerts
 
 from midstream import __version__
 from midstream.cli import build_parser
@@ -236,6 +237,20 @@ def test_the_component_for_prometheus_joins_either(tmp_path: Path) -> None:
         (endpoint,) = monitor["spec"]["endpoints"]
         ports = [port["name"] for one in found if one["kind"] == "Service" for port in one["spec"]["ports"]]
         assert endpoint["port"] in ports
+
+
+def test_each_alert_fires_when_it_should_and_not_before(tmp_path: Path) -> None:
+    cases = yaml.safe_load((Path(__file__).parent / "alerts_test.yaml").read_text())["tests"]
+    rows = [row for case in cases for row in case["alert_rule_test"]]
+    names = {row["alertname"] for row in rows if row.get("exp_alerts")}
+    assert names == {row["alertname"] for row in rows if not row.get("exp_alerts")}
+    assert names == {rule["alert"] for rule in alerts()}
+    promtool = tool("promtool")
+    for file in (DEPLOY / "grafana" / "alerts.yaml", Path(__file__).parent / "alerts_test.yaml"):
+        shutil.copy(file, tmp_path)
+    command = [promtool, "test", "rules", tmp_path / "alerts_test.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_containerfile_passes_its_linter() -> None:
