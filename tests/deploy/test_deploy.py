@@ -6,6 +6,7 @@ kubernetes-validate). `make test-package` demands the latter.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from midstream.launch.supervisor import FRONT_STOP_S, REPLICA_STOP_S
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CONTAINERFILE = DEPLOY / "docker" / "Containerfile"
+INSTALL = ROOT / "docs" / "install.md"
 UNIT = DEPLOY / "systemd" / "midstream.service"
 KUSTOMIZATIONS = sorted(path.parent for path in DEPLOY.glob("kubernetes/*/kustomization.yaml"))
 SETTINGS = sorted(DEPLOY.rglob("midstream.toml"))
@@ -216,6 +218,25 @@ def test_manifests_hold_against_the_schemas_of_kubernetes(
         done = subprocess.run([validate, "--strict", file], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert (done.stdout + done.stderr).count(" passed ") == len(documents)
+
+
+def test_the_users_own_kustomization_of_the_documents_names_image_settings_and_namespace(
+    tmp_path: Path,
+) -> None:
+    kubectl, own = tool("kubectl"), tmp_path / "own"
+    (shown,) = re.findall(r"```yaml\n(# kustomization.yaml\n.*?)```", INSTALL.read_text(), re.DOTALL)
+    shutil.copytree(DEPLOY / "kubernetes", tmp_path / "midstream" / "deploy" / "kubernetes")
+    own.mkdir()
+    (own / "kustomization.yaml").write_text(shown)
+    (own / "midstream.toml").write_text("# the user's own\n")
+    done = subprocess.run([kubectl, "kustomize", own], capture_output=True, text=True, check=True)
+    found = [one for one in yaml.safe_load_all(done.stdout) if one]
+    assert {one["metadata"]["namespace"] for one in found} == {"rollouts"}
+    pods = [one["spec"]["template"]["spec"] for one in found if "template" in one.get("spec", {})]
+    images = {container["image"] for pod in pods for container in pod["containers"]}
+    assert images == {f"registry.example.com/midstream:{__version__}"}
+    (settings,) = [one for one in found if one["metadata"]["name"].startswith("midstream-settings")]
+    assert base64.b64decode(settings["data"]["midstream.toml"]) == b"# the user's own\n"
 
 
 def test_the_component_for_prometheus_joins_either(tmp_path: Path) -> None:

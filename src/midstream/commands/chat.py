@@ -165,7 +165,7 @@ def _take(answer: Answer, event: dict[str, Any], on_text: Callable[[str], None])
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_chat))
-    add_server_arguments(parser, positional="of the server")
+    add_server_arguments(parser)
     parser.add_argument(
         "--model", metavar="NAME", help="as clients name it (default: the first one that is served)"
     )

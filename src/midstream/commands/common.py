@@ -24,19 +24,23 @@ KEY_VARIABLE = "MIDSTREAM_API_KEY"
 CLEAR = "\x1b[H\x1b[J"
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, *, positional: str = "") -> None:
-    """positional: the server's URL is an argument with this help, not the option --server."""
-    told = told_server()
-    if positional:
-        parser.add_argument("server", nargs="?", metavar="URL", help=f"{positional} {told}")
-    else:
-        parser.add_argument("--server", metavar="URL", help=f"http://HOST:PORT {told}")
+def add_server_arguments(parser: argparse.ArgumentParser, *, of: str = "of the server") -> None:
+    """of: what the URL as an argument is of; empty: the command has other arguments, and takes --server alone."""
+    add_url_arguments(parser, of)
     parser.add_argument(
         "--deployment", metavar="NAME", help="of the server (default: the only one, or the server's own)"
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"better kept in the environment (default: ${KEY_VARIABLE})"
     )
+
+
+def add_url_arguments(parser: argparse.ArgumentParser, of: str = "of the server") -> None:
+    parser.set_defaults(url=None)
+    if of:
+        parser.add_argument("url", nargs="?", metavar="URL", help=f"{of} {told_server()}")
+    told = "the same as an option" if of else f"http://HOST:PORT {told_server()}"
+    parser.add_argument("--server", metavar="URL", help=told)
 
 
 def told_server() -> str:
@@ -54,8 +58,17 @@ def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> Hot
     )
 
 
+def given_url(options: argparse.Namespace) -> str | None:
+    """Raises ConfigError when two are given."""
+    if options.url and options.server and options.url != options.server:
+        raise ConfigError(f"--server {options.server}: the URL {options.url} is given, too; name one server")
+    url: str | None = options.url or options.server
+    return url
+
+
 def address(options: argparse.Namespace) -> str:
-    url: str = options.server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+    """Raises ConfigError when it is not one."""
+    url = given_url(options) or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
     try:
         parts = urlsplit(url)
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

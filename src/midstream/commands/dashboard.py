@@ -11,7 +11,7 @@ import webbrowser
 
 import httpx
 
-from midstream.commands.common import address, guarded, told_server
+from midstream.commands.common import add_url_arguments, address, guarded
 from midstream.core.scopes import DASHBOARD
 
 ANSWER_S = 10.0
@@ -19,7 +19,7 @@ ANSWER_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_open))
-    parser.add_argument("server", nargs="?", metavar="URL", help=f"of the server {told_server()}")
+    add_url_arguments(parser)
     parser.add_argument("--no-browser", action="store_true", help="print the address alone")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from midstream.client import PublishError, SignalRefused, TrainingSequence, read_records, traces_of
 from midstream.client import records as formats
-from midstream.commands.common import add_server_arguments, connect, guarded
+from midstream.commands.common import add_server_arguments, connect, given_url, guarded
 from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 
@@ -30,7 +30,7 @@ _NOT_FOUND = 404
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_export))
-    add_server_arguments(parser, positional="of the server, or of --records")
+    add_server_arguments(parser, of="of the server, or of --records")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
     which.add_argument("--all", action="store_true", help="every session that the server has")
@@ -76,15 +76,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _traces(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if "://" in (options.server or "") and not options.server.startswith(("http://", "https://")):
-        return _kept(options)
+    url = given_url(options)
+    if url is not None and "://" in url and not url.startswith(("http://", "https://")):
+        return _kept(url, options)
     return _served(options)
 
 
-def _kept(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _kept(url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Of the records in a bucket."""
     try:
-        yield from traces_of(read_records(options.server, deployment=options.deployment), options.session)
+        yield from traces_of(read_records(url, deployment=options.deployment), options.session)
     except SnapshotError as error:
         raise PublishError(str(error)) from error
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", type=Path, metavar="DIR", help="instead, a LoRA adapter as PEFT writes it"
     )
     parser.add_argument("--policy", metavar="NAME", help="of the deployment, which the adapter is for")
-    add_server_arguments(parser)
+    add_server_arguments(parser, of="")
     parser.add_argument(
         "--bucket", metavar="URL", help="file:///DIR, s3://, gs:// or az:// (default: the deployment's own)"
     )

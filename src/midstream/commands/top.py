@@ -30,7 +30,7 @@ INTERVAL_S_MIN = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_top))
-    add_server_arguments(parser, positional="of the server")
+    add_server_arguments(parser)
     parser.add_argument("--once", action="store_true", help="one frame, as where there is no terminal")
     parser.add_argument("--json", action="store_true", help="one JSON document with the numbers of a frame")
     parser.add_argument(
