@@ -296,7 +296,9 @@ def test_a_signal_for_files_that_are_not_there_is_refused_and_names_where_they_s
                 400, "invalid_request_error", "identity",
             )  # fmt: skip
             assert error["message"].startswith(f"{server.bucket.as_uri()}/{identity}: ")
-            assert error["message"].endswith("; write the snapshot, then signal it")
+            assert error["message"].endswith(
+                f"; write the snapshot, then signal it (the server reads {server.bucket.as_uri()})"
+            )
         assert await server.desired() is None
 
     serve(tmp_path, work)

@@ -50,7 +50,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import read_body, whole_number
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
 from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
-from midstream.snapshots.identity import check_bucket, parse_bucket, snapshot_url
+from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
@@ -278,7 +278,10 @@ async def _found(url: str, bucket: str, param: str = "identity") -> Found:
     try:
         return await find_snapshot(url, bucket)
     except SnapshotMissing as error:
-        raise SnapshotRefused(f"{error}; write the snapshot, then signal it", param=param) from error
+        raise SnapshotRefused(
+            f"{error}; write the snapshot, then signal it (the server reads {public_url(bucket)})",
+            param=param,
+        ) from error
     except SnapshotCorrupt as error:
         # No retry makes the file another one.
         raise SnapshotRefused(str(error), param=param) from error

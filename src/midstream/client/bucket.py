@@ -204,7 +204,9 @@ def _around_another(identity: str, inside: str) -> PublishError:
 
 
 def _taken(identity: str, bucket: Bucket) -> PublishError:
-    return PublishError(f"snapshot {identity!r} is already in the bucket {bucket}")
+    return PublishError(
+        f"snapshot {identity!r} is already in the bucket {bucket}; name another one, or replace it with overwrite"
+    )
 
 
 def _not_there_yet(directory: Path) -> list[Path]:

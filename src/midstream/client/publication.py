@@ -282,6 +282,8 @@ def size_bytes(directory: Path) -> int:
 
 def check_whole(identity: str, directory: Path, *, of_policy: bool = False) -> None:
     """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter."""
+    if not directory.is_dir():
+        raise PublishError(f"snapshot {identity!r}: {directory} is not a directory")
     try:
         if of_policy:
             check_adapter_files(directory)

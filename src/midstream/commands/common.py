@@ -14,6 +14,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
+from midstream.client.server import Unanswered
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError, SnapshotRefused
 from midstream.core.text import plain
@@ -153,7 +154,9 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
         try:
             return act(options)
         except PublishError as error:
-            print(f"midstream {options.command}: {plain(str(error))}", file=sys.stderr)
+            unanswered = isinstance(error, Unanswered) and error.status is None
+            advice = "; is the server running, and is this its address?" if unanswered else ""
+            print(f"midstream {options.command}: {plain(str(error))}{advice}", file=sys.stderr)
             return 1
         except (ValueError, SnapshotRefused) as error:
             raise ConfigError(str(error)) from error

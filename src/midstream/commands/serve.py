@@ -190,7 +190,7 @@ def _ready(out: TextIO, line: str) -> None:
     print(line, file=out, flush=True)
     if url := re.search(r"https?://[^\s,]+", line):
         logger.info("try it in another terminal: midstream chat %s", url[0])
-        logger.info("watch it: midstream top %s", url[0])
+        logger.info("watch it: %s/dashboard, or midstream top %s", url[0], url[0])
 
 
 @contextlib.contextmanager

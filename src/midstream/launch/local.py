@@ -88,7 +88,9 @@ def check_port(host: str, port: int) -> None:
             pass
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
-        raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {reason}") from error
+        raise ConfigError(
+            f"--port {port}: cannot listen on {host}:{port}: {reason}; 0 is any free one"
+        ) from error
 
 
 def reserved(host: str, port: int) -> list[socket.socket]:

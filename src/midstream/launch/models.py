@@ -69,6 +69,7 @@ def _checkpoint(what: str, path: str) -> Path:
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise ConfigError(
-            f"{what} {path}: neither a built-in model ({BUILT_IN}) nor a directory with a config.json"
+            f"{what} {path}: neither a built-in model ({BUILT_IN}) nor a directory with a config.json; "
+            "nothing is downloaded from a hub"
         )
     return directory.resolve()

@@ -40,7 +40,9 @@ def locked(state_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"--state-dir {state_dir}: another midstream server uses it") from error
+            raise ConfigError(
+                f"--state-dir {state_dir}: another midstream server uses it; stop it, or name another directory"
+            ) from error
         file.truncate(0)
         yield
 

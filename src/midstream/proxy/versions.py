@@ -192,12 +192,10 @@ class VersionJudge:
         """The error when no replica can meet the constraint."""
         constraint, asked = self.constraint, []
         if constraint.snapshot is not None:
-            asked.append(f"snapshot {constraint.snapshot!r}")
+            asked.append(f"snapshot {constraint.snapshot!r}{self._unknown(constraint.snapshot)}")
         if constraint.min_snapshot is not None:
-            known = self._order.position(constraint.min_snapshot) is not None
             asked.append(
-                f"{constraint.min_snapshot!r} or a later one"
-                + ("" if known else " (which is not among the newest signals)")
+                f"{constraint.min_snapshot!r} or a later one{self._unknown(constraint.min_snapshot)}"
             )
         if constraint.max_staleness is not None:
             asked.append(f"at most {constraint.max_staleness} snapshots behind the newest")
@@ -210,8 +208,13 @@ class VersionJudge:
             }
             for view in views
         ]
+        newest = self._order.name(self._newest)
         message = f"no replica can serve what the request asks for: {' and '.join(asked)}"
-        return SnapshotNotServed(message, serving, self._order.name(self._newest))
+        return SnapshotNotServed(f"{message}; the newest is {newest!r}", serving, newest)
+
+    def _unknown(self, snapshot: str) -> str:
+        known = self._order.position(snapshot) is not None
+        return "" if known else " (which is not among the newest signals)"
 
     def _met(self, snapshot: str, pinnable: bool, newest: int | None = None) -> bool:
         constraint, position = self.constraint, self._order.position(snapshot)

@@ -11,6 +11,9 @@ from midstream.core.errors import SnapshotIncompatible
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec
 from midstream.snapshots.messages import and_more, listed, shown, shown_value
 
+#: As publishers take them.
+_DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32"}
+
 #: Fields of config.json that say how a model was saved or trained, not what it computes. The dtype is one of them, because the
 #: tensors' own dtypes are compared.
 IGNORED_FIELDS = frozenset(
@@ -91,4 +94,8 @@ def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> N
             has, expected = shown_value(list(n.shape)), shown_value(list(b.shape))
             raise SnapshotIncompatible(f"tensor {shown(name)} has shape {has}, the base model {expected}")
         if b.dtype != n.dtype:
-            raise SnapshotIncompatible(f"tensor {shown(name)} has dtype {n.dtype}, the base model {b.dtype}")
+            # Trainers often keep float32 weights of what is served in bfloat16.
+            meant = f"; publish the weights as {_DTYPE_NAMES[b.dtype]}" if b.dtype in _DTYPE_NAMES else ""
+            raise SnapshotIncompatible(
+                f"tensor {shown(name)} has dtype {n.dtype}, the base model {b.dtype}{meant}"
+            )
