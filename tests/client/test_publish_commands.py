@@ -17,6 +17,7 @@ import safetensors.numpy
 from publish_world import World, listening, weights
 
 from midstream import cli
+from midstream.client import PublishError, SnapshotPublisher
 from midstream.client.status import read_status
 from midstream.commands import progress, status
 from midstream.core.text import table
@@ -92,6 +93,16 @@ def test_publish_finds_the_deployments_own_bucket(
     code, out, _ = run(capsys, "publish", checkpoint(world, 0))
     assert (code, "published step-0" in out) == (0, True)
     assert (world.bucket / "step-0" / "config.json").exists()
+
+
+def test_a_publisher_without_a_bucket_writes_into_the_one_that_its_deployment_reads(
+    world: World, url: str
+) -> None:
+    with SnapshotPublisher(url) as publisher:
+        publisher.publish("step-0", checkpoint(world, 0))
+    assert (world.bucket / "step-0" / "config.json").exists()
+    with pytest.raises(PublishError, match="deployment other: there is none, only d"):
+        SnapshotPublisher(url, deployment="other")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_published_checkpoint_is_served_by_every_replica(server: Server) -> 
     (made,) = re.findall(r"`midstream (model tiny-moe my-checkpoint[^`]*)`", README)
     subprocess.run(command(*made.split()), cwd=server.state_dir.parent, check=True, capture_output=True)
     out = run(sys.executable, snippet("SnapshotPublisher"), server)
-    assert out == "full [('replica-0', 'step-1'), ('replica-1', 'step-1')]\n"
+    assert out == "full [('replica-0', 'first'), ('replica-1', 'first')]\n"
 
 
 @pytest.mark.slow

@@ -44,7 +44,6 @@ def test_the_first_five_minutes_are_as_the_page_says(server: Server, tmp_path: P
     def run(block: str) -> str:
         told = block.replace("http://127.0.0.1:8080", server.url)
         told = told.replace(".venv/bin/midstream", f"{sys.executable} -m midstream.cli")
-        told = told.replace(".midstream/bucket", str(server.bucket))
         done = subprocess.run(
             ["sh", "-e", "-c", told],
             cwd=tmp_path,
@@ -62,5 +61,6 @@ def test_the_first_five_minutes_are_as_the_page_says(server: Server, tmp_path: P
     run(publish)
     assert json.loads(run(chat))["model"].endswith("@step-1")
     [told] = json.loads(run(trace))["traces"]
+    assert all(len(turn["logprobs"]) == len(turn["token_ids"]) > 0 for turn in told["turns"])
     labels = [span["snapshot"] for turn in told["turns"] for span in turn["snapshots"]]
     assert labels == ["base", "step-1"]

@@ -74,7 +74,8 @@ class SnapshotPublisher:
     """Use from one thread. Also a context manager.
 
     base_url: the server's, with or without /v1.
-    bucket: file:///DIR, an absolute path, s3://, gs:// or az:// (credentials: the usual environment variables).
+    bucket: file:///DIR, an absolute path, s3://, gs:// or az:// (credentials: the usual environment variables). None: the one
+        that the deployment reads, which the server is asked for.
     full_every: a full snapshot comes after so many snapshots, the others are deltas; 1 means always full.
     work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
         trainer goes on with deltas. None: a temporary directory.
@@ -86,7 +87,7 @@ class SnapshotPublisher:
     def __init__(
         self,
         base_url: str,
-        bucket: str,
+        bucket: str | None = None,
         *,
         model: str | None = None,
         deployment: str | None = None,
@@ -108,7 +109,6 @@ class SnapshotPublisher:
             raise ValueError("adapter: is for a policy; give its name as policy")
         self._policy = policy
         self._adapter = adapter
-        self._bucket = open_bucket(bucket)
         self.server = HotLoadServer(
             base_url,
             model=model,
@@ -120,6 +120,7 @@ class SnapshotPublisher:
             monotonic=monotonic,
         )
         self.server.policy = policy
+        self._bucket = open_bucket(self.server.own_bucket() if bucket is None else bucket)
         target = (
             f"{self.server.root} {deployment or ''} {self._bucket}{'' if policy is None else f' {policy}'}"
         )

@@ -216,6 +216,22 @@ class SignalOptions(TypedDict, total=False):
     overwrite: bool
 
 
+def which_deployment(rows: Sequence[Mapping[str, Any]], asked: str | None) -> Mapping[str, Any]:
+    """The one of the deployment resources that is meant. asked: its name, whole or its last part; None: the only one, or the
+    one named default. Raises ValueError."""
+    meant = [row for row in rows if asked is None or asked in (row["name"], row["name"].rpartition("/")[2])]
+    if asked is None and len(meant) > 1:
+        meant = [row for row in meant if row["name"].endswith("/default")] or meant
+    if len(meant) != 1:
+        known = ", ".join(row["name"].rpartition("/")[2] for row in rows)
+        raise ValueError(
+            f"deployment {asked}: there is none, only {known}"
+            if asked
+            else f"deployment: name one of {known}"
+        )
+    return meant[0]
+
+
 class HotLoadServer:
     """A server's hot-load API, and its sessions' traces. Safe to use from several threads.
 
@@ -336,6 +352,16 @@ class HotLoadServer:
         account = _read(self._get(path, "accounts", retry_s)[0], _Named, self.root + path, "accounts").name
         found: list[dict[str, Any]] = self._get(f"/v1/{account}/deployments", "deployments", retry_s)
         return found
+
+    def own_bucket(self, *, retry_s: float = SIGNAL_RETRY_S) -> str:
+        """The URL of the bucket that the deployment reads. Raises SignalRefused; PublishError when it is not known which."""
+        try:
+            row = which_deployment(self.deployments(retry_s=retry_s), self.deployment)
+        except ValueError as error:
+            raise PublishError(str(error)) from error
+        if not row.get("hotLoadBucketUrl"):
+            raise PublishError(f"bucket: {row['name']} does not say which is its own; name it")
+        return str(row["hotLoadBucketUrl"])
 
     def policies(self, deployment: str, *, retry_s: float = SIGNAL_RETRY_S) -> list[dict[str, Any]]:
         """The policies of `deployment` (its full name), as docs/policies.md shows them. Raises SignalRefused."""

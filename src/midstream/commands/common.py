@@ -14,7 +14,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
-from midstream.client.server import Unanswered
+from midstream.client.server import Unanswered, which_deployment
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError, SnapshotRefused
 from midstream.core.text import plain
@@ -97,19 +97,10 @@ def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
     """The name as accounts/A/deployments/D. Raises ConfigError when no deployment, or more than one, fits `asked`."""
     if asked is not None and "/" in asked:
         return asked
-    names = [str(row["name"]) for row in server.deployments(retry_s=0)]
-    if asked is None and len(names) > 1:
-        default = [name for name in names if name.endswith("/default")]
-        names = default or names
-    wanted = [name for name in names if asked is None or name.rpartition("/")[2] == asked]
-    if len(wanted) != 1:
-        known = ", ".join(name.rpartition("/")[2] for name in names)
-        raise ConfigError(
-            f"--deployment {asked}: there is none, only {known}"
-            if asked
-            else f"--deployment: name one of {known}"
-        )
-    return wanted[0]
+    try:
+        return str(which_deployment(server.deployments(retry_s=0), asked)["name"])
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:

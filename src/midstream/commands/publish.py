@@ -170,14 +170,11 @@ def _bucket(options: argparse.Namespace) -> str:
         return str(options.bucket)
     server = connect(options)
     try:
-        name = full_deployment_name(server, options.deployment)
-        rows = server.deployments(retry_s=0)
-        bucket = next((row.get("hotLoadBucketUrl") for row in rows if row["name"] == name), None)
+        # A name that is none is a wrong argument.
+        full_deployment_name(server, options.deployment)
+        return server.own_bucket(retry_s=0)
     finally:
         server.close()
-    if not bucket:
-        raise ConfigError(f"--bucket: {name} does not say which is its own; name it")
-    return str(bucket)
 
 
 def as_json(done: Published) -> dict[str, Any]:
