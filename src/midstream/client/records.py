@@ -66,7 +66,7 @@ class TrainingSequence:
 
     @property
     def reward(self) -> float | None:
-        """The session's own and those of the path's turns, together; None without any."""
+        """The rewards named "reward" of the session and of the path's turns, added; None without any."""
         return self.total(REWARD)
 
     def total(self, name: str) -> float | None:
@@ -78,7 +78,12 @@ class TrainingSequence:
 def sequences_of(
     trace: Trace, *, logprobs: LogprobKind = "logprob", unscored: Unscored = "refuse"
 ) -> list[TrainingSequence]:
-    """The sequences of a trace, of each replica in the order of their last turns."""
+    """The sequences of a trace, of each replica in the order of their last turns.
+
+    trace: the answer of `GET /v1/sessions/KEY/trace`, or an item of `traces_of`. logprobs: which of the two log-probabilities a
+    sequence gets. unscored: what becomes of a turn without them: "refuse" raises, "mask" leaves it out of the loss.
+    Raises ValueError on a trace that lacks what is asked for.
+    """
     check_trace(trace)
     found: list[TrainingSequence] = []
     for one in trace["traces"]:
@@ -232,7 +237,10 @@ def _payload(
 
 
 def jsonl_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
-    """One record per sequence, with all that it has."""
+    """One record per sequence, with all that it has: lists and numbers, ready for JSON.
+
+    `routed_experts` is [tokens][layers][top_k], moved to the token that the pass read, with None where it is not known.
+    """
     return [
         {
             "session": one.session,
@@ -373,7 +381,10 @@ def verl_batch(
 
 
 def nemo_gym_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
-    """NeMo-Gym's token entries, one for each turn that counts in the loss."""
+    """NeMo-Gym's token entries, one for each turn that counts in the loss.
+
+    `routed_experts` has base64 of [tokens, layers, top_k] in uint8 or uint16, with shape and dtype; None unless all are known.
+    """
     records = []
     for one in sequences:
         rows = expert_rows(one)
