@@ -163,7 +163,11 @@ def test_a_rollout_has_the_routes_of_its_tokens_where_they_are_asked_for() -> No
 def test_routes_that_do_not_fit_are_no_rollout() -> None:
     bare = choice(0, [4, 8])
     wrong = routed([[0, 1], [0, 2]], [[0, 1], [0, 2]])
-    for told, top_k, says in ((bare, 2, "has no routing matrix"), (wrong, 4, "expert twice"), (wrong, 3, "is no .*, 3. array")):
+    for told, top_k, says in (
+        (bare, 2, "has no routing matrix"),
+        (wrong, 4, "expert twice"),
+        (wrong, 3, "is no .*, 3. array"),
+    ):
         with (
             client(
                 lambda _, told=told: httpx.Response(200, json={"choices": [told]}), num_experts_per_tok=top_k

@@ -90,7 +90,8 @@ def _check_top_k(routes: Routes, moe_layers: int | None) -> None:
 def near_ties_of(choice: Any) -> list[frozenset[str]]:
     """The near ties in the pass behind each token of a choice: of "router", "top_k", "top_p", "min_p", "greedy".
 
-    choice: as for `routes_of`. An engine without the feature `near_ties` never marks one. Raises ValueError.
+    choice: as for `routes_of`. An engine without the feature `near_ties` never marks one.
+    Raises ValueError for a mark that is no list of names.
     """
     found = []
     for position, entry in enumerate(_content(choice)):

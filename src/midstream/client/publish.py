@@ -230,8 +230,9 @@ class SnapshotPublisher:
         on_status: Callable[[Status], None] | None = None,
         poll_s: float = 0.1,
     ) -> Status:
-        """Poll until every replica serves `identity`.
+        """Poll until every replica serves `identity`. Returns the last answer.
 
+        timeout_s, poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         return self.server.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)

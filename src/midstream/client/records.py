@@ -34,7 +34,11 @@ REWARD = "reward"
 
 
 class TurnSpan(NamedTuple):
-    """Where a sequence has the tokens that a turn sampled: `start` to `end`, which is exclusive."""
+    """Where a sequence has the tokens that a turn sampled.
+
+    turn: its number in the session. start, end: places in the sequence's lists; `end` is exclusive.
+    finish_reason: how it ended.
+    """
 
     turn: int
     start: int
@@ -46,7 +50,9 @@ class TurnSpan(NamedTuple):
 class TrainingSequence:
     """One path of a session's tree. Lists have one entry per token, unless they say otherwise.
 
-    turns: in order. prompt_length: tokens that the first turn's request had. logprobs: in nats; 0.0 where loss_mask is 0.
+    session: its key. replica: that served it. model: as its first turn was told it. turns: in order. prompt_length: tokens that
+    the first turn's request had. token_ids: of prompts, answers and what stood between. loss_mask: 1 where the token was
+    sampled, in one sequence alone. logprobs: in nats; 0.0 where loss_mask is 0.
     snapshots: of the weights that sampled the token; None where it was added. routes: expert numbers, layers x top-k in one
     list; None where they are not known. routes_shape: [layers, top-k]. rewards: those of the session, and of the path's turns.
     """
@@ -70,7 +76,7 @@ class TrainingSequence:
         return self.total(REWARD)
 
     def total(self, name: str) -> float | None:
-        """As `reward`, of the rewards of another name."""
+        """As `reward`, of the rewards that are called `name`."""
         found = [one["reward"] for one in self.rewards if one["name"] == name]
         return float(sum(found)) if found else None
 
@@ -268,7 +274,9 @@ def tinker_data(
 ) -> list[dict[str, Any]]:
     """Fields of `tinker.Datum`, one for each sequence: see `tinker_datum`.
 
-    advantage: of each sampled token; without it, the sequence's reward, or 0.0. Target i is token i + 1, so the lists of
+    advantage: of each sampled token; without it, the sequence's reward, or 0.0.
+
+    Target i is token i + 1, so the lists of
     `loss_fn_inputs` are one token shorter than the sequence. weights are those of `cross_entropy`; logprobs and advantages
     those of the policy losses. Each loss takes its own: leave out the others before sending.
     """

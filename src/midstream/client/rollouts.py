@@ -174,7 +174,9 @@ class Labelled(Protocol):
     """A `Rollout`, or a `TrainingSequence`, whose label is None where a token was not sampled."""
 
     @property
-    def snapshots(self) -> Sequence[str | None]: ...
+    def snapshots(self) -> Sequence[str | None]:
+        """Of each token, in order."""
+        ...
 
 
 LabelledT = TypeVar("LabelledT", bound=Labelled)

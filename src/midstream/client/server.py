@@ -317,8 +317,9 @@ class HotLoadServer:
         on_status: Callable[[Status], None] | None = None,
         poll_s: float = 0.1,
     ) -> Status:
-        """Poll until every replica serves `identity`.
+        """Poll until every replica serves `identity`. Returns the last answer.
 
+        timeout_s, poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         until = self._monotonic() + timeout_s
@@ -395,7 +396,11 @@ class HotLoadServer:
         metadata: Mapping[str, Any] | None = None,
         retry_s: float = SIGNAL_RETRY_S,
     ) -> dict[str, Any]:
-        """Reward a session, or one turn of it. The last reward of a turn and name counts. Raises SignalRefused."""
+        """Reward a session, or one turn of it. The last reward of a turn and name counts.
+
+        turn: its number; None rewards the session. name: training uses "reward". metadata: is kept with it.
+        Raises SignalRefused.
+        """
         url = f"{self.root}/v1/sessions/{quote(session, safe='')}/reward"
         body = {"reward": reward, "turn": turn, "name": name, "metadata": metadata}
         answer = self._caller.call("POST", url, deadline_s=retry_s, json=body).body
