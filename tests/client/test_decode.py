@@ -89,6 +89,24 @@ def test_only_the_first_echoed_token_may_lack_a_route() -> None:
         routes_of({"logprobs": None}, top_k=2)
 
 
+def test_a_top_k_that_is_not_the_models_is_an_error_where_it_shows() -> None:
+    # Four layers of a top-2 model. Two rows of four are read of them with top_k=4.
+    layers = np.array([[[0, 1], [2, 3], [1, 2], [3, 1]], [[2, 0], [0, 1], [3, 0], [1, 2]]], dtype=np.uint8)
+    entries = [entry(route) for route in layers]
+    assert routes_of(entries, top_k=2, moe_layers=4).tolist() == layers.tolist()
+    # No layer takes an expert twice.
+    with pytest.raises(
+        ValueError, match="token 0 has an expert twice in one layer: top_k=4 is not the model's"
+    ):
+        routes_of(entries, top_k=4)
+    # These do not show it, so the number of layers has to.
+    for top_k, found in ((1, 8), (4, 2)):
+        distinct = [entry(np.arange(8, dtype=np.uint8).reshape(4, 2))]
+        assert routes_of(distinct, top_k=top_k).shape == (1, found, top_k)
+        with pytest.raises(ValueError, match=f"{found} MoE layers with top_k={top_k}, not 4"):
+            routes_of(distinct, top_k=top_k, moe_layers=4)
+
+
 @pytest.mark.parametrize(
     ("model", "snapshot"), [(f"{M}@step-3", "step-3"), (f"{M}@a/b", "a/b"), (M, None), ("", None)]
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +133,58 @@ def test_an_answer_without_its_records_is_no_rollout(changed: dict[str, Any]) ->
         rollouts.sample([[5]], max_tokens=2)
 
 
+def routed(*routes: list[list[int]], **changed: Any) -> dict[str, Any]:
+    told = [
+        {"routing_matrix": base64.b64encode(bytes(expert for layer in route for expert in layer)).decode()}
+        for route in routes
+    ]
+    records = [{"logprob": -1.0, "sampling_logprob": -1.0} | one for one in told]
+    return choice(0, [4, 8], logprobs={"content": records}, **changed)
+
+
+def test_a_rollout_has_the_routes_of_its_tokens_where_they_are_asked_for() -> None:
+    asked: list[Any] = []
+    routes = [[[0, 1], [2, 3], [1, 0]], [[3, 2], [1, 0], [2, 1]]]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content).get("include_routing_matrix"))
+        return httpx.Response(200, json={"choices": [routed(*routes)]})
+
+    with client(answer, num_experts_per_tok=2) as rollouts:
+        [[one]] = rollouts.sample([[5]], max_tokens=2)
+    assert one.routes is not None
+    # Tokens, layers and experts.
+    assert (one.routes.shape, one.routes.dtype, one.routes.tolist()) == ((2, 3, 2), "uint8", routes)
+    with client(answer) as rollouts:
+        assert rollouts.sample([[5]], max_tokens=2)[0][0].routes is None
+    assert asked == [True, None]
+
+
+def test_routes_that_do_not_fit_are_no_rollout() -> None:
+    bare = choice(0, [4, 8])
+    wrong = routed([[0, 1], [0, 2]], [[0, 1], [0, 2]])
+    for told, top_k, says in (
+        (bare, 2, "has no routing matrix"),
+        (wrong, 4, "expert twice"),
+        (wrong, 3, "is no .*, 3. array"),
+    ):
+        with (
+            client(
+                lambda _, told=told: httpx.Response(200, json={"choices": [told]}), num_experts_per_tok=top_k
+            ) as rollouts,
+            pytest.raises(PublishError, match=says),
+        ):
+            rollouts.sample([[5]], max_tokens=2)
+    with pytest.raises(ValueError, match="num_experts_per_tok must be at least 1, got 0"):
+        RolloutClient("http://server", num_experts_per_tok=0)
+
+
+def test_an_answer_without_tokens_has_no_routes() -> None:
+    empty = choice(0, [], snapshots=[])
+    with client(lambda _: httpx.Response(200, json={"choices": [empty]}), num_experts_per_tok=2) as rollouts:
+        assert rollouts.sample([[5]], max_tokens=1)[0][0].routes is None
+
+
 def of(*snapshots: str) -> Rollout:
     count = len(snapshots)
     return Rollout([1], [0] * count, [0.0] * count, [0.0] * count, list(snapshots), "stop", "")
@@ -138,15 +192,20 @@ def of(*snapshots: str) -> Rollout:
 
 def test_a_rollout_is_as_old_as_its_oldest_token() -> None:
     signalled = ["s0", "s1", "s2"]
-    assert [staleness(of(*s), signalled) for s in (("s2",), ("s1", "s2"), ("s0", "s2"), ("base",), ())] == [
-        0,
-        1,
-        2,
-        3,
-        0,
-    ]
+    asked = (("s2",), ("s1", "s2"), ("s0", "s2"), ())
+    assert [staleness(of(*snapshots), signalled) for snapshots in asked] == [0, 1, 2, 0]
     old, new = of("s0", "s2"), of("s1")
     assert fresh([old, new, old], signalled, 1) == [new]
+
+
+def test_a_rollout_of_an_unknown_snapshot_is_never_fresh() -> None:
+    # Of another publisher, or of a run before. It was fresh by any bound of one more than there were signals.
+    assert staleness(of("step-1r"), ["other"]) == staleness(of("other", "step-1r"), ["other"]) == math.inf
+    assert fresh([of("step-1r"), of("other")], ["other"], 1) == [of("other")]
+    assert fresh([of("step-1r")], [], 10**9) == []
+    # A loop that samples what the server had before its first signal names it.
+    assert fresh([of("base")], ["base"], 0) == [of("base")]
+    assert staleness(of("base"), ["base", "s0"]) == 1
 
 
 def test_importance_ratios_are_of_the_sampled_distribution_and_have_a_bound() -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md, docs/errors.md and docs/http.md, made of the code. Run as a script it writes them."""
+"""The generated parts of docs/client.md, configuration.md, errors.md and http.md. Run as a script it writes them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import client_reference
 import msgspec
 from msgspec import NODEFAULT, Meta
 
@@ -131,7 +132,12 @@ def http() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-TABLES = {"configuration": configuration, "errors": error_table, "http": http}
+TABLES = {
+    "client": client_reference.client,
+    "configuration": configuration,
+    "errors": error_table,
+    "http": http,
+}
 
 
 def written(name: str, text: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from client_reference import GROUPS, docstring, mentioned, methods_of
 from reference_tables import DOCS, TABLES, comments_of, written
 
+import midstream.client
 from midstream.core import config
 
 
@@ -24,3 +26,20 @@ def test_every_setting_is_in_the_page_with_words() -> None:
     # They are sections of their own.
     assert {name for _, name in told} == {"embedded", "gateway", "tinker", "vllm", "ray", "tracing"}
     assert len(fields) > 80
+
+
+def test_the_clients_page_has_every_public_name_once() -> None:
+    assert sorted(name for group in GROUPS.values() for name in group.split()) == sorted(
+        midstream.client.__all__
+    )
+
+
+def test_every_public_name_of_the_client_says_what_it_is() -> None:
+    """So does each method, and each class that a signature names."""
+    told = {name: getattr(midstream.client, name) for name in midstream.client.__all__}
+    told |= {name: getattr(module, name) for name, module in mentioned(midstream.client.__all__)}
+    told = {name: one for name, one in told.items() if callable(one) and hasattr(one, "__module__")}
+    told = {name: one for name, one in told.items() if one.__module__.startswith("midstream.")}
+    told |= {f"{name}.{method}": one for name, value in [*told.items()] for method, one in methods_of(value)}
+    assert [name for name, one in told.items() if not docstring(one)] == []
+    assert {"RolloutClient.sample", "How", "Published.replicas", "fresh"} <= told.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import httpx
 from serving import Server, serve
+
+from midstream.client import RolloutClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -85,6 +88,32 @@ def test_the_plain_loop_learns_from_data_that_are_one_snapshot_old(tmp_path: Pat
     # The first step samples the run's own weights, and later ones do not wait for the newest.
     assert found[0][2] == 0.0
     assert all(0 <= behind <= 1 for _, _, behind in found)
+
+
+def test_the_loop_in_publishing_md_runs_as_it_stands(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "publishing.md").read_text()
+    [code] = [
+        one for one in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "importance_ratios" in one
+    ]
+    with serve(tmp_path / ".midstream") as server:
+        told = code.replace("http://127.0.0.1:8080", server.url)
+        assert told != code
+        done = subprocess.run(
+            [sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        # Routes, as the page says they are asked for.
+        with RolloutClient(server.url, num_experts_per_tok=2) as client:
+            [[rollout]] = client.sample(["Write digits: "], max_tokens=5, seed=1)
+        config = json.loads((server.state_dir / "models" / "tiny-moe" / "config.json").read_text())
+    assert (config["num_experts_per_tok"], len(rollout.prompt_ids)) == (2, len("Write digits: "))
+    assert rollout.routes is not None
+    assert rollout.routes.shape == (len(rollout.token_ids), config["num_hidden_layers"], 2)
+    assert done.returncode == 0, done.stderr
+    lines = [
+        re.fullmatch(r"step (\d): 16 rollouts, \S+/(\d) was the newest", line)
+        for line in done.stdout.splitlines()
+    ]
+    assert [line and (line[1], line[2]) for line in lines] == [("0", "0"), ("1", "1"), ("2", "2")]
 
 
 def test_the_multi_tenant_example_trains_every_team_by_its_own_snapshots_alone(

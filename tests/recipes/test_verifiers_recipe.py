@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +83,9 @@ def test_a_rollout_is_its_record_with_the_environments_reward() -> None:
     assert one.snapshots == [None, None, "a", "a", None, "b"]
     assert one.reward == 0.25
     # The oldest sampled token counts, and those that were added do not.
-    assert (staleness(one, ["a", "b"]), staleness(one, ["b"]), staleness(one, ["a", "b", "c"])) == (1, 1, 2)
+    assert (staleness(one, ["a", "b"]), staleness(one, ["a", "b", "c"])) == (1, 2)
+    # Of a snapshot that the run does not know.
+    assert staleness(one, ["b"]) == math.inf
 
 
 def test_a_rollout_on_two_replicas_has_each_sampled_token_once() -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PublishError,
         SignalRefused,
         SnapshotFailed,
+        Unanswered,
     )
     from midstream.client.status import ReplicaStatus, Status
 
@@ -52,7 +53,7 @@ _NAMES = {  # module: what it has of __all__
     "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
     "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
     "run": "TrainingRun",
-    "server": "HotLoadServer NotReadyInTime PublishError SignalRefused SnapshotFailed",
+    "server": "HotLoadServer NotReadyInTime PublishError SignalRefused SnapshotFailed Unanswered",
     "status": "ReplicaStatus Status",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -72,6 +73,7 @@ __all__ = [
     "Status",
     "TrainingRun",
     "TrainingSequence",
+    "Unanswered",
     "decode_routing_matrix",
     "fresh",
     "gaps_in",

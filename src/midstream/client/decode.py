@@ -22,9 +22,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype
 
 
 def decode_routing_matrix(encoded: str, *, top_k: int, dtype: RouteDtype = "uint8") -> Routes:
-    """The experts of one token, [moe_layers, top_k] of `dtype`. Raises ValueError.
+    """The experts of one token, [moe_layers, top_k] of `dtype`.
 
-    dtype: the entry's `routing_matrix_dtype`, if it has one.
+    encoded: an entry's `routing_matrix`. top_k: `num_experts_per_tok` of the model's config.json. The bytes do not tell it:
+    another one that divides them gives other layers. dtype: the entry's `routing_matrix_dtype`, if it has one.
+    Raises ValueError for what is not base64, and for bytes that rows of top_k do not fill.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"routing matrices are uint8 or uint16, not {dtype!r}")
@@ -39,11 +41,16 @@ def decode_routing_matrix(encoded: str, *, top_k: int, dtype: RouteDtype = "uint
     return routes
 
 
-def routes_of(choice: Any, *, top_k: int) -> Routes:
-    """The routes of a choice's tokens, [tokens, moe_layers, top_k] of uint8 or uint16. Raises ValueError when one is missing.
+def routes_of(choice: Any, *, top_k: int, moe_layers: int | None = None) -> Routes:
+    """The routes of a choice's tokens, [tokens, moe_layers, top_k] of uint8 or uint16.
 
     choice: a choice, its `logprobs`, or a list of logprobs entries (of one choice, joined over the chunks of a stream). Under a
     full echo the first prompt token is left out: no forward pass produced it, so it has no route.
+    top_k: `num_experts_per_tok` of the model's config.json. The response does not tell it. A wrong one shows only when some
+    layer would have an expert twice, or rows do not come out even. moe_layers: how many MoE layers the model has. With it a
+    wrong top_k is always an error.
+
+    Raises ValueError when a token lacks its route, and for a top_k that is seen to be wrong.
     """
     entries = _content(choice)
     rows = []
@@ -61,13 +68,30 @@ def routes_of(choice: Any, *, top_k: int) -> Routes:
         raise ValueError("the tokens' routing matrices differ in size")
     stacked: Any = np.stack(rows)
     routes: Routes = stacked
+    _check_top_k(routes, moe_layers)
     return routes
+
+
+def _check_top_k(routes: Routes, moe_layers: int | None) -> None:
+    """Raise ValueError where rows of top_k are seen to be no layers."""
+    found, top_k = routes.shape[1:]
+    if moe_layers is not None and found != moe_layers:
+        raise ValueError(f"the routes have {found} MoE layers with top_k={top_k}, not {moe_layers}")
+    # A router picks distinct experts. With a larger top_k, rows join layers.
+    ordered = np.sort(routes, axis=2)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))
+    if twice.any():
+        raise ValueError(
+            f"token {int(twice.argmax())} has an expert twice in one layer: top_k={top_k} is not the model's "
+            "num_experts_per_tok"
+        )
 
 
 def near_ties_of(choice: Any) -> list[frozenset[str]]:
     """The near ties in the pass behind each token of a choice: of "router", "top_k", "top_p", "min_p", "greedy".
 
-    choice: as for `routes_of`. An engine without the feature `near_ties` never marks one. Raises ValueError.
+    choice: as for `routes_of`. An engine without the feature `near_ties` never marks one.
+    Raises ValueError for a mark that is no list of names.
     """
     found = []
     for position, entry in enumerate(_content(choice)):
@@ -79,17 +103,20 @@ def near_ties_of(choice: Any) -> list[frozenset[str]]:
 
 
 def snapshot_of(model: str) -> str | None:
-    """The snapshot in a `model` field such as accounts/A/models/M@step-3; None when it names none."""
+    """The snapshot in a `model` field such as accounts/A/models/M@step-3; None when it names none. An answer may be of several
+    snapshots, which `token_snapshots` reads.
+    """
     _, at, snapshot = model.partition("@")
     return snapshot if at else None
 
 
 def token_snapshots(response: Any, index: int = 0) -> list[str]:
-    """The snapshot of each generated token of choice `index`.
+    """The snapshot of each generated token of choice `index`, one entry per token.
 
-    `response`: a plain response, or all chunks of a stream in order. Prompt tokens that were echoed do not count.
-    Tokens of a stream can be counted when the request asked for `return_token_ids` or `logprobs: true`; raises
-    ValueError when it did not, or when the labels do not cover the tokens.
+    response: a plain response, or all chunks of a stream in order. Prompt tokens that were echoed do not count.
+    Tokens of a stream can be counted when the request asked for `return_token_ids` or `logprobs: true`.
+    index: the choice's. Raises ValueError when tokens cannot be counted, when the labels do not cover the tokens, and for a
+    plain response without the choice.
     """
     if isinstance(response, Mapping) or hasattr(response, "choices"):
         return _plain_snapshots(_as_dict(response), index)

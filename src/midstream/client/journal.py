@@ -64,6 +64,7 @@ def read_records(url: str, *, deployment: str | None = None, seen: Container[str
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
     deployment: its bare name, or None for all. seen: segments that were read before, which never change and are passed over.
+
     There is no last one: each replica adds segments of its own. Each record has its `segment` and the fields of
     docs/records.md.
     Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
@@ -91,7 +92,9 @@ def gaps_in(records: Iterable[Record]) -> int:
 def traces_of(records: Iterable[Record], sessions: Container[str] | None = None) -> Iterator[dict[str, Any]]:
     """The sessions in the records as traces, such as `sequences_of` takes, in the order of their first turns.
 
-    sessions: of these keys alone. A session of several replicas, or one that began anew, has an entry in `traces` for each.
+    records: as `read_records` gives them. sessions: of these keys alone.
+
+    A session of several replicas, or one that began anew, has an entry in `traces` for each.
     Turns whose parent was lost are left out; the entry's `orphans` are their numbers. Holds all of them in memory. Raises
     ValueError on a record that lacks what its kind has.
     """

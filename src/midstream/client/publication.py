@@ -41,8 +41,9 @@ Phase = Literal["writing", "encoding", "uploading", "loading"]
 class Published:
     """The result of a publication. Sizes in bytes, times in seconds.
 
-    previous: the snapshot that a delta stands on. why: the reason for this kind. bytes_sent: of the files in the bucket.
-    bytes_whole: of the whole checkpoint. write_s: to take the weights. load_s: from the signal until every replica served it.
+    kind: "full" or "delta". previous: the snapshot that a delta stands on. why: the reason for this kind. bytes_sent: of the
+    files in the bucket. bytes_whole: of the whole checkpoint. write_s: to take the weights. encode_s: to make the delta.
+    upload_s: to put the files into the bucket. load_s: from the signal until every replica served it. status: the last answer.
     """
 
     identity: str
@@ -59,11 +60,12 @@ class Published:
 
     @property
     def replicas(self) -> tuple[ReplicaStatus, ...]:
+        """As they were when the last of them was ready."""
         return self.status.replicas
 
 
 class Publication:
-    """A publication in the background; see SnapshotPublisher.begin."""
+    """A publication in the background, as SnapshotPublisher.begin returns it. identity: of its snapshot."""
 
     def __init__(self, identity: str, future: Future[Published]) -> None:
         self.identity = identity
@@ -73,6 +75,7 @@ class Publication:
         return f"<Publication {self.identity!r} {'done' if self.done() else 'running'}>"
 
     def done(self) -> bool:
+        """Whether it ended, well or not."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> Published:

@@ -48,8 +48,12 @@ SOURCE = ("model", "config_dir", "dtype", "adapter")
 
 
 class How(TypedDict, total=False):
-    """Arguments of `publish` and `begin`; those of checkpoint.Source say where the weights are.
+    """Arguments of `publish` and `begin`. model, config_dir, dtype and adapter say where the weights are.
 
+    model: instead of weights, a Hugging Face model; with weights, these are its state dict, as FSDP or DeepSpeed gather it.
+    config_dir: the directory of config.json and the tokenizer's files; must be given with tensors. With a model it wins over
+    the model's own. dtype: floating-point tensors are cast to this on the way to disk; not for a directory. adapter: instead of
+    weights, a PEFT model, of which the active adapter is taken; for a policy.
     kind: None means a delta when the server can load it and it is smaller, else full. "delta" is a PublishError if it cannot
     be. overwrite: a snapshot of this name in the bucket is replaced, and the name means the new files for the server too.
     reset_prompt_cache: "all" (default), "new_session", "none", a bool, or {"max_age": k}. extra_fields_ignore: top-level fields
@@ -71,7 +75,7 @@ class How(TypedDict, total=False):
 
 
 class SnapshotPublisher:
-    """Use from one thread. Also a context manager.
+    """Writes snapshots into a bucket and signals them. Use from one thread. Also a context manager.
 
     base_url: the server's, with or without /v1.
     bucket: file:///DIR, an absolute path, s3://, gs:// or az:// (credentials: the usual environment variables). None: the one
@@ -79,6 +83,8 @@ class SnapshotPublisher:
     full_every: a full snapshot comes after so many snapshots, the others are deltas; 1 means always full.
     work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
         trainer goes on with deltas. None: a temporary directory.
+    model, deployment: which deployment, where the server has several. api_key: a key with the scope `publish`.
+    compression: of deltas. request_timeout_s: of one request, in seconds. http, sleep, monotonic: for tests.
     hints: tell the server of each file as it arrives in the bucket, so that replicas fetch it early.
     policy: publish adapters to this policy of the deployment. Weights are then the directory of an adapter, as
         PEFT writes it, or a PEFT model, whose active adapter is taken. adapter: such a model, for calls that give no weights.
@@ -159,6 +165,9 @@ class SnapshotPublisher:
     def publish(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Published:
         """Write, signal and wait until every replica serves it.
 
+        identity: the name of the snapshot. weights: checkpoint tensors by name (torch or numpy), or the directory of a
+        checkpoint. None takes those of `model` or `adapter`. how: see `How`.
+
         Raises SignalRefused, SnapshotFailed, and NotReadyInTime. Raises PublishError when the result is not a whole snapshot,
         when the identity is taken, when the bucket or a disk fails, and when files were overwritten but the server kept the old
         ones. Raises ValueError and SnapshotRefused for arguments that cannot work.
@@ -188,6 +197,8 @@ class SnapshotPublisher:
         overwrite: bool = False,
     ) -> Path | None:
         """Write a full snapshot into the bucket, without a signal. Returns its directory in a local bucket, else None.
+
+        identity, weights: as `publish` takes them, and the others as `How` has them.
 
         Raises PublishError when the result is not a whole snapshot, when the identity is taken, and when it lies inside
         another snapshot or has others inside it.
@@ -220,8 +231,9 @@ class SnapshotPublisher:
         on_status: Callable[[Status], None] | None = None,
         poll_s: float = 0.1,
     ) -> Status:
-        """Poll until every replica serves `identity`.
+        """Poll until every replica serves `identity`. Returns the last answer.
 
+        timeout_s, poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         return self.server.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)

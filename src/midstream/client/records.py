@@ -34,7 +34,11 @@ REWARD = "reward"
 
 
 class TurnSpan(NamedTuple):
-    """Where a sequence has the tokens that a turn sampled: `start` to `end`, which is exclusive."""
+    """Where a sequence has the tokens that a turn sampled.
+
+    turn: its number in the session. start, end: places in the sequence's lists; `end` is exclusive.
+    finish_reason: how it ended.
+    """
 
     turn: int
     start: int
@@ -46,7 +50,9 @@ class TurnSpan(NamedTuple):
 class TrainingSequence:
     """One path of a session's tree. Lists have one entry per token, unless they say otherwise.
 
-    turns: in order. prompt_length: tokens that the first turn's request had. logprobs: in nats; 0.0 where loss_mask is 0.
+    session: its key. replica: that served it. model: as its first turn was told it. turns: in order. prompt_length: tokens that
+    the first turn's request had. token_ids: of prompts, answers and what stood between. loss_mask: 1 where the token was
+    sampled, in one sequence alone. logprobs: in nats; 0.0 where loss_mask is 0.
     snapshots: of the weights that sampled the token; None where it was added. routes: expert numbers, layers x top-k in one
     list; None where they are not known. routes_shape: [layers, top-k]. rewards: those of the session, and of the path's turns.
     """
@@ -66,11 +72,11 @@ class TrainingSequence:
 
     @property
     def reward(self) -> float | None:
-        """The session's own and those of the path's turns, together; None without any."""
+        """The rewards named "reward" of the session and of the path's turns, added; None without any."""
         return self.total(REWARD)
 
     def total(self, name: str) -> float | None:
-        """As `reward`, of the rewards of another name."""
+        """As `reward`, of the rewards that are called `name`."""
         found = [one["reward"] for one in self.rewards if one["name"] == name]
         return float(sum(found)) if found else None
 
@@ -78,7 +84,12 @@ class TrainingSequence:
 def sequences_of(
     trace: Trace, *, logprobs: LogprobKind = "logprob", unscored: Unscored = "refuse"
 ) -> list[TrainingSequence]:
-    """The sequences of a trace, of each replica in the order of their last turns."""
+    """The sequences of a trace, of each replica in the order of their last turns.
+
+    trace: the answer of `GET /v1/sessions/KEY/trace`, or an item of `traces_of`. logprobs: which of the two log-probabilities a
+    sequence gets. unscored: what becomes of a turn without them: "refuse" raises, "mask" leaves it out of the loss.
+    Raises ValueError on a trace that lacks what is asked for.
+    """
     check_trace(trace)
     found: list[TrainingSequence] = []
     for one in trace["traces"]:
@@ -232,7 +243,10 @@ def _payload(
 
 
 def jsonl_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
-    """One record per sequence, with all that it has."""
+    """One record per sequence, with all that it has: lists and numbers, ready for JSON.
+
+    `routed_experts` is [tokens][layers][top_k], moved to the token that the pass read, with None where it is not known.
+    """
     return [
         {
             "session": one.session,
@@ -260,7 +274,9 @@ def tinker_data(
 ) -> list[dict[str, Any]]:
     """Fields of `tinker.Datum`, one for each sequence: see `tinker_datum`.
 
-    advantage: of each sampled token; without it, the sequence's reward, or 0.0. Target i is token i + 1, so the lists of
+    advantage: of each sampled token; without it, the sequence's reward, or 0.0.
+
+    Target i is token i + 1, so the lists of
     `loss_fn_inputs` are one token shorter than the sequence. weights are those of `cross_entropy`; logprobs and advantages
     those of the policy losses. Each loss takes its own: leave out the others before sending.
     """
@@ -373,7 +389,10 @@ def verl_batch(
 
 
 def nemo_gym_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
-    """NeMo-Gym's token entries, one for each turn that counts in the loss."""
+    """NeMo-Gym's token entries, one for each turn that counts in the loss.
+
+    `routed_experts` has base64 of [tokens, layers, top_k] in uint8 or uint16, with shape and dtype; None unless all are known.
+    """
     records = []
     for one in sequences:
         rows = expert_rows(one)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import httpx
 
-from midstream.client.decode import token_snapshots
+from midstream.client.decode import Routes, routes_of, token_snapshots
 from midstream.client.server import Caller, PublishError
 
 #: Rollouts may take long; a connection that is lost is seen at once.
@@ -26,10 +26,15 @@ RETRY_S = 300.0
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled answer.
+    """One sampled answer. Its lists have one entry for each of `token_ids`.
 
-    logprobs: of the model as it is, in nats. sampling_logprobs: of what was sampled from, after temperature and filters: the
-    denominator of an importance ratio. snapshots: whose pass gave each token's logits. session: its key, if it had one.
+    prompt_ids: as the model read the prompt. token_ids: that were sampled, the end token among them.
+    logprobs: of the model as it is, in nats. sampling_logprobs: of what was sampled from, after temperature and filters, in
+    nats. They are the denominator of an importance ratio. snapshots: whose pass gave each token's logits.
+    finish_reason: "stop", "length" or another of the API. text: of the tokens, without the prompt. session: its key, if it had
+    one. routes: expert numbers, an array [tokens, moe_layers, num_experts_per_tok] of uint8, or uint16 above 256 experts. Row j
+    is of the pass that gave token j its logits. That pass read the token before it. None unless the client asks for routes, and
+    for an answer without tokens.
     """
 
     prompt_ids: list[int]
@@ -40,12 +45,16 @@ class Rollout:
     finish_reason: str
     text: str
     session: str | None = None
+    routes: Routes | None = field(default=None, repr=False, compare=False)
 
 
 class RolloutClient:
     """Samples from a server, many prompts at a time. A context manager.
 
-    model: None where the server has one deployment. parallel: requests in flight.
+    server: its URL, without /v1. model: a model or a policy; None where the server has one deployment.
+    api_key: a key with the scope `sample`, where the server has keys. parallel: requests in flight.
+    num_experts_per_tok: of the model's config.json. With it each rollout of an MoE model has `routes`, for router replay. A
+    dense model, or an engine without routes, then refuses the request. Raises ValueError for a number below 1.
     """
 
     def __init__(
@@ -55,13 +64,17 @@ class RolloutClient:
         model: str | None = None,
         api_key: str | None = None,
         parallel: int = 64,
+        num_experts_per_tok: int | None = None,
     ) -> None:
+        if num_experts_per_tok is not None and num_experts_per_tok < 1:
+            raise ValueError(f"num_experts_per_tok must be at least 1, got {num_experts_per_tok}")
         headers = {} if api_key is None else {"x-api-key": api_key}
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
         self._http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)
         self._caller = Caller(self._http)
         self._url = server.rstrip("/") + "/v1/completions"
         self._model = {} if model is None else {"model": model}
+        self._top_k = num_experts_per_tok
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
 
     def __repr__(self) -> str:
@@ -74,6 +87,7 @@ class RolloutClient:
         self.close()
 
     def close(self) -> None:
+        """Waits for the requests in flight, and drops those that have not begun."""
         self._pool.shutdown(cancel_futures=True)
         self._http.close()
 
@@ -88,12 +102,16 @@ class RolloutClient:
         sessions: Sequence[str] | None = None,
         **fields: Any,
     ) -> list[list[Rollout]]:
-        """`n` rollouts of each prompt, in order.
+        """`n` rollouts of each prompt, [prompts][n], in their order.
 
-        prompts: token ids, or text. at_least: the snapshot that serves, or one that was signalled after it; a request waits
-        for it for `wait_s`. sessions: a key for each prompt. fields: of the request, such as temperature, seed or stop.
+        prompts: token ids, or text. Text is a raw completion prompt: the server tokenizes it as it is, without a chat template.
+        For a chat, give the ids of `apply_chat_template`. max_tokens: of each answer. n: at most 128.
+        at_least: the snapshot that serves, or one that was signalled after it. wait_s: how long a request waits for that
+        snapshot, in seconds. sessions: a key for each prompt. It keeps the prompt on the replica that has its KV.
+        fields: others of a request to /v1/completions, such as temperature, seed or stop.
 
-        Raises SignalRefused with the server's message, Unanswered, and PublishError on an answer without records.
+        Raises SignalRefused with the server's message, and Unanswered after 300 s of failures that a retry may cure. Raises
+        PublishError on an answer without records or routes, and ValueError for another number of sessions than prompts.
         """
         if sessions is not None and len(sessions) != len(prompts):
             raise ValueError(f"sessions: {len(sessions)} keys for {len(prompts)} prompts")
@@ -108,6 +126,7 @@ class RolloutClient:
             "n": n,
             "logprobs": True,
             "return_token_ids": True,
+            **({} if self._top_k is None else {"include_routing_matrix": True}),
         } | fields
         keys: Sequence[str | None] = sessions or [None] * len(prompts)
         asked = [
@@ -124,14 +143,16 @@ class RolloutClient:
             headers = headers | {"x-multi-turn-session-id": session}
         answer = self._caller.call("POST", self._url, deadline_s=RETRY_S, json=asked, headers=headers).body
         try:
-            return [_rollout(answer, choice, session) for choice in answer["choices"]]
+            return [_rollout(answer, choice, session, self._top_k) for choice in answer["choices"]]
         except (KeyError, TypeError, ValueError) as error:
             raise PublishError(
                 f"{self._url}: answered something else than records of tokens: {error!r}"
             ) from error
 
 
-def _rollout(answer: Mapping[str, Any], choice: Mapping[str, Any], session: str | None) -> Rollout:
+def _rollout(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], session: str | None, top_k: int | None
+) -> Rollout:
     records = choice["logprobs"]["content"]
     ids = list(choice["token_ids"])
     if len(records) != len(ids):
@@ -145,6 +166,7 @@ def _rollout(answer: Mapping[str, Any], choice: Mapping[str, Any], session: str 
         finish_reason=choice["finish_reason"],
         text=choice["text"],
         session=session,
+        routes=routes_of(records, top_k=top_k) if top_k is not None and records else None,
     )
 
 
@@ -152,31 +174,44 @@ class Labelled(Protocol):
     """A `Rollout`, or a `TrainingSequence`, whose label is None where a token was not sampled."""
 
     @property
-    def snapshots(self) -> Sequence[str | None]: ...
+    def snapshots(self) -> Sequence[str | None]:
+        """Of each token, in order."""
+        ...
 
 
 LabelledT = TypeVar("LabelledT", bound=Labelled)
 
 
-def staleness(rollout: Labelled, signalled: Sequence[str]) -> int:
-    """How many snapshots the oldest sampled token is behind the newest. signalled: identities in their order.
+def staleness(rollout: Labelled, signalled: Sequence[str]) -> float:
+    """How many snapshots the oldest sampled token is behind the newest: a whole number, 0 without sampled tokens.
 
-    A snapshot that is not in it, such as that of the start, came before all."""
-    place = {name: number for number, name in enumerate(signalled)}
+    rollout: a `Rollout` or a `TrainingSequence`. signalled: identities in their order, the newest last, as
+    `TrainingRun.signalled` has them. A token of a snapshot that is not among them makes it `math.inf`: nobody knows how old its
+    weights are, or whose. A loop that samples before its first signal puts first what the server had, such as "base".
+    """
+    behind = {name: float(number) for number, name in enumerate(reversed(signalled))}
     sampled = {name for name in rollout.snapshots if name is not None}
-    return max((len(signalled) - 1 - place.get(name, -1) for name in sampled), default=0)
+    return max((behind.get(name, math.inf) for name in sampled), default=0.0)
 
 
-def fresh(rollouts: Iterable[LabelledT], signalled: Sequence[str], most: int) -> list[LabelledT]:
-    """Those that are at most so many snapshots behind, in their order."""
+def fresh(rollouts: Iterable[LabelledT], signalled: Sequence[str], most: float) -> list[LabelledT]:
+    """The rollouts that are at most `most` snapshots behind, in their order.
+
+    rollouts: `Rollout` or `TrainingSequence`. signalled: as `staleness` takes it. most: in snapshots. A rollout with a token of
+    a snapshot that is not in `signalled` is never fresh.
+    """
     return [one for one in rollouts if staleness(one, signalled) <= most]
 
 
 def importance_ratios(
     logprobs: Sequence[float], sampling_logprobs: Sequence[float], *, most: float | None = None
 ) -> list[float]:
-    """p(trainer) / p(sampler) of each token, from log-probabilities in nats; truncated at `most` (as in truncated importance
-    sampling, https://arxiv.org/abs/2210.08270). Raises ValueError where their numbers differ."""
+    """p(trainer) / p(sampler) of each token. They are plain numbers, so no gradient goes through them.
+
+    logprobs: the trainer's, in nats, of the distribution that was sampled from: divide logits by the temperature first.
+    sampling_logprobs: those of the `Rollout`. most: ratios above it become it, as in truncated importance sampling
+    (https://arxiv.org/abs/2210.08270). Raises ValueError where the two have different lengths.
+    """
     pairs = zip(logprobs, sampling_logprobs, strict=True)
     ratios = [math.exp(ours - theirs) for ours, theirs in pairs]
     return ratios if most is None else [min(ratio, most) for ratio in ratios]

@@ -18,11 +18,16 @@ from midstream.client.server import NotReadyInTime, SnapshotFailed, Unanswered
 
 
 class TrainingRun:
-    """Use from one thread. A context manager, which waits for the last publication.
+    """The snapshots of one training run, RUN/0, RUN/1 and so on. Use from one thread. A context manager, which waits for the
+    last publication.
 
     publisher: it stays the caller's to close. name: None makes one of the time, with four digits for runs of one second.
     behind: 0 means that `publish` returns when every replica serves the snapshot; with 1 it returns when it has a copy of the
-    weights, and rollouts go on from the snapshot before. how: arguments of each publication.
+    weights, and rollouts go on from the snapshot before. how: arguments of each publication, see `How`. Raises ValueError for
+    another `behind`.
+
+    The attribute `signalled` has the identities in their order, the newest last. `staleness` and `fresh` take it. The run's own
+    first weights, RUN/0, are its first entry, so rollouts of them are known. The attribute `name` is the run's.
     """
 
     def __init__(
@@ -51,7 +56,11 @@ class TrainingRun:
             self.wait()
 
     def publish(self, weights: Any = None, **how: Unpack[How]) -> Publication:
-        """The next snapshot. Raises the errors of SnapshotPublisher.publish, those of the publication before among them."""
+        """The next snapshot. The first call returns when every replica serves it.
+
+        weights, how: as SnapshotPublisher.publish takes them, over the run's own `how`.
+        Raises the errors of SnapshotPublisher.publish, those of the publication before among them.
+        """
         self.wait()
         identity = f"{self.name}/{self._begun}"
         self._begun += 1

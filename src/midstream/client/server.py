@@ -33,11 +33,12 @@ from midstream.core.text import NOT_JSON
 
 
 class PublishError(Exception):
-    """The message is for the person who runs the trainer."""
+    """Any failure to publish, to ask the server or to sample. The message is for the person who runs the trainer."""
 
 
 class SignalRefused(PublishError):
-    """`status`: the HTTP status, None when no answer came."""
+    """The server does not take a request, and a repeated one would not help. `status`: the HTTP status, None when no answer
+    came."""
 
     def __init__(self, message: str, status: int | None) -> None:
         super().__init__(message)
@@ -45,11 +46,11 @@ class SignalRefused(PublishError):
 
 
 class Unanswered(SignalRefused):
-    pass
+    """The server could not be reached, or could not answer, until the deadline. It may have taken the request all the same."""
 
 
 class SnapshotFailed(PublishError):
-    """`replica` could not load `identity`."""
+    """`replica` could not load `identity`. It still serves the snapshot before."""
 
     def __init__(self, identity: str, replica: str, message: str) -> None:
         super().__init__(f"{replica} could not load snapshot {identity!r}: {message}")
@@ -58,7 +59,7 @@ class SnapshotFailed(PublishError):
 
 
 class NotReadyInTime(PublishError, TimeoutError):
-    pass
+    """Replicas were still loading the snapshot at the deadline, and go on with it. Also a TimeoutError."""
 
 
 RETRY_STATUSES = frozenset({408, 425, 429})
@@ -235,7 +236,11 @@ def which_deployment(rows: Sequence[Mapping[str, Any]], asked: str | None) -> Ma
 class HotLoadServer:
     """A server's hot-load API, and its sessions' traces. Safe to use from several threads.
 
-    base_url: with or without /v1. Raises ValueError when it has credentials.
+    base_url: with or without /v1. model, deployment: which deployment, where the server has several. api_key: a key with the
+    scope of the calls that are made. request_timeout_s: of one request, in seconds. http, sleep, monotonic: for tests.
+    Raises ValueError when base_url has credentials or a query.
+
+    Each method that takes `retry_s` repeats what a retry can cure for so many seconds. Raises Unanswered then.
     """
 
     #: Signals and status are of this policy of the deployment; None: of the deployment itself.
@@ -272,12 +277,17 @@ class HotLoadServer:
         return f"<HotLoadServer {self.url}>"
 
     def close(self) -> None:
+        """Closes the connections. No call may follow."""
         self._http.close()
 
     def signal(
         self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
     ) -> Answer:
-        """Ask replicas to serve `identity`, which is in the bucket. Safe to repeat. Raises SignalRefused."""
+        """Ask replicas to serve `identity`, which is in the bucket. Safe to repeat. Raises SignalRefused.
+
+        reset_prompt_cache: "all", "new_session", "none", True (all), False (none), or {"max_age": k}: KV that is older than k
+        swaps is computed again. options: see `SignalOptions`.
+        """
         previous, fields = options.get("previous"), options.get("extra_fields_ignore")
         policy = dict(reset_prompt_cache) if isinstance(reset_prompt_cache, Mapping) else reset_prompt_cache
         body: dict[str, Any] = {"identity": identity, "reset_prompt_cache": policy}
@@ -323,8 +333,9 @@ class HotLoadServer:
         on_status: Callable[[Status], None] | None = None,
         poll_s: float = 0.1,
     ) -> Status:
-        """Poll until every replica serves `identity`.
+        """Poll until every replica serves `identity`. Returns the last answer.
 
+        timeout_s, poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         until = self._monotonic() + timeout_s
@@ -411,7 +422,11 @@ class HotLoadServer:
         metadata: Mapping[str, Any] | None = None,
         retry_s: float = SIGNAL_RETRY_S,
     ) -> dict[str, Any]:
-        """Reward a session, or one turn of it. The last reward of a turn and name counts. Raises SignalRefused."""
+        """Reward a session, or one turn of it. The last reward of a turn and name counts.
+
+        turn: its number; None rewards the session. name: training uses "reward". metadata: is kept with it.
+        Raises SignalRefused.
+        """
         url = f"{self.root}/v1/sessions/{quote(session, safe='')}/reward"
         body = {"reward": reward, "turn": turn, "name": name, "metadata": metadata}
         answer = self._caller.call("POST", url, deadline_s=retry_s, json=body).body

@@ -15,8 +15,10 @@ import msgspec
 class ReplicaStatus:
     """One replica in the server's answer.
 
-    snapshot: the one that it serves; None when the replica is unreachable. generation: of the signal that it took last; None
-    when the server does not say. last_swap: fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed. raw: the whole entry.
+    snapshot: the one that it serves; None when the replica is unreachable. ready: whether it serves, and loads nothing.
+    stage: of its load, such as "idle", "done" or "error". target: the snapshot that it loads, or loaded last. name: its own.
+    error: why it could not load `target`. generation: of the signal that it took last; None when the server does not say.
+    last_swap: fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed. raw: the whole entry.
     """
 
     snapshot: str | None
@@ -32,7 +34,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """All replicas, the least ready first."""
+    """What every replica serves and loads. replicas: the least ready first."""
 
     replicas: tuple[ReplicaStatus, ...]
 

@@ -19,7 +19,7 @@ from midstream.client import PublishError, Rollout, RolloutClient, SnapshotPubli
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-#: Where TRL logs it.
+#: Where TRL logs it: the mean over rollouts, infinite with one of a snapshot that the run did not signal.
 BEHIND = "midstream/snapshots_behind"
 #: Of a request.
 CHOICES_MAX = 128
