@@ -98,6 +98,18 @@ class TinkerError(msgspec.Struct):
     param: str | None
 
 
+class StreamErrorDetail(ErrorDetail):
+    """status_code: what the status would have been. A stream's own was sent before."""
+
+    status_code: int
+
+
+class StreamError(msgspec.Struct):
+    """The last event of a stream that failed."""
+
+    error: StreamErrorDetail
+
+
 def _text_parameter(name: str, words: str, **schema: Any) -> Parameter:
     return Parameter(name, {"type": "string", **schema}, words)
 
@@ -262,8 +274,9 @@ def _success(operation: Operation, answer: Answer | None, told: schemas.Schemas)
     if whole is not Any:
         content["application/json"] = {"schema": told.of(whole)}
     if answer is not None and answer.event is not None:
-        words = {"description": answer.event} if isinstance(answer.event, str) else told.of(answer.event)
-        content["text/event-stream"] = {"x-event-schema": words}
+        event = answer.event
+        of = {"description": event} if isinstance(event, str) else told.of(event | StreamError)
+        content["text/event-stream"] = {"x-event-schema": of}
     return {"description": "Done.", **({"content": content} if content else {})}
 
 

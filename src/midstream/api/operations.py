@@ -16,6 +16,7 @@ from midstream.api import adapter_calls, addons, answers, hotload, policies, res
 from midstream.api import resource_answers as resources
 from midstream.api import trainer_calls as trainer
 from midstream.api import trajectories as sessions
+from midstream.api.pages import TYPES
 from midstream.core import scopes
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.traces import RewardGiven
@@ -54,6 +55,11 @@ class Group(NamedTuple):
     operations: Mapping[tuple[str, str], Operation]
 
 
+def _kinds_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The media types of these files."""
+    return tuple(sorted({TYPES[name.rpartition(".")[2]] for name in names}))
+
+
 def _text(name: str, words: str) -> Parameter:
     return Parameter(name, {"type": "string"}, words)
 
@@ -74,7 +80,7 @@ def _choice(name: str, words: str, values: tuple[str, ...], default: str | None 
 
 _STREAMED = ("application/json", "text/event-stream")
 _PLAIN = ("text/plain",)
-_HTML, _FILE = ("text/html",), ("application/octet-stream",)
+_HTML = ("text/html",)
 _PAGE_AFTER = _text("pageToken", "The `nextPageToken` of the page before.")
 _PAGE_SIZE = _number("pageSize", "How many are on a page; 0: 50, and never more than 200.", 0, 2**31 - 1, 0)
 _OFFSET = _number("offset", "How many are passed over.", 0, 999_999_999, 0)
@@ -409,13 +415,17 @@ _OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/health_generate"): _HEALTH,
     ("GET", "/metrics"): Operation("Gives all metrics in Prometheus' text format.", kinds=_PLAIN),
     ("GET", scopes.DASHBOARD): Operation("Shows the dashboard.", kinds=_HTML),
-    ("GET", scopes.DASHBOARD + "/{file}"): Operation("Gives a file of the dashboard.", kinds=_FILE),
+    ("GET", scopes.DASHBOARD + "/{file}"): Operation(
+        "Gives a file of the dashboard.", kinds=_kinds_of(scopes.DASHBOARD_FILES)
+    ),
     ("GET", scopes.DASHBOARD_EVENTS): Operation(
         "Streams what the dashboard shows.", kinds=("text/event-stream",)
     ),
     ("GET", scopes.OPENAPI): Operation("Gives this document."),
     ("GET", scopes.DOCS): Operation("Shows this document.", kinds=_HTML),
-    ("GET", scopes.DOCS + "/{file}"): Operation("Gives a file of the page that shows it.", kinds=_FILE),
+    ("GET", scopes.DOCS + "/{file}"): Operation(
+        "Gives a file of the page that shows it.", kinds=_kinds_of(scopes.DOCS_FILES)
+    ),
 }
 
 GROUPS = (

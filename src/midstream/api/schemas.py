@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections.abc
 import enum
 import types
-import typing
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -122,5 +121,5 @@ def _told(metadata: Iterable[Any]) -> Json:
     for one in metadata:
         if isinstance(one, msgspec.Meta):
             told |= {"description": one.description} if one.description else {}
-            told |= typing.cast(Json, one.extra_json_schema or {})
+            told |= one.extra_json_schema or {}
     return told
