@@ -211,6 +211,9 @@ key needs one. A key with `operate` has them all.
 The deployment meant is the one that the headers name, else the default one. Where a scope on any deployment is enough, the
 answer is about the key's deployments alone.
 
+An answer may get new fields: a client has to pass over those that it does not know. `x-event-schema`, beside
+`text/event-stream`, is the schema of the data of one event.
+
 The server answers HEAD as GET without its body. Harnesses that can set nothing but a base URL name the session in it: see the
 servers of the paths of inference.
 """
