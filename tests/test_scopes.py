@@ -64,7 +64,7 @@ def whole_gateway() -> Starlette:
         *membership_routes(nothing, deployments, allowed=(), changed=nothing),
         *hotload_routes(nothing, deployments),
         *dashboard_routes(Board(deployments, metrics), lambda: True),
-        *reference_routes(dict),
+        *reference_routes(lambda: ({}, {})),
     ]
     return control_app(deployments, metrics, keyed=True, extra_routes=routes)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import uvloop
+from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
@@ -219,7 +220,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         view.admitted = True
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)
-    app = app or control_app(deployments, metrics, keyed=bool(settings.get("api_keys")))
+    app = app or Checked(control_app(deployments, metrics, keyed=bool(settings.get("api_keys"))))
     gateway = Gateway(GatewaySettings(**settings), deployments, metrics, app, timeouts=timeouts, **options)
     stage = Stage(gateway, await gateway.start("127.0.0.1", 0), replicas, mocks)
     try:
@@ -233,6 +234,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
     assert not gateway.service.clients
     assert repr(gateway.service.budget) == "Budget(0 bytes, 0 connections, 0 requests)"
     assert stage.in_flight() == [0] * len(mocks), "in_flight must return to zero"
+    assert not getattr(app, "misfits", ()), "as the OpenAPI document says"
 
 
 def post(

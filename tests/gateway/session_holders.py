@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, Stage, post, reconciler
+from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
@@ -118,7 +119,7 @@ async def gateway(made: Sequence[Holder], learn_s: float = 0.0, **settings: Any)
     replicas.subscribe(admit)
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)
-    app = control_app(deployments, metrics, keyed=bool(settings.get("api_keys")))
+    app = Checked(control_app(deployments, metrics, keyed=bool(settings.get("api_keys"))))
     server = Gateway(GatewaySettings(**settings), deployments, metrics, app)
     stage = Stage(server, await server.start("127.0.0.1", 0), replicas, [holder.mock for holder in made])
     watching = asyncio.create_task(replicas.run())
@@ -128,6 +129,7 @@ async def gateway(made: Sequence[Holder], learn_s: float = 0.0, **settings: Any)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await server.close()
+    assert not app.misfits
 
 
 async def all_usable(stage: Stage) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
+from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.api.board import Board
@@ -34,7 +35,7 @@ from midstream.core.wires import (
 from midstream.fleet.membership import membership_routes
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.launch.reference import request_bodies
+from midstream.launch.reference import behind
 from midstream.ledger import Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
@@ -136,8 +137,8 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
         metrics = GatewayMetrics(deployments)
         # Its streams end at once, as those of a process that listens no more.
         routes += dashboard_routes(Board(deployments, metrics), lambda: False)
-        routes += reference_routes(request_bodies)
-        app = control_app(deployments, metrics, keyed=bool(keys), extra_routes=routes)
+        routes += reference_routes(behind)
+        app = Checked(control_app(deployments, metrics, keyed=bool(keys), extra_routes=routes))
         gateway = Gateway(GatewaySettings(api_keys=keys), deployments, metrics, app, replica_token=TOKEN)
         stage = Stage(gateway, await gateway.start("127.0.0.1", 0), made[0].replicas, mocks)
         try:
@@ -149,6 +150,7 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
             for mock in mocks:
                 mock.stop()
             ledger.close()
+        assert not app.misfits
 
 
 #: The kinds that need no key but some valid one, and those with a scope everywhere or on `default`.

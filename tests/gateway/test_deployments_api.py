@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 from gateway_harness import reconciler
+from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.api.deployments import deployment_routes, lies_in
@@ -57,7 +58,7 @@ class Server:
             *hotload_routes(ledger, self.deployments),
         ]
         app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
 
     def _tell(self, wanted: Wanted) -> None:
         self.told = wanted

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
@@ -45,7 +46,7 @@ class Server:
         deployments = Deployments(Deployment(ServedNames(MODEL, DEPLOYMENT), self.replicas, reconciler))
         routes = hotload_routes(self.ledger, deployments)
         app = control_app(deployments, GatewayMetrics(deployments), extra_routes=routes)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
 
     def report(self, index: int, engine: EngineCard | None, **more: Any) -> None:
         view = self.replicas.views[index]

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_harness import reconciler
+from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.core.errors import ConfigError
@@ -55,7 +56,7 @@ class Server:
             ledger, self.deployments, allowed=("10.0.0.7", "other:1"), changed=self.desired_state.look_once
         )
         app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
 
     def _tell(self, wanted: Wanted) -> None:
         self.told = wanted

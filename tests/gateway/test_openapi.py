@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_harness import run
+from openapi_answers import misfit, resolved, the_document
 from test_access import world
 from test_scopes import routes_of, whole_front, whole_gateway
 
 import midstream
 from midstream.api import addons, hotload, openapi, policies, resource, trainer_calls
-from midstream.api.openapi import document, errors_by_status, need_in_words, operations
+from midstream.api.openapi import errors_by_status, need_in_words, operations
 from midstream.api.operations import FILES
 from midstream.core.errors import InvalidRequest, MidstreamError, UnknownField
 from midstream.core.scopes import DOCS_FILES, GATEWAY_ROUTES, PUBLIC, TINKER_ROUTES
@@ -39,7 +40,7 @@ from midstream.tinker import types as tinker
 
 SOURCE = Path(midstream.__file__).parent
 BODIES_OF = request_bodies()
-DOCUMENT: dict[str, Any] = json.loads(msgspec.json.encode(document(BODIES_OF)))
+DOCUMENT = the_document()
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 #: What a path item may hold beside operations.
 METHODS = ("get", "post", "patch", "delete")
@@ -62,68 +63,6 @@ def within(value: Any) -> Iterator[Any]:
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from within(inner)
-
-
-def resolved(reference: str) -> Any:
-    found: Any = DOCUMENT
-    for part in reference.removeprefix("#/").split("/"):
-        found = found[part]
-    return found
-
-
-def misfit(value: Any, of: Mapping[str, Any], where: str = "$") -> str | None:
-    """Why a value does not fit a schema; None: it does. Of JSON Schema it knows what msgspec writes, and fails on the rest."""
-    of = {k: v for k, v in of.items() if k not in ("title", "description", "default")}
-    if "$ref" in of:
-        return misfit(value, resolved(of["$ref"]), where)
-    if "anyOf" in of:
-        told = [misfit(value, one, where) for one in of["anyOf"]]
-        return None if None in told else f"{where}: none of {told}"
-    kind = of.pop("type", None)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        None: True,
-        "null": value is None,
-        "boolean": isinstance(value, bool),
-        "integer": isinstance(value, int) and not isinstance(value, bool),
-        "number": is_number,
-        "string": isinstance(value, str),
-        "array": isinstance(value, list),
-        "object": isinstance(value, dict),
-    }
-    if not fits[kind] or ("enum" in of and value not in of["enum"]):
-        return f"{where}: {value!r} is no {kind} of {of.get('enum')}"
-    if is_number and not (of.get("minimum", value) <= value <= of.get("maximum", value)):
-        return f"{where}: {value!r} is out of bounds"
-    if kind == "object":
-        return misfit_of_object(value, of, where)
-    if kind == "array" and "items" in of:
-        return next(filter(None, (misfit(one, of["items"], f"{where}[]") for one in value)), None)
-    unknown = of.keys() - {
-        "enum",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "maxLength",
-        "minLength",
-        "pattern",
-    }
-    assert unknown <= ({"prefixItems", "minItems", "maxItems"} if kind == "array" else set()), unknown
-    return None
-
-
-def misfit_of_object(value: dict[str, Any], of: Mapping[str, Any], where: str) -> str | None:
-    more, properties = of.get("additionalProperties", True), of.get("properties", {})
-    for name in of.get("required", ()):
-        if name not in value:
-            return f"{where}.{name} is missing"
-    for name, one in value.items():
-        if name not in properties and more is False:
-            return f"{where}.{name} is not known"
-        inner = properties.get(name, more if isinstance(more, dict) else {})
-        if why := misfit(one, inner, f"{where}.{name}"):
-            return why
-    return None
 
 
 # -- the document as such
@@ -479,8 +418,8 @@ def test_a_start_makes_no_document_and_making_it_takes_no_tokenizer() -> None:
 import sys
 import midstream.launch.gateway
 from midstream.api.reference import _Document
-from midstream.launch.reference import request_bodies
-made = _Document(request_bodies)
+from midstream.launch.reference import behind
+made = _Document(behind)
 before = sys.modules.keys() & {"midstream.api.openapi", "midstream.replica", "midstream.tinker"}
 made._make()
 heavy = sys.modules.keys() & {"torch", "tokenizers", "transformers", "jinja2", "llguidance", "safetensors"}

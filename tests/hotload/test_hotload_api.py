@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openapi_answers import Checked
 
 from midstream.api import hotload
 from midstream.api.app import control_app
@@ -44,7 +45,9 @@ class Server:
             GatewayMetrics(self.deployments),
             extra_routes=hotload_routes(self.ledger, self.deployments),
         )
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(Checked(self.app)), base_url="http://gateway"
+        )
 
     def write(self, identity: str) -> None:
         (self.bucket / identity).mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openapi_answers import Checked
 from policies_taken_up import take_up_policies
 from test_hotload_api import DEPLOYMENT, Server
 
@@ -29,7 +30,9 @@ class PolicyServer(Server):
         super().__init__(path)
         routes = hotload_routes(self.ledger, self.deployments, changed=self.changed)
         self.app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://gateway")
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(Checked(self.app)), base_url="http://gateway"
+        )
 
     async def changed(self) -> None:
         await take_up_policies(self.ledger, self.deployments)

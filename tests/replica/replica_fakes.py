@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+from openapi_answers import CheckedClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from midstream.core.errors import SnapshotCorrupt
@@ -455,7 +456,7 @@ async def running(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = ReplicaServer(replica, listener, token)
     await server.start()
-    http = httpx.AsyncClient(base_url=url, timeout=120)
+    http = CheckedClient(base_url=url, timeout=120)
     sdk = openai.AsyncOpenAI(api_key="k", base_url=f"{url}/v1", max_retries=0, timeout=120)
     try:
         yield Running(replica, server, engine, source, url, http, sdk)

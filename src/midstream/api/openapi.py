@@ -1,10 +1,11 @@
 """The HTTP API as an OpenAPI 3.1 document, made of the code. Pure.
 
 Paths, methods and scopes are those of core/scopes.py, the sentences those of operations.py, bodies the structs that the server
-decodes into, errors those of core/errors.py.
+decodes into, errors those of core/errors.py. Answers are types, too: those that are encoded, or those of answers.py.
 Always holds:
 - The document is the same on every server of a version. It has each path of the port, and no other one.
 - A body that the server takes fits its schema. Rules between fields are in the documents alone.
+- A successful answer fits its schema, which lets an answer have more fields.
 - A base URL that names a session is a server of the paths that may be asked below it.
 """
 
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream import __version__
+from midstream.api import schemas
 from midstream.api.operations import FILES, GROUPS, Operation, Parameter
 from midstream.core import headers as h
 from midstream.core import versions as v
@@ -33,6 +35,20 @@ from midstream.proxy.front import PREFIX as _FRONT
 Json = dict[str, Any]
 Bodies = Mapping[str, type[msgspec.Struct]]
 
+
+class Answer(Protocol):
+    """whole: the type of an answer that is no stream. event: the type of the data of one event of a stream, or what it is in
+    words; None: it has no stream."""
+
+    @property
+    def whole(self) -> Any: ...
+
+    @property
+    def event(self) -> Any: ...
+
+
+Answers = Mapping[str, Answer]
+
 PREFIX = "/inference"
 #: The group of the paths that clients of Fireworks write.
 PREFIXED = "With Fireworks' prefix"
@@ -40,7 +56,7 @@ _TINKER = _FRONT.decode()
 #: Their JSON bodies are those of SDKs up to 0.18. Later ones send protobuf, in the SDK's messages.
 _LOSSES = (_TINKER + "forward_backward", _TINKER + "forward")
 _HEALTH = ("/health", *TRAINER_HEALTH)
-_SCHEMAS = "#/components/schemas/{name}"
+_SCHEMAS = schemas.REFERENCE
 #: Of inference alone: the gate is closed for a swap, or replicas were lost with the request.
 _OF_INFERENCE = (422, 425)
 _WHERE = {
@@ -80,6 +96,18 @@ class TinkerError(msgspec.Struct):
 
     detail: str
     param: str | None
+
+
+class StreamErrorDetail(ErrorDetail):
+    """status_code: what the status would have been. A stream's own was sent before."""
+
+    status_code: int
+
+
+class StreamError(msgspec.Struct):
+    """The last event of a stream that failed."""
+
+    error: StreamErrorDetail
 
 
 def _text_parameter(name: str, words: str, **schema: Any) -> Parameter:
@@ -135,12 +163,15 @@ _GENERATING = (
 )
 
 
-def document(bodies: Bodies) -> Json:
-    """bodies: by path, of the POSTs that other processes read."""
+def document(bodies: Bodies, answers: Answers) -> Json:
+    """bodies, answers: by path, of the POSTs that other processes read and answer."""
     paths: dict[str, Json] = {}
+    told = schemas.Schemas()
     for method, path, group, operation in operations():
         item = paths.setdefault(_plain(path), {})
         item[method.lower()] = _operation(method, path, group, operation, bodies)
+        success = _success(operation, answers.get(path) if method == "POST" else None, told)
+        item[method.lower()]["responses"] = {str(operation.status): success, **_errors(method, path)}
         if servers := _servers(path):
             item["servers"] = servers
     return {
@@ -162,7 +193,7 @@ def document(bodies: Bodies) -> Json:
         ],
         "paths": paths,
         "components": {
-            "schemas": _schemas(bodies),
+            "schemas": _schemas(bodies, told),
             "responses": _error_responses(),
             "parameters": {_component(one.name): _parameter(one, "header") for one in _shared_headers()},
             "securitySchemes": {
@@ -179,6 +210,9 @@ key needs one. A key with `operate` has them all.
 
 The deployment meant is the one that the headers name, else the default one. Where a scope on any deployment is enough, the
 answer is about the key's deployments alone.
+
+An answer may get new fields: a client has to pass over those that it does not know. `x-event-schema`, beside
+`text/event-stream`, is the schema of the data of one event.
 
 The server answers HEAD as GET without its body. Harnesses that can set nothing but a base URL name the session in it: see the
 servers of the paths of inference.
@@ -233,10 +267,20 @@ def _operation(method: str, path: str, group: str, operation: Operation, bodies:
     body = _body(path, operation, bodies) if method == "POST" or operation.body else None
     if body is not None:
         made["requestBody"] = body
-    content: Json = {kind: {} for kind in operation.kinds}
-    success = {"description": "Done.", **({"content": content} if content else {})}
-    made["responses"] = {str(operation.status): success, **_errors(method, path)}
     return made
+
+
+def _success(operation: Operation, answer: Answer | None, told: schemas.Schemas) -> Json:
+    """OpenAPI 3.1 has no word for the events of a stream: they are in an extension."""
+    content: Json = {kind: {} for kind in operation.kinds}
+    whole = operation.answer if answer is None else answer.whole
+    if whole is not Any:
+        content["application/json"] = {"schema": told.of(whole)}
+    if answer is not None and answer.event is not None:
+        event = answer.event
+        of = {"description": event} if isinstance(event, str) else told.of(event | StreamError)
+        content["text/event-stream"] = {"x-event-schema": of}
+    return {"description": "Done.", **({"content": content} if content else {})}
 
 
 def _operation_id(method: str, path: str) -> str:
@@ -313,16 +357,20 @@ def _servers(path: str) -> list[Json]:
     return [{"url": "/"}, *bases]
 
 
-def _schemas(bodies: Bodies) -> Json:
+#: A rendered request has this part of a request as it was given. The request's schema is true of both.
+_READ_AND_ANSWERED = {"StreamOptions"}
+
+
+def _schemas(bodies: Bodies, told: schemas.Schemas) -> Json:
     """What the control app reads has no unknown field at any level; other readers say so by their structs."""
     control = {operation.body for _, _, _, operation in operations() if operation.body is not None}
     strict = _components(control)
     for schema in strict.values():
         schema["additionalProperties"] = False
     others = _components({*bodies.values(), Error, AnthropicError, TinkerError})
-    twice = strict.keys() & others.keys()
-    assert not twice, f"two structs have one name: {twice}"
-    return dict(sorted((strict | others).items()))
+    twice = (strict.keys() & others.keys()) | (told.components.keys() & (strict | others).keys())
+    assert twice <= _READ_AND_ANSWERED, f"two structs have one name: {twice}"
+    return dict(sorted((told.components | strict | others).items()))
 
 
 def _components(structs: Iterable[type[msgspec.Struct]]) -> Json:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.api import adapter_calls, addons, hotload, policies, resource, responses, signals
+from midstream.api import adapter_calls, addons, answers, hotload, policies, resource, responses, signals
+from midstream.api import resource_answers as resources
 from midstream.api import trainer_calls as trainer
 from midstream.api import trajectories as sessions
+from midstream.api.pages import TYPES
 from midstream.core import scopes
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.traces import RewardGiven
@@ -33,7 +35,7 @@ class Parameter(NamedTuple):
 class Operation(NamedTuple):
     """body: what a JSON body is read into, of what the control app reads itself. kinds: the media types of the answer; none:
     it has no body. headers: beside those that its place in the table of scopes implies. status: of success, or of what always
-    refuses."""
+    refuses. answer: the type of a JSON answer; Any: it is not told, or replicas tell it."""
 
     summary: str
     query: tuple[Parameter, ...] = ()
@@ -41,6 +43,7 @@ class Operation(NamedTuple):
     kinds: tuple[str, ...] = ("application/json",)
     headers: tuple[Parameter, ...] = ()
     status: int = 200
+    answer: Any = Any
 
 
 class Group(NamedTuple):
@@ -50,6 +53,11 @@ class Group(NamedTuple):
     words: str
     page: str
     operations: Mapping[tuple[str, str], Operation]
+
+
+def _kinds_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The media types of these files."""
+    return tuple(sorted({TYPES[name.rpartition(".")[2]] for name in names}))
 
 
 def _text(name: str, words: str) -> Parameter:
@@ -72,7 +80,7 @@ def _choice(name: str, words: str, values: tuple[str, ...], default: str | None 
 
 _STREAMED = ("application/json", "text/event-stream")
 _PLAIN = ("text/plain",)
-_HTML, _FILE = ("text/html",), ("application/octet-stream",)
+_HTML = ("text/html",)
 _PAGE_AFTER = _text("pageToken", "The `nextPageToken` of the page before.")
 _PAGE_SIZE = _number("pageSize", "How many are on a page; 0: 50, and never more than 200.", 0, 2**31 - 1, 0)
 _OFFSET = _number("offset", "How many are passed over.", 0, 999_999_999, 0)
@@ -87,7 +95,7 @@ _INFERENCE: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}"): Operation(
         "Shows a stored response.", (_choice("stream", "A stored one is not streamed again.", ("false",)),)
     ),
-    ("DELETE", "/v1/responses/{id}"): Operation("Deletes a stored response."),
+    ("DELETE", "/v1/responses/{id}"): Operation("Deletes a stored response.", answer=answers.ResponseDeleted),
     ("GET", "/v1/responses/{id}/input_items"): Operation(
         "Lists the input items of a stored response.",
         (
@@ -95,6 +103,7 @@ _INFERENCE: Mapping[tuple[str, str], Operation] = {
             _choice("order", "The order of the items.", ("asc", "desc"), "desc"),
             _text("after", "The id of the last item of the page before."),
         ),
+        answer=answers.ResponseItems,
     ),
     ("POST", "/inference/v1/generate"): Operation(
         "Generates token ids after token ids, as vLLM does.", kinds=_STREAMED
@@ -108,8 +117,10 @@ _INFERENCE: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/completions/render"): Operation(
         "Renders a completion into requests of token ids, as vLLM does."
     ),
-    ("GET", "/v1/models"): Operation("Lists the served models and policies, with each replica's snapshot."),
-    ("GET", "/v1/models/{model:path}"): Operation("Shows one served model or policy."),
+    ("GET", "/v1/models"): Operation(
+        "Lists the served models and policies, with each replica's snapshot.", answer=answers.ModelList
+    ),
+    ("GET", "/v1/models/{model:path}"): Operation("Shows one served model or policy.", answer=answers.Model),
 }
 
 _SESSIONS: Mapping[tuple[str, str], Operation] = {
@@ -119,20 +130,25 @@ _SESSIONS: Mapping[tuple[str, str], Operation] = {
             _number("limit", "How many sessions.", 1, sessions.PAGE_SIZE_MAX, sessions.PAGE_SIZE),
             _text("after", "The key of the last session of the page before."),
         ),
+        answer=answers.SessionList,
     ),
-    ("GET", "/v1/sessions/{key:path}"): Operation("Shows what the turns of one session were like."),
-    ("DELETE", "/v1/sessions/{key:path}"): Operation("Closes a session and drops its part of the cache."),
+    ("GET", "/v1/sessions/{key:path}"): Operation(
+        "Shows what the turns of one session were like.", answer=answers.SessionShown
+    ),
+    ("DELETE", "/v1/sessions/{key:path}"): Operation(
+        "Closes a session and drops its part of the cache.", answer=answers.SessionDeleted
+    ),
     ("GET", "/v1/sessions/{key:path}/trace"): Operation(
-        "Gives a session's turns as token ids with their records and rewards."
+        "Gives a session's turns as token ids with their records and rewards.", answer=answers.SessionTrace
     ),
     ("POST", "/v1/sessions/{key:path}/reward"): Operation(
-        "Rewards a session or one turn of it.", body=RewardGiven
+        "Rewards a session or one turn of it.", body=RewardGiven, answer=answers.SessionReward
     ),
     ("GET", "/sessions/{key:path}/trace"): Operation(
-        "Gives the trace of the session that a client's base URL names."
+        "Gives the trace of the session that a client's base URL names.", answer=answers.SessionTrace
     ),
     ("POST", "/sessions/{key:path}/reward"): Operation(
-        "Rewards the session that a client's base URL names.", body=RewardGiven
+        "Rewards the session that a client's base URL names.", body=RewardGiven, answer=answers.SessionReward
     ),
 }
 
@@ -149,16 +165,19 @@ _HOT_LOAD: Mapping[tuple[str, str], Operation] = {
         "Signals a snapshot, which all replicas then load while they serve.",
         body=signals.SignalBody,
         headers=(_OVERWRITE, _SOURCE),
+        answer=answers.SignalTaken,
     ),
     ("GET", hotload.HOT_LOAD_PATH): Operation(
         "Shows what each replica serves and loads, the least ready one first.",
         (_text("policy", "The policy whose loads are shown."),),
+        answer=answers.HotLoadStatus,
     ),
     ("POST", hotload.HOT_LOAD_PATH + "/hint"): Operation(
         "Says that files of a snapshot have landed, so that replicas fetch them early.",
         body=signals.HintBody,
         headers=(_SOURCE,),
         status=202,
+        answer=answers.HintTaken,
     ),
     ("GET", policies.OF_ONE + "/ledger"): Operation(
         "Shows a deployment's signals, snapshots and stage changes.",
@@ -171,16 +190,19 @@ _HOT_LOAD: Mapping[tuple[str, str], Operation] = {
                 hotload.TRANSITIONS_SHOWN,
             ),
         ),
+        answer=answers.DeploymentLedger,
     ),
     ("DELETE", policies.OF_ONE + "/ledger"): Operation(
-        "Forgets all snapshots, so that replicas go back to the base weights."
+        "Forgets all snapshots, so that replicas go back to the base weights.", answer=answers.LedgerReset
     ),
 }
 
 _COLLECTION = "/v1/accounts/{account}/deployments"
 _ONE = policies.OF_ONE
 _DEPLOYMENTS: Mapping[tuple[str, str], Operation] = {
-    ("GET", _COLLECTION): Operation("Lists the deployments by name.", (_PAGE_SIZE, _PAGE_AFTER)),
+    ("GET", _COLLECTION): Operation(
+        "Lists the deployments by name.", (_PAGE_SIZE, _PAGE_AFTER), answer=resources.Deployments
+    ),
     ("POST", _COLLECTION): Operation(
         "Creates a deployment.",
         (
@@ -188,8 +210,9 @@ _DEPLOYMENTS: Mapping[tuple[str, str], Operation] = {
             _flag("validateOnly", "Nothing is created; the answer shows what would be."),
         ),
         resource.DeploymentBody,
+        answer=resources.Deployment,
     ),
-    ("GET", _ONE): Operation("Shows a deployment."),
+    ("GET", _ONE): Operation("Shows a deployment.", answer=resources.Deployment),
     ("PATCH", _ONE): Operation(
         "Changes fields of a deployment.",
         (
@@ -197,36 +220,50 @@ _DEPLOYMENTS: Mapping[tuple[str, str], Operation] = {
             _text("update_mask", "The same under its other name."),
         ),
         resource.DeploymentBody,
+        answer=resources.Deployment,
     ),
     ("DELETE", _ONE): Operation(
         "Deletes a deployment; its replicas end when their requests have.",
         (_flag("hard", "Its replicas end at once."),),
+        answer=resources.Nothing,
     ),
-    ("PATCH", _ONE + ":scale"): Operation("Sets the number of replicas.", body=resource.ScaleBody),
-    ("POST", _ONE + ":scale"): Operation("Sets the number of replicas.", body=resource.ScaleBody),
+    ("PATCH", _ONE + ":scale"): Operation(
+        "Sets the number of replicas.", body=resource.ScaleBody, answer=resources.Nothing
+    ),
+    ("POST", _ONE + ":scale"): Operation(
+        "Sets the number of replicas.", body=resource.ScaleBody, answer=resources.Nothing
+    ),
     ("POST", _ONE + ":undelete"): Operation("Refuses: a deleted deployment is gone.", kinds=(), status=400),
-    ("GET", _ONE + "/replicas"): Operation("Lists the replicas of a deployment."),
-    ("POST", _ONE + "/replicas"): Operation("Lets a replica join that others run.", body=ReplicaBody),
+    ("GET", _ONE + "/replicas"): Operation("Lists the replicas of a deployment.", answer=resources.Replicas),
+    ("POST", _ONE + "/replicas"): Operation(
+        "Lets a replica join that others run.", body=ReplicaBody, answer=resources.Replica
+    ),
     ("PATCH", _ONE + "/replicas/{replica}"): Operation(
-        "Changes a replica's weight, drains it, or takes it back.", body=ReplicaBody
+        "Changes a replica's weight, drains it, or takes it back.", body=ReplicaBody, answer=resources.Replica
     ),
-    ("DELETE", _ONE + "/replicas/{replica}"): Operation("Removes a replica that joined by this API."),
-    ("GET", "/v1/accounts"): Operation("Lists the server's one account."),
-    ("GET", "/v1/accounts/{account}"): Operation("Shows the account."),
+    ("DELETE", _ONE + "/replicas/{replica}"): Operation(
+        "Removes a replica that joined by this API.", answer=resources.Nothing
+    ),
+    ("GET", "/v1/accounts"): Operation("Lists the server's one account.", answer=resources.Accounts),
+    ("GET", "/v1/accounts/{account}"): Operation("Shows the account.", answer=resources.Account),
     ("GET", "/v1/accounts/{account}/models"): Operation(
-        "Lists the models that are deployed or can be deployed."
+        "Lists the models that are deployed or can be deployed.", answer=resources.AccountModels
     ),
-    ("GET", "/v1/accounts/{account}/models/{model}"): Operation("Shows one of these models."),
+    ("GET", "/v1/accounts/{account}/models/{model}"): Operation(
+        "Shows one of these models.", answer=resources.AccountModel
+    ),
 }
 
 _ADDON = addons.COLLECTION + "/{model}"
 _POLICIES: Mapping[tuple[str, str], Operation] = {
-    ("GET", _ONE + "/policies"): Operation("Lists the policies of a deployment."),
+    ("GET", _ONE + "/policies"): Operation("Lists the policies of a deployment.", answer=resources.Policies),
     ("POST", _ONE + "/policies"): Operation(
-        "Makes a policy, forks it from another one, or freezes or thaws it.", body=policies.PolicyBody
+        "Makes a policy, forks it from another one, or freezes or thaws it.",
+        body=policies.PolicyBody,
+        answer=resources.Policy,
     ),
-    ("GET", _ONE + "/policies/{policy}"): Operation("Shows a policy."),
-    ("DELETE", _ONE + "/policies/{policy}"): Operation("Ends a policy."),
+    ("GET", _ONE + "/policies/{policy}"): Operation("Shows a policy.", answer=resources.Policy),
+    ("DELETE", _ONE + "/policies/{policy}"): Operation("Ends a policy.", answer=resources.PolicyEnding),
     ("GET", addons.COLLECTION): Operation(
         "Lists the add-ons that are loaded.",
         (
@@ -235,23 +272,31 @@ _POLICIES: Mapping[tuple[str, str], Operation] = {
             _text("filter", "Refused: all are listed."),
             _text("orderBy", "Refused: they are listed by name."),
         ),
+        answer=resources.DeployedModels,
     ),
     ("POST", addons.COLLECTION): Operation(
         "Loads a LoRA add-on onto a deployment, as a policy of its name.",
         (_flag(addons.REPLACE, "It takes the place of the add-ons that were loaded before."),),
         addons.DeployedModelBody,
+        answer=resources.DeployedModel,
     ),
-    ("GET", _ADDON): Operation("Shows an add-on."),
-    ("PATCH", _ADDON): Operation("Changes the texts that describe an add-on.", body=addons.DeployedModelBody),
-    ("DELETE", _ADDON): Operation("Unloads an add-on."),
+    ("GET", _ADDON): Operation("Shows an add-on.", answer=resources.DeployedModel),
+    ("PATCH", _ADDON): Operation(
+        "Changes the texts that describe an add-on.",
+        body=addons.DeployedModelBody,
+        answer=resources.DeployedModel,
+    ),
+    ("DELETE", _ADDON): Operation("Unloads an add-on.", answer=resources.Nothing),
 }
 
 _IS_FLUSHED = Operation("Resets the prompt cache of every replica, as SGLang does.", kinds=_PLAIN)
-_IS_RESET = Operation("Resets the prompt cache of every replica, as vLLM does.")
-_VERSION = Operation("Names the snapshot that every replica serves.")
-_MODEL_INFO = Operation("Shows the model and the snapshot that every replica serves.")
-_SERVER_INFO = Operation("Shows version, model, snapshot, pause and sizes.")
-_WORLD = Operation("Says how many replicas the deployment is to have.")
+_IS_RESET = Operation("Resets the prompt cache of every replica, as vLLM does.", answer=answers.Done)
+_VERSION = Operation("Names the snapshot that every replica serves.", answer=answers.WeightInfo)
+_MODEL_INFO = Operation(
+    "Shows the model and the snapshot that every replica serves.", answer=answers.ModelInfo
+)
+_SERVER_INFO = Operation("Shows version, model, snapshot, pause and sizes.", answer=answers.ServerInfo)
+_WORLD = Operation("Says how many replicas the deployment is to have.", answer=answers.WorldSize)
 _TRAINERS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/pause"): Operation(
         "Pauses generation, as vLLM does.",
@@ -260,30 +305,39 @@ _TRAINERS: Mapping[tuple[str, str], Operation] = {
             _flag("wait_for_inflight_requests", "Without `mode`: wait, and do not abort."),
             _flag("clear_cache", "The prompt cache is reset, unless requests are kept.", True),
         ),
+        answer=answers.Done,
     ),
-    ("POST", "/resume"): Operation("Lets generation go on, as vLLM does."),
-    ("GET", "/is_paused"): Operation("Says whether generation is paused, and how."),
+    ("POST", "/resume"): Operation("Lets generation go on, as vLLM does.", answer=answers.Done),
+    ("GET", "/is_paused"): Operation(
+        "Says whether generation is paused, and how.", answer=answers.PauseState
+    ),
     ("POST", "/reset_prefix_cache"): _IS_RESET,
     ("POST", "/reset_prefix_cache/"): _IS_RESET,
     ("POST", "/abort_requests"): Operation(
-        "Ends requests by id, or all of them.", body=trainer.AbortRequests
+        "Ends requests by id, or all of them.", body=trainer.AbortRequests, answer=answers.RequestsAborted
     ),
     ("POST", "/update_weights"): Operation(
-        "Loads the snapshot in a directory, as prime-rl asks for it.", body=trainer.UpdateWeights
+        "Loads the snapshot in a directory, as prime-rl asks for it.",
+        body=trainer.UpdateWeights,
+        answer=answers.WeightsUpdated,
     ),
     ("POST", "/pause_generation"): Operation(
-        "Pauses generation, as SGLang does.", body=trainer.PauseGeneration
+        "Pauses generation, as SGLang does.", body=trainer.PauseGeneration, answer=answers.DoneInWords
     ),
     ("POST", "/continue_generation"): Operation(
-        "Lets generation go on, as SGLang does.", body=trainer.ContinueGeneration
+        "Lets generation go on, as SGLang does.", body=trainer.ContinueGeneration, answer=answers.DoneInWords
     ),
     ("POST", "/update_weights_from_disk"): Operation(
-        "Loads the snapshot in a directory, as SGLang does.", body=trainer.UpdateFromDisk
+        "Loads the snapshot in a directory, as SGLang does.",
+        body=trainer.UpdateFromDisk,
+        answer=answers.WeightsUpdatedFromDisk,
     ),
     ("POST", "/flush_cache"): _IS_FLUSHED,
     ("GET", "/flush_cache"): _IS_FLUSHED,
     ("POST", "/abort_request"): Operation(
-        "Ends one request, or all of them, as SGLang does.", body=trainer.AbortRequest
+        "Ends one request, or all of them, as SGLang does.",
+        body=trainer.AbortRequest,
+        answer=answers.RequestAborted,
     ),
     ("POST", "/v1/load_lora_adapter"): Operation(
         "Loads a LoRA adapter as a policy, as vLLM does.", body=adapter_calls.LoadAdapter, kinds=_PLAIN
@@ -292,7 +346,9 @@ _TRAINERS: Mapping[tuple[str, str], Operation] = {
         "Unloads a LoRA adapter, as vLLM does.", body=adapter_calls.UnloadAdapter, kinds=_PLAIN
     ),
     ("POST", "/load_lora_adapter"): Operation(
-        "Loads a LoRA adapter in place, as prime-rl asks for it.", body=adapter_calls.LoadAdapter
+        "Loads a LoRA adapter in place, as prime-rl asks for it.",
+        body=adapter_calls.LoadAdapter,
+        answer=answers.Done,
     ),
     ("GET", "/weight_info"): _VERSION,
     ("GET", "/get_weight_version"): _VERSION,
@@ -352,20 +408,24 @@ _TINKER = {
     ("GET", "checkpoints"): Operation("Lists all checkpoints.", (_OFFSET, _TINKER_LIMIT)),
 }
 
-_HEALTH = Operation("Answers 200 while a replica can be used, else 503.")
+_HEALTH = Operation("Answers 200 while a replica can be used, else 503.", answer=answers.Health)
 _OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/health"): _HEALTH,
     ("GET", "/liveness"): _HEALTH,
     ("GET", "/health_generate"): _HEALTH,
     ("GET", "/metrics"): Operation("Gives all metrics in Prometheus' text format.", kinds=_PLAIN),
     ("GET", scopes.DASHBOARD): Operation("Shows the dashboard.", kinds=_HTML),
-    ("GET", scopes.DASHBOARD + "/{file}"): Operation("Gives a file of the dashboard.", kinds=_FILE),
+    ("GET", scopes.DASHBOARD + "/{file}"): Operation(
+        "Gives a file of the dashboard.", kinds=_kinds_of(scopes.DASHBOARD_FILES)
+    ),
     ("GET", scopes.DASHBOARD_EVENTS): Operation(
         "Streams what the dashboard shows.", kinds=("text/event-stream",)
     ),
     ("GET", scopes.OPENAPI): Operation("Gives this document."),
     ("GET", scopes.DOCS): Operation("Shows this document.", kinds=_HTML),
-    ("GET", scopes.DOCS + "/{file}"): Operation("Gives a file of the page that shows it.", kinds=_FILE),
+    ("GET", scopes.DOCS + "/{file}"): Operation(
+        "Gives a file of the page that shows it.", kinds=_kinds_of(scopes.DOCS_FILES)
+    ),
 }
 
 GROUPS = (

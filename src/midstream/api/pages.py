@@ -15,7 +15,8 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+#: By the end of a file's name.
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -24,7 +25,7 @@ _POLICY = (
 
 def page_file(package: str, name: str) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that gives a file of the package."""
-    kind = _TYPES[name.rpartition(".")[2]]
+    kind = TYPES[name.rpartition(".")[2]]
 
     @cache
     def read() -> tuple[bytes, str]:

@@ -10,7 +10,8 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -21,12 +22,14 @@ from midstream.api.pages import page_file, tag_of, tagged
 from midstream.core.scopes import DOCS, DOCS_FILES, OPENAPI
 
 _PACKAGE = "midstream.apidocs"
-RequestBodies = Callable[[], Mapping[str, type[msgspec.Struct]]]
+#: The arguments of openapi.document.
+Behind = Callable[[], tuple[Any, Any]]
 
 
-def reference_routes(bodies: RequestBodies) -> list[BaseRoute]:
-    """Routes for the control app. bodies: as in openapi.document; called once, when the document is made."""
-    made = _Document(bodies)
+def reference_routes(behind: Behind) -> list[BaseRoute]:
+    """Routes for the control app. behind: the bodies and answers of the processes behind the gateway, as openapi.document takes
+    them; called once, when the document is made."""
+    made = _Document(behind)
     return [
         Route(OPENAPI, made.get, methods=["GET"]),
         Route(DOCS, page_file(_PACKAGE, "index.html"), methods=["GET"]),
@@ -35,8 +38,8 @@ def reference_routes(bodies: RequestBodies) -> list[BaseRoute]:
 
 
 class _Document:
-    def __init__(self, bodies: RequestBodies) -> None:
-        self._bodies = bodies
+    def __init__(self, behind: Behind) -> None:
+        self._behind = behind
         self._making = asyncio.Lock()
         self._made: tuple[bytes, str] | None = None
 
@@ -49,5 +52,5 @@ class _Document:
     def _make(self) -> tuple[bytes, str]:
         from midstream.api.openapi import document
 
-        data = msgspec.json.encode(document(self._bodies()))
+        data = msgspec.json.encode(document(*self._behind()))
         return data, tag_of(data)

@@ -29,7 +29,7 @@ class Span(msgspec.Struct, frozen=True):
     end: int
 
 
-class EarlierKv(msgspec.Struct, frozen=True):
+class TracedEarlierKv(msgspec.Struct, frozen=True):
     """What the sampled tokens before number `tokens` stood on, from where the entry before it ends."""
 
     tokens: int
@@ -64,7 +64,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     routing_matrix_shape: list[int] | None
     snapshots: list[Span]
     kv_snapshots: list[Span]
-    earlier_kv_snapshots: list[EarlierKv] = []
+    earlier_kv_snapshots: list[TracedEarlierKv] = []
     branch: dict[str, Any] | None = None
 
 

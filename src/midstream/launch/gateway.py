@@ -36,7 +36,7 @@ from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
 from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
-from midstream.launch.reference import request_bodies
+from midstream.launch.reference import behind
 from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.launch.tracing import tracer_of
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
@@ -119,7 +119,7 @@ def _gateway(
         extra_routes=[
             *_served_api(spec, ledger, deployments, desired_state),
             *dashboard_routes(board, lambda: metrics.listening()),
-            *reference_routes(request_bodies),
+            *reference_routes(behind),
         ],
     )
     gateway = Gateway(

@@ -17,7 +17,7 @@ from midstream.client import TrainingSequence, gaps_in, read_records, sequences_
 from midstream.commands.export import FORMATS
 from midstream.core.errors import SnapshotError
 from midstream.core.text import plain
-from midstream.core.traces import EarlierKv, Reward, Span, TracedTurn
+from midstream.core.traces import Reward, Span, TracedEarlierKv, TracedTurn
 from targets.snapshot_files import BETWEEN, directory
 from targets.target import Target, check, controlled, outcome
 
@@ -109,7 +109,7 @@ def seeds() -> Iterator[bytes]:
     reward = Reward(reward=0.5, turn=1, created=2.0, metadata={"a": 1})
     wide = turn(2, 1, routing_matrix=["AQACAA=="], routing_matrix_dtype="uint16")
     bare = turn(3, 1, logprobs=None, sampling_logprobs=[None], routing_matrix=None, routing_matrix_shape=None)
-    earlier = turn(4, 2, earlier_kv_snapshots=[EarlierKv(1, [Span("r", 0, 1)])], branch={"reason": "x"})
+    earlier = turn(4, 2, earlier_kv_snapshots=[TracedEarlierKv(1, [Span("r", 0, 1)])], branch={"reason": "x"})
     records: list[dict[str, Any]] = [
         *({"kind": "turn", "turn": one} for one in (turn(1, 0), wide, bare, earlier)),
         {"kind": "reward", "reward": reward},

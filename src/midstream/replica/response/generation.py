@@ -22,8 +22,9 @@ from midstream.core.versions import ServedNames
 from midstream.engine.base import EngineDied
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
+from midstream.replica.response.kept import Kept
 from midstream.replica.response.resume import Continued, digest
-from midstream.replica.response.shapes import CachedDetails, Extras, Kept, RawOutput, Usage
+from midstream.replica.response.shapes import CachedDetails, Extras, RawOutput, Usage
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.work import Surroundings, Timings, Work, echoed_tokens
 from midstream.replica.sessions import Turn

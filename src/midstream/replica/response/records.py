@@ -19,12 +19,12 @@ from midstream.core.errors import EngineFailed
 from midstream.core.types import NEAR_TIES, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Scored
+from midstream.replica.response.kept import Kept
 from midstream.replica.response.shapes import (
     ChoiceTail,
     ContentLogprobs,
     EarlierKv,
     Entry,
-    Kept,
     LegacyLogprobs,
     Logprobs,
     PromptLogprobs,

@@ -1,30 +1,35 @@
 """What responses are made of: the JSON of OpenAI's rollout API, which other wires take parts of. Pure.
 
-Always holds: a field that is UNSET is absent. Field names are those on the wire.
+Always holds: a field that is UNSET is absent. Field names are those on the wire. The module needs no tokenizer, so that a
+gateway can tell what it passes on (api/openapi.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.types import FinishReason, TokenRecord
-from midstream.replica.response.choice import Piece, Scored, ToolCall
+
+#: The bytes of a token's text, which may be a part of a character.
+_Bytes = Annotated[
+    msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})
+]
 
 
 class TopEntry(msgspec.Struct):
     token: str
     logprob: float
     token_id: int
-    bytes: msgspec.Raw
+    bytes: _Bytes
 
 
 class Entry(msgspec.Struct):
     token: str
-    bytes: msgspec.Raw
+    bytes: _Bytes
     logprob: float
     #: Absent: the engine cannot tell.
     sampling_logprob: float | UnsetType | None
@@ -124,7 +129,7 @@ class FunctionCall(msgspec.Struct):
 class CallEntry(msgspec.Struct):
     id: str
     function: FunctionCall
-    type: str = "function"
+    type: Literal["function"] = "function"
     index: int | UnsetType = UNSET
 
 
@@ -140,7 +145,7 @@ class DeltaChoice(ChoiceTail, kw_only=True):
     delta: Delta
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     tool_calls: list[CallEntry] | UnsetType = UNSET
@@ -149,7 +154,7 @@ class Message(msgspec.Struct):
 
 class MessageChoice(ChoiceTail, kw_only=True):
     index: int
-    message: Message
+    message: ChatMessage
 
 
 AnyChoice = TextChoice | DeltaChoice | MessageChoice
@@ -180,23 +185,3 @@ class Extras(msgspec.Struct):
     perf_metrics: dict[str, Any] | UnsetType = UNSET
     prompts: Mapping[int, tuple[TokenRecord, ...]] = {}
     took_s: float = 0.0
-
-
-class Kept(msgspec.Struct):
-    """What one choice keeps for the end: all of a plain response, or the `raw_output` of a stream."""
-
-    text: list[str]
-    echoed: list[Scored]
-    generated: list[Scored]
-    calls: list[ToolCall] = []
-    #: How many texts stand before each call.
-    calls_at: list[int] = []
-    reasoning: list[str] = []
-
-    def keep(self, piece: Piece) -> None:
-        self.text.append(piece.text)
-        self.calls.extend(piece.calls)
-        self.calls_at.extend(len(self.text) for _ in piece.calls)
-        if piece.reasoning:
-            self.reasoning.append(piece.reasoning)
-        (self.echoed if piece.echoed else self.generated).extend(piece.tokens)

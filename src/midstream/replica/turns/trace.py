@@ -6,7 +6,7 @@ import math
 from base64 import b64encode
 from collections.abc import Iterable
 
-from midstream.core.traces import EarlierKv, Span, Trace, TracedTurn
+from midstream.core.traces import Span, Trace, TracedEarlierKv, TracedTurn
 from midstream.core.types import Session
 from midstream.replica.turns.tree import Trees, Turn
 
@@ -46,7 +46,7 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
         routing_matrix_shape=[size // (top_k * (1 + wide_routes)), top_k] if routes and top_k else None,
         snapshots=_spans(record.snapshots),
         kv_snapshots=_spans(record.kv),
-        earlier_kv_snapshots=[EarlierKv(tokens, _spans(kv)) for tokens, kv in record.earlier_kv],
+        earlier_kv_snapshots=[TracedEarlierKv(tokens, _spans(kv)) for tokens, kv in record.earlier_kv],
         branch=record.branch,
     )
 

@@ -19,7 +19,8 @@ from midstream.core.versions import ServedNames
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.response.choice import Choice, Piece
-from midstream.replica.response.shapes import Extras, Kept, RawOutput
+from midstream.replica.response.kept import Kept
+from midstream.replica.response.shapes import Extras, RawOutput
 from midstream.replica.stored import Shelf
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary

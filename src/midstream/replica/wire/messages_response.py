@@ -13,57 +13,22 @@ from msgspec import UNSET, UnsetType
 
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Piece, Scored, ToolCall
-from midstream.replica.response.shapes import Extras, Kept, RawOutput
-from midstream.replica.response.shapes import Usage as ChatUsage
+from midstream.replica.response.kept import Kept
+from midstream.replica.response.shapes import Extras, RawOutput, Usage
 from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import (
+    Block,
+    MessagesAnswer,
+    MessagesUsage,
+    TextBlock,
+    ThinkingBlock,
+    ToolUse,
+)
 from midstream.replica.wire.base import ResponseHead
-from midstream.replica.wire.telling import Records, TellingEncoder, event
+from midstream.replica.wire.telling import TellingEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 _OPENAI_ID = "call_"
-
-
-class Usage(msgspec.Struct):
-    #: Without those that were read from the cache.
-    input_tokens: int
-    output_tokens: int
-    #: None: nobody knows yet, or ever (see shapes.Usage).
-    cache_read_input_tokens: int | None
-    #: All of a prompt is cached, and nothing is charged for it.
-    cache_creation_input_tokens: int = 0
-
-
-class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """signature: always empty. What comes back from a client is not checked by one."""
-
-    thinking: str
-    signature: str = ""
-
-
-class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    #: A JSON object, as it was generated.
-    input: msgspec.Raw
-
-
-Block = TextBlock | ThinkingBlock | ToolUse
-
-
-class Message(msgspec.Struct):
-    id: str
-    model: str
-    content: list[Block]
-    usage: Usage
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    type: str = "message"
-    role: str = "assistant"
-    midstream: Records | UnsetType = UNSET
 
 
 #: The field that a kind of delta shows its text in.
@@ -109,7 +74,7 @@ class MessagesEncoder(TellingEncoder):
         data = b"" if first is None else self._start(snapshot, first)
         data += self._close()
         reason, sequence = self._ended(choice, self._last)
-        assert isinstance(extras.usage, ChatUsage)
+        assert isinstance(extras.usage, Usage)
         return data + event(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
@@ -136,8 +101,8 @@ class MessagesEncoder(TellingEncoder):
     def _start(self, snapshot: str, prompt: Prompt) -> bytes:
         size = len(prompt.token_ids)
         cached = self.cached.get(0)
-        usage = Usage(size - (cached or 0), 0, cached)
-        message = Message(self._id, self._served(snapshot), [], usage)
+        usage = MessagesUsage(size - (cached or 0), 0, cached)
+        message = MessagesAnswer(self._id, self._served(snapshot), [], usage)
         return event("message_start", message=message, midstream=self._first(snapshot, prompt))
 
     def _thinking(self, text: str, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
@@ -207,11 +172,11 @@ class MessagesEncoder(TellingEncoder):
     ) -> bytes:
         (choice,), (had,), (prompt,) = choices, kept, prompts
         told = self._whole(choice, had, prompt, snapshot, extras)
-        assert isinstance(extras.usage, ChatUsage)
+        assert isinstance(extras.usage, Usage)
         last = had.generated[-1].record.token_id if had.generated else None
         reason, sequence = self._ended(choice, last)
         usage = _usage(extras.usage)
-        message = Message(
+        message = MessagesAnswer(
             self._id, self._served(snapshot), _blocks(had), usage, reason, sequence, midstream=told
         )
         return _encode(message)
@@ -237,7 +202,7 @@ def _tool_id(call: ToolCall) -> str:
     return "toolu_" + call.id.removeprefix(_OPENAI_ID) if made_here else call.id
 
 
-def _usage(usage: ChatUsage) -> Usage:
+def _usage(usage: Usage) -> MessagesUsage:
     details = usage.prompt_tokens_details
     cached = None if details is UNSET else details.cached_tokens
-    return Usage(usage.prompt_tokens - (cached or 0), usage.completion_tokens, cached)
+    return MessagesUsage(usage.prompt_tokens - (cached or 0), usage.completion_tokens, cached)

@@ -16,16 +16,16 @@ from midstream.core.types import TokenRecord, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
 from midstream.replica.response.choice import Choice, Piece, ToolCall
+from midstream.replica.response.kept import Kept
 from midstream.replica.response.records import RecordEncoder, snapshot_spans, tell_kv
 from midstream.replica.response.shapes import (
     AnyChoice,
     CallEntry,
+    ChatMessage,
     Delta,
     DeltaChoice,
     Extras,
     FunctionCall,
-    Kept,
-    Message,
     MessageChoice,
     RawOutput,
     Response,
@@ -163,7 +163,7 @@ class OpenAIEncoder(RecordEncoder):
         text = "".join(kept.text)
         encoded: AnyChoice
         if self._chat:
-            message = Message("assistant", text)
+            message = ChatMessage("assistant", text)
             if kept.calls:
                 message.content, message.tool_calls = text or None, [_call(call) for call in kept.calls]
             if kept.reasoning:

@@ -18,10 +18,12 @@ from msgspec import UNSET, UnsetType
 
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Piece, Scored, ToolCall
-from midstream.replica.response.shapes import Entry, Extras, Kept, RawOutput, SnapshotSpan, Usage
+from midstream.replica.response.kept import Kept
+from midstream.replica.response.shapes import Entry, Extras, RawOutput, SnapshotSpan, Usage
 from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import Records
 from midstream.replica.wire.base import ResponseHead
-from midstream.replica.wire.telling import Records, TellingEncoder, event
+from midstream.replica.wire.telling import TellingEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 _TEXT, _REASONING, _CALL = "output_text", "reasoning_text", "function_call_arguments"

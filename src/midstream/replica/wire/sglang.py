@@ -22,17 +22,17 @@ from midstream.core.types import TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import decode
 from midstream.replica.response.choice import Choice, Piece, Scored
+from midstream.replica.response.kept import Kept
 from midstream.replica.response.records import RecordEncoder, finite, tell_kv
-from midstream.replica.response.shapes import ChoiceTail, Extras, Kept, RawOutput, SnapshotSpan
+from midstream.replica.response.shapes import ChoiceTail, Extras, RawOutput, SnapshotSpan
 from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo, Told
 from midstream.replica.wire.base import Read, ResponseHead, Wire
 from midstream.replica.wire.bodies import SglangGenerateBody
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
-    Told,
-    WeightVersion,
     completion,
     ended_by,
     read_sampling,
@@ -94,36 +94,6 @@ class Details(msgspec.Struct, frozen=True):
     prompt_ids: bool
     routes_from: int | None
     incremental: bool
-
-
-#: [logprob, token id, text]. The first prompt token that is told has no log-probability.
-Scores = tuple[float | None, int, str | None]
-
-
-class MetaInfo(msgspec.Struct, kw_only=True):
-    id: str
-    finish_reason: dict[str, Any] | None = None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    weight_version: str
-    weight_versions: list[WeightVersion] | UnsetType = UNSET
-    input_token_logprobs: list[Scores] | UnsetType = UNSET
-    output_token_logprobs: Sequence[Scores] | UnsetType = UNSET
-    input_top_logprobs: list[list[Scores] | None] | UnsetType = UNSET
-    output_top_logprobs: Sequence[list[Scores]] | UnsetType = UNSET
-    routed_experts: str | UnsetType = UNSET
-    routed_experts_start_len: int | UnsetType = UNSET
-    e2e_latency: float | UnsetType = UNSET
-
-
-class Output(msgspec.Struct, kw_only=True):
-    text: str
-    output_ids: Sequence[int]
-    meta_info: MetaInfo
-    index: int | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    midstream: Told
 
 
 class _Made(msgspec.Struct):
@@ -297,7 +267,7 @@ class SGLangEncoder(RecordEncoder):
             if self._details.incremental:
                 self._forget(made)
 
-    def _event(self, made: _Made, output: Output) -> bytes:
+    def _event(self, made: _Made, output: SglangAnswer) -> bytes:
         data = sse_event(output)
         if self._details.incremental:
             self._forget(made)
@@ -330,9 +300,9 @@ class SGLangEncoder(RecordEncoder):
                 made.routes.append(record.route)
         return made
 
-    def _output(self, index: int, made: _Made, snapshot: str) -> Output:
+    def _output(self, index: int, made: _Made, snapshot: str) -> SglangAnswer:
         details, prompt = self._details, index // self._checked.n
-        meta = MetaInfo(
+        meta = SglangMetaInfo(
             id=self._id(index),
             prompt_tokens=len(made.prompt.token_ids),
             completion_tokens=made.generated,
@@ -347,12 +317,12 @@ class SGLangEncoder(RecordEncoder):
         if self.seam is not UNSET:
             told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
             self.seam = UNSET
-        output = Output(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
+        output = SglangAnswer(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
         if not details.single:
             output.index = index
         return output
 
-    def _ended(self, choice: Choice, made: _Made, snapshot: str, extras: Extras) -> Output:
+    def _ended(self, choice: Choice, made: _Made, snapshot: str, extras: Extras) -> SglangAnswer:
         output = self._output(choice.index, made, snapshot)
         meta, told, details = output.meta_info, output.midstream, self._details
         meta.finish_reason = self._reason(choice, made.last)
@@ -374,7 +344,7 @@ class SGLangEncoder(RecordEncoder):
             told.perf_metrics = extras.perf_metrics
         return output
 
-    def _tell_prompt(self, meta: MetaInfo, prompt: Prompt, records: Sequence[TokenRecord]) -> None:
+    def _tell_prompt(self, meta: SglangMetaInfo, prompt: Prompt, records: Sequence[TokenRecord]) -> None:
         start = self._details.logprobs_from
         shown = () if start is None else records[max(start - (len(prompt.token_ids) - len(records)), 0) :]
         meta.input_token_logprobs = [

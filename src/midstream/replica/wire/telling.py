@@ -7,35 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.text import sse_event
 from midstream.core.types import served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Scored
+from midstream.replica.response.kept import Kept
 from midstream.replica.response.records import RecordEncoder, tell_kv
-from midstream.replica.response.shapes import ChoiceTail, EarlierKv, Extras, Kept, Logprobs, SnapshotSpan
+from midstream.replica.response.shapes import ChoiceTail, Extras, SnapshotSpan
 from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import Records
 from midstream.replica.wire.base import ResponseHead
-
-
-class Records(msgspec.Struct):
-    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
-    branch: why the request continues no turn of its session. finish_reason: `abort` of an answer that a trainer's call ended,
-    for which these APIs have no name."""
-
-    snapshot: str
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    logprobs: Logprobs | UnsetType = UNSET
-    snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
-    perf_metrics: dict[str, Any] | UnsetType = UNSET
-    finish_reason: str | UnsetType = UNSET
-    resumed: dict[str, Any] | UnsetType = UNSET
-    branch: Any = UNSET
 
 
 class TellingEncoder(RecordEncoder):

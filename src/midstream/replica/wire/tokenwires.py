@@ -26,8 +26,8 @@ from midstream.replica.request.schema import (
     unsupported,
 )
 from midstream.replica.response.choice import Choice
-from midstream.replica.response.shapes import EarlierKv, SnapshotSpan
 from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import WeightVersion
 
 #: Where sampling parameters stand in a body.
 SAMPLING = "sampling_params"
@@ -50,30 +50,6 @@ SAME_NAMES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-
-
-class WeightVersion(msgspec.Struct):
-    """A span of the generated tokens under one snapshot, end exclusive: as vLLM and SGLang name it."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Told(msgspec.Struct):
-    """midstream's own object. snapshot: of the tokens that it stands with, or of the last one. snapshots: as on a chat
-    choice."""
-
-    snapshot: str
-    snapshots: list[SnapshotSpan] | msgspec.UnsetType = msgspec.UNSET
-    #: By the token, beside SGLang's own log-probabilities. None: the engine cannot tell.
-    sampling_logprobs: list[float | None] | msgspec.UnsetType = msgspec.UNSET
-    kv_snapshots: list[SnapshotSpan] | msgspec.UnsetType = msgspec.UNSET
-    earlier_kv_snapshots: list[EarlierKv] | msgspec.UnsetType = msgspec.UNSET
-    perf_metrics: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    resumed: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    #: Why the request continues no turn of its session.
-    branch: Any = msgspec.UNSET
 
 
 def read_sampling(

@@ -23,7 +23,6 @@ from midstream.replica.request.schema import (
     ChatBody,
     CompletionBody,
     NotNegative,
-    StreamOptions,
     convert,
     decode,
     parse_chat,
@@ -31,25 +30,22 @@ from midstream.replica.request.schema import (
     unsupported,
 )
 from midstream.replica.response.choice import Choice, Piece, Scored
+from midstream.replica.response.kept import Kept
 from midstream.replica.response.records import RecordEncoder, tell_kv
 from midstream.replica.response.shapes import (
     ChoiceTail,
-    ContentLogprobs,
     Extras,
-    Kept,
-    PromptLogprobs,
     RawOutput,
     Usage,
 )
 from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import GenerateAnswer, GenerateChoice, RawRoutes, RenderedRequest, Told
 from midstream.replica.wire.base import Read, ResponseHead, TextCall, Texts, Wire
 from midstream.replica.wire.bodies import VllmGenerateBody
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
-    Told,
-    WeightVersion,
     completion,
     ended_by,
     npy,
@@ -130,39 +126,6 @@ class Details(msgspec.Struct, frozen=True):
     prompt_ids: bool
     routes: Routes
     stops: frozenset[int]
-
-
-class RawRoutes(msgspec.Struct):
-    """As prime-rl has it. data: base64 of a C-order array of `shape`, from position `start` on. It is the first field: the
-    renderers package takes the data out of the bytes before it decodes them."""
-
-    data: str
-    shape: tuple[int, ...]
-    start: int
-    dtype: str
-
-
-class GenerateChoice(msgspec.Struct):
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: ContentLogprobs | None = None
-    text: str | UnsetType = UNSET
-    routed_experts: str | RawRoutes | None = None
-    weight_versions: list[WeightVersion] | None = None
-    midstream: Told | UnsetType = UNSET
-
-
-class Response(msgspec.Struct):
-    request_id: str
-    choices: list[GenerateChoice]
-    output_mode: str
-    model: str | UnsetType = UNSET
-    created: int | UnsetType = UNSET
-    usage: Usage | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 _body = msgspec.json.Decoder(VllmGenerateBody)
@@ -275,7 +238,7 @@ class GenerateEncoder(RecordEncoder):
     def _event(
         self, choices: list[GenerateChoice], first: Prompt | None, usage: Usage | UnsetType = UNSET
     ) -> bytes:
-        response = Response(self._head.id, choices, self._mode, usage=usage)
+        response = GenerateAnswer(self._head.id, choices, self._mode, usage=usage)
         if first is not None and self._details.prompt_ids:
             response.prompt_token_ids = first.token_ids
         return sse_event(response)
@@ -330,7 +293,7 @@ class GenerateEncoder(RecordEncoder):
         (prompt,) = prompts
         self._prompt_size = len(prompt.token_ids)
         made = [self._whole(choice, kept[choice.index], snapshot, extras) for choice in choices]
-        response = Response(
+        response = GenerateAnswer(
             self._head.id,
             made,
             self._mode,
@@ -363,32 +326,18 @@ def _routes_of(tokens: Sequence[Scored]) -> list[bytes]:
 # Render paths
 
 
-class Rendered(msgspec.Struct):
-    """A request that /inference/v1/generate takes as it is."""
-
-    token_ids: tuple[int, ...]
-    sampling_params: dict[str, Any]
-    model: str | None
-    request_id: str
-    stream: bool
-    stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    features: None = None
-
-
-async def render_chat(texts: Texts, body: bytes, headers: Mapping[str, str]) -> Rendered:
+async def render_chat(texts: Texts, body: bytes, headers: Mapping[str, str]) -> RenderedRequest:
     (rendered,) = await _render(texts, parse_chat(body), len(body), headers)
     return rendered
 
 
-async def render_completions(texts: Texts, body: bytes, headers: Mapping[str, str]) -> list[Rendered]:
+async def render_completions(texts: Texts, body: bytes, headers: Mapping[str, str]) -> list[RenderedRequest]:
     return await _render(texts, parse_completion(body), len(body), headers)
 
 
 async def _render(
     texts: Texts, body: ChatBody | CompletionBody, size: int, headers: Mapping[str, str]
-) -> list[Rendered]:
+) -> list[RenderedRequest]:
     texts.names.wanted(texts.names.model if body.model is None else body.model, "")
     checked = check(body, texts.info)
     if checked.tools is not None and checked.tools.constrained:
@@ -406,7 +355,7 @@ async def _render(
         sampling["structured_outputs"] = {"json": checked.schema}
     prompts = await texts.prompts(body, size, headers)
     return [
-        Rendered(
+        RenderedRequest(
             prompt.token_ids,
             sampling,
             body.model,
