@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ import pytest
 from planted_faults import FAULTS
 from targets import TARGETS, control_side, inference_wires, rollout_requests
 
+from midstream.ledger import database
+
 SCRIPT = Path(fuzz.__file__)
+PULSE = logging.getLogger("midstream.replica.pulse")
 SECONDS = 60
 needs_atheris = pytest.mark.skipif(
     find_spec("atheris") is None, reason="atheris has no wheel for this Python"
@@ -21,8 +25,11 @@ needs_atheris = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _no_child_stays() -> Iterator[None]:
-    """Other tests of this process count the children that stay."""
+def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Other tests of this process count the children that stay, and want ledgers on the disk and logs that are heard."""
+    # Targets change both, for a process of their own.
+    monkeypatch.setattr(database, "SYNCHRONOUS", database.SYNCHRONOUS)
+    monkeypatch.setattr(PULSE, "disabled", PULSE.disabled)
     yield
     while rollout_requests._checks:
         rollout_requests._checks.pop().close()
