@@ -90,7 +90,8 @@ def test_a_taken_port_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
         code, _, err = run("serve", "--port", str(port), "--state-dir", str(tmp_path))
     assert code == 2
     assert err.splitlines() == [
-        f"midstream serve: --port {port}: cannot listen on 127.0.0.1:{port}: Address already in use"
+        f"midstream serve: --port {port}: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "name another port, or 0 for any free one"
     ]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -88,9 +89,8 @@ def check_port(host: str, port: int) -> None:
             pass
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
-        raise ConfigError(
-            f"--port {port}: cannot listen on {host}:{port}: {reason}; 0 is any free one"
-        ) from error
+        advice = "; name another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {reason}{advice}") from error
 
 
 def reserved(host: str, port: int) -> list[socket.socket]:
