@@ -419,6 +419,24 @@ def test_a_lost_message_is_sent_again(tmp_path: Path) -> None:
     world.close()
 
 
+def test_a_target_tells_which_report_it_was_chosen_by(tmp_path: Path) -> None:
+    world = World(tmp_path, replicas=1)
+    told: list[tuple[int, int | None]] = []
+    send = world.set.send_desired
+
+    async def heard(view: ReplicaView, desired: Desired) -> None:
+        told.append((desired.generation, desired.seen))
+        await send(view, desired)
+
+    world.set.send_desired = heard  # type: ignore[method-assign]
+    for snapshot in ("a", "b"):
+        world.signal(snapshot)
+        world.set.hear(0)
+        world.reconcile()
+    assert told == [(1, 0), (2, 1)]
+    world.close()
+
+
 def test_a_slow_replica_holds_up_no_other(tmp_path: Path) -> None:
     world = World(tmp_path, replicas=2)
 

@@ -14,7 +14,7 @@ from policies_taken_up import take_up_policies
 from test_hotload_api import DEPLOYMENT, Server
 
 from midstream.api.app import control_app
-from midstream.api.hotload import hotload_routes
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.fleet.policies import INFIX
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -176,6 +176,32 @@ def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body
         await server.ledger.delete_deployment(f"{DEPLOYMENT}{INFIX}red")
         answer = await server.http.post(POLICIES, json={"policy": "red", **body})
         assert (answer.status_code, answer.json()["frozen"]) == (200, body.get("frozen", False)), answer.text
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("call", ["GET", "DELETE", "status", "hint", "fork"])
+def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_path: Path, call: str) -> None:
+    async def work(server: PolicyServer) -> None:
+        row = await server.ledger.deployment(DEPLOYMENT)
+        await server.ledger.create_deployment(
+            f"{DEPLOYMENT}{INFIX}red", model=row.model, bucket_url=row.bucket_url, transition=row.transition
+        )
+        match call:
+            case "status":
+                answer = await server.http.get(HOT_LOAD_PATH, params={"policy": "red"})
+            case "hint":
+                answer = await server.http.post(f"{HOT_LOAD_PATH}/hint", json={"policy": "red"})
+            case "fork":
+                answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})
+                # There is such a policy, and it has nothing yet.
+                assert refused(answer) == (409, "from"), answer.text
+                return
+            case method:
+                answer = await server.http.request(method, f"{POLICIES}/red")
+        assert answer.is_success, answer.text
+        none = await server.http.delete(f"{POLICIES}/none")
+        assert refused(none) == (404, "policy")
 
     serve(tmp_path, work)
 

@@ -472,6 +472,21 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Pa
     asyncio.run(main())
 
 
+def test_a_target_that_a_newer_one_overtook_on_its_way_is_passed_over() -> None:
+    machine = SwapMachine(lambda: 0.0)
+    first = Desired(snapshot="s1", generation=1, url="file:///b/s1", seen=0)
+    assert machine.accept(Desired(snapshot="s3", generation=3, url="file:///b/s3", seen=0))
+    assert not machine.accept(first)
+    assert machine.accepted is not None
+    assert machine.accepted.snapshot == "s3"
+    # Another ledger, whose generations began anew: its gateway has seen the higher one.
+    assert machine.accept(msgspec.structs.replace(first, seen=3))
+    assert machine.accepted.snapshot == "s1"
+    # A gateway of an earlier version does not tell.
+    assert machine.accept(Desired(snapshot="s3", generation=3, url="file:///b/s3"))
+    assert machine.accept(msgspec.structs.replace(first, seen=None))
+
+
 def test_an_error_that_no_encoder_takes_or_that_is_huge_still_makes_a_report() -> None:
     machine = SwapMachine(lambda: 0.0)
     machine.accept(Desired(snapshot="s", generation=1, url="file:///b/s"))

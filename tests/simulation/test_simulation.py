@@ -36,6 +36,8 @@ FOUND = {
     1897: "fell back meanwhile",
     # The simulation's own fault: two policies that each waited to begin as the other one made its oracle go round.
     1107: "forks of each other",
+    # A target that a stalled gateway had sent before came behind the newer one of another gateway, and was loaded.
+    5746: "an older target comes late",
 }
 
 

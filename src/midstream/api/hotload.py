@@ -183,7 +183,7 @@ class _Api:
         deployment = self._deployments.named(request.headers)
         body = parse_hint(await read_body(request))
         if body.policy is not None and deployment.policy != body.policy:
-            deployment = self.policies.named(deployment, body.policy)
+            deployment = await self.policies.named(deployment, body.policy)
         deployment.replicas.ask()
         if body.identity is None:
             to_hold = [view.name for view in deployment.replicas.holders]
@@ -201,7 +201,7 @@ class _Api:
         deployment = self._deployments.named(request.headers)
         policy = request.query_params.get("policy")
         if policy is not None:
-            deployment = self.policies.named(deployment, policy)
+            deployment = await self.policies.named(deployment, policy)
         state = await self._ledger.state(deployment.name)
         if not state.proven:
             # A publisher waits for it. What made the demand known may be gone.

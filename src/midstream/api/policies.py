@@ -86,9 +86,16 @@ class PolicyApi:
         check_takes(row)
         return found
 
-    def named(self, deployment: Deployment, name: str) -> Deployment:
-        """Raises NotFound."""
-        found = self._deployments.known(names_of(deployment.names, name).deployment)
+    async def named(self, deployment: Deployment, name: str) -> Deployment:
+        """One that another gateway made is taken up first. Raises NotFound."""
+        full = names_of(deployment.names, name).deployment
+        if (
+            self._deployments.known(full) is None
+            and NAME.fullmatch(name)
+            and await self._row(full) is not None
+        ):
+            await self._changed()
+        found = self._deployments.known(full)
         if found is None or not found.policy:
             raise NotFound(f"{deployment.name} has no policy {name!r}", param="policy")
         return found
@@ -112,7 +119,9 @@ class PolicyApi:
     async def make(self, request: Request) -> Response:
         deployment = self._of(request)
         asked = fields_of(json_object(await read_body(request)), PolicyBody)
-        source = None if asked.from_ is None else await self._source(self.named(deployment, asked.from_))
+        source = (
+            None if asked.from_ is None else await self._source(await self.named(deployment, asked.from_))
+        )
         known = await self._there(names_of(deployment.names, asked.policy).deployment)
         policy = known or await self._made(request, deployment, asked.policy)
         if source is not None:
@@ -139,11 +148,11 @@ class PolicyApi:
         return JSONResponse({"policies": shown})
 
     async def get(self, request: Request) -> Response:
-        policy = self.named(self._of(request), request.path_params["policy"])
+        policy = await self.named(self._of(request), request.path_params["policy"])
         return JSONResponse(await self._shown(policy, await self._ledger.deployment(policy.name)))
 
     async def delete(self, request: Request) -> Response:
-        policy = self.named(self._of(request), request.path_params["policy"])
+        policy = await self.named(self._of(request), request.path_params["policy"])
         await self.end(policy)
         return JSONResponse({"name": policy.name})
 

@@ -233,6 +233,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     made: when the policy was made, 0 if that is not told. One of the same name that is made later is another.
     let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
+    seen: the generation in the report that the sender judged by. A lower generation than the accepted one counts only where the
+        sender has seen that; otherwise it was sent before, and came late. None: the sender does not tell.
     """
 
     snapshot: str
@@ -253,6 +255,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     reload: int = 0
     policy: str = ""
     made: float = 0.0
+    seen: int | None = None
 
     @property
     def files(self) -> tuple[SnapshotFiles, ...]:

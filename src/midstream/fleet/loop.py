@@ -27,6 +27,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from midstream.core.config import SwapOrder
 from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
@@ -200,7 +202,8 @@ class Reconciler:
                 and view.report is not None
                 and view.report.generation <= self._covered
             ):
-                self._send(view, view.report.boot, action.send)
+                seen = msgspec.structs.replace(action.send, seen=view.report.generation)
+                self._send(view, view.report.boot, seen)
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""

@@ -35,6 +35,22 @@ REPLICA = (
         ),
     ),
     Mutation(
+        "a_late_target_counts",
+        "replica/swap/table.py",
+        "if self._came_late(desired):",
+        "if False:",
+        "A target that a newer one overtook on its way to the replica is passed over.",
+        ("replica/test_replica_swap.py::test_a_target_that_a_newer_one_overtook_on_its_way_is_passed_over",),
+    ),
+    Mutation(
+        "what_the_sender_saw_is_not_told",
+        "fleet/loop.py",
+        "seen=view.report.generation",
+        "seen=None",
+        "A gateway tells a replica by which of its reports a target was chosen.",
+        ("control/test_reconciler.py::test_a_target_tells_which_report_it_was_chosen_by",),
+    ),
+    Mutation(
         "policy_for_another_snapshot",
         "replica/swap/table.py",
         "self.distrusted or self.signalled < desired.reset_since",

@@ -90,15 +90,22 @@ class SwapMachine:
         )
 
     def accept(self, desired: Desired) -> bool:
-        """Accepts a target. False when it is accepted already, or asks to hold a target that was let go.
+        """Accepts a target. False when it is accepted already, came late, or asks to hold a target that was let go.
 
-        A lower generation counts, too: the sender has the truth.
+        A lower generation counts, too, from a sender that has seen the higher one: it has the truth.
         """
+        if self._came_late(desired):
+            return False
         held = self.target if self.stage is Stage.STAGED and self.held else None
         let_go = held is not None and held.generation == desired.let_go
         if held is not None and let_go:
             self.target = msgspec.structs.replace(held, hold=False)
         return self._remember(desired) or let_go
+
+    def _came_late(self, desired: Desired) -> bool:
+        """Whether another gateway's newer target has overtaken it on the way."""
+        known = 0 if self.accepted is None else self.accepted.generation
+        return desired.generation < known and desired.seen is not None and desired.seen < known
 
     def _remember(self, desired: Desired) -> bool:
         if (
