@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from openapi_answers import HELD
-from test_hotload_api import Server, ready
+from test_hotload_api import Server, while_three_load
 from test_hotload_api import serve as serve_plain
 from test_policy_calls_api import ADDONS, POLICIES, PolicyServer, serve
 
@@ -42,16 +41,8 @@ def test_pauses_aborts_and_updates_of_sglang_are_as_they_are_told(tmp_path: Path
         for index in range(3):
             server.report(index)
         body = {"model_path": str(server.bucket / "a")}
-        asked = asyncio.create_task(server.http.post("/update_weights_from_disk", json=body))
-        while not asked.done():
-            desired = await server.desired()
-            for index in range(3 if desired is not None else 0):
-                assert desired is not None
-                generation, snapshot = desired.generation, desired.snapshot
-                moved = ready(snapshot, generation)
-                server.report(index, snapshot=snapshot, generation=generation, transitions=moved)
-            server.replicas._changed()
-        assert (await asked).json()["success"]
+        answer = await while_three_load(server, server.http.post("/update_weights_from_disk", json=body))
+        assert answer.json()["success"]
 
     before = HELD.copy()
     serve_plain(tmp_path, work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,20 @@ def failed(identity: str, generation: int, why: str) -> tuple[Transition, ...]:
 
 def ready(identity: str, generation: int) -> tuple[Transition, ...]:
     return (Transition(seq=0, at=1.0, snapshot=identity, generation=generation, stage=Stage.IDLE),)
+
+
+async def while_three_load(server: Server, asking: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """The answer to a call that waits until three replicas serve what it asks for."""
+    asked = asyncio.create_task(asking)
+    while not asked.done():
+        desired = await server.desired()
+        for index in range(3 if desired is not None else 0):
+            assert desired is not None
+            generation, snapshot = desired.generation, desired.snapshot
+            moved = ready(snapshot, generation)
+            server.report(index, snapshot=snapshot, generation=generation, transitions=moved)
+        server.replicas._changed()
+    return await asked
 
 
 def stages(rows: list[dict[str, Any]]) -> list[tuple[str, str, str | None]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hotload_api import DEPLOYMENT, Server, failed, ready, serve
+from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
 
 from midstream.core.types import EngineCard, Pause
 from midstream.engine.vllm.arguments import vllm_card
@@ -64,16 +64,7 @@ def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(
 
         async def update(directory: str, body: dict[str, Any] | None = None) -> str:
             told = {"weight_dir": str(server.bucket / directory), **(body or {})}
-            asked = asyncio.create_task(server.http.post("/update_weights", json=told))
-            while not asked.done():
-                desired = await server.desired()
-                for index in range(3 if desired is not None else 0):
-                    assert desired is not None
-                    generation, snapshot = desired.generation, desired.snapshot
-                    moved = ready(snapshot, generation)
-                    server.report(index, snapshot=snapshot, generation=generation, transitions=moved)
-                server.replicas._changed()
-            answer = await asked
+            answer = await while_three_load(server, server.http.post("/update_weights", json=told))
             assert answer.status_code == 200, answer.text
             return str(answer.json()["weight_version"])
 

@@ -79,7 +79,7 @@ class SnapshotPublisher:
 
     base_url: the server's, with or without /v1.
     bucket: file:///DIR, an absolute path, s3://, gs:// or az:// (credentials: the usual environment variables). None: the one
-        that the deployment reads, which the server is asked for.
+        that the deployment reads, which the server is asked for. A file:// one has to be the same directory on both machines.
     full_every: a full snapshot comes after so many snapshots, the others are deltas; 1 means always full.
     work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
         trainer goes on with deltas. None: a temporary directory.

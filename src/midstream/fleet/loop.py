@@ -197,13 +197,9 @@ class Reconciler:
                 )
                 self._replicas.judged(view, failed=failed)
                 self._send_pause(view, view.report, state.pause)
-            if (
-                action.send is not None
-                and view.report is not None
-                and view.report.generation <= self._covered
-            ):
-                seen = msgspec.structs.replace(action.send, seen=view.report.generation)
-                self._send(view, view.report.boot, seen)
+                if action.send is not None and view.report.generation <= self._covered:
+                    seen = msgspec.structs.replace(action.send, seen=view.report.generation)
+                    self._send(view, view.report.boot, seen)
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
