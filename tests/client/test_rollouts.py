@@ -196,6 +196,8 @@ def test_a_rollout_is_as_old_as_its_oldest_token() -> None:
     assert [staleness(of(*snapshots), signalled) for snapshots in asked] == [0, 1, 2, 0]
     old, new = of("s0", "s2"), of("s1")
     assert fresh([old, new, old], signalled, 1) == [new]
+    # It went back to s0.
+    assert staleness(of("s0"), ["s0", "s1", "s0"]) == 0
 
 
 def test_a_rollout_of_an_unknown_snapshot_is_never_fresh() -> None:

@@ -189,7 +189,8 @@ def staleness(rollout: Labelled, signalled: Sequence[str]) -> float:
     `TrainingRun.signalled` has them. A token of a snapshot that is not among them makes it `math.inf`: nobody knows how old its
     weights are, or whose. A loop that samples before its first signal puts first what the server had, such as "base".
     """
-    behind = {name: float(number) for number, name in enumerate(reversed(signalled))}
+    # One that was signalled again is as new as its last signal.
+    behind = {name: float(len(signalled) - number) for number, name in enumerate(signalled, 1)}
     sampled = {name for name in rollout.snapshots if name is not None}
     return max((behind.get(name, math.inf) for name in sampled), default=0.0)
 
