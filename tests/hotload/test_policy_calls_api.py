@@ -180,7 +180,7 @@ def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body
     serve(tmp_path, work)
 
 
-@pytest.mark.parametrize("call", ["GET", "DELETE", "status", "hint", "fork"])
+@pytest.mark.parametrize("call", ["GET", "DELETE", "status", "hint", "fork", "unload"])
 def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_path: Path, call: str) -> None:
     async def work(server: PolicyServer) -> None:
         row = await server.ledger.deployment(DEPLOYMENT)
@@ -192,6 +192,8 @@ def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_p
                 answer = await server.http.get(HOT_LOAD_PATH, params={"policy": "red"})
             case "hint":
                 answer = await server.http.post(f"{HOT_LOAD_PATH}/hint", json={"policy": "red"})
+            case "unload":
+                answer = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "red"})
             case "fork":
                 answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})
                 # There is such a policy, and it has nothing yet.

@@ -101,8 +101,8 @@ class AdapterCalls:
             raise InvalidRequest(
                 "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"
             )
-        policy = self._adapters.known(deployment, body.lora_name)
-        if policy is None:
+        policy = await self._policies.found(deployment, body.lora_name)
+        if policy is None or policy.deleting:
             raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
         await self._policies.end(policy)
         await self._policies.gone(policy)

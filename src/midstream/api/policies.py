@@ -87,7 +87,14 @@ class PolicyApi:
         return found
 
     async def named(self, deployment: Deployment, name: str) -> Deployment:
-        """One that another gateway made is taken up first. Raises NotFound."""
+        """Raises NotFound."""
+        found = await self.found(deployment, name)
+        if found is None:
+            raise NotFound(f"{deployment.name} has no policy {name!r}", param="policy")
+        return found
+
+    async def found(self, deployment: Deployment, name: str) -> Deployment | None:
+        """One that another gateway made is taken up first."""
         full = names_of(deployment.names, name).deployment
         if (
             self._deployments.known(full) is None
@@ -96,9 +103,7 @@ class PolicyApi:
         ):
             await self._changed()
         found = self._deployments.known(full)
-        if found is None or not found.policy:
-            raise NotFound(f"{deployment.name} has no policy {name!r}", param="policy")
-        return found
+        return found if found is not None and found.policy else None
 
     async def end(self, policy: Deployment) -> None:
         """It takes no more requests from now on."""
