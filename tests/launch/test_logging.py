@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from datetime import datetime
@@ -135,12 +136,15 @@ def test_long_lines_of_several_processes_stay_apart_in_one_pipe() -> None:
     processes = [subprocess.Popen([sys.executable, "-c", LONG, f"p{n}"], stderr=write) for n in range(3)]
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        lines = [json.loads(line) for line in pipe]
+        read_lines = list(pipe)
+    lines = [json.loads(line) for line in read_lines]
+    assert max(map(len, read_lines)) <= select.PIPE_BUF
     assert [process.wait(60) for process in processes] == [0, 0, 0]
     assert len(lines) == 300
     for name in ("p0", "p1", "p2"):
         mine = [line for line in lines if line["process"] == name]
         assert [int(line["message"].partition(":")[0]) for line in mine] == list(range(100))
+        assert all(line["message"].endswith("é ...") for line in mine)
         # What a traceback says last is kept.
         assert all(line["exception"].endswith("w") for line in mine)
 

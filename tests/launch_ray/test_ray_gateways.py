@@ -52,6 +52,14 @@ def both_have(server: RayServer, *names: str) -> bool:
     return all(set(replicas(server, gateway)) == set(names) for gateway in (0, 1))
 
 
+def load(server: RayServer, tiny_model: Callable[..., Path], identity: str) -> None:
+    """Signals it to gateway 1, until both gateways see it on both replicas."""
+    shutil.copytree(tiny_model(seed=3, dtype="bfloat16"), server.state_dir / "bucket" / identity)
+    server.http.post(f"{server.urls[1]}{HOT_LOAD}", json={"identity": identity}).raise_for_status()
+    expected = dict.fromkeys(("replica-0", "replica-1"), identity)
+    until(lambda: all(replicas(server, gateway) == expected for gateway in (0, 1)), server.state)
+
+
 def home(answer: httpx.Response) -> str:
     return answer.headers["x-midstream-replica"]
 
@@ -72,10 +80,7 @@ def test_a_session_is_at_one_replica_whichever_gateway_it_comes_to(server: RaySe
 def test_what_one_gateway_is_told_to_load_both_serve(
     server: RayServer, tiny_model: Callable[..., Path]
 ) -> None:
-    shutil.copytree(tiny_model(seed=3, dtype="bfloat16"), server.state_dir / "bucket" / "step-1")
-    server.http.post(f"{server.urls[1]}{HOT_LOAD}", json={"identity": "step-1"}).raise_for_status()
-    expected = dict.fromkeys(("replica-0", "replica-1"), "step-1")
-    until(lambda: all(replicas(server, gateway) == expected for gateway in (0, 1)), server.state)
+    load(server, tiny_model, "step-1")
     for gateway in (0, 1):
         for session in SESSIONS:
             assert ask(server, session, gateway).json()["model"].endswith("@step-1")
@@ -94,7 +99,10 @@ def test_a_replica_that_one_gateway_is_told_to_let_go_ends_what_the_other_has_th
     until(lambda: nodes.node_of("replica-2") is None, server.state)
 
 
-def test_the_loss_of_a_gateways_node_is_no_loss_to_the_other(server: RayServer, nodes: Nodes) -> None:
+def test_the_loss_of_a_gateways_node_is_no_loss_to_the_other(
+    server: RayServer, nodes: Nodes, tiny_model: Callable[..., Path]
+) -> None:
+    load(server, tiny_model, "step-2")
     homes = {session: home(ask(server, session, gateway=0)) for session in SESSIONS}
     lost = nodes.node_of("gateway-0")
     assert lost is not None
@@ -116,7 +124,7 @@ def test_the_loss_of_a_gateways_node_is_no_loss_to_the_other(server: RayServer, 
     server.urls[0] = f"http://127.0.0.8:{port}"
     until(lambda: set(replicas(server, 0)) == {"replica-0"}, server.text)
     assert {home(ask(server, session, gateway=0)) for session in SESSIONS} == {"replica-0"}
-    assert ask(server, "new", gateway=0).json()["model"].endswith("@step-1")
+    assert ask(server, "new", gateway=0).json()["model"].endswith("@step-2")
     assert server.process.poll() is None
 
 

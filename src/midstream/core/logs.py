@@ -31,6 +31,8 @@ LogFormat = Literal["text", "json"]
 FIELDS = ("deployment", "policy", "replica", "session", "snapshot", "child")
 #: Of a line of JSON, with its end: what POSIX has a pipe take in one piece.
 LINE_BYTES_MAX = 4095
+#: A message that is this short is left as it is.
+_MESSAGE_CHARS_MIN = 40
 #: Of a line that was printed and has not ended: a longer one is told in parts.
 BEGUN_MAX = 4096
 #: In the environment: how a process logs that this one starts.
@@ -107,6 +109,10 @@ def _fitted(line: dict[str, Any]) -> str:
             kept = line[name][part]
             line[name] = f"... {kept}" if part.start else f"{kept} ..."
             text = json.dumps(line, ensure_ascii=True)
+    while len(text) > LINE_BYTES_MAX and len(line["message"]) > _MESSAGE_CHARS_MIN:
+        # A character that is not ASCII takes up to twelve.
+        line["message"] = f"{line['message'][: len(line['message']) // 2]} ..."
+        text = json.dumps(line, ensure_ascii=True)
     return text
 
 
