@@ -34,8 +34,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "scripted_child.py").write_text(
         "import json, os, pathlib, signal, sys, time\n"
         "from midstream.launch.channel import Channel; from midstream.launch.specs import Listening\n"
-        "spec = json.loads(sys.stdin.readline())\n"
-        "exec(spec['code'])\n"
+        "def main():\n"
+        "    settings = json.loads(sys.stdin.readline())\n"
+        "    exec(settings['code'], {**globals(), 'spec': settings})\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "scripted_child"

@@ -31,11 +31,11 @@ MODULE = """
 import json, os, sys
 from midstream.launch.channel import Channel
 from midstream.launch.specs import Accepting, Listening
-spec = json.loads(sys.stdin.readline())
-def note(text):
-    with open(spec["log"], "a") as log: log.write(text + "\\n")
-say = Channel().send
-exec(spec["code"])
+def main():
+    spec = json.loads(sys.stdin.readline())
+    def note(text):
+        with open(spec["log"], "a") as log: log.write(text + "\\n")
+    exec(spec["code"], {**globals(), "spec": spec, "note": note, "say": Channel().send})
 """
 #: The first one offers; what takes over says so; each notes what it hears, and one that is told "done" ends by itself.
 PLAYS = """

@@ -31,11 +31,11 @@ def mark_own_pid(path):
             raise SystemExit("two at once")
     mark.write_text(str(os.getpid()))
 
-spec = json.loads(sys.stdin.readline())
-port = spec["port"] or int(pathlib.Path(__file__).with_name("free port").read_text())
-say = Channel().send
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-exec(spec["code"])
+def main():
+    spec = json.loads(sys.stdin.readline())
+    port = spec["port"] or int(pathlib.Path(__file__).with_name("free port").read_text())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    exec(spec["code"], {**globals(), "spec": spec, "port": port, "say": Channel().send})
 """
 
 

@@ -19,6 +19,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
+from midstream.core import child
+
 logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<I")
@@ -110,7 +112,7 @@ async def spawn(module: str, link: Callable[[], AnyLink]) -> tuple[subprocess.Po
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(  # noqa: ASYNC220 - fork and exec only; waiting is done in a thread
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", child.__name__, module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # This process's own standard output may be somebody's protocol.

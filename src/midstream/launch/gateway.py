@@ -287,5 +287,9 @@ def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> 
     return Deployment(names, replicas, reconciler, of.sessions, policy=policy, of=of)
 
 
+def main() -> int:
+    return run_child("gateway", GatewaySpec, serve)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_child("gateway", GatewaySpec, serve))
+    raise SystemExit(main())

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from midstream.core import extras
+from midstream.core.child import importing
 from midstream.core.config import Settings, check_name
 from midstream.core.errors import ConfigError
 
@@ -59,9 +60,9 @@ def make_built_in(directory: Path, state_dir: Path) -> None:
     if directory == built_in_directory(state_dir) and not directory.is_dir():
         if said := extras.advice(extras.missing(("torch", "transformers", "tokenizers", "safetensors"))):
             raise ConfigError(f"the built-in model {said}; or name a checkpoint with --model DIR")
-        from midstream.models.tiny_moe import write_tiny_moe
-
         logger.info("making the built-in model in %s, once for this state directory", directory)
+        with importing():
+            from midstream.models.tiny_moe import write_tiny_moe
         write_tiny_moe(directory)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from midstream.core import child
 from midstream.launch.channel import LINE_BYTES_MAX
 from midstream.launch.specs import Accepting, Listening
 
@@ -392,6 +393,7 @@ class Child(Supervised):
             process = await asyncio.create_subprocess_exec(
                 self._python,
                 "-m",
+                child.__name__,
                 self._module,
                 # For people who read the process list.
                 self.name,

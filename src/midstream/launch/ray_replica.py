@@ -12,6 +12,8 @@ import signal
 import threading
 import time
 
+from midstream.core.child import importing
+
 LOOK_S = 0.2
 
 
@@ -22,9 +24,13 @@ def end_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-if __name__ == "__main__":
+def main() -> int:
     threading.Thread(target=end_with, args=(os.getppid(),), name="leash", daemon=True).start()
     # Imported here: that takes seconds, in which the actor may end.
-    from midstream.launch.replica import main
+    with importing():
+        from midstream.launch import replica
+    return replica.main()
 
+
+if __name__ == "__main__":
     raise SystemExit(main())

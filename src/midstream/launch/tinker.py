@@ -137,5 +137,5 @@ def _unverified() -> ssl.SSLContext:
     return context
 
 
-if __name__ == "__main__":
-    raise SystemExit(run_child("tinker", TinkerSpec, serve))
+def main() -> int:
+    return run_child("tinker", TinkerSpec, serve)

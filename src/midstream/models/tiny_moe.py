@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.utils import logging as transformers_logging
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+Json = dict[str, Any]
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -90,9 +93,10 @@ def write_tiny_moe(
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         staging.chmod(0o755)
-        with no_progress_bars():
-            _model(config, seed, getattr(torch, dtype)).save_pretrained(staging)
-        build_tokenizer(max_positions).save_pretrained(staging)
+        for name, text in _files(config | {"dtype": dtype}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+        tensors = _weights(config, seed, getattr(torch, dtype))
+        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
         for file in staging.iterdir():
             file.chmod(0o644)
         staging.rename(directory)
@@ -101,25 +105,36 @@ def write_tiny_moe(
 
 
 def build_tokenizer(max_positions: int = 4096) -> Any:
-    """The byte-level tokenizer: no merges, so one token per UTF-8 byte."""
+    """The byte-level tokenizer, as transformers has it: no merges, so one token per UTF-8 byte."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level(), chat_template=CHAT_TEMPLATE, **_tokenizer_settings(max_positions)
+    )
+
+
+def _byte_level() -> Tokenizer:
     alphabet = _byte_alphabet()
     core = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
     core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
-    )
+    return core
+
+
+def _tokenizer_settings(max_positions: int) -> Json:
+    return {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "model_max_length": max_positions,
+        "pad_token": "<|pad|>",
+    }
 
 
 def _config(
     layers: int, hidden: int, experts: int, top_k: int, max_positions: int, initializer_range: float
-) -> Any:
+) -> Json:
     unit = 2 * HEAD_DIM
     checks = [
         (layers >= 1, f"layers must be at least 1, got {layers}"),
@@ -130,48 +145,109 @@ def _config(
     for holds, message in checks:
         if not holds:
             raise ValueError(message)
-    return Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // HEAD_DIM,
-        num_key_value_heads=hidden // HEAD_DIM // 2,
-        head_dim=HEAD_DIM,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=initializer_range,
-        tie_word_embeddings=False,
-        eos_token_id=TOKEN_ID["<|im_end|>"],
-        pad_token_id=TOKEN_ID["<|pad|>"],
-    )
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "decoder_sparse_step": 1,
+        "eos_token_id": TOKEN_ID["<|im_end|>"],
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": initializer_range,
+        "intermediate_size": 2 * hidden,
+        "max_position_embeddings": max_positions,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": True,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_experts_per_tok": top_k,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": hidden // HEAD_DIM // 2,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": TOKEN_ID["<|pad|>"],
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB_SIZE,
+    }
 
 
-def _model(config: Any, seed: int, dtype: torch.dtype) -> Any:
-    """The model with every parameter drawn from one generator of our own, in order of name."""
-    # The class draws its own initial values first.
-    with torch.random.fork_rng(devices=[]):
-        model = Qwen3MoeForCausalLM(config)
+def _shapes(config: Json) -> dict[str, tuple[int, ...]]:
+    """The parameters of transformers' module. Those of all experts of a layer are one."""
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    experts = config["num_local_experts"]
+    queries, keys = (config[f"num_{of}_heads"] * HEAD_DIM for of in ("attention", "key_value"))
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "mlp.gate": (experts, hidden),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.k_norm": (HEAD_DIM,),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (HEAD_DIM,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.v_proj": (keys, hidden),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (VOCAB_SIZE, hidden),
+        "model.embed_tokens.weight": (VOCAB_SIZE, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number in range(config["num_hidden_layers"]):
+        at = f"model.layers.{number}"
+        shapes |= {f"{at}.{name}.weight": shape for name, shape in layer.items()}
+        shapes[f"{at}.mlp.experts.down_proj"] = (experts, hidden, width)
+        shapes[f"{at}.mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
+    return shapes
+
+
+def _weights(config: Json, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The checkpoint, one tensor per expert and linear map. One generator draws all, in order of the module's names."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, config.initializer_range, generator=generator)
-    model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
-    return model.to(dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in sorted(_shapes(config).items()):
+        if "norm" in name:
+            tensors[name] = torch.ones(shape, dtype=dtype)
+            continue
+        drawn = torch.empty(shape).normal_(0.0, config["initializer_range"], generator=generator).to(dtype)
+        before, experts, of = name.partition(".experts.")
+        if not experts:
+            tensors[name] = drawn
+            continue
+        for number, expert in enumerate(drawn):
+            maps = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            for kind, part in (maps if of == "gate_up_proj" else {of: expert}).items():
+                tensors[f"{before}.experts.{number}.{kind}.weight"] = part.contiguous()
+    return tensors
+
+
+def _files(config: Json) -> dict[str, str]:
+    """The text of each file but the weights."""
+    version = {"transformers_version": metadata.version("transformers")}
+    generation = {"do_sample": True} | {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    settings = _tokenizer_settings(config["max_position_embeddings"])
+    said = {
+        "config.json": config | version,
+        "generation_config.json": generation | version,
+        "tokenizer_config.json": settings | {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend"},
+    }
+    files = {name: json.dumps(value, indent=2, sort_keys=True) + "\n" for name, value in said.items()}
+    return files | {"chat_template.jinja": CHAT_TEMPLATE, "tokenizer.json": _byte_level().to_str(pretty=True)}
 
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Within: transformers draws nothing over the caller's output."""
+    from transformers.utils import logging as transformers_logging
+
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

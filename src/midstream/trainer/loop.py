@@ -102,7 +102,9 @@ def receive(channel: Channel[m.Command], commands: queue.SimpleQueue[m.Command])
     os._exit(code)
 
 
-def main(fd: int) -> int:
+def main() -> int:
+    """The argument is the number of the process's end of the socket."""
+    fd = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         # The front decides when the trainer ends.
         signal.signal(number, signal.SIG_IGN)
@@ -129,4 +131,4 @@ def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main())

@@ -242,7 +242,9 @@ class EngineLoop:
         self._calm = CALM_STEPS
 
 
-def main(fd: int) -> int:
+def main() -> int:
+    """The argument is the number of the process's end of the socket."""
+    fd = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         # The replica decides when the engine ends.
         signal.signal(number, signal.SIG_IGN)
@@ -273,4 +275,4 @@ def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main())
