@@ -344,10 +344,16 @@ def test_a_signal_is_one_post_with_the_names_in_its_headers(tmp_path: Path, base
     assert sent == {"fireworks-model": "m", "fireworks-deployment": "d", "authorization": "Bearer k"}
 
 
-def test_answers_that_a_retry_may_cure_are_retried_with_growing_pauses(tmp_path: Path) -> None:
+def test_answers_that_a_retry_may_cure_are_retried_with_growing_pauses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = Script(408, 425, 429, 500, 502, 503, 504, httpx.ConnectError("refused"), (200, {"ok": 1}, {}))
     assert script.publisher(tmp_path).signal("a") == {"ok": 1}
     assert script.slept == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    # Once, so that a long wait is explained.
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "429" in said
+    assert said.endswith("sending it again for up to 299 s more")
 
 
 def test_retry_after_is_honoured_in_both_of_its_forms(

@@ -67,7 +67,7 @@ def test_an_adapter_is_written_whole_and_signalled_to_its_policy(world: World, h
         else:
             done = publisher.publish("red-1")
     assert files(world, "red-1") == WRITTEN
-    assert (done.kind, done.why) == ("full", "nothing is known to be served that a delta could stand on")
+    assert (done.kind, done.why) == ("full", "there is no snapshot to make a delta against")
     assert [signal["policy"] for signal in world.signals] == ["red"]
     assert set(world.asked) == {"policy=red"}
     assert world.hints == []

@@ -164,7 +164,7 @@ def test_after_a_failed_delta_the_next_is_full_by_itself(world: World) -> None:
             publisher.publish("1", weights(1), config_dir=world.config)
         assert "incremental_snapshot_metadata" in world.signals[-1]
         done = publisher.publish("2", weights(2), config_dir=world.config)
-        assert (done.kind, done.why) == ("full", "nothing is known to be served that a delta could stand on")
+        assert (done.kind, done.why) == ("full", "there is no snapshot to make a delta against")
         assert publisher.publish("3", weights(3), config_dir=world.config).kind == "delta"
     assert_served(world, "3", weights(3))
 
@@ -201,7 +201,9 @@ def test_a_delta_that_cannot_be_is_an_error_only_when_it_was_asked_for(world: Wo
         return weights(1) | tensors
 
     with world.publisher() as publisher:
-        with pytest.raises(PublishError, match="'0' cannot be a delta: nothing is known to be served"):
+        with pytest.raises(
+            PublishError, match="'0' cannot be a delta: there is no snapshot to make a delta against"
+        ):
             publisher.publish("0", weights(0), config_dir=world.config, kind="delta")
         publisher.publish("0", weights(0), config_dir=world.config)
         for other in (

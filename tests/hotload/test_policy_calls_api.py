@@ -180,7 +180,10 @@ def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body
     serve(tmp_path, work)
 
 
-@pytest.mark.parametrize("call", ["GET", "DELETE", "status", "hint", "fork", "unload"])
+@pytest.mark.parametrize(
+    "call",
+    ["GET", "DELETE", "status", "hint", "fork", "unload", "list", "addon GET", "addon PATCH", "addon DELETE"],
+)
 def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_path: Path, call: str) -> None:
     async def work(server: PolicyServer) -> None:
         row = await server.ledger.deployment(DEPLOYMENT)
@@ -199,6 +202,15 @@ def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_p
                 # There is such a policy, and it has nothing yet.
                 assert refused(answer) == (409, "from"), answer.text
                 return
+            case "list":
+                answer = await server.http.get(POLICIES)
+                assert [row["policy"] for row in answer.json()["policies"]] == ["red"]
+            case addon if addon.startswith("addon "):
+                method = addon.removeprefix("addon ")
+                answer = await server.http.request(method, f"{ADDONS}/red", json={"displayName": "Red"})
+                if method != "DELETE":
+                    listed = await server.http.get(ADDONS)
+                    assert [row["name"] for row in listed.json()["deployedModels"]] == [answer.json()["name"]]
             case method:
                 answer = await server.http.request(method, f"{POLICIES}/red")
         assert answer.is_success, answer.text

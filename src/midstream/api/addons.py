@@ -109,7 +109,7 @@ class AddonApi:
         for field in ("filter", "orderBy"):
             if request.query_params.get(field):
                 raise InvalidRequest(f"{field}: is not served here; all are listed by name", param=field)
-        rows = {row.name: row for row in await self._ledger.policies()}
+        rows = await self._policies.rows()
         grant = grant_of(request)
         found = {
             policy.policy: policy
@@ -124,12 +124,12 @@ class AddonApi:
         return JSONResponse({"deployedModels": shown, "nextPageToken": token, "totalSize": len(found)})
 
     async def get(self, request: Request) -> Response:
-        policy = self._one(request, (PUBLISH, OBSERVE))
+        policy = await self._one(request, (PUBLISH, OBSERVE))
         return JSONResponse(await self._shown(policy, await self._ledger.deployment(policy.name)))
 
     async def patch(self, request: Request) -> Response:
         """Its texts change; where it is loaded does not."""
-        policy = self._one(request, (PUBLISH,))
+        policy = await self._one(request, (PUBLISH,))
         body = await body_of(request, DeployedModelBody)
         body.check()
         if body.model is not None and self._name(body.model) != policy.policy:
@@ -140,7 +140,7 @@ class AddonApi:
         return JSONResponse(await self._shown(policy, row))
 
     async def unload(self, request: Request) -> Response:
-        policy = self._one(request, (PUBLISH,))
+        policy = await self._one(request, (PUBLISH,))
         await self._policies.end(policy)
         await self._policies.gone(policy)
         return JSONResponse({})
@@ -148,7 +148,7 @@ class AddonApi:
     # -- inside
 
     async def _end_others(self, policy: Deployment) -> None:
-        rows = {row.name: row for row in await self._ledger.policies()}
+        rows = await self._policies.rows()
         for other in self._deployments.policies(policy.host):
             row = rows.get(other.name)
             if other is not policy and row is not None and row.fields.get(_ADDON):
@@ -170,8 +170,12 @@ class AddonApi:
             return find()
         return meant(self._deployments, grant, (PUBLISH,), find, name, None)
 
-    def _one(self, request: Request, scopes: tuple[str, ...]) -> Deployment:
+    async def _one(self, request: Request, scopes: tuple[str, ...]) -> Deployment:
         name = request.path_params["model"]
+        if not any(policy.policy == name for policy in self._deployments.policies()):
+            for deployment in list(self._deployments):
+                # Another gateway may have loaded it.
+                await self._policies.found(deployment, name)
 
         def find() -> Deployment:
             self._check_account(request)

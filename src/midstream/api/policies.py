@@ -105,6 +105,13 @@ class PolicyApi:
         found = self._deployments.known(full)
         return found if found is not None and found.policy else None
 
+    async def rows(self) -> dict[str, DeploymentRow]:
+        """Those of the policies of all deployments, by name. What another gateway made is taken up first."""
+        rows = {row.name: row for row in await self._ledger.policies()}
+        if any(self._deployments.known(name) is None for name in rows):
+            await self._changed()
+        return rows
+
     async def end(self, policy: Deployment) -> None:
         """It takes no more requests from now on."""
         await self._ledger.update_deployment(policy.name, deleting=True)
@@ -143,7 +150,7 @@ class PolicyApi:
         return JSONResponse(shown, headers={HEADER_MADE: policy.name})
 
     async def list(self, request: Request) -> Response:
-        rows = {row.name: row for row in await self._ledger.policies()}
+        rows = await self.rows()
         shown = []
         for policy in self._deployments.policies(self._of(request)):
             # One that goes meanwhile is left out.

@@ -106,7 +106,7 @@ def why_full(job: Job, parent: Parent | None, full_every: int) -> str | None:
     if job.kind == "full":
         return "asked for"
     if parent is None:
-        return "nothing is known to be served that a delta could stand on"
+        return "there is no snapshot to make a delta against"
     if parent.identity == job.identity:
         return "it replaces its own parent"
     if job.kind is None and parent.deltas + 1 >= full_every:

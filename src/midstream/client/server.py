@@ -19,6 +19,7 @@ and never past the deadline.
 from __future__ import annotations
 
 import email.utils
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
@@ -62,9 +63,13 @@ class NotReadyInTime(PublishError, TimeoutError):
     """Replicas were still loading the snapshot at the deadline, and go on with it. Also a TimeoutError."""
 
 
+logger = logging.getLogger(__name__)
+
 RETRY_STATUSES = frozenset({408, 425, 429})
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 10.0
+#: A request that failed so often says so, once.
+SAID_AFTER = 3
 #: Of a server's words.
 MESSAGE_CHARS_MAX = 1000
 
@@ -129,10 +134,13 @@ class Caller:
             asked_s = retry_after_s(response, self._now()) if response is not None else None
             # A server that asks for no pause is asked again all the same with growing ones.
             wait_s = asked_s or pause_s
-            if self._monotonic() + wait_s > until:
+            left_s = until - self._monotonic()
+            if wait_s > left_s:
                 status = response.status_code if response is not None else None
                 tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
                 raise Unanswered(problem + tried, status)
+            if attempts == SAID_AFTER:
+                logger.warning("%s; sending it again for up to %.0f s more", problem, left_s)
             self._sleep(wait_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
