@@ -104,10 +104,24 @@ class World:
         ]
 
 
+STORED = {
+    **dict.fromkeys(("error", "incomplete_details", "instructions", "max_output_tokens", "previous_response_id")),
+    "id": "resp_1", "object": "response", "created_at": 1, "status": "completed", "model": "m@s", "output": [],
+    "usage": {
+        "input_tokens": 1, "input_tokens_details": {"cached_tokens": None, "cache_write_tokens": 0},
+        "output_tokens": 0, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 1,
+    },
+    "background": False, "metadata": {}, "parallel_tool_calls": True, "reasoning": {}, "store": True,
+    "temperature": 1.0, "text": {}, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": 1.0,
+    "truncation": "disabled", "user": None, "midstream": {"snapshot": "s"},
+}  # fmt: skip
+
+
 @contextlib.asynccontextmanager
 async def world(keys: Any = KEYS) -> AsyncIterator[World]:
     async def answer(request: Message, peer: Any) -> None:
-        peer.respond(b'{"closed": true, "sessions": [], "found": []}')
+        stored = b'"response"' in request.body
+        peer.respond(json.dumps({"closed": True, "sessions": [], "found": STORED if stored else []}).encode())
 
     with tempfile.TemporaryDirectory() as directory:
         bucket = Path(directory) / "bucket"

@@ -17,15 +17,10 @@ from starlette.routing import Route
 
 from midstream.api.schemas import Schemas
 from midstream.core.traces import Reward, RewardTaken, Span, Trace, TracedEarlierKv, TracedTurn
-from midstream.core.wires import PREFIXES
 
 METHODS = ("get", "post", "patch", "delete")
-#: JSON answers without a schema: those of OpenAI's Responses API, of the Tinker API, and the document itself.
-OPEN = {
-    ("get", "/openapi.json"),
-    *(("post", prefix + "/v1/responses") for prefix in PREFIXES),
-    *(("get", prefix + "/v1/responses/{id}") for prefix in PREFIXES),
-}
+#: JSON answers without a schema, beside those of the Tinker API: the document itself.
+OPEN = {("get", "/openapi.json")}
 
 
 def successes() -> list[tuple[str, str, dict[str, Any]]]:

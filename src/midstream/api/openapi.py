@@ -170,7 +170,8 @@ def document(bodies: Bodies, answers: Answers) -> Json:
     for method, path, group, operation in operations():
         item = paths.setdefault(_plain(path), {})
         item[method.lower()] = _operation(method, path, group, operation, bodies)
-        success = _success(operation, answers.get(path) if method == "POST" else None, told)
+        own = path if method == "POST" else ""
+        success = _success(operation, answers.get(operation.answer_of or own), told)
         item[method.lower()]["responses"] = {str(operation.status): success, **_errors(method, path)}
         if servers := _servers(path):
             item["servers"] = servers
@@ -276,7 +277,7 @@ def _success(operation: Operation, answer: Answer | None, told: schemas.Schemas)
     whole = operation.answer if answer is None else answer.whole
     if whole is not Any:
         content["application/json"] = {"schema": told.of(whole)}
-    if answer is not None and answer.event is not None:
+    if answer is not None and answer.event is not None and "text/event-stream" in operation.kinds:
         event = answer.event
         of = {"description": event} if isinstance(event, str) else told.of(event | StreamError)
         content["text/event-stream"] = {"x-event-schema": of}

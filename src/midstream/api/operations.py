@@ -35,7 +35,8 @@ class Parameter(NamedTuple):
 class Operation(NamedTuple):
     """body: what a JSON body is read into, of what the control app reads itself. kinds: the media types of the answer; none:
     it has no body. headers: beside those that its place in the table of scopes implies. status: of success, or of what always
-    refuses. answer: the type of a JSON answer; Any: it is not told, or replicas tell it."""
+    refuses. answer: the type of a JSON answer; Any: it is not told, or replicas tell it. answer_of: the path of the POST whose
+    answer it gives again."""
 
     summary: str
     query: tuple[Parameter, ...] = ()
@@ -44,6 +45,7 @@ class Operation(NamedTuple):
     headers: tuple[Parameter, ...] = ()
     status: int = 200
     answer: Any = Any
+    answer_of: str = ""
 
 
 class Group(NamedTuple):
@@ -93,7 +95,9 @@ _INFERENCE: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation("Counts the tokens that a Messages request would have."),
     ("POST", "/v1/responses"): Operation("Answers as OpenAI's Responses API does.", kinds=_STREAMED),
     ("GET", "/v1/responses/{id}"): Operation(
-        "Shows a stored response.", (_choice("stream", "A stored one is not streamed again.", ("false",)),)
+        "Shows a stored response.",
+        (_choice("stream", "A stored one is not streamed again.", ("false",)),),
+        answer_of="/v1/responses",
     ),
     ("DELETE", "/v1/responses/{id}"): Operation("Deletes a stored response.", answer=answers.ResponseDeleted),
     ("GET", "/v1/responses/{id}/input_items"): Operation(

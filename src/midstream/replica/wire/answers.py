@@ -18,6 +18,7 @@ from midstream.replica.response.shapes import (
     ContentLogprobs,
     DeltaChoice,
     EarlierKv,
+    Entry,
     Logprobs,
     MessageChoice,
     PromptLogprobs,
@@ -115,6 +116,105 @@ class MessagesAnswer(msgspec.Struct):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     midstream: Records | UnsetType = UNSET
+
+
+# -- OpenAI's Responses API. Its items are dicts (responses_response.py).
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """logprobs: of the tokens, where the request includes them."""
+
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[Entry]
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+ItemStatus = Literal["completed", "incomplete"]
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """summary: always empty."""
+
+    id: str
+    status: ItemStatus
+    summary: list[dict[str, Any]]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    """arguments: JSON, as it was generated. call_id: what the call's output names."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokensDetails(msgspec.Struct):
+    """cached_tokens: null where nobody knows. cache_write_tokens: always 0."""
+
+    cached_tokens: int | None
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesAnswer(msgspec.Struct):
+    """A response. created_at: seconds since the epoch. model: with the snapshot of the last token behind its @. From
+    `background` on, what the request said."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: ItemStatus
+    error: None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[MessageItem | ReasoningItem | FunctionCallItem]
+    usage: ResponsesUsage
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+    midstream: Records
 
 
 # -- vLLM's and SGLang's
@@ -256,9 +356,8 @@ class Answer(NamedTuple):
 ANSWERS: Mapping[str, Answer] = {
     "completions": Answer(TextCompletion, TextCompletion),
     "chat_completions": Answer(ChatCompletion, ChatCompletionChunk),
-    # Its items are dicts (responses_response.py).
     "responses": Answer(
-        Any, "An event of OpenAI's Responses API. midstream's records are in its `midstream`."
+        ResponsesAnswer, "An event of OpenAI's Responses API. midstream's records are in its `midstream`."
     ),
     "tokenize": Answer(TokenizeAnswer),
     "detokenize": Answer(DetokenizeAnswer),
