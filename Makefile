@@ -68,7 +68,7 @@ PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 WHEEL_MACHINE ?= $(shell uname -m)
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipes setup-vllm setup-package wheel demo test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -157,6 +157,10 @@ endif
 demo: setup
 	$(BIN)/midstream demo $(DEMO_ARGS)
 
+first-token: BEGUN := $(shell date +%s.%N)
+first-token: setup
+	@$(BIN)/python benchmarks/start.py --since $(BEGUN)
+
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations-file=test-durations.json
 
 test-fast: setup
@@ -217,6 +221,9 @@ bench-swap: setup setup-vllm
 
 bench-delta: setup setup-fireworks
 	cd benchmarks && ../$(BIN)/python delta.py --write $(BENCH_ARGS)
+
+bench-start: setup
+	cd benchmarks && ../$(BIN)/python start.py --write $(BENCH_ARGS)
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
