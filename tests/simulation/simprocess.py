@@ -64,7 +64,8 @@ class Processes:
         return next((one for one in reversed(self.alive()) if one.name == name), None)
 
     def execute(self, protocol_factory: Callable[[], Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
-        module, name = args[2], args[3]
+        # python -m midstream.core.child MODULE NAME
+        module, name = args[3], args[4]
         self._pid += 1
         process = Process(name, self._pid)
         self.by_pid[process.pid] = process
