@@ -217,6 +217,13 @@ def test_importance_ratios_are_of_the_sampled_distribution_and_have_a_bound() ->
         importance_ratios([0.0], [0.0, 1.0])
 
 
+@pytest.mark.parametrize("url", ["http://user:secret@server", "http://server?key=secret"])
+def test_a_url_that_would_tell_a_secret_in_messages_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="server must not hold a user, password or query") as caught:
+        RolloutClient(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_session_is_named_for_each_prompt_or_for_none() -> None:
     with (
         client(lambda _: httpx.Response(500)) as rollouts,

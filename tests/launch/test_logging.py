@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from datetime import datetime
 
 import pytest
+
+from midstream.core import logs
 
 SAYS = """
 import logging
@@ -129,6 +132,18 @@ for number in range(100):
     except ValueError:
         logging.getLogger("x").exception("%d: %s", number, "é" * 3000)
 """
+
+
+def test_a_line_whose_fields_are_long_fits_too() -> None:
+    # Of the letters that take most, as a session's key may have them.
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "lost", (), None)
+    record.session, record.snapshot = "𝄞" * 256, "𝄢" * 256
+    text = logs.JsonFormatter("gateway", {}).format(record)
+    assert len(text) <= logs.LINE_BYTES_MAX
+    line = json.loads(text)
+    assert (line["message"], line["level"]) == ("lost", "warning")
+    assert line["session"].startswith("𝄞" * 60)
+    assert line["snapshot"].startswith("𝄢" * 60)
 
 
 def test_long_lines_of_several_processes_stay_apart_in_one_pipe() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from midstream.client.decode import Routes, routes_of, token_snapshots
-from midstream.client.server import Caller, PublishError
+from midstream.client.server import Caller, PublishError, check_url
 
 #: Rollouts may take long; a connection that is lost is seen at once.
 TIMEOUT = httpx.Timeout(30.0, read=3600.0)
@@ -54,7 +54,8 @@ class RolloutClient:
     server: its URL, without /v1. model: a model or a policy; None where the server has one deployment.
     api_key: a key with the scope `sample`, where the server has keys. parallel: requests in flight.
     num_experts_per_tok: of the model's config.json. With it each rollout of an MoE model has `routes`, for router replay. A
-    dense model, or an engine without routes, then refuses the request. Raises ValueError for a number below 1.
+    dense model, or an engine without routes, then refuses the request. Raises ValueError for a number below 1, and for a
+    server's URL with credentials or a query.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RolloutClient:
     ) -> None:
         if num_experts_per_tok is not None and num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok must be at least 1, got {num_experts_per_tok}")
+        check_url("server", server)
         headers = {} if api_key is None else {"x-api-key": api_key}
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
         self._http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)

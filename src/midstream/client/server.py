@@ -241,6 +241,13 @@ def which_deployment(rows: Sequence[Mapping[str, Any]], asked: str | None) -> Ma
     return meant[0]
 
 
+def check_url(name: str, value: str) -> None:
+    """Raises ValueError when the URL has what would be shown in messages, and kept on disk. name: of the parameter."""
+    url = httpx.URL(value)
+    if url.userinfo or url.query or url.fragment:
+        raise ValueError(f"{name} must not hold a user, password or query; give a key as api_key")
+
+
 class HotLoadServer:
     """A server's hot-load API, and its sessions' traces. Safe to use from several threads.
 
@@ -266,10 +273,7 @@ class HotLoadServer:
         sleep: Callable[[float], None] = time.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        url = httpx.URL(base_url)
-        # They would be shown in messages, and kept on disk.
-        if url.userinfo or url.query or url.fragment:
-            raise ValueError("base_url must not hold a user, password or query; give a key as api_key")
+        check_url("base_url", base_url)
         self.root = base_url.rstrip("/").removesuffix("/v1").removesuffix("/inference")
         self.url = self.root + HOT_LOAD_PATH
         self.deployment = deployment

@@ -31,8 +31,6 @@ LogFormat = Literal["text", "json"]
 FIELDS = ("deployment", "policy", "replica", "session", "snapshot", "child")
 #: Of a line of JSON, with its end: what POSIX has a pipe take in one piece.
 LINE_BYTES_MAX = 4095
-#: A message that is this short is left as it is.
-_MESSAGE_CHARS_MIN = 40
 #: Of a line that was printed and has not ended: a longer one is told in parts.
 BEGUN_MAX = 4096
 #: In the environment: how a process logs that this one starts.
@@ -105,13 +103,18 @@ def _fitted(line: dict[str, Any]) -> str:
         ("message", slice(0, 1000)),
         ("exception", slice(-200, None)),
     ):
-        if len(text) > LINE_BYTES_MAX and name in line:
-            kept = line[name][part]
+        kept = line.get(name, "")[part]
+        if len(text) > LINE_BYTES_MAX and kept != line.get(name, ""):
             line[name] = f"... {kept}" if part.start else f"{kept} ..."
             text = json.dumps(line, ensure_ascii=True)
-    while len(text) > LINE_BYTES_MAX and len(line["message"]) > _MESSAGE_CHARS_MIN:
+    while len(text) > LINE_BYTES_MAX:
         # A character that is not ASCII takes up to twelve.
-        line["message"] = f"{line['message'][: len(line['message']) // 2]} ..."
+        sizes = {name: len(json.dumps(value)) for name, value in line.items()}
+        longest = max(sizes, key=sizes.__getitem__)
+        half = len(line[longest]) // 2
+        line[longest] = (
+            f"... {line[longest][-half:]}" if longest == "exception" else f"{line[longest][:half]} ..."
+        )
         text = json.dumps(line, ensure_ascii=True)
     return text
 
