@@ -10,6 +10,7 @@ Always holds: the weights are written first, then their index, then configuratio
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -140,6 +141,20 @@ def _write_file(path: Path, tensors: list[_Tensor]) -> None:
             file.write(tensor.data())
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Within: transformers draws nothing over the caller's output."""
+    from transformers.utils import logging as transformers_logging
+
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+
+
 def save_hugging_face_model(
     directory: Path, model: Any, cast: Cast | None, state: Mapping[str, Any] | None = None
 ) -> None:
@@ -148,19 +163,14 @@ def save_hugging_face_model(
     state: its tensors under their names in memory, where the model has not got them whole. Only the model's own
     save_pretrained knows the checkpoint's names: newer versions keep expert weights fused in memory.
     """
-    from transformers.utils import logging as transformers_logging
-
     config_before = dict(vars(model.config))
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
         if cast:
             state = _cast_state(model.state_dict() if state is None else state, cast)
-        # It empties the dict that it is given.
-        model.save_pretrained(directory, state_dict=None if state is None else dict(state))
+        with no_progress_bars():
+            # It empties the dict that it is given.
+            model.save_pretrained(directory, state_dict=None if state is None else dict(state))
     finally:
-        if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
         vars(model.config).clear()
         vars(model.config).update(config_before)
     if cast:

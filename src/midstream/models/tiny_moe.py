@@ -11,12 +11,10 @@ Always holds:
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -241,20 +239,6 @@ def _files(config: Json) -> dict[str, str]:
     }
     files = {name: json.dumps(value, indent=2, sort_keys=True) + "\n" for name, value in said.items()}
     return files | {"chat_template.jinja": CHAT_TEMPLATE, "tokenizer.json": _byte_level().to_str(pretty=True)}
-
-
-@contextlib.contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Within: transformers draws nothing over the caller's output."""
-    from transformers.utils import logging as transformers_logging
-
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def _byte_alphabet() -> list[str]:

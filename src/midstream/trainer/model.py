@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midstream.models.tiny_moe import no_progress_bars
+from midstream.client.weights import no_progress_bars
 from midstream.trainer import protocol as m
 from midstream.trainer.losses import Example, Loss, named_loss, read_config, read_example
 from midstream.trainer.optimizer import Optimizer
