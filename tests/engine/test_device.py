@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import request, run
+from families import FAMILIES, write_model
 from pretended_cuda import DevicesMixed, OnDevice, PretendedCuda, placed
-from test_models import FAMILIES, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.core.config import EngineSettings

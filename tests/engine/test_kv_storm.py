@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import DEVICES, request
+from families import FAMILIES, write_model
 from msgspec.structs import replace
 from recompute import Passes, Recomputer
-from test_models import FAMILIES, write_model
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord

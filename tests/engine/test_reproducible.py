@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from engine_helpers import Collected, needs_compiler, request, run
-from test_models import LLAMA3_ROPE, SIZES
+from families import LLAMA3_ROPE, SIZES
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import GPU, needs_compiler, request, run
-from test_models import write_model
+from families import write_model
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings

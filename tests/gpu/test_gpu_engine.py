@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from engine_helpers import request, run
-from test_models import write_model
+from families import write_model
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings

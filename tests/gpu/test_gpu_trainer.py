@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_models import write_model
+from families import write_model
 from trainer_helpers import base_of, logprobs, new_model, request, text
 
 from midstream.core.config import EngineSettings

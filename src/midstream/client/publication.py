@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
+from midstream.client.names import check_names
 from midstream.client.parent import Parent, WorkDirectory
 from midstream.client.server import (
     SIGNAL_RETRY_S,
@@ -31,7 +32,8 @@ from midstream.core.errors import SnapshotError
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.arc2.files import weights_files
-from midstream.snapshots.layout import TensorSpec, read_spec
+from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
+from midstream.snapshots.tied import check_tied, ties_head
 
 Kind = Literal["full", "delta"]
 Phase = Literal["writing", "encoding", "uploading", "loading"]
@@ -283,15 +285,25 @@ def size_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.iterdir())
 
 
-def check_whole(identity: str, directory: Path, *, of_policy: bool = False) -> None:
-    """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter."""
+def check_whole(
+    identity: str, directory: Path, served: CheckpointSpec | None = None, *, of_policy: bool = False
+) -> None:
+    """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter.
+
+    served: the checkpoint whose tensors it has to have; None if it is not known.
+    """
     if not directory.is_dir():
         raise PublishError(f"snapshot {identity!r}: {directory} is not a directory")
     try:
         if of_policy:
             check_adapter_files(directory)
         else:
-            read_spec(directory)
+            spec = read_spec(directory)
+            check_names(spec, served)
+            if ties_head(spec.config, spec.tensors):
+                check_tied(directory, spec)
+    except ValueError as error:
+        raise PublishError(f"snapshot {identity!r} would not load: {error}") from error
     except SnapshotError as error:
         if not of_policy and is_adapter(directory):
             raise PublishError(

@@ -21,6 +21,7 @@ from typing import Any, TypedDict, Unpack
 import httpx
 
 from midstream.client.bucket import open_bucket
+from midstream.client.names import served_spec
 from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
     Job,
@@ -165,12 +166,12 @@ class SnapshotPublisher:
     def publish(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Published:
         """Write, signal and wait until every replica serves it.
 
-        identity: the name of the snapshot. weights: checkpoint tensors by name (torch or numpy), or the directory of a
-        checkpoint. None takes those of `model` or `adapter`. how: see `How`.
+        identity: the name of the snapshot. weights: tensors by name (torch or numpy), under the checkpoint's names or those of
+        the model's state_dict(), or the directory of a checkpoint. None takes those of `model` or `adapter`. how: see `How`.
 
         Raises SignalRefused, SnapshotFailed, and NotReadyInTime. Raises PublishError when the result is not a whole snapshot,
         when the identity is taken, when the bucket or a disk fails, and when files were overwritten but the server kept the old
-        ones. Raises ValueError and SnapshotRefused for arguments that cannot work.
+        ones. Raises ValueError and SnapshotRefused for arguments that cannot work, and for tensors under other names.
         """
         return self._take(identity, weights, how)()
 
@@ -208,7 +209,7 @@ class SnapshotPublisher:
 
         def fill(directory: Path) -> None:
             source.write(directory)
-            self._check_whole(identity, directory)
+            self._check_whole(identity, directory, source)
 
         return self._bucket.write(identity, fill, overwrite=overwrite)
 
@@ -243,8 +244,10 @@ class SnapshotPublisher:
             given["adapter"] = self._adapter
         return Source(weights, **given, of_policy=self._policy is not None)
 
-    def _check_whole(self, identity: str, directory: Path) -> None:
-        check_whole(identity, directory, of_policy=self._policy is not None)
+    def _check_whole(self, identity: str, directory: Path, source: Source) -> None:
+        given = source.config_dir
+        served = None if given is None else served_spec(Path(given))
+        check_whole(identity, directory, served, of_policy=self._policy is not None)
 
     def _take(self, identity: str, weights: Weights | None, how: How) -> Callable[[], Published]:
         """Copy the weights, once the publication before has ended. Returns the rest of the work."""
@@ -261,7 +264,7 @@ class SnapshotPublisher:
         staged = self._work.new_directory()
         try:
             source.write(staged)
-            self._check_whole(identity, staged)
+            self._check_whole(identity, staged, source)
         except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
             if isinstance(error, OSError):

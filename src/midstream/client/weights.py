@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from midstream.client.names import as_checkpoint, in_memory
 from midstream.snapshots.adapter import ADAPTER_FILES
 from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
 
@@ -38,7 +39,8 @@ _ITEM_BYTES = dict.fromkeys(("U64", "I64", "F64"), 8) | dict.fromkeys(("U32", "I
 _ITEM_BYTES |= dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
 _CAST_TO = {"bfloat16": "BF16", "float32": "F32"}
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+#: Where a model that torch.compile wrapped has the model itself. Its own state dict has other names.
+COMPILED = "_orig_mod"
 
 
 class _Tensor:
@@ -191,19 +193,6 @@ def save_adapter(directory: Path, model: Any) -> None:
         copy_matching(named if named.is_dir() else Path(temporary), directory, ADAPTER_FILES)
 
 
-def without_tied(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict of a model that ties its output head to its embedding, without the head, which checkpoints leave out.
-
-    Gathering it from shards copies it, and then nothing tells that it is the same. Raises ValueError when it is not.
-    """
-    head, embedding = state.get(_HEAD), state.get(_EMBEDDING)
-    if head is None or embedding is None:
-        return state
-    if head.shape != embedding.shape or not bool((head == embedding).all()):
-        raise ValueError(f"{_HEAD} differs from {_EMBEDDING}, to which config.json ties it")
-    return {name: tensor for name, tensor in state.items() if name != _HEAD}
-
-
 def _cast_state(state: Mapping[str, Any], cast: Cast) -> dict[str, Any]:
     """Cast copies. Tensors that shared memory still do: save_pretrained finds tied weights by that."""
     import torch
@@ -229,7 +218,7 @@ Weights = Mapping[str, Any] | str | PathLike[str]
 class Source:
     """Where the weights of a snapshot are. Raises ValueError when the parts do not go together.
 
-    weights: checkpoint tensors by name (numpy arrays or torch tensors), or the directory of a checkpoint. model: instead of
+    weights: tensors by name (numpy arrays or torch tensors), or the directory of a checkpoint. model: instead of
     weights, a Hugging Face model; with weights, these are its state dict, as FSDP or DeepSpeed gather it. config_dir: the
     directory of config.json and the tokenizer's files; must be given with tensors. With a model it wins over the model's own:
     with the served model's directory, settings for training do not fail the server's configuration check. dtype:
@@ -253,6 +242,11 @@ class Source:
             raise ValueError("give either weights or model")
         if self.model is not None and not isinstance(self.weights, Mapping | None):
             raise ValueError("give either weights or model; with a model, weights are its state dict")
+        if self.model is not None and not hasattr(self.model, "save_pretrained"):
+            raise ValueError(
+                f"model: a {type(self.model).__name__} has no save_pretrained; give the Hugging Face model inside it"
+                " (model.module)"
+            )
         if isinstance(self.weights, Mapping) and self.model is None and self.config_dir is None:
             raise ValueError("config_dir must be given with tensors: a snapshot has a config.json")
         if isinstance(self.weights, str | PathLike) and self.dtype is not None:
@@ -284,14 +278,12 @@ class Source:
             return
         if self.model is not None:
             assert isinstance(self.weights, Mapping | None)
-            tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
-            state = without_tied(self.weights) if tied and self.weights is not None else self.weights
-            save_hugging_face_model(directory, self.model, self.dtype, state)
+            model = getattr(self.model, COMPILED, self.model)
+            state = None if self.weights is None else in_memory(self.weights, model)
+            save_hugging_face_model(directory, model, self.dtype, state)
         elif isinstance(self.weights, Mapping):
             assert config_dir is not None
-            config = Path(config_dir) / "config.json"
-            tied = config.exists() and json.loads(config.read_text()).get("tie_word_embeddings")
-            write_weights(directory, without_tied(self.weights) if tied else self.weights, self.dtype)
+            write_weights(directory, as_checkpoint(self.weights, Path(config_dir)), self.dtype)
         else:
             assert self.weights is not None
             copy_matching(Path(self.weights), directory, WEIGHT_FILES)
