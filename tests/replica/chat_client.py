@@ -40,9 +40,10 @@ class Client:
     def _render(self, messages: list[dict[str, Any]], prompted: bool) -> str:
         return self.text.render(messages, self.tools, generation_prompt=prompted)
 
-    def ask(self) -> tuple[Prompt, History]:
+    def ask(self, *, goes_on: bool = False) -> tuple[Prompt, History]:
+        """goes_on: the last message is an answer that goes on."""
         history = History(self.trees, SESSION, self.ends, self.policy, "routes")
-        prompt = self._prompt(history)
+        prompt = self._prompt(history, goes_on=goes_on)
         history.settled(prompt)
         return prompt, history
 
@@ -54,11 +55,12 @@ class Client:
         history.settled(prompt)
         return history
 
-    def _prompt(self, history: History) -> Prompt:
+    def _prompt(self, history: History, *, goes_on: bool = False) -> Prompt:
         messages = [message | {"content": message["content"] or ""} for message in self.messages]
         if any("tool_calls" in message for message in messages):
             messages = prepare_history(messages, self.text.tools.arguments)
-        prompt = history.prompt(self.text, self._render, messages, self.tools, lambda _: None)
+        own = (self.text, self._render, messages, self.tools, lambda _: None, self.text.encode_rendered)
+        prompt = history.prompt(*own, goes_on=goes_on)
         return prompt or Prompt(self.text.encode_rendered(self._render(messages, True)))
 
     def check_added(self, added: tuple[int, ...]) -> None:

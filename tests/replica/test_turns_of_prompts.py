@@ -132,19 +132,19 @@ def test_token_ids_find_the_longest_turn_they_begin_with(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_several_prompts_are_no_turns(tmp_path: Path) -> None:
+def test_several_prompts_are_tokenized_anew_and_scoring_is_no_turn(tmp_path: Path) -> None:
     engine = an_engine()
 
     async def main() -> None:
         async with running(tmp_path, engine) as here:
-            answer = await complete(here, ["he said ", "he said hello he"])
-            assert "midstream" not in answer
-            assert here.replica.trace(ROOT) is None
             assert (await complete(here, "he", max_tokens=0, echo=True))["choices"][0]["text"] == "he"
             assert here.replica.trace(ROOT) is None
+            answer = await complete(here, ["he said ", "he said hello he"])
+            assert "midstream" not in answer
+            assert len(tell(here)) == 2
 
     asyncio.run(main())
-    assert engine.requests[1].prompt == ids("he said hello he")
+    assert engine.requests[2].prompt == ids("he said hello he")
 
 
 def test_choices_of_one_prompt_are_turns_of_their_own(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ LAST = b"end"
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all choices of a stream have in common. seed: that of the sampler, given by the client or drawn. prompts: a digest
     of the prompts' token ids. ids: the token ids of the only prompt, where the body alone does not give them: it continues
-    a turn that only the lost replica had. nonce: what ids of tool calls follow from, where the client gave the id. branch: as
-    the response says it; who goes on says it again, as the client may not have got that far."""
+    a turn that only the lost replica had. within: how many of the last of these ids are of the answer that goes on. nonce:
+    what ids of tool calls follow from, where the client gave the id. branch: as the response says it, of several prompts a
+    list; who goes on says it again, as the client may not have got that far."""
 
     id: str
     created: int
@@ -45,6 +46,7 @@ class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
     prompts: str
     ids: tuple[int, ...] | None = None
     nonce: str = ""
+    within: int = 0
     branch: Any = None
 
 

@@ -13,7 +13,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +48,7 @@ from midstream.replica import gate
 from midstream.replica.gate import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.request.checked import (
+    MAX_PROMPTS,
     Checked,
     Prompt,
     check,
@@ -113,11 +114,12 @@ class Kept:
 
 
 class _Ready(NamedTuple):
-    """A request before the gate. counted: choices that count against the bound, none of a stream that goes on."""
+    """A request before the gate. histories: one for each prompt of a session's request, else none. counted: choices that count
+    against the bound, none of a stream that goes on."""
 
     work: Work
     session: Session | None
-    history: History | None
+    histories: Sequence[History]
     continued: Continued | None
     choices: int
     counted: int
@@ -196,7 +198,7 @@ class Service(Surroundings):
                     timings,
                     resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
                     continued=ready.continued,
-                    history=ready.history,
+                    histories=ready.histories,
                 )
                 self.running[generation] = generation.ids | {headers.get("x-request-id", "")} - {""}
                 try:
@@ -223,8 +225,9 @@ class Service(Surroundings):
             check_resume(self.info)
         session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
-        history = self._history(checked, session, given, headers, resumed=resume is not None)
-        count, size, read = self._unread(parsed, checked, body_size, history)
+        count = check_room(checked, parsed, self.info, self.text)
+        histories = self._histories(checked, session, given, headers, count, resumed=resume is not None)
+        size, read = self._unread(parsed, checked, body_size, histories)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
@@ -237,15 +240,13 @@ class Service(Surroundings):
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             prompts, seed = continued.prompts(prompts), continued.opening.seed
-        if history is not None and len(prompts) > 1:
-            history = None
-        if history is not None:
-            history.settled(prompts[0])
-        records = "none" if history is None else history.records
+        for history, prompt in zip(histories, prompts, strict=bool(histories)):
+            history.settled(prompt)
+        records = histories[0].records if histories else "none"
         requests = self._requests(checked, prompts, seed, answer, records)
         own = (tool_format, given.ignored, given.whole)
         work = Work(wire, given.details, checked, prompts, requests, seed, *own)
-        return _Ready(work, session, history, continued, choices, counted)
+        return _Ready(work, session, histories, continued, choices, counted)
 
     async def prompts(
         self, parsed: CompletionBody | ChatBody, size: int, headers: Mapping[str, str]
@@ -254,35 +255,38 @@ class Service(Surroundings):
         checked = check(parsed, self.info)
         if checked.tools is not None:
             check_template(checked.tools, self.text.tools)
-        _, characters, read = self._unread(parsed, checked, size)
+        check_room(checked, parsed, self.info, self.text)
+        characters, read = self._unread(parsed, checked, size)
         return await self._prompts(read, characters, headers)
 
-    def _history(
+    def _histories(
         self,
         checked: Checked,
         session: Session | None,
         given: Read,
         headers: Mapping[str, str],
+        count: int,
         *,
         resumed: bool,
-    ) -> History | None:
-        """None: the session has nothing of the request. So it is where an answer goes on within its last message. A wire's
-        thread stands for the session of a request without one."""
+    ) -> Sequence[History]:
+        """One for each of `count` prompts; none of a request without a session. A wire's thread stands for the session of a
+        request that names none."""
         policy = policy_of(headers.get(HEADER_HISTORY))
         records = records_kept(headers.get(HEADER_RECORDS), self.kept.records)
-        if resumed:
-            # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids.
+        if resumed or count > 1:
+            # Its prompt is what its first replica made of it: rendered, unless the resume log has its ids. The log has those of
+            # one prompt only.
             policy = "template"
-        template = checked.template
         held = None if session is None else partial(self.kept.sessions.holds, session)
         begins = session is None and given.whole
         if session is None and given.thread is not None:
             session = (headers.get(HEADER_TENANT, ""), given.thread)
-        chat = checked.kind == "chat"
-        if session is None or (chat and (template.continued or template.special_tokens)):
-            return None
+        if session is None or count > MAX_PROMPTS:
+            return ()
         own = (self.kept.trees, session, self.info.eos_token_ids)
-        return History(*own, policy, records, held, begins=begins, model=self.names.model)
+        return [
+            History(*own, policy, records, held, begins=begins, model=self.names.model) for _ in range(count)
+        ]
 
     def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
         """The snapshot that the request asks for. A resumed stream was judged when it began."""
@@ -299,10 +303,9 @@ class Service(Surroundings):
         body: CompletionBody | ChatBody,
         checked: Checked,
         body_size: int,
-        history: History | None = None,
-    ) -> tuple[int, int, ReadPrompts]:
-        """How many prompts there are, about how many characters to tokenize, and what does it; any thread may call it."""
-        given = check_room(checked, body, self.info, self.text)
+        histories: Sequence[History] = (),
+    ) -> tuple[int, ReadPrompts]:
+        """About how many characters to tokenize, and what does it; any thread may call it."""
         if isinstance(body, ChatBody):
             prepare = partial(self._messages, body)
             tools = checked.listed_tools
@@ -311,13 +314,12 @@ class Service(Surroundings):
             variables = template_variables(options, body.reasoning_effort, knows)
             options = replace(options, variables=variables)
             messages = _now_if_short(prepare, body_size)
-            return given, body_size, partial(self._read_chat, messages, tools, options, history)
+            history = histories[0] if histories else None
+            return body_size, partial(self._read_chat, messages, tools, options, history)
         split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
         size = body_size if body_size > LONG_BODY else _characters(split())
         special = checked.template.special_tokens is not False
-        # Of several prompts none goes on with another one.
-        own = history if given == 1 else None
-        return given, size, partial(self._read_prompts, split, special, own)
+        return size, partial(self._read_prompts, split, special, histories)
 
     async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
@@ -368,13 +370,16 @@ class Service(Surroundings):
             self.text.check_pieces(text, where, "messages", context, leave.check)
             leave.check()
 
-        prompt, others = None, [tools, options.variables]
+        special = bool(options.special_tokens)
+        prompt, others = None, [tools, options.variables, special]
         if history is not None:
-            prompt = history.prompt(self.text, render, given, others, check)
+            behind = partial(self.text.encode_behind, special=special)
+            own = (self.text, render, given, others, check, behind)
+            prompt = history.prompt(*own, goes_on=options.continued)
         if prompt is None:
             text = render(given, True)
             check(text)
-            encode = self.text.encode if options.special_tokens else self.text.encode_rendered
+            encode = self.text.encode if special else self.text.encode_rendered
             prompt = Prompt(encode(text), text)
         return _not_empty([prompt])
 
@@ -382,17 +387,17 @@ class Service(Surroundings):
         self,
         split: Callable[[], list[str | tuple[int, ...]]],
         special: bool,
-        history: History | None,
+        histories: Sequence[History],
         leave: Leave,
     ) -> list[Prompt]:
         encode = self.text.encode if special else self.text.encode_rendered
         prompts, context = [], self.info.max_model_len
-        for prompt in split():
+        for number, prompt in enumerate(split()):
             leave.check()
             if isinstance(prompt, str):
                 self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
-            if history is not None:
-                prompts.append(history.raw(self.text, encode, prompt, special))
+            if histories:
+                prompts.append(histories[number].raw(self.text, encode, prompt, special))
             elif isinstance(prompt, str):
                 prompts.append(Prompt(encode(prompt), prompt))
             else:

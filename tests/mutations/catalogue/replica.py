@@ -343,6 +343,22 @@ REPLICA = (
         ("replica/test_turns.py::test_a_turn_begins_with_its_parents_tokens_or_is_a_branch",),
     ),
     Mutation(
+        "edited_thinking_is_ignored",
+        "replica/turns/tree.py",
+        "    own = turn.all_thoughts if given else {}",
+        "    own, given = turn.all_thoughts, ()",
+        "Thinking that a client edited is a branch.",
+        ("replica/test_turns_within.py::test_edited_thinking_is_a_branch_and_is_rendered",),
+    ),
+    Mutation(
+        "an_answer_that_goes_on_is_two_messages",
+        "replica/turns/history.py",
+        "own, before = own - 1, self._key_before",
+        "own, before = own - 1, before",
+        "A cut answer and what went on with it are one answer of the conversation.",
+        ("replica/test_turns_within.py::test_a_cut_answer_goes_on_with_its_very_tokens",),
+    ),
+    Mutation(
         "a_trace_without_parents",
         "replica/turns/trace.py",
         "parent=0 if turn.parent is None else turn.parent.number,",
@@ -379,7 +395,7 @@ REPLICA = (
     Mutation(
         "a_branch_is_lost_with_its_replica",
         "replica/response/resume.py",
-        'branch = {} if self.opening.branch is None else {"branch": self.opening.branch}',
+        "branch = {} if self.opening.branch is None else branch_seam(self.opening.branch)",
         "branch: dict[str, Any] = {}",
         "A branch is told though its replica is lost before it could say so.",
         ("replica/test_turns_api.py::test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api",),

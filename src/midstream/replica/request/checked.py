@@ -37,10 +37,12 @@ class TextSize(Protocol):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids, and the text they came from (None when the client sent ids)."""
+    """Token ids, and the text they came from (None when the client sent ids). within: how many of the last tokens were sampled
+    as the answer that goes on."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    within: int = 0
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):

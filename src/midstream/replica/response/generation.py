@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
@@ -23,12 +23,12 @@ from midstream.engine.base import EngineDied
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.kept import Kept
-from midstream.replica.response.resume import Continued, digest
+from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.shapes import CachedDetails, Extras, RawOutput, Usage
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.work import Surroundings, Timings, Work, echoed_tokens
 from midstream.replica.sessions import Turn
-from midstream.replica.turns.history import History
+from midstream.replica.turns.history import History, told_branches
 from midstream.replica.wire.base import ResponseHead
 
 #: Events of a resumed stream; each takes a few microseconds.
@@ -58,14 +58,14 @@ class Generation:
         *,
         resumable: bool = False,
         continued: Continued | None = None,
-        history: History | None = None,
+        histories: Sequence[History] = (),
     ) -> None:
-        """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one. history:
-        gets what is sampled."""
+        """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one.
+        histories: get what is sampled, one for each prompt; or none."""
         checked, prompts, requests = work.checked, work.prompts, work.requests
         self._service = service
-        self._history = history
-        self._traces = history is not None and history.records != "none"
+        self._histories = histories
+        self._traces = bool(histories) and histories[0].records != "none"
         self._id_prefix = prefix = work.wire.id_prefix
         self.ignored = work.ignored
         self.checked = checked
@@ -105,19 +105,28 @@ class Generation:
         head = _head(service, opening)
         self._encoder = work.wire.encoder(checked, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._cached
-        if history is not None and history.branch is not None and continued is None:
-            self._encoder.seam = {"branch": history.branch}
+        branches = told_branches(histories)
+        if branches is not None and continued is None:
+            self._encoder.seam = branch_seam(branches)
 
     def _opening(self, work: Work, resumable: bool) -> Opening:
         prompts = digest(self._prompts) if resumable else ""
-        continues = not work.whole or (self._history is not None and self._history.continues)
+        continues = not work.whole or any(history.continues for history in self._histories)
         ids = self._prompts[0].token_ids if resumable and continues else None
         drawn, own = uuid.uuid4().hex, self.checked.response_id
         # Clients may give every turn of a trajectory one id.
         nonce = "" if own is None else drawn
         created = int(self._service.clock())
-        branch = None if self._history is None else self._history.branch
-        return Opening(f"{self._id_prefix}{own or drawn}", created, work.seed, prompts, ids, nonce, branch)
+        return Opening(
+            f"{self._id_prefix}{own or drawn}",
+            created,
+            work.seed,
+            prompts,
+            ids,
+            nonce,
+            within=self._prompts[0].within,
+            branch=told_branches(self._histories),
+        )
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
@@ -271,10 +280,11 @@ class Generation:
 
     def _apply(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:
         pieces = self._released(prompt, choice, event)
-        if self._history is not None:
-            self._history.take(choice.index, pieces, replayed=self._replaying)
+        if self._histories:
+            history = self._histories[prompt]
+            history.take(choice.index, pieces, replayed=self._replaying)
             if choice.finish is not None:
-                self._history.end(choice, self._service.clock())
+                history.end(choice, self._service.clock())
         return pieces
 
     def _released(self, prompt: int, choice: Choice, event: GenerationEvent) -> list[Piece]:

@@ -28,6 +28,11 @@ def digest(prompts: Iterable[Prompt]) -> str:
     return hashlib.blake2b(ids, digest_size=12).hexdigest()
 
 
+def branch_seam(branches: Any) -> dict[str, Any]:
+    """What a response says of branches, which are as in Opening.branch."""
+    return {"branches": branches} if isinstance(branches, list) else {"branch": branches}
+
+
 class Continued:
     """A resumed stream, as its resume log has it. Raises InvalidRequest."""
 
@@ -63,7 +68,7 @@ class Continued:
         Raises CannotResume.
         """
         if self.opening.ids is not None:
-            prompts = [Prompt(self.opening.ids)]
+            prompts = [Prompt(self.opening.ids, within=self.opening.within)]
         if digest(prompts) != self.opening.prompts:
             raise CannotResume("the prompt is read as other tokens than before")
         return prompts
@@ -85,5 +90,5 @@ class Continued:
 
     def seam(self, tokens: list[int]) -> dict[str, Any]:
         """What the first chunk says; `tokens`: how many of each choice the client had before."""
-        branch = {} if self.opening.branch is None else {"branch": self.opening.branch}
+        branch = {} if self.opening.branch is None else branch_seam(self.opening.branch)
         return {"resumed": {"from": self._lost, "tokens": tokens, "exact": self._exact}, **branch}

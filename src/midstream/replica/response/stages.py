@@ -107,10 +107,7 @@ def choices_and_stages(
     form = _reasoning(checked, text)
     if form is not None:
         shown |= text.marker_ids((form.opening, form.closing))
-        parsers = [
-            ReasoningParser(form, _end_of(prompts[i // checked.n], text), checked.template.continued)
-            for i in numbers
-        ]
+        parsers = [_parser(form, prompts[i // checked.n], text, checked.template.continued) for i in numbers]
         stages = [
             ReasoningStage(parser, None if calls is None else calls[i]) for i, parser in enumerate(parsers)
         ]
@@ -136,9 +133,15 @@ def choices_and_stages(
     return choices, stages
 
 
-def _end_of(prompt: Prompt, text: TextModel) -> str:
-    """The text that a prompt ends with, which may have begun the reasoning."""
-    return prompt.text or text.vocabulary.raw_text(prompt.token_ids[-END_TOKENS:])
+def _parser(form: ReasoningFormat, prompt: Prompt, text: TextModel, continued: bool) -> ReasoningParser:
+    """Stands where the prompt ends, which may have begun the reasoning. continued: it ends inside an answer."""
+    ids, raw_text = prompt.token_ids, text.vocabulary.raw_text
+    if not prompt.within:
+        return ReasoningParser(form, prompt.text or raw_text(ids[-END_TOKENS:]), continued)
+    before, answer = ids[: -prompt.within], ids[-prompt.within :]
+    parser = ReasoningParser(form, raw_text(before[-END_TOKENS:]))
+    parser.pass_over(raw_text(answer))
+    return parser
 
 
 def _reasoning(checked: Checked, text: TextModel) -> ReasoningFormat | None:

@@ -130,6 +130,7 @@ class TextJobs:
 PIECE_CHARACTERS = 2**16
 #: Times the context. Cutting a text into pieces never doubles its tokens.
 SURELY_OVER = 2
+_SOME_TEXT = "probe"
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -230,6 +231,15 @@ class TextModel:
 
         continued: it ends inside the last message. variables: more that the template may ask for.
         """
+        if continued and (behind := self._begun(messages[-1])) is not None:
+            before = self.render(messages[:-1], tools, variables=variables)
+            form = self.reasoning
+            assert form is not None
+            return (
+                before
+                + ("" if before.rstrip().endswith(form.opening) else form.opening + form.after_open)
+                + behind
+            )
         template = self._template if tools is None else self._tool_template
         if template is None:
             raise InvalidRequest(
@@ -251,6 +261,25 @@ class TextModel:
             ) from error
         return str(rendered[0])
 
+    def _begun(self, answer: dict[str, Any]) -> str | None:
+        """The reasoning that an answer goes on within; None: it goes on with its content. Raises InvalidRequest."""
+        param = "continue_final_message"
+        if answer.get("tool_calls"):
+            raise InvalidRequest(
+                f"{param}: the last message has tool calls, which are not the text that a turn of this session was"
+                " cut in; leave out its tool calls, or the field",
+                param=param,
+            )
+        thought = reasoning.of_message(answer)
+        if not thought or answer.get("content"):
+            return None
+        if self.reasoning is None:
+            raise InvalidRequest(
+                f"{param}: the last message has reasoning alone, and this model's chat template has none",
+                param=param,
+            )
+        return thought
+
     def template_names(self, variable: str) -> bool:
         """Whether the chat template uses a variable of this name."""
         name = re.compile(rf"\b{re.escape(variable)}\b")
@@ -265,6 +294,18 @@ class TextModel:
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def encode_behind(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """The text behind tokens that begin a prompt. special: the tokenizer adds its own, so those that end a prompt, too."""
+        tokens = self.encode_rendered(text)
+        return tokens + self._ending if special else tokens
+
+    @cached_property
+    def _ending(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer writes behind a text."""
+        plain, whole = self.encode_rendered(_SOME_TEXT), self.encode(_SOME_TEXT)
+        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), len(whole))
+        return whole[at + len(plain) :]
 
     def check_size(self, text: str, where: str, param: str, context: int) -> None:
         """Raises InvalidRequest if the text's bytes alone say that it cannot fit the context. Takes microseconds."""

@@ -16,6 +16,14 @@ from typing import Any, NamedTuple
 from midstream.core.errors import InvalidRequest
 from midstream.replica.text.toolcalls import SPACE, unfinished
 
+#: The fields that an answer may have its thinking in, the one that counts first.
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+def of_message(message: dict[str, Any]) -> str:
+    """The thinking that a message has beside its content."""
+    return next((str(message[name]) for name in FIELDS if message.get(name)), "")
+
 
 class ReasoningFormat(NamedTuple):
     """Reasoning stands as opening, after_open, TEXT, before_close, closing, after_close.."""
@@ -114,6 +122,11 @@ class ReasoningParser:
         elif continued:
             opened, closed = prompt.rfind(form.opening), prompt.rfind(form.closing)
             self._place = "inside" if opened > closed else "outside"
+
+    def pass_over(self, text: str) -> None:
+        """The answer so far, which the client has; it goes on behind it."""
+        self.push(text)
+        self.flush()
 
     def push(self, text: str) -> list[Part]:
         self._held += text

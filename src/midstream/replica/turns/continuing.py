@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from midstream.core.errors import InvalidRequest
+from midstream.replica.text import reasoning
 
 #: Renders messages. generation_prompt: as the request has it for a whole conversation, False for a part.
 Render = Callable[[list[dict[str, Any]], bool], str]
 
 #: Private-use characters: no template trims, splits or escapes them.
 MARK = "\ue0f0\ue0f5\ue0f1"
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _USER = {"role": "user", "content": "x"}
 
 
@@ -69,7 +69,7 @@ def _closing_within(render: Render) -> str | None:
 
 
 def _marked(messages: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
-    answer = {name: value for name, value in messages[at].items() if name not in _THOUGHTS}
+    answer = {name: value for name, value in messages[at].items() if name not in reasoning.FIELDS}
     return [*messages[:at], {**answer, "content": MARK}, *messages[at + 1 :]]
 
 

@@ -4,6 +4,8 @@ Always holds:
 - A prompt begins with the exact tokens of the turn that it continues, or the request is marked as a branch.
 - A request with answers in its history that continues no turn is a branch. So is one whose history goes on, behind a turn,
   with answers that were not sampled here.
+- A request that goes on within an answer continues its turn, if the answer was cut. The turn that it adds is found by the
+  whole answer.
 - Only answers that came to their end become turns.
 """
 
@@ -22,6 +24,7 @@ from midstream.core.traces import RecordsKept
 from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
+from midstream.replica.text import reasoning
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.continuing import Render, text_behind, without_end
 from midstream.replica.turns.tree import (
@@ -32,6 +35,8 @@ from midstream.replica.turns.tree import (
     Turn,
     TurnRecord,
     TurnTree,
+    calls_of,
+    key_before,
     key_of_answer,
     keys_of,
     thought_of,
@@ -50,7 +55,8 @@ class Branch(msgspec.Struct):
 
     - new: it has no answers in its history; a sub-agent, a compacted conversation, or a prompt that comes again. A prompt of
       text or of token ids is new when it begins with no turn.
-    - edited: it has answers that this replica did not sample in this session. Another one may have, and was lost.
+    - edited: it has answers, or thinking in them, that this replica did not sample in this session. Another one may have, and
+      was lost. Or it goes on within an answer that had come to its end.
     - unknown: it has answers, and this replica has no turn of the session.
     - forgotten: likewise, as the session's turns were dropped for want of memory.
     - template: the chat template renders the conversation otherwise, and the client wants that, or the template does not let
@@ -71,6 +77,14 @@ def policy_of(given: str | None) -> Policy:
         return "template"
     message = f"{HEADER_HISTORY}: expected exact or template, got {given!r}"
     raise InvalidRequest(message, param=HEADER_HISTORY)
+
+
+def told_branches(histories: Sequence[History]) -> Branch | list[Branch | None] | None:
+    """The branch that a response says, or one for each of several prompts. None: no prompt is a branch."""
+    branches = [history.branch for history in histories]
+    if not any(branches):
+        return None
+    return branches if len(branches) > 1 else branches[0]
 
 
 class _Answer:
@@ -128,6 +142,11 @@ class History:
         self._session = session
         self._policy = policy
         self._keys: list[Key] = []
+        #: Of each message.
+        self._thoughts: list[str] = []
+        #: The answer that goes on, and the key of the messages before it.
+        self._begun: dict[str, Any] | None = None
+        self._key_before: Key = b""
         #: A prompt of text, and what its answer's tokens are as text.
         self._text: str | None = None
         self._special = True
@@ -135,6 +154,8 @@ class History:
         #: The turn whose messages the request has, and the one whose tokens its prompt has.
         self._found: Turn | None = None
         self._parent: Turn | None = None
+        #: How many messages the turn found has.
+        self._found_at = 0
         self._reused = False
         #: The session's tree when the request began.
         self._tree: TurnTree | None = None
@@ -154,15 +175,28 @@ class History:
         messages: Sequence[dict[str, Any]],
         others: Any,
         check: Callable[[str], None],
+        encode: Callable[[str], tuple[int, ...]],
+        *,
+        goes_on: bool = False,
     ) -> Prompt | None:
         """The prompt that continues a turn; None: render the conversation. others: what else the template gets. check: raises
-        for a text that is too long to be tokenized.
+        for a text that is too long to be tokenized. encode: of the text behind a turn. goes_on: the last message is an answer
+        that goes on.
 
         Any thread may call it. Raises InvalidRequest.
         """
-        self._keys = keys_of(messages, others)
+        self._keys, self._thoughts = keys_of(messages, others), thoughts_of(messages)
         tree = self._trees.of(self._session)
-        found = Found(None, 0, 0) if tree is None else tree.find(self._keys, thoughts_of(messages))
+        found = Found(None, 0, 0) if tree is None else tree.find(self._keys, self._thoughts)
+        if goes_on and messages[-1]["role"] == "assistant":
+            self._begun = messages[-1]
+            self._key_before = self._keys[-2] if len(self._keys) > 1 else key_before(others)
+            if found.turn is not None and found.messages == len(messages):
+                if found.turn.finish != "stop" or found.turn.sampled[-1] in self._ends:
+                    return self._within(found, found.turn)
+                # A stop string ended the answer, so that the client has less of it than was sampled.
+                assert tree is not None
+                found = tree.find(self._keys[:-1], self._thoughts[:-1])._replace(known=found.known)
         # Whoever writes answers into a history that nobody sampled here begins a branch.
         answers = any(message["role"] == "assistant" for message in messages[found.messages :])
         if found.turn is None:
@@ -171,7 +205,7 @@ class History:
             elif answers and not self._begins:
                 self.branch = Branch("forgotten" if self._trees.forgot(self._session) else "unknown", 0)
             return None
-        self._found = found.turn
+        self._found, self._found_at = found.turn, found.messages
         if answers or found.ambiguous:
             self.branch = Branch("edited" if answers else "ambiguous", found.known, found.turn.number)
         if self._policy == "template":
@@ -183,7 +217,24 @@ class History:
             return None
         check(behind)
         self._reused = True
-        return Prompt(continued(text, found.turn, closings.within, behind, self._ends))
+        return Prompt(continued(text, found.turn, closings.within, behind, self._ends, encode))
+
+    def _within(self, found: Found, turn: Turn) -> Prompt | None:
+        """The prompt that goes on within the turn's answer; None: render it."""
+        tokens, within = turn.tokens, turn.answered
+        if turn.finish in ("stop", "tool_calls") and tokens[-1] in self._ends:
+            # The answer without its end, which is not all that was sampled.
+            self._found, number = turn.parent, UNSET if turn.parent is None else turn.parent.number
+            self.branch = Branch("edited", found.known, number)
+            tokens, within = tokens[:-1], within - 1
+        else:
+            self._found, self._found_at = turn, found.messages
+            if found.ambiguous:
+                self.branch = Branch("ambiguous", found.known, turn.number)
+        if self._policy == "template":
+            return None
+        self._reused = True
+        return Prompt(tokens, within=within)
 
     def raw(
         self,
@@ -211,7 +262,8 @@ class History:
         if found.ambiguous:
             self.branch = Branch("ambiguous", 0, turn.number)
         self._reused = True
-        return Prompt(turn.tokens + text.encode_rendered(given[found.messages :]), given)
+        behind = text.encode_behind(given[found.messages :], special=special)
+        return Prompt(turn.tokens + behind, given)
 
     def settled(self, prompt: Prompt) -> None:
         """It is this prompt that is sampled from. It may still begin with a turn's tokens where it was rendered."""
@@ -261,9 +313,20 @@ class History:
         if not self._keys:
             text = None if self._text is None else self._text + self._raw_text(answer.tokens)
             return Told(text=text, special=self._special)
-        content = "".join(answer.text)
-        keys = [*self._keys, key_of_answer(self._keys[-1], content, answer.calls)]
-        return Told(keys, thought_of(content, "".join(answer.reasoning)))
+        content, thought = "".join(answer.text), "".join(answer.reasoning)
+        calls: list[tuple[str, Any]] = [*answer.calls]
+        own, before = len(self._keys), self._keys[-1]
+        if self._begun is not None:
+            # The client has one answer, which this one goes on with.
+            own, before = own - 1, self._key_before
+            content = (self._begun.get("content") or "") + content
+            thought = reasoning.of_message(self._begun) + thought
+            calls = calls_of(self._begun) + calls
+        first = self._found_at if self._parent is not None and self._parent is self._found else 0
+        thoughts = {at: self._thoughts[at] for at in range(first, len(self._keys))}
+        thoughts[own] = thought_of(content, thought)
+        keys = [*self._keys, key_of_answer(before, content, calls)]
+        return Told(keys, [(at, thought) for at, thought in thoughts.items() if thought])
 
     def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
         none = array("d")
@@ -283,7 +346,12 @@ class History:
 
 
 def continued(
-    text: TextModel, turn: Turn, closing: str, behind: str, ends: Collection[int]
+    text: TextModel,
+    turn: Turn,
+    closing: str,
+    behind: str,
+    ends: Collection[int],
+    encode: Callable[[str], tuple[int, ...]],
 ) -> tuple[int, ...]:
     """The turn's tokens and those of the text behind its answer. ends: tokens that end answers."""
     tokens = turn.tokens
@@ -291,4 +359,4 @@ def continued(
     # A client may stop a base model at the token that its template ends answers with.
     if tokens[-1] in ends or (last and last in closing):
         behind = without_end(behind, closing, last, text.markers)
-    return tokens + text.encode_rendered(behind)
+    return tokens + encode(behind)

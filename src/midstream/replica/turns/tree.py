@@ -3,9 +3,9 @@
 Owns: the trees of a replica, within one bound of bytes, and which sessions' trees were dropped for it.
 Always holds:
 - A turn never changes. Its tokens are its parent's tokens, then those that its request added, then those that were sampled.
-- A turn is found by all messages up to its answer, and by the tools. Thinking is left out of the comparison, white space at
-  the ends of an answer and in its calls' arguments does not count, and neither do the ids of its calls. Thinking tells turns
-  of the same words apart where the client sends it back.
+- A turn is found by all messages up to its answer, and by the tools. White space at the ends of an answer and in its calls'
+  arguments does not count, and neither do the ids of its calls. Thinking counts where the client sends it: then it is the
+  turn's own, and that of the answers before it.
 - A prompt of token ids continues the turn with the most tokens that it begins with; one of text, the turn with the longest
   text, special tokens by name.
 - The least recently used tree goes first, whole. A session whose tree went is known as forgotten.
@@ -28,6 +28,7 @@ import msgspec
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
+from midstream.replica.text import reasoning
 from midstream.replica.turns.continuing import Closings, Render, closings_of
 
 #: Of all trees together.
@@ -40,15 +41,19 @@ SAME_WORDS_MAX = 64
 #: What a turn and a message key take beside tokens, roughly.
 _TURN_BYTES = 512
 _KEY_BYTES = 128
+_THOUGHT_BYTES = 128
+_OPEN = "<think>"
 
 #: Of a beginning of a conversation: its messages, and the tools.
 Key = bytes
+#: Digests of thinking (see `thought_of`), each with the place of its message in the conversation.
+Thoughts = Sequence[tuple[int, str]]
 
 
 class Turn:
     """One answer of a session. number: within the tree. added: what the request had behind the parent's tokens."""
 
-    __slots__ = ("added", "number", "parent", "record", "sampled", "thought")
+    __slots__ = ("added", "number", "parent", "record", "sampled", "thoughts")
 
     def __init__(
         self,
@@ -57,10 +62,10 @@ class Turn:
         added: Sequence[int],
         sampled: Sequence[int],
         record: TurnRecord | None = None,
-        thought: str = "",
+        thoughts: Thoughts = (),
     ) -> None:
-        """thought: a digest of the thinking in the answer (see `thought_of`)."""
-        self.thought = thought
+        """thoughts: of the messages behind the parent's answer, this answer included."""
+        self.thoughts = thoughts
         self.number = number
         self.parent = parent
         self.record = record
@@ -75,6 +80,7 @@ class Turn:
     def size(self) -> int:
         """Roughly, in bytes."""
         record = 0 if self.record is None else self.record.size
+        record += _THOUGHT_BYTES * len(self.thoughts)
         return _TURN_BYTES + 4 * (len(self.added) + len(self.sampled)) + record
 
     @property
@@ -86,6 +92,35 @@ class Turn:
             parts += (turn.sampled, turn.added)
             turn = turn.parent
         return tuple(itertools.chain.from_iterable(reversed(parts)))
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return None if self.record is None else self.record.finish
+
+    def goes_on_with(self) -> list[Turn]:
+        """The turns whose answer it goes on with, the youngest first."""
+        turns, turn = list[Turn](), self
+        while turn.parent is not None and not turn.added:
+            turn = turn.parent
+            turns.append(turn)
+        return turns
+
+    @property
+    def answered(self) -> int:
+        """How many tokens its answer has, with those that it goes on with."""
+        return sum(len(turn.sampled) for turn in (self, *self.goes_on_with()))
+
+    @property
+    def all_thoughts(self) -> dict[int, str]:
+        """The thoughts of the whole conversation, by the place of the message."""
+        turn: Turn | None = self
+        found: dict[int, str] = {}
+        while turn is not None:
+            # A turn that goes on with its parent's answer has the thinking of both.
+            for at, thought in turn.thoughts:
+                found.setdefault(at, thought)
+            turn = turn.parent
+        return found
 
 
 class TurnRecord(NamedTuple):
@@ -126,12 +161,12 @@ class Found(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a turn is found again by. keys: as for `TurnTree.find`, with the answer's own at the end. thought: see `thought_of`.
+    """What a turn is found again by. keys: as for `TurnTree.find`, with the answer's own at the end. thoughts: as in Turn.
     text: of a prompt of text and the answer to it. special: the tokenizer added its special tokens. recorded: Trees.on_turn
     hears of the turn."""
 
     keys: Sequence[Key] = ()
-    thought: str = ""
+    thoughts: Thoughts = ()
     text: str | None = None
     special: bool = True
     recorded: bool = False
@@ -170,11 +205,18 @@ class TurnTree:
     def find(self, keys: Sequence[Key], thoughts: Sequence[str]) -> Found:
         """keys: of the beginnings of a conversation, the shortest first (see `keys_of`). thoughts: of each of its messages."""
         known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
+        given = [(at, thought) for at, thought in enumerate(thoughts) if thought]
         for at in range(known, 0, -1):
             turns = self._turns.get(keys[at - 1])
-            if turns is not None:
-                turn, ambiguous = _meant(turns, thoughts[at - 1])
-                return Found(turn, at, known, ambiguous)
+            if turns is None:
+                continue
+            differ = [_differs(turn, given, at) for turn in turns]
+            turns = tuple(turn for turn, place in zip(turns, differ, strict=True) if place is None)
+            if turns:
+                turn, ambiguous = _meant(turns)
+                return Found(turn, at, max(known, at), ambiguous)
+            # The answer, or one before it, was said with other thinking.
+            known = min(known, max(place for place in differ if place is not None))
         return Found(None, 0, known)
 
     def find_tokens(self, prompt: Sequence[int]) -> Turn | None:
@@ -206,7 +248,7 @@ class TurnTree:
             turns, length = self._texts.get(digest.digest(), (turns, length))
         if not turns:
             return Found(None, 0, 0)
-        turn, ambiguous = _meant(turns, "")
+        turn, ambiguous = _meant(turns)
         return Found(turn, length, 0, ambiguous)
 
     def add(self, turn: Turn, told: Told) -> None:
@@ -237,13 +279,21 @@ class TurnTree:
         self.size += len(_encode(given)) - (0 if before is None else len(_encode(before)))
 
 
-def _meant(turns: Sequence[Turn], thought: str) -> tuple[Turn, bool]:
+def _differs(turn: Turn, given: Thoughts, end: int) -> int | None:
+    """The place of the first of `end` messages that a client sent with other thinking than the turn's conversation has. None:
+    of no one; what the client left out is no matter."""
+    own = turn.all_thoughts if given else {}
+    return next((at for at, thought in given if at < end and own.get(at) != thought), None)
+
+
+def _meant(turns: Sequence[Turn]) -> tuple[Turn, bool]:
     """Which of the turns of the same words is continued, and whether it may be another one."""
-    if len(turns) > 1 and thought:
-        turns = [turn for turn in turns if turn.thought == thought] or turns
     youngest = turns[-1]
-    tokens = youngest.tokens if len(turns) > 1 else ()
-    return youngest, any(turn.tokens != tokens for turn in turns[:-1])
+    if len(turns) == 1:
+        return youngest, False
+    # A cut answer that went on, and said no more, has the words of both.
+    tokens, before = youngest.tokens, youngest.goes_on_with()
+    return youngest, any(turn.tokens != tokens for turn in turns[:-1] if turn not in before)
 
 
 class Trees:
@@ -297,9 +347,10 @@ class Trees:
         if parent is not None and not tree.holds(parent):
             # The tree that had it was dropped: the turn stands by itself.
             added = (*parent.tokens, *added)
+            told = told._replace(thoughts=tuple((parent.all_thoughts | dict(told.thoughts)).items()))
             parent = None
         before = tree.size
-        turn = Turn(len(tree) + 1, parent, added, sampled, record, told.thought)
+        turn = Turn(len(tree) + 1, parent, added, sampled, record, told.thoughts)
         tree.add(turn, told)
         self.size += tree.size - before
         self._trees.move_to_end(session)
@@ -346,7 +397,7 @@ def keys_of(messages: Iterable[dict[str, Any]], tools: Any, options: Any = None)
 
     messages: as a chat template takes them (checked.check_messages). tools, options: what else the template gets.
     """
-    key = _digest(b"", [tools, options])
+    key = key_before(tools, options)
     keys = []
     for message in messages:
         key = _digest(key, _told(message))
@@ -354,28 +405,45 @@ def keys_of(messages: Iterable[dict[str, Any]], tools: Any, options: Any = None)
     return keys
 
 
-def key_of_answer(before: Key, content: str, calls: Iterable[tuple[str, str]]) -> Key:
-    """The key behind an answer. calls: name and arguments, as JSON text, of each."""
+def key_before(tools: Any, options: Any = None) -> Key:
+    """The key of a conversation without messages."""
+    return _digest(b"", [tools, options])
+
+
+def key_of_answer(before: Key, content: str, calls: Iterable[tuple[str, Any]]) -> Key:
+    """The key behind an answer. calls: name and arguments, as JSON text or as what it says, of each."""
     return _digest(before, _answer(content, [[name, _arguments(given)] for name, given in calls]))
 
 
-def thought_of(content: str, reasoning: str) -> str:
+def thought_of(content: str, beside: str) -> str:
     """A digest of the thinking in an answer, which stands beside the content or within it; empty without any."""
-    within, closed, _ = content.rpartition("</think>")
-    said = (reasoning or (within.replace("<think>", "") if closed else "")).strip()
+    within, _ = _parted(content)
+    said = "\0".join(part for part in (beside.strip(), within) if part)
     return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if said else ""
 
 
 def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
     """Of each message."""
     return [
-        thought_of(
-            message.get("content") or "", message.get("reasoning_content") or message.get("reasoning") or ""
-        )
+        thought_of(message.get("content") or "", reasoning.of_message(message))
         if message.get("role") == "assistant"
         else ""
         for message in messages
     ]
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Name and arguments of each call of an earlier answer."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(function.get("name"), function.get("arguments", "")) for function in functions]
+
+
+def _parted(content: str) -> tuple[str, str]:
+    """The thinking within an answer, without its tags, and what the answer says behind it."""
+    within, closed, said = content.rpartition("</think>")
+    if not closed and content.lstrip().startswith(_OPEN):
+        within, said = content, ""
+    return within.strip().removeprefix(_OPEN).strip(), said.strip()
 
 
 def _text_digest(special: bool) -> Any:
@@ -395,16 +463,13 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 def _answer(content: str, calls: list[list[Any]]) -> list[Any]:
     # Clients may send thinking back within the content, or leave it out.
-    return ["assistant", content.rpartition("</think>")[2].strip(), calls]
+    return ["assistant", _parted(content)[1], calls]
 
 
 def _told(message: dict[str, Any]) -> Any:
     if message.get("role") != "assistant":
         return {name: value for name, value in message.items() if value is not None}
-    calls = [
-        [call["function"].get("name"), _arguments(call["function"].get("arguments", ""))]
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [[name, _arguments(given)] for name, given in calls_of(message)]
     return _answer(message.get("content") or "", calls)
 
 
