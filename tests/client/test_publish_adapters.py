@@ -48,6 +48,17 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
+def test_an_adapter_of_a_number_that_is_not_finite_is_not_published(world: World) -> None:
+    numbers = np.ones((2, 3), np.float32)
+    numbers[1, 2] = np.inf
+    directory = write_adapter(world.root / "adapter", numbers=numbers)
+    says = r"^snapshot 'red-1' is not published: tensor base_model\.model\.q\.lora_A\.weight is infinity at index \[1, 2\]"
+    with world.publisher(policy="red") as publisher, pytest.raises(PublishError, match=says):
+        publisher.publish("red-1", directory)
+    assert list(world.bucket.iterdir()) == []
+    assert world.signals == []
+
+
 def files(world: World, identity: str) -> list[str]:
     return sorted(file.name for file in (world.bucket / identity).iterdir())
 

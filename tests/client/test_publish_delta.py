@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -219,12 +220,49 @@ def test_a_delta_that_cannot_be_is_an_error_only_when_it_was_asked_for(world: Wo
 
 
 def test_a_delta_that_is_no_smaller_than_the_whole_is_not_sent(world: World) -> None:
-    noise = [{"a": np.frombuffer(np.random.default_rng(i).bytes(4000), np.float32).copy()} for i in range(2)]
+    noise = [{"a": np.frombuffer(np.random.default_rng(i).bytes(4000), np.int32).copy()} for i in range(2)]
     with world.publisher() as publisher:
         publisher.publish("0", noise[0], config_dir=world.config)
         done = publisher.publish("1", noise[1], config_dir=world.config)
     assert (done.kind, done.why) == ("full", "a delta would not be smaller")
     assert_served(world, "1", noise[1])
+
+
+@pytest.mark.parametrize("how", ["tensors", "directory", "cast", "background", "write_full"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_weights_that_are_not_finite_are_refused_before_they_are_uploaded(
+    world: World, how: str, before: int
+) -> None:
+    """Full or delta. The next snapshot stands on the one before."""
+    states = [weights(step) for step in range(2)]
+    bad = {name: array.copy() for name, array in states[1].items()}
+    bad["b"][7] = np.finfo(np.float32).max if how == "cast" else np.nan
+    number = "infinity" if how == "cast" else "NaN"
+    says = rf"^snapshot 'bad' is not published: tensor b is {number} at index \[7\] \(model\.safetensors\)$"
+    options: dict[str, Any] = {"dtype": "bfloat16"} if how == "cast" else {}
+    directory = world.root / "whole"
+    shutil.copytree(world.config, directory)
+    write_weights(directory, bad)
+
+    def publish(publisher: SnapshotPublisher, bad: dict[str, Any]) -> None:
+        if how == "directory":
+            publisher.publish("bad", directory)
+        elif how == "background":
+            publisher.begin("bad", bad, config_dir=world.config).wait(30)
+        elif how == "write_full":
+            publisher.write_full("bad", bad, config_dir=world.config)
+        else:
+            publisher.publish("bad", bad, config_dir=world.config, **options)
+
+    with world.publisher() as publisher:
+        if before:
+            publisher.publish("0", states[0], config_dir=world.config, **options)
+        there, signals = sorted(world.bucket.iterdir()), len(world.signals)
+        with pytest.raises(PublishError, match=says):
+            publish(publisher, bad)
+        assert (sorted(world.bucket.iterdir()), len(world.signals)) == (there, signals)
+        done = publisher.publish("1", states[1], config_dir=world.config, **options)
+    assert done.kind == ("delta" if before else "full")
 
 
 def test_replacing_a_snapshot_is_never_a_delta(world: World) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from serving import DEVICE, Server, on_device, serve
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +46,14 @@ def publisher(server: Server) -> Iterator[SnapshotPublisher]:
 def put(server: Server, identity: str, checkpoint: Path) -> None:
     """What a trainer without our client does: a Hugging Face directory in the bucket."""
     shutil.copytree(checkpoint, server.bucket / identity)
+
+
+def spoil(checkpoint: Path, name: str, row: int) -> None:
+    """One row of a tensor is NaN. Prompts without its token do not show it."""
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][row] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 class Rollout(threading.Thread):
@@ -250,6 +259,11 @@ def test_a_snapshot_that_fails_verification_serves_no_token(
     publisher.signal("wider")
     with pytest.raises(SnapshotFailed, match="hidden_size"):
         publisher.wait_until_ready("wider", timeout_s=150)
+    put(server, "nan", tiny_model(seed=5))
+    spoil(server.bucket / "nan", "model.embed_tokens.weight", 250)
+    publisher.signal("nan")
+    with pytest.raises(SnapshotFailed, match=r"embed_tokens\.weight is NaN at index \[250, 0\]"):
+        publisher.wait_until_ready("nan", timeout_s=150)
     assert serving_now(publisher) == before
     after = Rollout(server, [1, 2, 3], 0, 5, "after-failure")
     after.run()

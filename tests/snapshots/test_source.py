@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import CONFIG, flip_last, rot, weights, write_checkpoint
+from safetensors.numpy import load_file, save_file
 
-from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
+from midstream.core.errors import (
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotIncompatible,
+    SnapshotMissing,
+    SnapshotNotFinite,
+)
 from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles
 from midstream.replica.swap.source import CachedSource
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.layout import read_spec
+from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import snapshot_fingerprint
@@ -183,3 +192,104 @@ def test_files_that_cannot_be_read_for_a_moment_are_not_fetched_again(
     shutil.rmtree(full)
     assert asyncio.run(source.fetch(desired)) == path
     asyncio.run(source.verify(path, desired))
+
+
+def spoil(directory: Path, name: str = "layers.2.w", value: float = np.nan) -> Path:
+    """One number of the checkpoint is `value`."""
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name][3, 4] = value
+            save_file(tensors, file)
+    return directory
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("value", "said"), [(np.nan, "NaN"), (np.inf, "infinity"), (-np.inf, "-infinity")])
+def test_a_number_that_is_not_finite_is_refused_before_the_engine_has_it(
+    tmp_path: Path, shards: int, value: float, said: str
+) -> None:
+    full = spoil(write_checkpoint(tmp_path / "s0", shards=shards), value=value)
+    source = make_source(tmp_path)
+    desired = Desired(snapshot="s0", generation=1, url=full.as_uri())
+    file = "model" if shards == 1 else "model-00001-of-00002"
+
+    async def scenario() -> None:
+        path = await source.fetch(desired)
+        assert path is not None
+        with pytest.raises(
+            SnapshotNotFinite, match=rf"^tensor layers\.2\.w is {said} at index \[3, 4\] \({file}\."
+        ):
+            await source.verify(path, desired)
+
+    asyncio.run(scenario())
+
+
+def test_a_delta_is_refused_for_the_numbers_that_it_makes(tmp_path: Path) -> None:
+    """Its own file holds no floating-point number. The next delta may make all of them finite again."""
+    states = [write_checkpoint(tmp_path / f"s{i}", seed=i) for i in range(3)]
+    spoil(states[1])
+    links = [SnapshotFiles(snapshot="s0", url=states[0].as_uri())]
+    for i in (1, 2):
+        encode_delta(states[i - 1], states[i], tmp_path / f"d{i}", "arc_v2")
+        url = (tmp_path / f"d{i}").as_uri()
+        links.append(SnapshotFiles(snapshot=f"s{i}", url=url, compression="arc_v2"))
+    source = make_source(tmp_path)
+
+    async def load(i: int) -> None:
+        desired = Desired(
+            snapshot=f"s{i}", generation=i, url=links[i].url, compression="arc_v2", parents=tuple(links[:i])
+        )
+        assert await source.fetch(desired) is None
+        await source.verify(await source.rebuild(desired), desired)
+
+    with pytest.raises(SnapshotNotFinite, match=r"^tensor layers\.2\.w is NaN at index \[3, 4\]"):
+        asyncio.run(load(1))
+    asyncio.run(load(2))
+
+
+def test_an_adapter_is_refused_for_a_number_that_is_not_finite(tmp_path: Path) -> None:
+    base = CheckpointSpec({"layers.0.q.weight": TensorSpec("F32", (4, 4), "model.safetensors")}, CONFIG)
+    source = CachedSource(ChainFetcher(SnapshotCache(tmp_path / "cache")), base)
+    adapter = tmp_path / "a1"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    names = [f"base_model.model.layers.0.q.lora_{side}.weight" for side in "AB"]
+    tensors = {names[0]: np.ones((2, 4), np.float32), names[1]: np.ones((4, 2), np.float32)}
+    desired = Desired(snapshot="a1", generation=1, url=adapter.as_uri())
+
+    async def load() -> None:
+        save_file(tensors, adapter / "adapter_model.safetensors")
+        path = await source.fetch(desired)
+        assert path is not None
+        await source.verify(path, desired)
+
+    asyncio.run(load())
+    tensors[names[1]][2, 1] = np.inf
+    with pytest.raises(
+        SnapshotNotFinite,
+        match=r"lora_B\.weight is infinity at index \[2, 1\] \(adapter_model\.safetensors\)$",
+    ):
+        asyncio.run(load())
+
+
+def test_a_copy_that_rots_to_a_number_that_is_not_finite_costs_one_attempt(tmp_path: Path) -> None:
+    full = write_checkpoint(tmp_path / "s0")
+    url = full.as_uri()
+    fingerprint = asyncio.run(snapshot_fingerprint(url))
+    desired = Desired(snapshot="s0", generation=1, url=url, fingerprint=fingerprint)
+    source = make_source(tmp_path)
+
+    def nan(data: bytearray) -> None:
+        data[-4:] = np.float32(np.nan).tobytes()
+
+    async def load() -> Path:
+        path = await source.fetch(desired)
+        assert path is not None
+        await source.verify(path, desired)
+        return path
+
+    rot(asyncio.run(load()) / "model.safetensors", nan)
+    with pytest.raises(SnapshotNotFinite):
+        asyncio.run(load())
+    assert weights(asyncio.run(load())) == weights(full)

@@ -28,11 +28,12 @@ from midstream.client.server import (
     Unanswered,
 )
 from midstream.client.status import ReplicaStatus, Status
-from midstream.core.errors import SnapshotError
+from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.arc2.files import weights_files
-from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
+from midstream.snapshots.finite import check_finite
+from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_checkpoint
 from midstream.snapshots.tied import check_tied, ties_head
 
 Kind = Literal["full", "delta"]
@@ -288,7 +289,7 @@ def size_bytes(directory: Path) -> int:
 def check_whole(
     identity: str, directory: Path, served: CheckpointSpec | None = None, *, of_policy: bool = False
 ) -> None:
-    """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter.
+    """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter, of finite numbers.
 
     served: the checkpoint whose tensors it has to have; None if it is not known.
     """
@@ -297,13 +298,17 @@ def check_whole(
     try:
         if of_policy:
             check_adapter_files(directory)
+            files = weights_files(directory)
         else:
-            spec = read_spec(directory)
+            spec, files = read_checkpoint(directory)
             check_names(spec, served)
             if ties_head(spec.config, spec.tensors):
                 check_tied(directory, spec)
+        check_finite(directory, files)
     except ValueError as error:
         raise PublishError(f"snapshot {identity!r} would not load: {error}") from error
+    except SnapshotNotFinite as error:
+        raise PublishError(f"snapshot {identity!r} is not published: {error}") from error
     except SnapshotError as error:
         if not of_policy and is_adapter(directory):
             raise PublishError(

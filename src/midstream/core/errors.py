@@ -24,6 +24,7 @@
         PolicyNotLoaded             the replica does not hold the request's policy
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
+      SnapshotNotFinite             a number is NaN or infinite
 
 Always holds: an error that a retry may cure has `retry_after_s`; the others have none. Bodies have the shape
 `{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read, but on wires of other
@@ -255,6 +256,10 @@ class SnapshotCorrupt(SnapshotError):
 
 class SnapshotIncompatible(SnapshotError):
     pass
+
+
+class SnapshotNotFinite(SnapshotError):
+    """A number of the weights is NaN or infinite. The message names the tensor, the index and the file."""
 
 
 class ConfigError(Exception):

@@ -4,6 +4,30 @@ from catalogue.mutation import Mutation
 
 SNAPSHOTS = (
     Mutation(
+        "numbers_not_read",
+        "replica/swap/source.py",
+        "        await finished(check, on_cancel=stop.set)",
+        "        assert check is not None",
+        "A number that is not finite is found before the engine has the weights.",
+        ("snapshots/test_source.py",),
+    ),
+    Mutation(
+        "negative_numbers_are_finite",
+        "snapshots/finite.py",
+        "over = unsigned.max() >= (kind.first | sign if kind.signed else kind.first)",
+        "over = unsigned.max() >= (2 * sign if kind.signed else kind.first)",
+        "A number with a sign that is not finite is found, too.",
+        ("snapshots/test_finite.py",),
+    ),
+    Mutation(
+        "published_unread",
+        "client/publication.py",
+        "        check_finite(directory, files)\n",
+        "",
+        "Weights that are not finite are refused before they are uploaded.",
+        ("client/test_publish_delta.py",),
+    ),
+    Mutation(
         "signalled_before_the_upload",
         "client/publication.py",
         "        self._upload(job, staged, None, overwrite=job.overwrite or parent is not None)\n"

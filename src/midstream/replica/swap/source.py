@@ -15,17 +15,22 @@ import abc
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
 from midstream.core.types import Desired, Hint, SnapshotContent
 from midstream.snapshots.adapter import is_adapter, read_adapter
-from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec, read_spec
+from midstream.snapshots.arc2.files import weights_files
+from midstream.snapshots.finite import check_finite
+from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec, read_checkpoint
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.verify import check_compatible
+from midstream.snapshots.tasks import finished
 
 
 class SnapshotSource(abc.ABC):
@@ -42,7 +47,8 @@ class SnapshotSource(abc.ABC):
 
     @abc.abstractmethod
     async def verify(self, path: Path, desired: Desired) -> None:
-        """Raises SnapshotError unless the files at `path` are a whole snapshot that fits the served model."""
+        """Raises SnapshotError unless the files at `path` are a whole snapshot that fits the served model, and all its numbers
+        are finite."""
 
     def of_policy(self, policy: str) -> SnapshotSource:
         """The source of one policy's snapshots, which keeps files of its own. Raises OSError."""
@@ -91,16 +97,24 @@ class CachedSource(SnapshotSource):
 
     async def verify(self, path: Path, desired: Desired) -> None:
         try:
-            if is_adapter(path):
-                await asyncio.to_thread(read_adapter, path, self._base)
-                return
-            await asyncio.to_thread(self._with_config, path)
-            spec = await asyncio.to_thread(read_spec, path)
-        except (SnapshotCorrupt, SnapshotMissing):
+            await self._verify(path, frozenset(desired.ignore_config))
+        except (SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite):
             # The local copy may be bad, so the next attempt takes it from the bucket.
             await self._chains.distrust(path)
             raise
-        check_compatible(self._base, spec, frozenset(desired.ignore_config))
+
+    async def _verify(self, path: Path, ignore_config: frozenset[str]) -> None:
+        """The headers first: they tell without reading the weights."""
+        if is_adapter(path):
+            await asyncio.to_thread(read_adapter, path, self._base)
+            files = await asyncio.to_thread(weights_files, path)
+        else:
+            await asyncio.to_thread(self._with_config, path)
+            spec, files = await asyncio.to_thread(read_checkpoint, path)
+            check_compatible(self._base, spec, ignore_config)
+        stop = threading.Event()
+        check = partial(check_finite, path, files, cancelled=stop.is_set)
+        await finished(check, on_cancel=stop.set)
 
     def of_policy(self, policy: str) -> SnapshotSource:
         return CachedSource(self._chains.of_policy(policy), self._base)
