@@ -181,7 +181,7 @@ def test_a_grammar_that_does_not_compile_ends_its_own_request_only(tiny_model: C
     assert_matches_the_schema(got["good", 0])
 
 
-def test_a_matcher_that_fails_on_the_way_ends_its_request_and_no_other(
+def test_a_matcher_that_fails_on_the_way_ends_its_choice_and_no_other(
     tiny_model: Callable[..., Path],
 ) -> None:
     core = EngineCore(tiny_model(), EngineSettings())
@@ -194,10 +194,23 @@ def test_a_matcher_that_fails_on_the_way_ends_its_request_and_no_other(
             broken.matcher.accept(ord("?"))
 
     got = run(core, [constrained("bad", n=2), constrained("good")], after_step=break_one)
-    errors = [got["bad", i].error for i in range(2)]
-    assert [e.partition(": ")[0] for e in errors if e] == ["the grammar cannot be followed"]
-    assert len(got["bad", 0].tokens) == 5
-    assert_matches_the_schema(got["good", 0])
+    ended, *others = sorted((got["bad", 0], got["bad", 1], got["good", 0]), key=lambda one: len(one.tokens))
+    assert (ended.finish, ended.error, len(ended.tokens)) == ("dead_end", None, 5)
+    for other in others:
+        assert_matches_the_schema(other)
+
+
+def test_a_dead_end_ends_a_choice_with_its_tokens_and_the_snapshots_of_their_kv(
+    tiny_model: Callable[..., Path],
+) -> None:
+    core = EngineCore(tiny_model(), EngineSettings())
+    # Behind "ab" the grammar asks for a token that may not come.
+    wanted = constrained("r", grammar='start: "ab" "c"', bad_tokens=((ord("c"),),))
+    wanted = msgspec.structs.replace(wanted, want_kv_snapshots=True)
+    got = run(core, [wanted])["r", 0]
+    assert (got.finish, got.error, bytes(r.token_id for r in got.tokens)) == ("dead_end", None, b"ab")
+    assert got.kv == [("base", 0, len(wanted.prompt) + 1)]
+    assert core.idle
 
 
 def test_text_that_spells_a_special_token_is_spelled_not_replaced_by_the_token() -> None:

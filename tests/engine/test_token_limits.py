@@ -98,10 +98,10 @@ def test_log_probabilities_stay_the_raw_models_under_limits(core: EngineCore) ->
     assert sampled.tokens[0] == scored.sample(logits[:1], rows[:1]).tokens[0]
 
 
-def test_a_request_that_may_generate_nothing_ends_with_an_error(core: EngineCore) -> None:
+def test_a_request_that_may_generate_nothing_is_at_a_dead_end(core: EngineCore) -> None:
     (got,) = run(core, [request("r", PROMPT, echo=0, allowed_token_ids=(65,), bad_tokens=((65,),))]).values()
-    assert got.error is not None
-    assert got.error.startswith("no token may be generated: ")
+    assert (got.finish, got.error, got.tokens) == ("dead_end", None, [])
+    assert got.cached is not None
 
 
 def test_a_resumed_choice_counts_what_was_emitted(core: EngineCore) -> None:

@@ -124,6 +124,7 @@ class FakeEngine(Engine):
         self.any_aborted = asyncio.Event()
         self.cached_tokens = 3
         self.fail_after: int | None = None
+        self.dead_end_after: int | None = None
         self.die_after: int | None = None
         self.stop_short = False
         self.starts = 0
@@ -258,6 +259,10 @@ class FakeEngine(Engine):
                 return
             if done == self.fail_after:
                 yield GenerationEvent(error="the step failed: out of pages")
+                return
+            if done == self.dead_end_after:
+                for index in request.choices:
+                    yield GenerationEvent(index=index, finish="dead_end")
                 return
             if done == self.die_after:
                 raise EngineDied("killed by the test")

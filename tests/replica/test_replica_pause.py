@@ -89,6 +89,33 @@ async def test_each_wire_tells_that_an_answer_was_cut(tmp_path: Path) -> None:
 
 
 @in_a_loop
+async def test_each_wire_tells_of_a_dead_end_and_keeps_the_tokens_before_it(tmp_path: Path) -> None:
+    plain = {"stream": False, "return_token_ids": True}
+    async with running(tmp_path, FakeEngine()) as here:
+        here.engine.dead_end_after = 2
+        chat = {"messages": [{"role": "user", "content": "x"}], "model": BODY["model"], "max_tokens": 6}
+        asked = {
+            "/v1/completions": BODY | plain,
+            "/v1/chat/completions": chat,
+            "/generate": {"input_ids": [65], "sampling_params": {"max_new_tokens": 6}},
+            "/inference/v1/generate": {"token_ids": [65], "sampling_params": {"max_tokens": 6}},
+            "/v1/messages": chat,
+            "/v1/responses": {"input": "x", "max_output_tokens": 16},
+        }
+        answers = [await here.http.post(path, json=body) for path, body in asked.items()]
+        assert [answer.status_code for answer in answers] == [200] * len(asked)
+        completion, message, sglang, vllm, messages, responses = [answer.json() for answer in answers]
+        for choice in (completion["choices"][0], message["choices"][0], vllm["choices"][0]):
+            assert choice["finish_reason"] == "dead_end"
+        assert completion["choices"][0]["text"] == "hel"
+        assert sglang["meta_info"]["finish_reason"]["type"] == "dead_end"
+        assert len(sglang["output_ids"]) == 2
+        assert (messages["stop_reason"], responses["status"]) == ("max_tokens", "incomplete")
+        assert [told["midstream"]["finish_reason"] for told in (messages, responses)] == ["dead_end"] * 2
+        assert said((await here.http.post("/v1/completions", json=BODY)).text)[1][-1] == "dead_end"
+
+
+@in_a_loop
 async def test_an_abort_by_name_ends_no_other_request(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine()) as here,

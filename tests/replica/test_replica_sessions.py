@@ -161,7 +161,7 @@ def test_what_turns_were_like_adds_up() -> None:
         }  # fmt: skip
     sessions.close(A)
     told = sessions.trajectories()
-    assert told.counts["finishes"] == {"stop": 2, "length": 0, "tool_calls": 1, "abort": 0}
+    assert told.counts["finishes"] == {"stop": 2, "length": 0, "tool_calls": 1, "abort": 0, "dead_end": 0}
     measures = {name: told.measures[name] for name in TURN_MEASURES}
     assert {name: (sum(m.counts), m.sum) for name, m in measures.items()} == {
         "time_to_first_token_seconds": (2, 0.75),

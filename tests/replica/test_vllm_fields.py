@@ -121,6 +121,10 @@ def prompt_of(engine: FakeEngine) -> str:
             "guided_decoding_backend: not supported by this server; leave it out",
         ),
         (
+            {"structured_outputs": {"json": r'{"const": "\ud800"}'}},
+            "structured_outputs: json is not JSON: Input data was truncated",
+        ),
+        (
             {"structured_outputs": {"grammar": "root ::= x"}},
             "structured_outputs: grammar is not supported by this server; use one of json, json_object, choice, regex",
         ),

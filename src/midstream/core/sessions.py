@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.types import Session, Whole
+from midstream.core.types import FinishReason, Session, Whole
 
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key")
 SESSION_BODY_FIELDS = ("prompt_cache_key", "session_id", "user")
@@ -138,7 +138,7 @@ MEASURES = TURN_MEASURES | SWAP_MEASURES
 #: one whose client left or whose engine failed. swaps: superseded by a newer target; stopped, as the
 #: engine died or the policy was ended meanwhile.
 COUNTS: dict[str, tuple[str, ...]] = {
-    "finishes": ("stop", "length", "tool_calls", "abort"),
+    "finishes": get_args(FinishReason),
     "swaps": ("ready", "failed", "superseded", "stopped"),
 }
 

@@ -19,7 +19,8 @@ import msgspec
 
 BASE_SNAPSHOT = "base"
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+#: abort: a trainer's call ended the choice. dead_end: its grammar and the limits of the request together allow no token.
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "dead_end"]
 ResetPromptCache = Literal["all", "new_session", "none"]
 TransitionType = Literal["ASYNC", "SYNC"]
 CompressionFormat = Literal["arc_v1", "arc_v2"]

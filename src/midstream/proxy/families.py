@@ -113,7 +113,7 @@ TURNS: dict[str, Family] = {
     "midstream_session_turns": Family("histogram", "turns of a session, when it is closed", _REPLICA),
     "midstream_turn_choices": Family(
         "counter",
-        "choices that ended; abort: also when the client left or the engine failed",
+        "choices that ended; abort: also when the client left or the engine failed; dead_end: no token could follow",
         ("replica", "finish"),
     ),
 }

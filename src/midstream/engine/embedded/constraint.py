@@ -87,8 +87,6 @@ class Constraints:
 class Matcher:
     """The place of one sequence in its grammar: a limits.Follower. `error` says why the sequence cannot go on."""
 
-    failure = "the grammar cannot be followed"
-
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer

@@ -360,12 +360,11 @@ class EngineCore:
             if seq.done:
                 # Another choice of its request failed in this step.
                 continue
-            if seq.matcher is not None and seq.matcher.error is not None:
-                message = f"{seq.matcher.failure}: {seq.matcher.error}"
-                outputs += self._end_with_error([work], message)
-                continue
             if seq in broken:
                 outputs += self._end_broken(work)
+                continue
+            if seq.matcher is not None and seq.matcher.error is not None:
+                outputs.append((seq.request.request_id, self._dead_end(seq)))
                 continue
             assert sampled is not None
             route = None if packed is None else packed[row * width : (row + 1) * width]
@@ -376,6 +375,23 @@ class EngineCore:
     def _end_broken(self, work: Work) -> list[Output]:
         return self._end_with_error(
             [work], f"snapshot {self.snapshots[work.seq.now]} gave a logit that is not finite"
+        )
+
+    def _dead_end(self, seq: Sequence) -> GenerationEvent:
+        """The last event of a choice that no token may continue."""
+        assert seq.matcher is not None
+        logger.info("%s/%d has come to a dead end: %s", seq.request.request_id, seq.index, seq.matcher.error)
+        announced = seq.announced
+        prompt, cached = (None, None) if announced else self._announce(seq)
+        kv_snapshots = self._provenance(seq, "dead_end") if seq.request.want_kv_snapshots else None
+        self._finish(seq)
+        return GenerationEvent(
+            index=seq.index,
+            prompt=prompt,
+            cached_tokens=cached,
+            queued_s=None if announced else seq.queued_s,
+            finish="dead_end",
+            kv_snapshots=kv_snapshots,
         )
 
     def _event(
@@ -423,11 +439,13 @@ class EngineCore:
             return None
         size = self.pool.block_size
         slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
-        ordinals = self._kv_snapshot[slots.reshape(-1)[: seq.computed]]
+        # The last token's KV is there only where a choice ended without another token.
+        told = min(seq.computed, max(seq.prompt_len, seq.prompt_len + seq.generated - 1))
+        ordinals = self._kv_snapshot[slots.reshape(-1)[:told]]
         # All of the KV may come from the cache. The next position then begins a span that must be reported, too.
         seq.reported_epoch = seq.now if ordinals[-1] == seq.now else -1
         starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
-        ends = [*starts[1:], seq.computed]
+        ends = [*starts[1:], told]
         spans = zip(starts, ends, strict=True)
         return tuple((self.snapshots[ordinals[start]], start, end) for start, end in spans)
 

@@ -17,11 +17,10 @@ from midstream.core.types import SamplingParams
 class Follower(Protocol):
     """What follows a sequence token by token and says which token may come next (constraint.Matcher is one).
 
-    error: why the sequence cannot go on. failure: the words before it.
+    error: why the sequence cannot go on.
     """
 
     error: str | None
-    failure: str
 
     def mask(self) -> bytes | None:
         """The tokens that may come next, bit i (little-endian) for token i. None: `error` says why there are none."""
@@ -32,8 +31,6 @@ class Follower(Protocol):
 
 class Limits:
     """under: follows the sequence's grammar, if it has one."""
-
-    failure = "no token may be generated"
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, under: Follower | None) -> None:
         self.error: str | None = None
@@ -55,7 +52,7 @@ class Limits:
         if self._under is not None:
             mask = self._under.mask()
             if mask is None:
-                self.error, self.failure = self._under.error, self._under.failure
+                self.error = self._under.error
                 return None
             under = np.frombuffer(mask, dtype=np.uint8)
             bits, left_out = bits[: len(under)], len(under) - len(bits)

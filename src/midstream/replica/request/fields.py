@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.text import NOT_JSON, decoded
 from midstream.core.types import ModelInfo
 from midstream.replica.request.schema import ChatBody, InferenceBody, unsupported
 from midstream.replica.text.grammar import PATTERN_MAX, response_schema
@@ -131,8 +132,8 @@ def answer(body: InferenceBody) -> Answer:
 
 def _json(value: Any) -> Answer:
     try:
-        schema = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
+        schema = decoded(msgspec.json.decode, value.encode()) if isinstance(value, str) else value
+    except (UnicodeEncodeError, *NOT_JSON) as error:
         raise _unusable(f"json is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise _unusable("json must be a schema, as an object or as its text")

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
+from midstream.replica.text import schemarules
 from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import ToolPlan
 
@@ -265,12 +266,20 @@ def _text_and_calls(
 
 
 def _json(schema: dict[str, Any], **options: Any) -> str:
-    return json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)
+    ready = schemarules.prepared(schema)
+    return json.dumps(ready | {"x-guidance": ready["x-guidance"] | options}, ensure_ascii=False)
 
 
 def _check_schema(schema: dict[str, Any], where: str, param: str, problem_with: ProblemWith) -> None:
-    problem = problem_of_size(schema)
+    problem = problem_of_size(schema) or schemarules.problem_of_keywords(schema)
     if problem is None:
         problem = problem_with(f"start: %json {_json(schema)}", begun=True)
+    if problem is None:
+        # Without blanks, which could go on for ever in place of a name.
+        left = [_json(asked, whitespace_flexible=False) for asked in schemarules.left_for_patterns(schema)]
+        if any(problem_with(f"start: %json {asked}", begun=True) is not None for asked in left):
+            problem = (
+                "patternProperties: every name that it matches is in properties or required; leave it out"
+            )
     if problem is not None:
         raise InvalidRequest(f"{where}: {problem}", param=param)

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from midstream.replica.text.schemarules import NO_ANSWER
+
 if TYPE_CHECKING:
     from midstream.replica.text.grammar import ProblemWith
 
@@ -43,6 +45,12 @@ TOO_LONG_TOGETHER = "the schemas of this request take too long to compile togeth
 
 _COMPILE = re.compile(r"failed to compile JSON schema: (?P<why>[^\n]*)(?P<rest>(?:\n[^\n]+)*)")
 _REGEX_ERROR = re.compile(r"^error: (?P<why>.*)$", re.MULTILINE)
+#: What the library says in words of its own options and expressions.
+_REASONS = {
+    "Regex is empty": "no text matches its pattern, format and length together",
+    "oneOf constraints": "oneOf is not supported where its alternatives may overlap; use anyOf",
+    "are not disjoint": "patternProperties: patterns that may match the same name are not supported",
+}
 _TOO_MUCH = frozenset((-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV))
 QUIET = LLParserLimits(verbose_errors=False)
 
@@ -184,12 +192,15 @@ def _look_into(matcher: LLMatcher) -> None:
 def reason(message: str) -> str:
     """An error of the library in one line, without its inner state and the place in a text that the client never saw."""
     if "NoExtension" in message:
-        return "no answer can match it: it asks for itself before it asks for anything"
+        return NO_ANSWER
     if "TooComplex" in message or "fuel" in message or "Parser Error" in message:
         return "it is too complex"
     found = _COMPILE.search(message)
     if found is None:
         return message.partition("\n")[0].strip()
+    for says, why in _REASONS.items():
+        if says in found["why"]:
+            return why
     detail = _REGEX_ERROR.search(found["rest"])
     return found["why"].rstrip(":") + (f": {detail['why']}" if detail else "")
 

@@ -58,7 +58,7 @@ class TextCompletion(Response, kw_only=True):
 class Records(msgspec.Struct):
     """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
     branch: why the request continues no turn of its session. finish_reason: `abort` of an answer that a trainer's call ended,
-    for which these APIs have no name."""
+    `dead_end` of one that no token may continue. These APIs have no names for both."""
 
     snapshot: str
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET

@@ -25,7 +25,7 @@ from midstream.replica.wire.answers import (
     ToolUse,
 )
 from midstream.replica.wire.base import ResponseHead
-from midstream.replica.wire.telling import TellingEncoder, event
+from midstream.replica.wire.telling import UNNAMED, TellingEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 _OPENAI_ID = "call_"
@@ -157,8 +157,8 @@ class MessagesEncoder(TellingEncoder):
             most = self._checked.max_tokens
             cut = most is not None and choice.generated < most
             return "model_context_window_exceeded" if cut else "max_tokens", None
-        if choice.finish == "abort":
-            # This API has no name for it: the message was cut.
+        if choice.finish in UNNAMED:
+            # The message was cut.
             return "max_tokens", None
         # The name of a special token, which has no text, ends a message as its token.
         name = None if last is None else self._vocabulary.raw_text([last])

@@ -358,6 +358,8 @@ class SGLangEncoder(RecordEncoder):
             return {"type": "length", "length": choice.generated}
         if choice.finish == "abort":
             return {"type": "abort", "message": "a trainer ended this request"}
+        if choice.finish == "dead_end":
+            return {"type": "dead_end", "message": "no token may follow, by what the answer must match"}
         return {"type": "stop", "matched": ended_by(choice, last, self._checked, self._vocabulary)}
 
     def _id(self, index: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from midstream.core.text import sse_event
-from midstream.core.types import served_model_name
+from midstream.core.types import FinishReason, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Scored
 from midstream.replica.response.kept import Kept
@@ -19,6 +19,9 @@ from midstream.replica.response.shapes import ChoiceTail, Extras, SnapshotSpan
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Records
 from midstream.replica.wire.base import ResponseHead
+
+#: How choices end for which these APIs have no name.
+UNNAMED: tuple[FinishReason, ...] = ("abort", "dead_end")
 
 
 class TellingEncoder(RecordEncoder):
@@ -66,7 +69,7 @@ class TellingEncoder(RecordEncoder):
             tell_kv(kv, choice)
         told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
         told.perf_metrics = extras.perf_metrics
-        if choice.finish == "abort":
+        if choice.finish in UNNAMED:
             told.finish_reason = choice.finish
         return told
 
