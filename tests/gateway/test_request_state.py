@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.core.config import GatewaySettings
-from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST
+from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST, HEADER_NOT_LOADED
 from midstream.core.types import ReplicaReport
 from midstream.core.wires import Wire
 from midstream.fleet.registry import Deployment, Deployments
@@ -31,13 +32,18 @@ from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.request_state import (
     ANSWERED,
     AT_UPSTREAM,
+    MAY_PASS,
     MOVES,
+    RULINGS,
+    SEEN,
     Action,
     Event,
     IllegalMove,
     Phase,
     RequestState,
+    Ruling,
     mermaid,
+    rulings_table,
 )
 
 DIAGRAM = Path(__file__).parents[2] / "docs" / "state-machines.md"
@@ -46,6 +52,37 @@ DIAGRAM = Path(__file__).parents[2] / "docs" / "state-machines.md"
 def test_the_diagram_in_the_documentation_is_the_table() -> None:
     assert mermaid() in DIAGRAM.read_text()
     assert len(mermaid().splitlines()) == len(MOVES) + 2
+    assert rulings_table() in DIAGRAM.read_text()
+
+
+def test_every_reason_of_a_refusal_is_a_move_of_both_phases_that_can_hear_it() -> None:
+    sent = {Phase.SENT: Phase.HELD, Phase.RESUME_SENT: Phase.RESUME_HELD}
+    heard = {(at, event) for at, event in MOVES if event in RULINGS}
+    assert {at for at, _ in heard} == set(sent)
+    for (at, held), (reason, rulings) in itertools.product(sent.items(), RULINGS.items()):
+        ruling = rulings[at is Phase.RESUME_SENT]
+        state = RequestState()
+        state.phase = at
+        if ruling is None:
+            assert (at, reason) == (Phase.SENT, Event.CANNOT_RESUME), "every other reason can be heard"
+            with pytest.raises(IllegalMove):
+                state.move(reason)
+        elif ruling is Ruling.LAST_WORD:
+            assert (at, state.move(reason), state.phase) == (Phase.SENT, Action.PASS_HEAD, Phase.PASSING)
+        else:
+            assert (state.move(reason), state.phase, state.refusal) == (Action.HOLD, held, reason)
+            passes = at is Phase.SENT and ruling in MAY_PASS
+            assert passes or ruling not in MAY_PASS, "no refusal is the rest of a stream"
+            for event in (Event.ELSEWHERE, Event.FAILED, Event.CLIENT_GONE):
+                assert (held, event) in MOVES
+
+
+def test_an_upstream_has_seen_the_request_from_the_moment_it_was_sent() -> None:
+    """Also while another connection is opened for it."""
+    for (at, event), (to, action) in MOVES.items():
+        if action is Action.SEND or (at in SEEN and to in AT_UPSTREAM and event is not Event.ELSEWHERE):
+            assert to in SEEN
+        assert (to in SEEN) <= (at in SEEN or action is Action.SEND)
 
 
 def test_whatever_happens_a_request_can_end_and_has_one_response() -> None:
@@ -281,7 +318,7 @@ class Requests(RuleBasedStateMachine):
         data=st.data(),
         status=st.sampled_from([400, 425, 429, 503]),
         size=st.sampled_from([10, 70_000]),
-        word=st.sampled_from([None, HEADER_LOST, HEADER_ANOTHER_BOOT]),
+        word=st.sampled_from([None, HEADER_LOST, HEADER_ANOTHER_BOOT, HEADER_NOT_LOADED]),
     )
     def refuse(self, data: st.DataObject, status: int, size: int, word: str | None) -> None:
         connection = data.draw(st.sampled_from(self.quiet()))

@@ -23,7 +23,7 @@ from midstream.http.upstream import UpstreamPool
 from midstream.launch.process import Child, Life
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
-from midstream.proxy.request_state import Event
+from midstream.proxy.request_state import RULINGS, Event, Ruling
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
@@ -165,6 +165,11 @@ def _age_is_ignored() -> None:
     Namespaces.commit = commit  # type: ignore[method-assign]
 
 
+def _losses_of_resumed_streams_do_not_count() -> None:
+    """A replica that loses its engine as it goes on with a stream only counts as one that cannot go on with it."""
+    RULINGS[Event.ENGINE_LOST] = (Ruling.LOSS, Ruling.NEXT)
+
+
 def _places_leak() -> None:
     """A request that was cut off is counted for ever."""
     before = ReplicaRoute.leave
@@ -172,7 +177,7 @@ def _places_leak() -> None:
     def leave(self: ReplicaRoute) -> None:
         view, here = self._view, self._here
         before(self)
-        if view is not None and here is not None and not self._served:
+        if view is not None and here is not None and self._status != 200:
             view.in_flight += 1
 
     ReplicaRoute.leave = leave  # type: ignore[method-assign]
@@ -272,6 +277,7 @@ FOUND_AT = {
     "losses_end_streams": (4, "a response that is whole without its end"),
     "another_boot_is_as_good": (34, "the base weights serve again"),
     "age_is_ignored": (65, "commits old"),
+    "losses_of_resumed_streams_do_not_count": (23, "engines that went on with it"),
     "places_leak": (0, "nobody asked for anything"),
     "old_by_the_clock": (11, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),

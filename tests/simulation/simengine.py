@@ -183,6 +183,8 @@ class SimEngine(Engine):
         self._on_death: list[Callable[[str], Awaitable[None]]] = []
         self._generated = self._steps = self._prompted = self._reused = 0
         self.staging_fails = 0.0
+        #: Whether a stream that it is to go on with costs it its life, before the first event.
+        self.killed_by: Callable[[GenerateRequest], bool] = lambda request: False
         #: Told as a snapshot comes to serve.
         self.committed: Callable[[str], None] = lambda snapshot: None
 
@@ -227,6 +229,10 @@ class SimEngine(Engine):
     def end_policy(self, policy: str) -> None:
         self.slots.pop(policy, None)
 
+    @property
+    def running(self) -> list[GenerateRequest]:
+        return [one.request for one in self._running]
+
     def running_of(self, slot: SimSlot) -> int:
         return sum(one.slot is slot for one in self._running)
 
@@ -247,6 +253,9 @@ class SimEngine(Engine):
         if slot is None or (request.snapshot is not None and fixed is None):
             yield GenerationEvent(error=f"no such weights: {request.policy}@{request.snapshot}")
             return
+        if request.emitted and self.killed_by(request):
+            await self.die("the stream that it was to go on with killed it")
+            raise EngineDied("the engine is gone")
         events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         mine = [
             Choice(request, choice, slot, [*request.prompt, *request.emitted_of(choice)], events, fixed=fixed)

@@ -24,7 +24,7 @@ from simpolicies import Policies, kinds
 from simprocess import Process
 from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
-from simworld import BUCKET, PORT, World
+from simworld import BUCKET, PORT, World, asked_of
 
 from midstream.core.config import TinkerSettings
 
@@ -37,6 +37,8 @@ READY_S = 60.0
 HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger"))
 #: Of histories, those with policies.
 WITH_POLICIES = 0.4
+#: Of histories, those with streams that kill each engine that goes on with them.
+WITH_POISON = 0.2
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ def plan_of(seed: int) -> Plan:
         entries += [_entry(kind, rng) for _ in range(rng.randint(1, most))]
     if samplers and tinker.random() < 0.4:
         entries += [_entry("kill tinker", tinker) for _ in range(tinker.randint(1, 2))]
+    poison = random.Random(f"{seed} poison")
+    if poison.random() < WITH_POISON:
+        entries += [_entry("poison", poison) for _ in range(poison.randint(1, 3))]
     entries = _beside_signals(entries, random.Random(f"{seed} beside"))
     policies, policy_clients = random.Random(f"{seed} policies"), 0
     if policies.random() < WITH_POLICIES:
@@ -131,7 +136,7 @@ def _value(kind: str, rng: random.Random) -> Any:
             form = rng.choice(("full", "full", "hinted", "delta", "delta", "delta", "torn", "late"))
             again = rng.random() < 0.15
             return {"weights": rng.randint(0, 5), "policy": policy, "again": again, "form": form}
-        case "kill replica" | "kill gateway" | "kill tinker" | "engine dies":
+        case "kill replica" | "kill gateway" | "kill tinker" | "engine dies" | "poison":
             return rng.random()
         case "stop":
             return {"which": rng.random(), "s": round(rng.uniform(0.2, 8.0), 2)}
@@ -328,13 +333,28 @@ class History:
 
     async def _engine_dies(self, which: float) -> None:
         process = self._some("replica", which)
-        if process is not None and process.engine is not None:
+        if process is not None:
+            self._die(process)
+
+    def _die(self, process: Process) -> None:
+        if process.engine is not None:
             self._say(f"engine of {process} dies")
             self.world.loop.create_task(
                 process.engine.die("the simulated engine crashed"),
                 name="death",
                 context=process.context.copy(),
             )
+
+    async def _poison(self, which: float) -> None:
+        """An engine dies under its streams, and each engine that goes on with one of them dies before the first event."""
+        there = [one for one in self.world.processes.alive() if one.engine is not None and one.engine.running]
+        if there:
+            process = there[int(which * len(there))]
+            assert process.engine is not None
+            streams = {asked_of(request): 0 for request in process.engine.running}
+            self._say(f"{len(streams)} requests of {process} are poison")
+            self.world.poison |= streams
+            self._die(process)
 
     async def _stall(self, value: dict[str, Any]) -> None:
         one, other = self._some("", value["which"]), self._some("", value["other"])

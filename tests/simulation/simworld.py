@@ -38,6 +38,7 @@ import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.listing as listing_module
 from midstream.core.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied
 from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
@@ -45,6 +46,7 @@ from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.supervisor import Supervisor
 from midstream.ledger.database import Database
 from midstream.proxy.proxy import Proxy
+from midstream.proxy.replica_route import LOST_SENDS_MAX
 from midstream.replica.replica import Replica
 from midstream.replica.text.chat import TextModel
 
@@ -54,6 +56,14 @@ BUCKET = "s3://sim/bucket"
 PLACE = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 _load_text = functools.lru_cache(TextModel.load)
+
+
+#: A request: its prompt and its seed.
+Asked = tuple[tuple[int, ...], int]
+
+
+def asked_of(request: GenerateRequest) -> Asked:
+    return tuple(request.prompt), request.sampling.seed
 
 
 class World:
@@ -79,6 +89,8 @@ class World:
         self.place = Path(tempfile.mkdtemp(prefix="midstream-sim-", dir=PLACE))
         self._engine_rng = random.Random(f"{seed} engine")
         self.staging_fails = 0.0
+        #: Streams that kill each engine that goes on with them, and the engines that each has killed.
+        self.poison: dict[Asked, int] = {}
         self.server: Process | None = None
         self.supervisor: Supervisor | None = None
         self.counts: Counter[str] = Counter()
@@ -190,12 +202,24 @@ class World:
                 assert child.transport is not None
                 self.loop.call_later(0.001, child.transport.channel.end, context=child.context.copy())
 
+    def _kills(self, request: GenerateRequest) -> bool:
+        asked = asked_of(request)
+        if asked not in self.poison:
+            return False
+        self.poison[asked] += 1
+        self.counts["an engine was killed by the stream that it was to go on with"] += 1
+        # It was lost with one replica before.
+        if self.poison[asked] >= LOST_SENDS_MAX:
+            self.wrong.append(f"a stream cost {self.poison[asked]} engines that went on with it")
+        return True
+
     def engine(self, spec: ReplicaSpec) -> SimEngine:
         rng = self._engine_rng
         engine = SimEngine(
             Path(spec.model_dir), lambda share: rng.random() < share, lambda most: rng.random() * most
         )
         engine.staging_fails = self.staging_fails
+        engine.killed_by = self._kills
         replica = PROCESS.get().name
 
         def committed(snapshot: str) -> None:

@@ -384,8 +384,8 @@ class PolicyReplicas(ReplicaSet):
     def refused(self, view: ReplicaView) -> None:
         self._of.refused(view.replica)
 
-    def replaced(self, view: ReplicaView) -> None:
-        self._of.replaced(view.replica)
+    def replaced(self, view: ReplicaView, boot: str) -> bool:
+        return self._of.replaced(view.replica, boot)
 
     def failed(self, view: ReplicaView) -> None:
         self._of.failed(view.replica)

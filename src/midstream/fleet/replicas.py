@@ -266,14 +266,18 @@ class ReplicaSet(Holding):
         if subscription is not None and not subscription.connected:
             self._lost(view)
 
-    def replaced(self, view: ReplicaView) -> None:
-        """The replica refused a request because the boot that reported last is gone. Its next report tells of another."""
+    def replaced(self, view: ReplicaView, boot: str) -> bool:
+        """An answer of the replica said that this boot of it is gone. Whether that one reported last: nobody is sent there
+        before the replica has reported again."""
+        if view.report is None or view.report.boot != boot:
+            return False
         logger.info(
-            "%s began anew; it takes requests again once it has reported",
+            "%s begins anew; it takes requests again once it has reported",
             view.name,
             extra={"replica": view.name},
         )
         self._lost(view)
+        return True
 
     def failed(self, view: ReplicaView) -> None:
         """A request failed on it before it answered. After several in a row it is suspended until a probe succeeds, unless no

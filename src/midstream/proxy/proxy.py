@@ -186,6 +186,11 @@ class Proxy:
             found = self.upstreams[view] = Upstream(self._pool_to(view.url))
         return found
 
+    def routes_at(self, view: ReplicaView) -> list[Any]:
+        """The replica_route.ReplicaRoute of each request that is on the replica."""
+        upstream = self.upstreams.get(view.replica)
+        return [] if upstream is None else [one.route for one in upstream.requests]
+
     def place(
         self,
         deployment: Deployment,

@@ -7,7 +7,9 @@ Always holds:
 - Another replica is asked only for what it can do exactly, unless the client takes any. A session moves to where its stream was
   resumed. A resumed stream is still bound to the snapshot that it is pinned to.
 - A request that is probably why replicas were lost (poison.py) is refused, now and when it comes again.
-- A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable.
+- What follows a refusal is the ruling of the table (request_state.RULINGS).
+- A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable. One that says
+  that its boot or its engine is gone is not usable any more, whatever it reported last.
 - A session whose first request there was refused (425, 429, 503) has no home yet.
 - A request is served by the boot that it was placed on, also where another process has the replica's address by then. One
   that a later boot refuses is placed anew, and no replica counts as lost with it.
@@ -22,40 +24,22 @@ import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from midstream.core.errors import (
-    HEADER_ANOTHER_BOOT,
-    HEADER_LOST,
-    HEADER_NOT_LOADED,
-    EngineFailed,
-    MidstreamError,
-    Overloaded,
-    ReplicaUnavailable,
-    RequestLostReplicas,
-    SnapshotNotServed,
-    SnapshotTransition,
-)
+from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable, RequestLostReplicas
 from midstream.core.headers import HEADER_BOOT
-from midstream.core.resumption import PATH_RESUME, snapshot_to_resume_under
+from midstream.core.resumption import PATH_RESUME
 from midstream.core.tracing import Attribute
-from midstream.core.types import BASE_SNAPSHOT, ReplicaReport, Session
-from midstream.core.versions import NOTHING, Refusal, VersionConstraint, constraint_of_headers
+from midstream.core.types import ReplicaReport, Session
+from midstream.core.versions import NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.placement import Prompt, follows, read_prompt
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.reader import Request
+from midstream.proxy import refusals
 from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
-from midstream.proxy.request_state import ANSWERED, RESUMING, Event, Phase
-from midstream.proxy.resume import (
-    END,
-    RESUMABLE,
-    ResumeLog,
-    failover_mode,
-    has_ended,
-    reason_of,
-    resume_body,
-)
+from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, Event, Phase, Ruling, ruling
+from midstream.proxy.resume import END, RESUMABLE, Rest, ResumeLog, failover_mode, has_ended, reason_of
 from midstream.proxy.route import (
     ELSEWHERE,
     HEAD,
@@ -70,7 +54,7 @@ from midstream.proxy.route import (
     session_lines,
     shortage,
 )
-from midstream.proxy.versions import SEND, VersionJudge, refusal_in
+from midstream.proxy.versions import VersionJudge, refusal_in
 
 if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Placed, Proxy
@@ -79,14 +63,12 @@ logger = logging.getLogger(__name__)
 
 #: Replicas that fail with a request before a client has to ask again.
 LOST_SENDS_MAX = 2
-#: Refusals by later boots before a client has to ask again.
-BOOTS_GONE_MAX = 8
+#: Refusals for which a request is placed anew before a client has to ask again.
+PLACED_ANEW_MAX = 8
+#: Replicas with too much to do that are asked.
+BUSY_MAX = 2
 
 _BOOT = HEADER_BOOT.encode()
-_LOST = HEADER_LOST.encode()
-_ANOTHER_BOOT, _NOT_LOADED = HEADER_ANOTHER_BOOT.encode(), HEADER_NOT_LOADED.encode()
-_REFUSALS = frozenset((SnapshotTransition.status, Overloaded.status, ReplicaUnavailable.status))
-_CHUNKED = (b"transfer-encoding", b"chunked")
 
 
 class ReplicaRoute(Route):
@@ -100,30 +82,17 @@ class ReplicaRoute(Route):
     losses: Losses | None = None
     audited = False
     traced = True
-    #: The replica's answer: its engine was lost with the request.
-    _died = False
-    #: The replica's answer: the boot that the request was placed on is gone.
-    _began_anew = False
-    #: The replica's answer: it does not hold the policy.
-    _not_loaded = False
-    #: Why the replica did not take it: the version constraint.
-    _unfit: Refusal | None = None
     _versions: VersionJudge | None = None
-    #: Replicas that failed with this request, and those that refused it because they began anew.
+    #: Replicas that failed with this request.
     _lost_sends = 0
-    _boots_gone = 0
-    #: A replica had too much to do to take it.
-    _overloaded = False
-    #: The replica that was lost with the stream.
-    _lost = ""
-    #: Why no replica could go on with the stream.
+    #: Why replicas refused it, in their order.
+    _refused: tuple[Event, ...] = ()
+    #: Of its stream, once the replica of that was lost.
+    _rest: Rest | None = None
+    #: Why the last replica could not take it.
     _why = ""
-    #: The rest of a stream is bound by its pin only.
-    _pin_only = False
-    #: The replica was sent the request over a connection that was then lost.
-    _sent = False
-    #: Its answer is not a refusal.
-    _served = False
+    #: Of the answer that the client gets, or that was refused last.
+    _status = 0
     #: What the replica had reported when it was placed, and the boot. Nobody judged a report that comes while it connects.
     _placed_under: ReplicaReport | None = None
     _boot = ""
@@ -168,44 +137,51 @@ class ReplicaRoute(Route):
         replicas = self._deployment.replicas
         if replicas.learning and self._may_be_told():
             return Judgement(Event.NOT_YET, until=Until(replicas))
-        versions, verdict = self._versions, SEND
-        if versions is not None and self._pin_only:
-            versions.go_on()
-        elif versions is not None:
-            try:
-                verdict = versions.decide(
-                    replicas.views,
-                    self._tried,
-                    self._home(),
-                    asyncio.get_running_loop().time(),
-                    self._deployment.names,
-                    self._request,
-                    self._user_field,
-                )
-            except MidstreamError as error:
-                return self._failed(error)
-        if verdict.action == "refuse":
-            assert versions is not None
-            return self._failed(versions.refusal(replicas.views))
-        if verdict.action == "wait":
-            assert versions is not None
-            return Judgement(Event.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
+        against = self._judge_version()
+        if against is not None:
+            return against
         waits = self._policy_wait.before(self._deployment, self._lives_on(), self._tried)
         if waits is not None:
             return waits
         placed = self._choose()
         if placed is None:
-            none = ReplicaUnavailable("no replica can take the request now")
-            tried = set() if self._lost else self._tried
-            waits = self._policy_wait.judge(self._deployment, tried, self._lost)
-            return waits or self._failed(none)
+            tried, lost = (self._tried, "") if self._rest is None else (set(), self._rest.lost)
+            none = ReplicaUnavailable(f"{self._why}no replica can take the request now")
+            return self._policy_wait.judge(self._deployment, tried, lost) or self._failed(none)
         self._placed, self._view = placed, placed.view
         return PLACED
+
+    def _judge_version(self) -> Judgement | None:
+        """NOT_YET or FAILED for its version constraint; None: it may be sent."""
+        replicas, versions, rest = self._deployment.replicas, self._versions, self._rest
+        if versions is None:
+            return None
+        if rest is not None and rest.pinned:
+            versions.go_on()
+            return None
+        home = self._home()
+        try:
+            verdict = versions.decide(
+                replicas.views,
+                self._tried,
+                home if home is not None and home.usable else None,
+                asyncio.get_running_loop().time(),
+                self._deployment.names,
+                self._request,
+                self._user_field,
+            )
+        except MidstreamError as error:
+            return self._failed(error)
+        if verdict.action == "refuse":
+            return self._failed(versions.refusal(replicas.views))
+        if verdict.action == "wait":
+            return Judgement(Event.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
+        return None
 
     def _choose(self) -> Placed | None:
         proxy, deployment = self._proxy, self._deployment
         placed = proxy.place(deployment, self._session, self._tried, self._eligible(), self._prompt)
-        if placed is not None and placed.stamp == 0 and self._lost and self._session is not None:
+        if placed is not None and placed.stamp == 0 and self._rest is not None and self._session is not None:
             # With the stream its session moves, also from a replica that seems to be usable.
             placed.stamp = deployment.sessions.settle(self._session, placed.view.name)
         return placed
@@ -215,27 +191,23 @@ class ReplicaRoute(Route):
         return None if self._versions is None else self._versions.fits
 
     def _home(self) -> ReplicaView | None:
-        """The usable replica that the session lives on."""
+        """The replica that the session lives on, usable or not."""
         home = None if self._session is None else self._deployment.sessions.home(self._session)
-        view = None if home is None else self._deployment.replicas.named(home)
-        return view if view is not None and view.usable else None
+        return None if home is None else self._deployment.replicas.named(home)
 
     def _lives_on(self) -> str | None:
         """The replica that the session lives on, if it is well: its policy may not be loaded there."""
-        if not self._deployment.policy or self._session is None or self._lost:
+        if not self._deployment.policy or self._rest is not None:
             return None
-        home = self._deployment.sessions.home(self._session)
-        view = None if home is None else self._deployment.replicas.named(home)
-        return home if view is not None and view.replica.usable else None
+        home = self._home()
+        return home.name if home is not None and home.replica.usable else None
 
     def _may_be_told(self) -> bool:
         """A replica may yet say that it holds the session, or become usable."""
-        replicas, session = self._deployment.replicas, self._session
-        if session is None:
-            return not replicas.fleet.members
-        home = self._deployment.sessions.home(session)
-        view = None if home is None else replicas.named(home)
-        return view is None or not view.usable
+        if self._session is None:
+            return not self._deployment.replicas.fleet.members
+        home = self._home()
+        return home is None or not home.usable
 
     # -- at a replica
 
@@ -249,8 +221,6 @@ class ReplicaRoute(Route):
         upstream.requests[request] = None
         self.pool = upstream.pool
         self._here = request
-        self._died = self._began_anew = self._not_loaded = self._sent = False
-        self._unfit = None
         self._placed_under = view.report
         self._boot = "" if view.report is None else view.report.boot
 
@@ -270,7 +240,7 @@ class ReplicaRoute(Route):
             return self._failed(short)
         if isinstance(error, ConnectionRefusedError):
             self._deployment.replicas.refused(self._view)
-        return self._unreachable(phase, reason_of_failure(error), lost=self._sent)
+        return self._unreachable(phase, reason_of_failure(error), lost=phase in SEEN)
 
     def _own_lines(self) -> list[bytes]:
         assert self._view is not None
@@ -283,7 +253,7 @@ class ReplicaRoute(Route):
         if self._versions is not None:
             assert self._placed_under is not None
             lines += self._versions.lines(self._view, self._placed_under)
-        if not self._lost and self._resumable:
+        if self._rest is None and self._resumable:
             lines.append(RESUMABLE + b": 1")
         return lines
 
@@ -315,62 +285,70 @@ class ReplicaRoute(Route):
     # -- what a replica answers
 
     def head(self, phase: Phase, status: int, headers: Headers) -> Event:
-        assert self._view is not None
-        if status == ReplicaUnavailable.status:
-            said = {name for name, _ in headers}
-            self._died, self._began_anew = _LOST in said, _ANOTHER_BOOT in said
-            self._not_loaded = _NOT_LOADED in said
-        answers = self._resumes if phase is Phase.RESUME_SENT else self._answers
-        event = answers(status, headers)
-        if event is Event.HEAD and self._view.failures:
-            self._view.failures = 0
+        view = self._view
+        assert view is not None
+        event = refusals.answer(phase, status, headers)
+        if view.failures and event not in refusals.NO_SIGN_OF_LIFE:
+            view.failures = 0
+        if phase is Phase.RESUME_SENT:
+            if event is Event.HEAD and self._rest is not None:
+                self._proxy.metrics.retries["resumed"] += 1
+                logger.info(
+                    "%s goes on with a stream of %s", self.where(), self._rest.lost, extra=self._named()
+                )
+            return event
+        self._status = status
+        if event is not Event.HEAD:
+            self._not_begun()
+        elif status == 200 and self._resumable and any(name == RESUMABLE for name, _ in headers):
+            self.log = ResumeLog()
         return event
 
-    def _answers(self, status: int, headers: Headers) -> Event:
-        self._served = status == 200
-        if self._served and self._resumable and any(name == RESUMABLE for name, _ in headers):
-            self.log = ResumeLog()
-        elif status == SnapshotNotServed.status and (unfit := refusal_in(headers)) is not None:
-            self._not_begun()
-            self._unfit = unfit
-            return Event.REFUSED
-        elif status in _REFUSALS:
-            self._not_begun()
-            gone = self._died or self._began_anew or self._not_loaded
-            if gone or self._may_go_elsewhere(status):
-                return Event.REFUSED
-        return Event.HEAD
+    def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
+        self._refused += (refusal,)
+        match ruling(phase, refusal):
+            case Ruling.LOSS:
+                return self._engine_lost(phase)
+            case Ruling.ANEW:
+                return self._place_anew(refusal)
+            case Ruling.JUDGED_AGAIN:
+                return self._other_version(head)
+            case Ruling.ANOTHER:
+                return self._another(refusal)
+            case Ruling.NEXT:
+                assert self._rest is not None
+                self._rest.why = reason_of(head.body)
+                return self._elsewhere(lost=False)
+        # Of one API only is there a holder (responses_route.py).
+        return HEAD
 
-    def _resumes(self, status: int, headers: Headers) -> Event:
-        if status != 200 or _CHUNKED not in headers:
-            return Event.REFUSED
-        self._proxy.metrics.retries["resumed"] += 1
-        logger.info("%s goes on with a stream of %s", self.where(), self._lost, extra=self._named())
-        return Event.HEAD
-
-    def releasable(self, phase: Phase) -> bool:
-        return phase is Phase.HELD and self._unfit is None
-
-    def held(self, phase: Phase, head: ResponseHead) -> Judgement:
-        if self._began_anew or self._not_loaded:
-            return self._place_anew()
-        if phase is Phase.RESUME_HELD:
-            self._why = reason_of(head.body)
-            return self._elsewhere(lost=False)
-        if self._unfit is not None:
-            return self._other_version(self._unfit)
-        if self._died and (error := self._lost_with_it(phase)) is not None:
-            return self._failed(error)
-        if not self._may_go_elsewhere(head.status):
-            return HEAD
-        overloaded = head.status == Overloaded.status
-        self._overloaded = self._overloaded or overloaded
-        # A replica that was not overloaded may have failed while it worked on the request.
-        return self._elsewhere(lost=not overloaded)
-
-    def _other_version(self, unfit: Refusal) -> Judgement:
+    def _engine_lost(self, phase: Phase) -> Judgement:
+        """The answer itself says that the boot is gone: nobody else is sent there before the replica reports another one."""
         assert self._view is not None
-        self._unfit = None
+        self._why = f"the engine of {self._view.name} stopped while it served this request; "
+        self._deployment.replicas.replaced(self._view, self._boot)
+        error = self._lost_with_it(phase)
+        return self._elsewhere(lost=True) if error is None else self._failed(error)
+
+    def _place_anew(self, refusal: Event) -> Judgement:
+        """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
+        Or the policy is gone from there: it goes to where that is loaded next."""
+        view = self._view
+        assert view is not None
+        if sum(ruling(Phase.SENT, reason) is Ruling.ANEW for reason in self._refused) > PLACED_ANEW_MAX:
+            return self._failed(ReplicaUnavailable("replicas began anew again and again"))
+        if refusal is Event.POLICY_NOT_LOADED:
+            self._deployment.replicas.lacks(view)
+        elif self._deployment.replicas.replaced(view, self._boot):
+            self._tried.add(view.name)
+        self._proxy.metrics.retries["other_boot"] += 1
+        return ELSEWHERE
+
+    def _other_version(self, head: ResponseHead) -> Judgement:
+        assert self._view is not None
+        unfit = refusal_in(head.headers)
+        if unfit is None:
+            return HEAD
         if self._versions is None:
             self._versions = self._judge_of(NOTHING)
         try:
@@ -380,8 +358,21 @@ class ReplicaRoute(Route):
         self._proxy.metrics.retries["other_snapshot"] += 1
         return ELSEWHERE
 
+    def _another(self, refusal: Event) -> Judgement:
+        """A replica that says it cannot take the request need not have the last word."""
+        view, placed, busy = self._view, self._placed, refusal is Event.BUSY
+        assert view is not None
+        assert placed is not None
+        may_move = self._session is None or placed.stamp is not None or not view.usable
+        enough = self._refused.count(refusal) >= BUSY_MAX if busy else self._lost_sends + 1 >= LOST_SENDS_MAX
+        tried = {*self._tried, view.name}
+        if enough or not may_move or not self._proxy.has_another(self._deployment, tried, self._eligible()):
+            return HEAD
+        # A replica that was not overloaded may have failed while it worked on the request.
+        return self._elsewhere(lost=not busy)
+
     def ended(self) -> None:
-        if self.losses is not None and self._served:
+        if self.losses is not None and self._status == 200:
             self.losses.answered()
 
     # -- a replica is lost
@@ -390,7 +381,6 @@ class ReplicaRoute(Route):
         if phase in (Phase.PASSING, Phase.RESUMED):
             return self._stream_lost(phase, loss.reason)
         if not loss.answered and not loss.fresh:
-            self._sent = True
             return self._stale()
         if loss.answered and not loss.whole and phase not in RESUMING:
             return self._failed(EngineFailed(f"{self.where()}: {loss.reason}"))
@@ -398,17 +388,16 @@ class ReplicaRoute(Route):
         return self._unreachable(phase, loss.reason, lost=True)
 
     def silent(
-        self, phase: Phase, reason: str, *, sent: bool, answering: bool, together: Collection[AtReplica]
+        self, phase: Phase, reason: str, *, answering: bool, together: Collection[AtReplica]
     ) -> Judgement:
         if phase in (Phase.PASSING, Phase.RESUMED):
             return self._stream_lost(phase, reason)
-        sent = sent or self._sent
         if phase in RESUMING:
-            return self._unreachable(phase, reason, lost=sent)
+            return self._unreachable(phase, reason, lost=phase in SEEN)
         others = ((one.route._caller.tenant, one.route._request) for one in together)
         obvious = is_the_largest(self._caller.tenant, self._request, others)
         if not answering:
-            return self._unreachable(phase, reason, lost=sent, obvious=obvious)
+            return self._unreachable(phase, reason, lost=phase in SEEN, obvious=obvious)
         error = self._lost_with_it(phase, obvious=obvious)
         return self._failed(error or ReplicaUnavailable(reason))
 
@@ -429,35 +418,6 @@ class ReplicaRoute(Route):
             return self._failed(ReplicaUnavailable("replicas failed while they worked on this request"))
         self._proxy.metrics.retries["other_replica"] += 1
         return ELSEWHERE
-
-    def _place_anew(self) -> Judgement:
-        """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
-        Or the policy is gone from there: it goes to where that is loaded next."""
-        view = self._view
-        assert view is not None
-        self._boots_gone += 1
-        if self._boots_gone > BOOTS_GONE_MAX:
-            return self._failed(ReplicaUnavailable("replicas began anew again and again"))
-        if self._not_loaded:
-            self._deployment.replicas.lacks(view)
-        elif view.report is not None and view.report.boot == self._boot:
-            self._deployment.replicas.replaced(view)
-            self._tried.add(view.name)
-        self._proxy.metrics.retries["other_boot"] += 1
-        return ELSEWHERE
-
-    def _may_go_elsewhere(self, status: int) -> bool:
-        """A replica that says it cannot take the request need not have the last word."""
-        view, placed = self._view, self._placed
-        assert view is not None
-        assert placed is not None
-        if status == SnapshotTransition.status or (status == Overloaded.status and self._overloaded):
-            return False
-        return (
-            (self._session is None or placed.stamp is not None or not view.usable)
-            and (status == Overloaded.status or self._lost_sends + 1 < LOST_SENDS_MAX)
-            and self._proxy.has_another(self._deployment, {*self._tried, view.name}, self._eligible())
-        )
 
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
@@ -485,42 +445,26 @@ class ReplicaRoute(Route):
         the head of the response, and the request itself is sent again."""
         view, request = self._view, self._request
         assert view is not None
-        self._lost, self.log = view.name, None
+        rest = self._rest = Rest(view.name)
+        self.log = None
         logger.warning("%s failed in the middle of a stream: %s", view.name, reason, extra=self._named())
         self._proxy.metrics.upstream_errors[view.name] += 1
         self._deployment.replicas.failed(view)
         if lines:
-            exact = self._mode == "exact"
-            try:
-                state = lines.decode().removesuffix("\n")
-                snapshot = snapshot_to_resume_under(state) if exact else None
-            except (MidstreamError, UnicodeDecodeError) as error:
-                return self._failed(EngineFailed(str(error)))
-            self._exclude(snapshot)
-            self._pin_only = not exact or snapshot is not None
             self.target = PATH_RESUME.encode()
-            self.body = resume_body(request.target, view.name, exact, state, request.body)
+            try:
+                self.body = rest.asked(request.target, request.body, lines, self._mode == "exact")
+            except EngineFailed as error:
+                return self._failed(error)
+            self._tried |= rest.lacking(
+                self._deployment.replicas.views, of_policy=bool(self._deployment.policy)
+            )
         judged = self._elsewhere(lost=True)
         return Judgement(Event.LOST) if judged is ELSEWHERE else judged
 
-    def _exclude(self, snapshot: str | None) -> None:
-        """Replicas without the snapshot could not go on exactly. Where it only stays, streams that are pinned to it do."""
-        if snapshot is None:
-            return
-        self._why = f"no other replica serves snapshot {snapshot!r} now"
-        for view in self._deployment.replicas.views:
-            report = view.report
-            if self._deployment.policy and report is not None and report.snapshot == BASE_SNAPSHOT:
-                # It may load the snapshot yet, and looks itself whether that is the one.
-                continue
-            if report is None or snapshot not in (report.snapshot, *report.resident):
-                self._tried.add(view.name)
-
     def _failed(self, error: MidstreamError) -> Judgement:
-        if self._lost and not isinstance(error, RequestLostReplicas):
-            what = f"{self._lost} failed in the middle of the response"
-            why = error.message if self._lost_sends >= LOST_SENDS_MAX else self._why or error.message
-            error = EngineFailed(f"{what} and no other replica could go on with it: {why}")
+        if self._rest is not None:
+            error = self._rest.failed(error, last=self._lost_sends >= LOST_SENDS_MAX)
         return Judgement(Event.FAILED, error)
 
     # -- which request replicas were lost with
@@ -529,8 +473,7 @@ class ReplicaRoute(Route):
         """Note that a replica was lost with this request; the error, if it was probably the cause."""
         view, proxy = self._view, self._proxy
         assert view is not None
-        upstream = proxy.upstreams.get(view.replica)
-        routes = [] if upstream is None else [one.route for one in upstream.requests]
+        routes = proxy.routes_at(view)
         beside = [route.losses for route in routes if route is not self and route.losses is not None]
         if self.losses is None:
             self.losses = Losses(proxy.suspects, self._caller.tenant, self._request)

@@ -24,7 +24,7 @@ from midstream.http.http1 import ClientConnection
 from midstream.http.reader import Request, error_response
 from midstream.http.upstream import UpstreamConnection
 from midstream.proxy.metrics import Histogram
-from midstream.proxy.request_state import ANSWERED, Action, Event, RequestState
+from midstream.proxy.request_state import ANSWERED, MAY_PASS, Action, Event, RequestState, ruling
 from midstream.proxy.resume import ResumeLog
 from midstream.proxy.route import Headers, Judgement, Loss, ResponseHead, Route, Until, to_client, to_upstream
 from midstream.proxy.spans import REPLACED, RequestSpan
@@ -141,7 +141,8 @@ class ProxiedRequest:
         self._connection = None
         if self._held is not None:
             held, self._held = self._held, None
-            judged = self.route.held(self._state.phase, held)
+            assert self._state.refusal is not None
+            judged = self.route.held(self._state.phase, self._state.refusal, held)
             if judged.event is not Event.HEAD:
                 self._judge(judged)
                 return
@@ -160,12 +161,10 @@ class ProxiedRequest:
 
     def give_up(self, reason: str, together: Collection[AtReplica] = ()) -> None:
         """The upstream does not answer any more, though its connection may be open. together: all that are given up."""
-        sent = self._connection is not None
         answering = self._connection is not None and self._connection.answering
         self._let_go()
         self._held = None
-        phase = self._state.phase
-        self._judge(self.route.silent(phase, reason, sent=sent, answering=answering, together=together))
+        self._judge(self.route.silent(self._state.phase, reason, answering=answering, together=together))
 
     # -- moves
 
@@ -235,7 +234,9 @@ class ProxiedRequest:
         self._held = held = held._replace(body=held.body + data)
         if len(held.body) <= HELD_BYTES_MAX:
             return
-        if self.route.releasable(self._state.phase):
+        state = self._state
+        assert state.refusal is not None
+        if ruling(state.phase, state.refusal) in MAY_PASS:
             self._held = None
             self._on(Event.HEAD, held)
         else:

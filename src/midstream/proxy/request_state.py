@@ -1,7 +1,8 @@
 """The way of one request through the proxy, as a table. Pure; request.py does the I/O, policies (route.py) judge.
 
+Owns: the reasons for which an upstream refuses a request, and what follows each of them (`RULINGS`).
 Always holds: every move is one entry of `MOVES`; any other raises. Nothing leads out of OVER. At most one response head
-reaches the client. A stream is resumed on another replica once.
+reaches the client. A stream is resumed on another replica once. A response is held only for a reason that has a ruling.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ class Phase(enum.StrEnum):
     WAITING = "waiting"
     CONNECTING = "connecting"
     SENT = "sent"
+    #: The upstream may have seen the request: the connection that it was sent over is gone, and a fresh one is opened.
+    RECONNECTING = "reconnecting"
     HELD = "held"
     PASSING = "passing"
     RESUME_PLACING = "resume_placing"
     RESUME_WAITING = "resume_waiting"
     RESUME_CONNECTING = "resume_connecting"
     RESUME_SENT = "resume_sent"
+    RESUME_RECONNECTING = "resume_reconnecting"
     RESUME_HELD = "resume_held"
     RESUMED = "resumed"
     OVER = "over"
@@ -39,8 +43,25 @@ class Event(enum.StrEnum):
     STALE = "stale"
     #: The head of the response that the client gets; in RESUME_SENT, of the rest of its stream.
     HEAD = "head"
-    #: The head of a response that is read to its end before it is judged.
-    REFUSED = "refused"
+    # The reasons of a refusal. Each is the head of a response that is read to its end before it is judged.
+    #: The replica's engine was lost while it worked on the request.
+    ENGINE_LOST = "engine lost"
+    #: The boot that the request was placed on is gone.
+    OTHER_BOOT = "other boot"
+    #: The replica does not hold the request's policy.
+    POLICY_NOT_LOADED = "policy not loaded"
+    #: Another snapshot serves than the request asks for.
+    UNFIT = "unfit"
+    #: A synchronous swap is under way.
+    TRANSITION = "transition"
+    #: The replica has too much to do.
+    BUSY = "busy"
+    #: It cannot take the request, and does not say why.
+    UNAVAILABLE = "unavailable"
+    #: Another replica holds the response that the request continues.
+    HELD_ELSEWHERE = "held elsewhere"
+    #: The replica cannot go on with this stream.
+    CANNOT_RESUME = "cannot resume"
     #: Another upstream is to be tried.
     ELSEWHERE = "elsewhere"
     #: A stream lost its replica, and another one may go on with it.
@@ -70,20 +91,64 @@ class Action(enum.StrEnum):
     LEAVE = "leave"
 
 
-_FIRST = (Phase.PLACING, Phase.WAITING, Phase.CONNECTING, Phase.SENT, Phase.HELD)
+class Ruling(enum.StrEnum):
+    """What follows a refusal once it has been read."""
+
+    #: The replica counts as lost with the request (poison.py). Another one is asked.
+    LOSS = "counts as a loss, then another replica"
+    #: Nothing was done for the request: it is placed as if it had just come.
+    ANEW = "placed anew"
+    #: Its version constraint is judged again.
+    JUDGED_AGAIN = "judged again"
+    #: Another replica is asked, unless the session has to stay; else the client gets the refusal.
+    ANOTHER = "another replica, or the client gets it"
+    #: The replica that the refusal names is asked.
+    HOLDER = "the holder, or the client gets it"
+    #: The client gets the refusal at once.
+    LAST_WORD = "the client gets it"
+    #: The next replica is asked. Nothing counts as lost.
+    NEXT = "the next replica"
+
+
+_FIRST = (
+    Phase.PLACING,
+    Phase.WAITING,
+    Phase.CONNECTING,
+    Phase.SENT,
+    Phase.RECONNECTING,
+    Phase.HELD,
+)
 _AGAIN = (
     Phase.RESUME_PLACING,
     Phase.RESUME_WAITING,
     Phase.RESUME_CONNECTING,
     Phase.RESUME_SENT,
+    Phase.RESUME_RECONNECTING,
     Phase.RESUME_HELD,
 )
 _STREAMING = (*_AGAIN, Phase.PASSING, Phase.RESUMED)
 
 Moves = dict[tuple[Phase, Event], tuple[Phase, Action]]
 
+#: Of each reason: what follows where the client has nothing yet, and where its stream is to go on. None: it cannot happen.
+RULINGS: dict[Event, tuple[Ruling | None, Ruling]] = {
+    Event.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),
+    Event.OTHER_BOOT: (Ruling.ANEW, Ruling.ANEW),
+    Event.POLICY_NOT_LOADED: (Ruling.ANEW, Ruling.ANEW),
+    Event.UNFIT: (Ruling.JUDGED_AGAIN, Ruling.NEXT),
+    Event.TRANSITION: (Ruling.LAST_WORD, Ruling.NEXT),
+    Event.BUSY: (Ruling.ANOTHER, Ruling.NEXT),
+    Event.UNAVAILABLE: (Ruling.ANOTHER, Ruling.NEXT),
+    Event.HELD_ELSEWHERE: (Ruling.HOLDER, Ruling.NEXT),
+    Event.CANNOT_RESUME: (None, Ruling.NEXT),
+}
+#: The client may get the refusal itself.
+MAY_PASS = frozenset((Ruling.ANOTHER, Ruling.HOLDER, Ruling.LAST_WORD))
 
-def _asking(placing: Phase, waiting: Phase, connecting: Phase, sent: Phase, held: Phase) -> Moves:
+
+def _asking(
+    placing: Phase, waiting: Phase, connecting: Phase, sent: Phase, reconnecting: Phase, held: Phase
+) -> Moves:
     """Finding an upstream, the same way for a request and for the rest of a stream."""
     return {
         (placing, Event.PLACED): (connecting, Action.CONNECT),
@@ -91,16 +156,30 @@ def _asking(placing: Phase, waiting: Phase, connecting: Phase, sent: Phase, held
         (waiting, Event.WOKEN): (placing, Action.PLACE),
         (connecting, Event.CONNECTED): (sent, Action.SEND),
         (connecting, Event.ELSEWHERE): (placing, Action.PLACE),
-        (sent, Event.STALE): (connecting, Action.CONNECT_AFRESH),
+        (sent, Event.STALE): (reconnecting, Action.CONNECT_AFRESH),
         (sent, Event.ELSEWHERE): (placing, Action.PLACE),
-        (sent, Event.REFUSED): (held, Action.HOLD),
+        (reconnecting, Event.CONNECTED): (sent, Action.SEND),
+        (reconnecting, Event.ELSEWHERE): (placing, Action.PLACE),
         (held, Event.ELSEWHERE): (placing, Action.PLACE),
     }
+
+
+def _refused() -> Moves:
+    """What is held, by the rulings."""
+    moves: Moves = {}
+    for reason, (first, _) in RULINGS.items():
+        if first is Ruling.LAST_WORD:
+            moves[Phase.SENT, reason] = (Phase.PASSING, Action.PASS_HEAD)
+        elif first is not None:
+            moves[Phase.SENT, reason] = (Phase.HELD, Action.HOLD)
+        moves[Phase.RESUME_SENT, reason] = (Phase.RESUME_HELD, Action.HOLD)
+    return moves
 
 
 #: The legal moves, all of them.
 MOVES: Moves = {
     **_asking(*_FIRST),
+    **_refused(),
     (Phase.SENT, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
     (Phase.HELD, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
     (Phase.PASSING, Event.END): (Phase.OVER, Action.FINISH),
@@ -126,6 +205,8 @@ AT_UPSTREAM = frozenset(Phase) - {
 }
 #: Another replica is asked to go on with a stream, and has not begun to.
 RESUMING = frozenset(_AGAIN)
+#: The upstream may have seen the request.
+SEEN = AT_UPSTREAM - {Phase.CONNECTING, Phase.RESUME_CONNECTING}
 
 
 class IllegalMove(RuntimeError):
@@ -133,15 +214,16 @@ class IllegalMove(RuntimeError):
 
 
 class RequestState:
-    """phase: where the request stands; it begins with PLACING."""
+    """phase: where the request stands; it begins with PLACING. refusal: the reason why a response was held last."""
 
-    __slots__ = ("phase",)
+    __slots__ = ("phase", "refusal")
 
     def __init__(self) -> None:
         self.phase = Phase.PLACING
+        self.refusal: Event | None = None
 
     def __repr__(self) -> str:
-        return f"RequestState({self.phase})"
+        return f"RequestState({self.phase}, refusal={self.refusal})"
 
     def move(self, event: Event) -> Action:
         """What the I/O is to do now. Raises IllegalMove."""
@@ -149,11 +231,28 @@ class RequestState:
         if found is None:
             raise IllegalMove(f"{event.value!r} at {self.phase.value!r}")
         self.phase, action = found
+        if action is Action.HOLD:
+            self.refusal = event
         return action
+
+
+def ruling(phase: Phase, reason: Event) -> Ruling:
+    """What follows a refusal for this reason, of a request in this phase."""
+    first, again = RULINGS[reason]
+    found = again if phase in RESUMING else first
+    assert found is not None, f"{reason!r} at {phase!r}"
+    return found
 
 
 def mermaid() -> str:
     """The table as a Mermaid state diagram, for the documentation."""
     lines = ["stateDiagram-v2", f"    [*] --> {Phase.PLACING}"]
     lines += [f"    {at} --> {to}: {event} / {action}" for (at, event), (to, action) in MOVES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def rulings_table() -> str:
+    """The rulings as a Markdown table, for the documentation."""
+    lines = ["| the replica refuses because | a request | the rest of a stream |", "|---|---|---|"]
+    lines += [f"| {reason} | {first or 'never'} | {again} |" for reason, (first, again) in RULINGS.items()]
     return "\n".join(lines) + "\n"

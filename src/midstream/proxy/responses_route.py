@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.errors import ReplicaUnavailable
 from midstream.core.responses import HEADER_HELD_BY
 from midstream.fleet.view import ReplicaView
 from midstream.proxy.replica_route import ReplicaRoute
-from midstream.proxy.request_state import Event, Phase
+from midstream.proxy.request_state import Event, Phase, Ruling, ruling
 from midstream.proxy.route import ELSEWHERE, HEAD, Headers, Judgement, ResponseHead
 
 RESPONSES = "responses"
@@ -23,30 +23,25 @@ _HELD_BY = HEADER_HELD_BY.encode()
 
 
 class ResponsesRoute(ReplicaRoute):
-    #: Who may hold the response, as the last answer says.
-    _holder = ""
-    #: The replicas that are passed over for it.
+    #: The replicas that are passed over for the one that holds the response.
     _passed: frozenset[str] = frozenset()
 
-    def _answers(self, status: int, headers: Headers) -> Event:
-        if status == NotFound.status and not self._passed:
-            named = next((value for name, value in headers if name == _HELD_BY), b"")
-            self._holder = named.decode("latin-1")
-            if self._holder:
-                self._not_begun()
-                return Event.REFUSED
-        if status == 200:
+    def head(self, phase: Phase, status: int, headers: Headers) -> Event:
+        if status == 200 and phase is Phase.SENT:
             # Others may go on with the stream if this one is lost.
             self._tried -= self._passed
-        return super()._answers(status, headers)
+        return super().head(phase, status, headers)
 
-    def held(self, phase: Phase, head: ResponseHead) -> Judgement:
-        named, self._holder = self._holder, ""
-        if not named:
-            return super().held(phase, head)
+    def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
+        if ruling(phase, refusal) is Ruling.HOLDER:
+            return self._to_holder(head)
+        return super().held(phase, refusal, head)
+
+    def _to_holder(self, head: ResponseHead) -> Judgement:
+        named = next((value for name, value in head.headers if name == _HELD_BY), b"").decode("latin-1")
         views = self._deployment.replicas.views
         holder = view_named(views, named)
-        if holder is None or holder is self._view or holder.name in self._tried:
+        if self._passed or holder is None or holder is self._view or holder.name in self._tried:
             return HEAD
         if not holder.usable:
             return self._failed(ReplicaUnavailable(f"{named}, which made the response, cannot be asked now"))

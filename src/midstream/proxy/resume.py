@@ -1,6 +1,6 @@
 """The gateway's resume log of a stream, and the request that another replica goes on with. Pure.
 
-Owns: the log's lines (core/resumption.py) of the events that the client has.
+Owns: the log's lines (core/resumption.py) of the events that the client has, and what is known of the rest of the stream.
 Always holds: a client gets whole chunks of whole events of such a stream only. A stream whose lines exceed the log's bounds
 is not resumed.
 """
@@ -8,13 +8,22 @@ is not resumed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
-from midstream.core.errors import InvalidRequest
-from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER, HEADER_RESUMABLE, LAST
+from midstream.core.errors import EngineFailed, InvalidRequest, MidstreamError, RequestLostReplicas
+from midstream.core.resumption import (
+    FAILOVER_MODES,
+    HEADER_FAILOVER,
+    HEADER_RESUMABLE,
+    LAST,
+    snapshot_to_resume_under,
+)
 from midstream.core.text import NOT_JSON
+from midstream.core.types import BASE_SNAPSHOT
+from midstream.fleet.view import ReplicaView
 
 #: Bytes of a stream that are gathered before the lines are picked out of them.
 GATHERED_BYTES_MAX = 8192
@@ -100,6 +109,53 @@ class ResumeLog:
         if self._lines_size > LINES_BYTES_MAX:
             self.forgotten = True
             self._lines.clear()
+
+
+@dataclass(slots=True)
+class Rest:
+    """The rest of a stream, which another replica is to go on with.
+
+    lost: the replica that the stream was on. snapshot: the only one under which it goes on; "": any. pinned: of the version
+    constraint only the pin counts, as something was computed that the stream stands on.
+    """
+
+    lost: str
+    snapshot: str = ""
+    pinned: bool = False
+    #: Why no replica could go on with it so far.
+    why: str = ""
+
+    def asked(self, target: bytes, body: bytes, lines: bytes, exact: bool) -> bytes:
+        """The body for PATH_RESUME. target, body: of the client's request. lines: of the log. Raises EngineFailed."""
+        try:
+            state = lines.decode().removesuffix("\n")
+            snapshot = snapshot_to_resume_under(state) if exact else None
+        except (MidstreamError, UnicodeDecodeError) as error:
+            raise EngineFailed(str(error)) from error
+        self.snapshot, self.pinned = snapshot or "", not exact or snapshot is not None
+        if snapshot is not None:
+            self.why = f"no other replica serves snapshot {snapshot!r} now"
+        return resume_body(target, self.lost, exact, state, body)
+
+    def lacking(self, views: Iterable[ReplicaView], *, of_policy: bool) -> set[str]:
+        """Names of those that could not go on exactly. Where the snapshot only stays, streams that are pinned to it go on."""
+        found = set()
+        for view in views if self.snapshot else ():
+            report = view.report
+            if of_policy and report is not None and report.snapshot == BASE_SNAPSHOT:
+                # It may load the snapshot yet, and looks itself whether that is the one.
+                continue
+            if report is None or self.snapshot not in (report.snapshot, *report.resident):
+                found.add(view.name)
+        return found
+
+    def failed(self, error: MidstreamError, *, last: bool) -> MidstreamError:
+        """What the client is told when nobody goes on with it. last: the bound of replicas that fail with it is reached."""
+        if isinstance(error, RequestLostReplicas):
+            return error
+        why = error.message if last else self.why or error.message
+        what = f"{self.lost} failed in the middle of the response"
+        return EngineFailed(f"{what} and no other replica could go on with it: {why}")
 
 
 def failover_mode(headers: Mapping[bytes, bytes]) -> str:

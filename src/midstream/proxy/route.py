@@ -226,16 +226,12 @@ class Route:
     # -- what an upstream answers
 
     def head(self, phase: Phase, status: int, headers: Headers) -> Event:
-        """HEAD or REFUSED."""
+        """HEAD, or the reason of a refusal."""
         return Event.HEAD
 
-    def held(self, phase: Phase, head: ResponseHead) -> Judgement:
-        """A response that was REFUSED has ended: HEAD (the client gets it after all), ELSEWHERE or FAILED."""
+    def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
+        """A refusal has been read: HEAD (the client gets it after all), ELSEWHERE or FAILED."""
         return HEAD
-
-    def releasable(self, phase: Phase) -> bool:
-        """Whether the client may get a response that was REFUSED before it has ended, because it is long."""
-        return True
 
     def ended(self) -> None:
         """The client's response is whole."""
@@ -249,9 +245,9 @@ class Route:
         return self._failed(self._down(loss.reason)) if loss.fresh else self._stale()
 
     def silent(
-        self, phase: Phase, reason: str, *, sent: bool, answering: bool, together: Collection[AtReplica]
+        self, phase: Phase, reason: str, *, answering: bool, together: Collection[AtReplica]
     ) -> Judgement:
-        """Nothing was heard of the upstream for long: as `lost`. sent: the request was. together: all that are given up."""
+        """Nothing was heard of the upstream for long: as `lost`. together: all that are given up."""
         raise NotImplementedError
 
     def where(self) -> str:

@@ -21,9 +21,9 @@ GATEWAY = (
     ),
     Mutation(
         "streams_are_lost_though_their_snapshot_stays",
-        "proxy/replica_route.py",
-        "snapshot not in (report.snapshot, *report.resident):",
-        "snapshot != report.snapshot:",
+        "proxy/resume.py",
+        "self.snapshot not in (report.snapshot, *report.resident):",
+        "self.snapshot != report.snapshot:",
         "A pinned stream whose replica is lost goes on where its snapshot stays.",
         (
             "gateway/test_resume.py::test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays",
@@ -256,11 +256,31 @@ GATEWAY = (
     ),
     Mutation(
         "policy_that_made_way_is_the_clients_problem",
-        "proxy/replica_route.py",
-        "gone = self._died or self._began_anew or self._not_loaded",
-        "gone = self._died or self._began_anew",
+        "proxy/request_state.py",
+        "Event.POLICY_NOT_LOADED: (Ruling.ANEW, Ruling.ANEW),",
+        "Event.POLICY_NOT_LOADED: (Ruling.LAST_WORD, Ruling.NEXT),",
         "A request that finds its policy gone from a replica is placed anew.",
         ("gateway/test_policy_placement.py",),
+    ),
+    Mutation(
+        "poison_stream_visits_every_replica",
+        "proxy/request_state.py",
+        "Event.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),",
+        "Event.ENGINE_LOST: (Ruling.LOSS, Ruling.NEXT),",
+        "A replica that loses its engine as it goes on with a stream counts as lost with the stream.",
+        (
+            "gateway/test_refusals.py::test_a_stream_that_costs_an_engine_wherever_it_goes_on_costs_two_of_six",
+        ),
+    ),
+    Mutation(
+        "lost_engine_is_believed_when_it_is_reported",
+        "proxy/replica_route.py",
+        "self._deployment.replicas.replaced(self._view, self._boot)",
+        "pass",
+        "An engine that an answer says is gone gets nobody's next request.",
+        (
+            "gateway/test_refusals.py::test_an_engine_that_an_answer_says_is_gone_loses_its_sessions_at_once_and_no_client_sees_it",
+        ),
     ),
     Mutation(
         "session_does_not_wait_for_its_policy",
@@ -273,7 +293,7 @@ GATEWAY = (
     Mutation(
         "stream_ends_with_the_only_holder_of_its_policy",
         "proxy/replica_route.py",
-        "self._policy_wait.judge(self._deployment, tried, self._lost)",
+        "self._policy_wait.judge(self._deployment, tried, lost)",
         "self._policy_wait.judge(self._deployment, tried)",
         "A stream goes on where its policy is loaded next, when the only replica with it is lost.",
         ("e2e/test_policies_placed.py::test_a_stream_goes_on_when_the_only_replica_with_its_policy_dies",),

@@ -1,0 +1,56 @@
+"""What a replica's answer is, by its status and headers. Pure.
+
+Always holds: each answer is one event of the table (request_state.py): the head that the client gets, or the one reason of a
+refusal. A replica's own word for the reason, in a header, goes before the status.
+"""
+
+from __future__ import annotations
+
+from midstream.core.errors import (
+    HEADER_ANOTHER_BOOT,
+    HEADER_LOST,
+    HEADER_NOT_LOADED,
+    NotFound,
+    Overloaded,
+    ReplicaUnavailable,
+    SnapshotNotServed,
+    SnapshotTransition,
+)
+from midstream.core.responses import HEADER_HELD_BY
+from midstream.core.versions import HEADER_REFUSED
+from midstream.proxy.request_state import Event, Phase
+from midstream.proxy.route import Headers
+
+#: By status: what a header says of the reason.
+_SAID: dict[int, dict[bytes, Event]] = {
+    ReplicaUnavailable.status: {
+        HEADER_LOST.encode(): Event.ENGINE_LOST,
+        HEADER_ANOTHER_BOOT.encode(): Event.OTHER_BOOT,
+        HEADER_NOT_LOADED.encode(): Event.POLICY_NOT_LOADED,
+    },
+    SnapshotNotServed.status: {HEADER_REFUSED.encode(): Event.UNFIT},
+    NotFound.status: {HEADER_HELD_BY.encode(): Event.HELD_ELSEWHERE},
+}
+#: What the status alone says.
+_BY_STATUS = {
+    SnapshotTransition.status: Event.TRANSITION,
+    Overloaded.status: Event.BUSY,
+    ReplicaUnavailable.status: Event.UNAVAILABLE,
+}
+#: They do not show that the replica is well: requests that failed on it before still count.
+NO_SIGN_OF_LIFE = frozenset((Event.ENGINE_LOST, Event.OTHER_BOOT, Event.UNAVAILABLE))
+_CHUNKED = (b"transfer-encoding", b"chunked")
+
+
+def answer(phase: Phase, status: int, headers: Headers) -> Event:
+    """HEAD, or the reason of a refusal. phase: SENT or RESUME_SENT."""
+    resuming = phase is Phase.RESUME_SENT
+    if status == 200:
+        # Nearly all answers take this branch.
+        return Event.CANNOT_RESUME if resuming and _CHUNKED not in headers else Event.HEAD
+    said = _SAID.get(status)
+    if said is not None:
+        for name, _ in headers:
+            if name in said:
+                return said[name]
+    return _BY_STATUS.get(status, Event.CANNOT_RESUME if resuming else Event.HEAD)
