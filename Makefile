@@ -24,7 +24,8 @@
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
-# make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON
+# make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON;
+#                      then 10 and 10,000 policies on a PostgreSQL of its own: idle gateways, lists, making them
 # make docs         the documents as a site, in site/; broken links end it
 # make screenshots  the pictures of docs/dashboard.md, from a live server; needs Chromium
 # make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
@@ -241,6 +242,7 @@ screenshots: setup
 
 bench-policies: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python policies.py --write $(BENCH_ARGS)
+	cd benchmarks && ../$(BIN)/python many_policies.py --write
 
 # No prerequisite: it says itself what is missing, and its set-up is a piece with a limit of its own.
 gpu-check:

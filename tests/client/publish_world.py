@@ -80,14 +80,14 @@ class World:
             self.open.wait(120)
             if request.url.path.startswith("/hot_load"):
                 self.asked.append(request.url.query.decode())
-            return self.read(request.url.path)
+            return self.read(request.url.path, request.url.params.get("pageToken"))
         body = json.loads(request.content)
         if request.url.path.endswith("/hint"):
             self.hints.append(body)
             return httpx.Response(404, json={})
         return self.signal(body)
 
-    def read(self, path: str) -> httpx.Response:
+    def read(self, path: str, token: str | None) -> httpx.Response:
         match path:
             case "/metrics":
                 return httpx.Response(200, text=METRICS)
@@ -97,7 +97,11 @@ class World:
                 row = {"name": "accounts/a/deployments/d", "hotLoadBucketUrl": self.bucket.as_uri()}
                 return httpx.Response(200, json={"deployments": [row]})
             case "/v1/accounts/a/deployments/d/policies":
-                return httpx.Response(200, json={"policies": self.policies})
+                # One on a page.
+                place = int(token or 0)
+                token = str(place + 1) if place + 1 < len(self.policies) else ""
+                page = {"policies": self.policies[place : place + 1], "nextPageToken": token}
+                return httpx.Response(200, json=page)
             case "/v1/accounts/a/deployments/d/ledger":
                 return httpx.Response(200, json=self.ledger)
             case _:

@@ -92,7 +92,6 @@ def test_one_that_is_being_deleted_has_no_name_for_requests_but_can_be_looked_at
 ) -> None:
     leaver = deployments.get(f"{A}/deployments/c")
     leaver.deleting = True
-    deployments.renamed()
     assert deployments.find("other", param="model").name == f"{A}/deployments/b"
     with pytest.raises(NotFound):
         deployments.find("c", param="model")

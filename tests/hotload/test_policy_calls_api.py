@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from openapi_answers import Checked
 from policies_taken_up import take_up_policies
 from test_hotload_api import DEPLOYMENT, Server
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.fleet.policies import INFIX
+from midstream.core.versions import POLICY_INFIX
 from midstream.proxy.metrics import GatewayMetrics
 
 POLICIES = f"/v1/{DEPLOYMENT}/policies"
@@ -173,7 +174,7 @@ def test_a_directory_without_files_is_refused_by_the_calls_own_field(
 def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body: dict[str, Any]) -> None:
     async def work(server: PolicyServer) -> None:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
-        await server.ledger.delete_deployment(f"{DEPLOYMENT}{INFIX}red")
+        await server.ledger.delete_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red")
         answer = await server.http.post(POLICIES, json={"policy": "red", **body})
         assert (answer.status_code, answer.json()["frozen"]) == (200, body.get("frozen", False)), answer.text
 
@@ -188,7 +189,10 @@ def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_p
     async def work(server: PolicyServer) -> None:
         row = await server.ledger.deployment(DEPLOYMENT)
         await server.ledger.create_deployment(
-            f"{DEPLOYMENT}{INFIX}red", model=row.model, bucket_url=row.bucket_url, transition=row.transition
+            f"{DEPLOYMENT}{POLICY_INFIX}red",
+            model=row.model,
+            bucket_url=row.bucket_url,
+            transition=row.transition,
         )
         match call:
             case "status":
@@ -224,17 +228,47 @@ def test_a_list_leaves_out_a_policy_that_goes_while_it_is_made(tmp_path: Path) -
     async def work(server: PolicyServer) -> None:
         for name in ("red", "blue"):
             assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
-        real = server.ledger.policies
+        real = server.ledger.listed
 
-        async def policies() -> Any:
-            rows = await real()
-            await server.ledger.delete_deployment(f"{DEPLOYMENT}{INFIX}red")
-            return rows
+        async def listed(names: Sequence[str]) -> Any:
+            await server.ledger.delete_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red")
+            return await real(names)
 
-        server.ledger.policies = policies  # type: ignore[method-assign]
+        server.ledger.listed = listed  # type: ignore[method-assign]
         answer = await server.http.get(POLICIES)
         assert answer.status_code == 200, answer.text
         assert [one["policy"] for one in answer.json()["policies"]] == ["blue"]
+
+    serve(tmp_path, work)
+
+
+def test_pages_of_policies_are_in_the_order_of_names_and_each_is_one_query(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        names = [f"p{number}" for number in range(7)]
+        for name in reversed(names):
+            assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
+        queries: list[str] = []
+        sa.event.listen(
+            server.ledger._database.engine,
+            "before_cursor_execute",
+            lambda conn, cursor, statement, *rest: queries.append(statement),
+        )
+        pages, token = [], ""
+        while True:
+            before = len(queries)
+            answer = await server.http.get(POLICIES, params={"pageSize": 3, "pageToken": token})
+            page = answer.json()
+            pages.append([one["policy"] for one in page["policies"]])
+            # Beside the look at what other gateways made.
+            asked = [one for one in queries[before:] if "contents.files" in one]
+            assert (len(asked), page["totalSize"]) == (1, 7)
+            token = page["nextPageToken"]
+            if not token:
+                break
+        assert pages == [names[:3], names[3:6], names[6:]]
+        assert [one["policy"] for one in (await server.http.get(POLICIES)).json()["policies"]] == names
+        wrong = await server.http.get(POLICIES, params={"pageSize": "x"})
+        assert refused(wrong) == (400, "pageSize")
 
     serve(tmp_path, work)
 
@@ -271,7 +305,7 @@ def test_a_policy_that_is_being_ended_is_not_made_or_frozen(tmp_path: Path, body
     async def work(server: PolicyServer) -> None:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         # Its replicas have not let it go.
-        await server.ledger.update_deployment(f"{DEPLOYMENT}{INFIX}red", deleting=True)
+        await server.ledger.update_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red", deleting=True)
         answer = await server.http.post(POLICIES, json={"policy": "red", **body})
         assert refused(answer) == (409, "policy"), answer.text
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from midstream.core.errors import SnapshotRefused
+from midstream.core.errors import Conflict, SnapshotRefused
 from midstream.core.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 from midstream.ledger import Ledger, Signal
-from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, contents, weights
+from midstream.ledger.deployments import TENANT, PolicyLimits
+from midstream.ledger.schema import SCHEMA_VERSION, change_counter, changes, contents, policy_counts, weights
 
 DEPLOYMENT = "accounts/a/deployments/d"
 ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))
@@ -193,21 +194,48 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
     ledger_test(work, url)
 
 
-def test_a_ledger_of_the_version_before_is_opened_and_keeps_what_it_has(url: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "lacked"),
+    [
+        (3, (contents, weights, change_counter, changes, policy_counts)),
+        (4, (change_counter, changes, policy_counts)),
+    ],
+)
+def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
+    url: str, version: int, lacked: tuple[sa.Table, ...]
+) -> None:
+    async def make(ledger: Ledger, name: str) -> None:
+        await ledger.create_deployment(
+            f"{DEPLOYMENT}/policies/{name}",
+            model=name,
+            bucket_url="b",
+            fields={TENANT: "a"},
+            limits=PolicyLimits(tenant=3),
+        )
+
     async def before(ledger: Ledger) -> None:
         await ledger.signal(DEPLOYMENT, signal())
+        for name in ("red", "blue"):
+            await make(ledger, name)
 
     async def after(ledger: Ledger) -> None:
         assert (await ledger.state(DEPLOYMENT)).snapshot == "a"
         await ledger.learn_content(DEPLOYMENT, found())
         assert (await ledger.snapshots(DEPLOYMENT))[0].content == ONE
+        assert (await ledger.changes()).rows.keys() == {
+            DEPLOYMENT, f"{DEPLOYMENT}/policies/red", f"{DEPLOYMENT}/policies/blue"
+        }  # fmt: skip
+        # The policies that were there before are counted.
+        await make(ledger, "green")
+        with pytest.raises(Conflict, match="max_policies_per_tenant allows 3"):
+            await make(ledger, "yellow")
 
     ledger_test(before, url)
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
     with engine.begin() as db:
-        for table in (contents, weights):
+        for table in lacked:
             table.drop(db)
-        db.exec_driver_sql(f"UPDATE midstream_schema SET version = {UPGRADED_FROM}")
+        db.exec_driver_sql(f"UPDATE midstream_schema SET version = {version}")
     ledger_test(after, url)
     with engine.connect() as db:
         found_version = db.exec_driver_sql("SELECT version FROM midstream_schema").scalar_one()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, signal
 
 from midstream.core.errors import Conflict, NotFound
-from midstream.core.types import Desired, Stage
-from midstream.ledger import Death, Disagreement, Fleet, Ledger, Signal, Signalled
+from midstream.core.types import Desired, FileContent, SnapshotCheck, SnapshotContent, Stage
+from midstream.ledger import Death, DeploymentRow, Disagreement, Fleet, Ledger, Signal, Signalled
 from midstream.ledger.deployments import FROZEN, TENANT, NameTaken, PolicyLimits
 
 OTHER = "accounts/local/deployments/other"
@@ -240,28 +241,139 @@ def test_policies_of_a_deployment_and_of_a_tenant_have_a_limit_that_the_refusal_
     on_ledger(url, work)
 
 
-def test_policies_are_told_again_whenever_one_of_them_changed(url: str) -> None:
+def test_a_reader_is_told_what_changed_since_it_looked_and_nothing_else(url: str) -> None:
     async def work(ledger: Ledger) -> None:
-        mark, rows = await ledger.policies_since()
-        assert rows == []
+        first = await ledger.changes()
+        assert (first.whole, set(first.rows)) == (True, {DEPLOYMENT})
+        seen = first.serial
 
-        async def told() -> list[str] | None:
-            nonlocal mark
-            mark, rows = await ledger.policies_since(mark)
-            return None if rows is None else [row.name for row in rows]
+        async def told() -> dict[str, DeploymentRow | None]:
+            nonlocal seen
+            found = await ledger.changes(seen)
+            assert not found.whole
+            seen = found.serial
+            return dict(found.rows)
 
-        assert await told() is None
-        await ledger.create_deployment(POLICY, model="red", bucket_url="b")
-        assert await told() == [POLICY]
+        assert await told() == {}
+        made = await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+        assert await told() == {POLICY: made}, "the deployment itself did not change"
         await ledger.signal(POLICY, Signal(identity="v1", url="file:///b/v1"))
-        assert await told() == [POLICY]
-        await ledger.update_deployment(DEPLOYMENT, fields={"x": 1})
-        assert await told() is None, "no policy changed"
-        await ledger.update_deployment(POLICY, deleting=True)
-        assert await told() == [POLICY]
+        assert await told() == {POLICY: await ledger.deployment(POLICY)}
+        row = await ledger.update_deployment(DEPLOYMENT, fields={"x": 1})
+        assert await told() == {DEPLOYMENT: row}
+        await ledger.record(POLICY, "replica-0", "b", [moved(0, "v1", 1, Stage.STAGING)])
+        assert await told() == {}, "what a replica is at is no part of the state"
+        for _ in range(2):
+            await ledger.record(POLICY, "replica-0", "b", [moved(1, "v1", 1, Stage.IDLE)])
+        assert set(await told()) == {POLICY}
+        assert await told() == {}
         await ledger.delete_deployment(POLICY)
-        await ledger.create_deployment(POLICY, model="red", bucket_url="b")
-        assert await told() == [POLICY], "another one of the name"
-        assert await told() is None
+        assert await told() == {POLICY: None}
+        again = await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+        await ledger.pause(DEPLOYMENT, "keep")
+        found = await told()
+        assert (found[POLICY], set(found)) == (again, {POLICY, DEPLOYMENT})
+        await ledger.delete_deployment(DEPLOYMENT)
+        assert await told() == {DEPLOYMENT: None, POLICY: None}
+
+    on_ledger(url, work)
+
+
+def test_every_change_of_a_state_is_told(url: str) -> None:
+    """Each call that changes what `state` returns gives the deployment a new serial."""
+    found = SnapshotContent(
+        snapshot="a", fingerprint=None, files=(FileContent(name="m.safetensors", size=4, digest="sha256:ab"),)
+    )
+    calls: list[Callable[[Ledger], Awaitable[object]]] = [
+        lambda ledger: signal(ledger, "a"),
+        lambda ledger: ledger.record_death(DEPLOYMENT, "b1", Death("replica-0", "a", 1, "died"), None),
+        lambda ledger: ledger.record(DEPLOYMENT, "replica-0", "b2", [moved(0, "a", 1, Stage.IDLE)]),
+        lambda ledger: ledger.learn_content(DEPLOYMENT, found),
+        lambda ledger: ledger.learn_weights(
+            DEPLOYMENT, SnapshotCheck(snapshot="a", generation=1, weights="torch:1", canary=(-1.0,))
+        ),
+        lambda ledger: ledger.disagree(DEPLOYMENT, Disagreement("replica-1", "b", "a", 1, 0, "differs"), 4),
+        lambda ledger: ledger.settle_disagreement(DEPLOYMENT, "replica-1", "b", 5, "out"),
+        lambda ledger: ledger.pause(DEPLOYMENT, "keep"),
+        lambda ledger: ledger.update_deployment(DEPLOYMENT, transition="SYNC"),
+        lambda ledger: ledger.reset_ledger(DEPLOYMENT),
+    ]
+
+    async def work(ledger: Ledger) -> None:
+        for number, call in enumerate(calls):
+            before, state = await ledger.changes(), await ledger.state(DEPLOYMENT)
+            await call(ledger)
+            assert await ledger.state(DEPLOYMENT) != state, f"call {number} changes nothing"
+            assert set((await ledger.changes(before.serial)).rows) == {DEPLOYMENT}, f"call {number}"
+
+    on_ledger(url, work)
+
+
+def test_a_reader_that_is_too_far_behind_or_of_another_ledger_is_told_everything(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.ledger.changes.KEPT", 3)
+    monkeypatch.setattr("midstream.ledger.changes.REMOVED_EVERY", 2)
+
+    async def work(ledger: Ledger) -> None:
+        names = [f"{DEPLOYMENT}/policies/p{number}" for number in range(8)]
+        serials = [(await ledger.changes()).serial]
+        for name in names:
+            await ledger.create_deployment(name, model="m", bucket_url="b")
+            serials.append((await ledger.changes(serials[-1])).serial)
+        for missed, serial in enumerate(reversed(serials)):
+            found = await ledger.changes(serial)
+            assert found.rows.keys() >= set(names[len(names) - missed :])
+            assert found.whole == (missed > 4), missed
+        later = await ledger.changes(serials[-1] + 7)
+        assert (later.whole, later.serial) == (True, serials[-1]), "this ledger is older than what was read"
+
+    on_ledger(url, work)
+
+
+def test_commits_of_several_writers_are_told_in_their_order(url: str) -> None:
+    """A reader that saw a serial misses no change with a lower one, whoever commits when."""
+
+    async def work(ledger: Ledger) -> None:
+        others = [Ledger(url) for _ in range(3)]
+        names = [f"{DEPLOYMENT}/policies/w{writer}-{n}" for writer in range(3) for n in range(8)]
+        for name in names:
+            await ledger.create_deployment(name, model="m", bucket_url="b")
+
+        async def write(other: Ledger, own: list[str]) -> None:
+            for name in own:
+                await other.update_deployment(name, fields={"x": 1})
+
+        seen, told = (await ledger.changes()).serial, list[str]()
+        writers = [asyncio.create_task(write(other, names[number::3])) for number, other in enumerate(others)]
+        while True:
+            ended = all(writer.done() for writer in writers)
+            found = await ledger.changes(seen)
+            seen = found.serial
+            told += found.rows
+            if ended:
+                break
+        assert sorted(told) == sorted(names)
+        await asyncio.gather(*writers)
+        for other in others:
+            other.close()
+
+    on_ledger(url, work)
+
+
+def test_a_list_has_the_state_of_each_policy(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        names = [f"{DEPLOYMENT}/policies/{name}" for name in ("blue", "green", "red")]
+        for name in names:
+            await ledger.create_deployment(name, model="m", bucket_url="b")
+        files = (FileContent(name="adapter_model.safetensors", size=4, digest="sha256:ab"),)
+        await ledger.signal(names[0], Signal(identity="v1", url="file:///b/v1", content=files))
+        await ledger.signal(names[2], Signal(identity="v1", url="file:///b/v1"))
+        await ledger.record_death(names[2], "b1", Death("replica-0", "v1", 1, "died"), None)
+        await ledger.disagree(names[2], Disagreement("replica-1", "b", "v1", 1, 0, "differs"))
+        found = await ledger.listed([*reversed(names), f"{DEPLOYMENT}/policies/gone"])
+        assert [row for row, _ in found] == [await ledger.deployment(name) for name in names]
+        for row, state in found:
+            assert state == replace(await ledger.state(row.name), fallbacks=(), weights={})
 
     on_ledger(url, work)

@@ -28,7 +28,7 @@ from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.fleet.access import grant_of, meant
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import whole_number
-from midstream.ledger import DeploymentRow, Ledger
+from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 
 COLLECTION = "/v1/accounts/{account}/deployedModels"
 REPLACE = "replaceMergedAddon"
@@ -109,17 +109,20 @@ class AddonApi:
         for field in ("filter", "orderBy"):
             if request.query_params.get(field):
                 raise InvalidRequest(f"{field}: is not served here; all are listed by name", param=field)
-        rows = await self._policies.rows()
+        # Another gateway may have loaded some.
+        await self._policies.look()
         grant = grant_of(request)
         found = {
             policy.policy: policy
-            for policy in self._deployments.policies()
-            if policy.name in rows and grant.allows((PUBLISH, OBSERVE), policy.host.name)
+            for of in self._deployments
+            if grant.allows((PUBLISH, OBSERVE), of.name)
+            for policy in self._deployments.policies(of)
         }
         after = request.query_params.get("pageToken", "")
         size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
         rest = [name for name in sorted(found) if name > after]
-        shown = [await self._shown(found[name], rows[found[name].name]) for name in rest[:size]]
+        page = {found[name].name: found[name] for name in rest[:size]}
+        shown = [_shown(page[row.name], row, state) for row, state in await self._ledger.listed(list(page))]
         token = rest[size - 1] if len(rest) > size else ""
         return JSONResponse({"deployedModels": shown, "nextPageToken": token, "totalSize": len(found)})
 
@@ -148,11 +151,11 @@ class AddonApi:
     # -- inside
 
     async def _end_others(self, policy: Deployment) -> None:
-        rows = await self._policies.rows()
-        for other in self._deployments.policies(policy.host):
-            row = rows.get(other.name)
-            if other is not policy and row is not None and row.fields.get(_ADDON):
-                await self._policies.end(other)
+        await self._policies.look()
+        others = {p.name: p for p in self._deployments.policies(policy.host) if p is not policy}
+        for row, _ in await self._ledger.listed(list(others)):
+            if row.fields.get(_ADDON):
+                await self._policies.end(others[row.name])
 
     def _deployment(self, request: Request, name: str | None) -> Deployment:
         """The one that the body names, else the default one. Raises Forbidden, NotFound, InvalidRequest."""
@@ -172,14 +175,18 @@ class AddonApi:
 
     async def _one(self, request: Request, scopes: tuple[str, ...]) -> Deployment:
         name = request.path_params["model"]
-        if not any(policy.policy == name for policy in self._deployments.policies()):
+
+        def known() -> list[Deployment]:
+            return [one for one in self._deployments.called(name) if one.policy == name]
+
+        if not known():
             for deployment in list(self._deployments):
                 # Another gateway may have loaded it.
                 await self._policies.found(deployment, name)
 
         def find() -> Deployment:
             self._check_account(request)
-            found = [policy for policy in self._deployments.policies() if policy.policy == name]
+            found = known()
             if not found:
                 raise NotFound(f"there is no deployed model {name!r}", param="model")
             return found[0]
@@ -200,21 +207,24 @@ class AddonApi:
         return model.removeprefix(f"{self._deployments.default.names.account}/models/")
 
     async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
-        state = await self._ledger.state(row.name)
-        rows = replica_rows(state, policy.replicas, {})
-        errors = [row["midstream"]["error"] for row in rows if row["loading_state"]["stage"] == "error"]
-        loaded = bool(rows) and all(row["loading_state"]["stage"] in SERVED_STAGES for row in rows)
-        told: Mapping[str, Any] = {name: row.fields[name] for name in _TEXTS if name in row.fields}
-        return {
-            "name": f"{policy.names.account}/deployedModels/{policy.policy}",
-            "model": policy.model,
-            "deployment": policy.host.name,
-            "default": True,
-            "public": False,
-            "serverless": False,
-            "state": "UNDEPLOYING" if row.deleting else "DEPLOYED" if loaded else "DEPLOYING",
-            "status": {"code": "FAILED_PRECONDITION" if errors else "OK", "message": (*errors, "")[0] or ""},
-            "createTime": timestamp(row.created_at),
-            "updateTime": timestamp(row.updated_at),
-            **told,
-        }
+        return _shown(policy, row, await self._ledger.state(row.name))
+
+
+def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> dict[str, Any]:
+    rows = replica_rows(state, policy.replicas, {})
+    errors = [row["midstream"]["error"] for row in rows if row["loading_state"]["stage"] == "error"]
+    loaded = bool(rows) and all(row["loading_state"]["stage"] in SERVED_STAGES for row in rows)
+    told: Mapping[str, Any] = {name: row.fields[name] for name in _TEXTS if name in row.fields}
+    return {
+        "name": f"{policy.names.account}/deployedModels/{policy.policy}",
+        "model": policy.model,
+        "deployment": policy.host.name,
+        "default": True,
+        "public": False,
+        "serverless": False,
+        "state": "UNDEPLOYING" if row.deleting else "DEPLOYED" if loaded else "DEPLOYING",
+        "status": {"code": "FAILED_PRECONDITION" if errors else "OK", "message": (*errors, "")[0] or ""},
+        "createTime": timestamp(row.created_at),
+        "updateTime": timestamp(row.updated_at),
+        **told,
+    }

@@ -58,7 +58,9 @@ class _Accounts:
 
     async def models(self, request: Request) -> Response:
         self._check_account(request)
-        models = [self._model(name) for name in self._names(request)]
+        names = self._names(request)
+        adapters = {policy.model for policy in self._deployments.policies()}
+        models = [self._model(name, adapter=name in adapters) for name in names]
         return JSONResponse({"models": models, "nextPageToken": "", "totalSize": len(models)})
 
     async def model(self, request: Request) -> Response:
@@ -69,10 +71,9 @@ class _Accounts:
             raise forbidden(SCOPES, f"model {request.path_params['model']!r}")
         if name not in names:
             raise NotFound(f"there is no model {name}; this server has {', '.join(names)}")
-        return JSONResponse(self._model(name))
+        return JSONResponse(self._model(name, any(one.policy for one in self._deployments.called(name))))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        adapter = any(policy.model == name for policy in self._deployments.policies())
+    def _model(self, name: str, adapter: bool) -> dict[str, Any]:
         return {
             "name": name,
             "displayName": name.rpartition("/")[2],

@@ -267,7 +267,7 @@ class Board:
                     "generation": one.order.position(one.order.desired),
                     "deleting": one.deleting,
                     "sessions": _sessions(one),
-                    "policies": len(self._deployments.policies(one)),
+                    "policies": self._deployments.policy_count(one),
                     "failed": dict(sorted(one.troubles.items())),
                 }
                 for one in shown

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -34,7 +35,7 @@ from midstream.api.signals import (
 )
 from midstream.api.status import check_signal, ledger_body, replica_rows, unloaded
 from midstream.api.trainer_calls import trainer_routes
-from midstream.api.updates import Updates
+from midstream.api.updates import Take, Updates
 from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,
@@ -73,16 +74,19 @@ def hotload_routes(
     chain_max: int = CHAIN_MAX,
     changed: Callable[[], Awaitable[None]] = _nothing,
     limits: PolicyLimits = NO_LIMITS,
+    look: Callable[[], Awaitable[None]] | None = None,
 ) -> list[BaseRoute]:
     """Routes for the control app; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
     many incremental snapshots may stand on one full one. changed: takes up a change of the ledger: a policy was made or
-    ended. limits: how many policies there may be. Raises ConfigError on an allowed bucket that is none.
+    ended. limits: how many policies there may be. look: takes up what other gateways changed; None: `changed` does.
+    Raises ConfigError on an allowed bucket that is none.
     """
     for bucket in allowed_buckets:
         check_bucket(bucket)
-    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, changed, limits)
+    policies = partial(PolicyApi, ledger, deployments, changed, limits=limits, look=look)
+    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
     adapters = Adapters(deployments, api.policies, Updates(ledger, api.take))
     of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
@@ -104,14 +108,13 @@ class _Api:
         deployments: Deployments,
         allowed_buckets: tuple[str, ...],
         chain_max: int,
-        changed: Callable[[], Awaitable[None]],
-        limits: PolicyLimits,
+        policies: Callable[[Take], PolicyApi],
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._allowed_buckets = allowed_buckets
         self._chain_max = chain_max
-        self.policies = PolicyApi(ledger, deployments, changed, self.take, limits)
+        self.policies = policies(self.take)
 
     async def signal(self, request: Request) -> Response:
         deployment = self._deployments.named(request.headers)

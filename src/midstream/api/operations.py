@@ -260,7 +260,16 @@ _DEPLOYMENTS: Mapping[tuple[str, str], Operation] = {
 
 _ADDON = addons.COLLECTION + "/{model}"
 _POLICIES: Mapping[tuple[str, str], Operation] = {
-    ("GET", _ONE + "/policies"): Operation("Lists the policies of a deployment.", answer=resources.Policies),
+    ("GET", _ONE + "/policies"): Operation(
+        "Lists the policies of a deployment by name.",
+        (
+            _number(
+                "pageSize", f"How many are on a page; 0, and at most: {policies.PAGE_SIZE}.", 0, 2**31 - 1, 0
+            ),
+            _PAGE_AFTER,
+        ),
+        answer=resources.Policies,
+    ),
     ("POST", _ONE + "/policies"): Operation(
         "Makes a policy, forks it from another one, or freezes or thaws it.",
         body=policies.PolicyBody,

@@ -29,11 +29,13 @@ from midstream.core.headers import HEADER_MADE, HEADER_TENANT
 from midstream.core.types import BASE_SNAPSHOT, Desired
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import fields_of, json_object, read_body
-from midstream.ledger import DeploymentRow, Ledger
+from midstream.http.bodies import fields_of, json_object, read_body, whole_number
+from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.deployments import FROZEN, NO_LIMITS, TENANT, NameTaken, PolicyLimits, check_takes
 
 OF_ONE = "/v1/accounts/{account}/deployments/{name}"
+#: Of a list, unless less is asked for.
+PAGE_SIZE = 200
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -46,7 +48,7 @@ class PolicyBody(msgspec.Struct):
 
 
 class PolicyApi:
-    """changed: takes up a change of the ledger. limits: how many policies there may be."""
+    """changed: takes up a change of the ledger that was made here, look: any. limits: how many policies there may be."""
 
     def __init__(
         self,
@@ -55,7 +57,9 @@ class PolicyApi:
         changed: Callable[[], Awaitable[None]],
         take: Take,
         limits: PolicyLimits = NO_LIMITS,
+        look: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self.look = look or changed
         self._ledger = ledger
         self._deployments = deployments
         self._changed = changed
@@ -101,16 +105,9 @@ class PolicyApi:
             and NAME.fullmatch(name)
             and await self._row(full) is not None
         ):
-            await self._changed()
+            await self.look()
         found = self._deployments.known(full)
         return found if found is not None and found.policy else None
-
-    async def rows(self) -> dict[str, DeploymentRow]:
-        """Those of the policies of all deployments, by name. What another gateway made is taken up first."""
-        rows = {row.name: row for row in await self._ledger.policies()}
-        if any(self._deployments.known(name) is None for name in rows):
-            await self._changed()
-        return rows
 
     async def end(self, policy: Deployment) -> None:
         """It takes no more requests from now on."""
@@ -150,14 +147,20 @@ class PolicyApi:
         return JSONResponse(shown, headers={HEADER_MADE: policy.name})
 
     async def list(self, request: Request) -> Response:
-        rows = await self.rows()
-        shown = []
-        for policy in self._deployments.policies(self._of(request)):
-            # One that goes meanwhile is left out.
-            with contextlib.suppress(NotFound):
-                if policy.name in rows:
-                    shown.append(await self._shown(policy, rows[policy.name]))
-        return JSONResponse({"policies": shown})
+        """In the order of names; a page's token is the last name on it."""
+        deployment = self._of(request)
+        after = request.query_params.get("pageToken", "")
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE)
+        # Another gateway may have made some.
+        await self.look()
+        page = self._deployments.policies_after(deployment, after, size + 1)
+        token = page[size - 1].policy if len(page) > size else ""
+        found = {policy.name: policy for policy in page[:size]}
+        # One that goes meanwhile is left out.
+        rows = await self._ledger.listed(list(found))
+        shown = [_shown(found[row.name], row, state) for row, state in rows]
+        total = self._deployments.policy_count(deployment)
+        return JSONResponse({"policies": shown, "nextPageToken": token, "totalSize": total})
 
     async def get(self, request: Request) -> Response:
         policy = await self.named(self._of(request), request.path_params["policy"])
@@ -196,10 +199,7 @@ class PolicyApi:
             )
         check_signal(SignalBody("", policy=name), (view.report for view in deployment.replicas.views))
         names = names_of(deployment.names, name)
-        others = [
-            d for d in (*self._deployments, *self._deployments.policies()) if d.name != names.deployment
-        ]
-        if any(name in other.names.accepted() for other in others):
+        if any(other.name != names.deployment for other in self._deployments.called(name)):
             raise Conflict(f"policy: {name!r} is the name of something else here", param="policy")
         row = await self._ledger.deployment(deployment.name)
         # Another signal may make it meanwhile.
@@ -223,7 +223,7 @@ class PolicyApi:
         found = self._deployments.known(name)
         if found is not None and await self._row(name) is not None:
             return found
-        await self._changed()
+        await self.look()
         return None
 
     async def _row(self, name: str) -> DeploymentRow | None:
@@ -236,19 +236,22 @@ class PolicyApi:
         return self._deployments.get(name)
 
     async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
-        state = await self._ledger.state(row.name)
-        return {
-            "name": row.name,
-            "policy": policy.policy,
-            "model": row.model,
-            "state": "DELETING" if row.deleting else "READY",
-            "frozen": bool(row.fields.get(FROZEN)),
-            "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
-            "generation": row.generation,
-            "bytes": _size(state.desired),
-            "replicas": replica_rows(state, policy.replicas, {}),
-            "unloaded": unloaded(policy.replicas),
-        }
+        return _shown(policy, row, await self._ledger.state(row.name))
+
+
+def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "policy": policy.policy,
+        "model": row.model,
+        "state": "DELETING" if row.deleting else "READY",
+        "frozen": bool(row.fields.get(FROZEN)),
+        "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
+        "generation": row.generation,
+        "bytes": _size(state.desired),
+        "replicas": replica_rows(state, policy.replicas, {}),
+        "unloaded": unloaded(policy.replicas),
+    }
 
 
 def _size(desired: Desired | None) -> int | None:

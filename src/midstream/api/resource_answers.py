@@ -146,6 +146,8 @@ class Policy(msgspec.Struct):
 
 class Policies(msgspec.Struct):
     policies: list[Policy]
+    nextPageToken: str
+    totalSize: int
 
 
 class PolicyEnding(msgspec.Struct):

@@ -388,12 +388,17 @@ class HotLoadServer:
 
     def policies(self, deployment: str, *, retry_s: float = SIGNAL_RETRY_S) -> list[dict[str, Any]]:
         """The policies of `deployment` (its full name), as docs/policies.md shows them. Raises SignalRefused."""
-        url = f"{self.root}/v1/{deployment}/policies"
-        answer = self._caller.call("GET", url, deadline_s=retry_s).body
-        if not isinstance(answer, dict) or not isinstance(answer.get("policies"), list):
-            raise PublishError(f"{url}: answered something else than policies")
-        found: list[dict[str, Any]] = answer["policies"]
-        return found
+        url, found, page = f"{self.root}/v1/{deployment}/policies", list[dict[str, Any]](), ""
+        while True:
+            place = f"{url}?pageToken={quote(page, safe='')}" if page else url
+            answer = self._caller.call("GET", place, deadline_s=retry_s).body
+            if not isinstance(answer, dict) or not isinstance(answer.get("policies"), list):
+                raise PublishError(f"{url}: answered something else than policies")
+            found += answer["policies"]
+            # A server that is older than pages has told all.
+            page = str(answer.get("nextPageToken") or "")
+            if not page:
+                return found
 
     def ledger(self, deployment: str, *, retry_s: float = SIGNAL_RETRY_S) -> dict[str, Any]:
         """Every snapshot that was signalled to `deployment` (its full name). Raises SignalRefused."""

@@ -25,6 +25,8 @@ from midstream.core.errors import InvalidRequest, NotFound, SnapshotNotServed, U
 from midstream.core.text import NOT_JSON
 
 HEADER_MODEL = "fireworks-model"
+#: In the full name of a policy, between its deployment's name and its own.
+POLICY_INFIX = "/policies/"
 
 
 def split_model(name: str) -> tuple[str, str, str | None]:
@@ -53,7 +55,7 @@ class ServedNames(msgspec.Struct, frozen=True):
 
     def is_on(self, deployment: str) -> bool:
         """Whether it is, or is a policy of, the deployment of this name, in full or bare."""
-        own = self.deployment.partition("/policies/")[0]
+        own = self.deployment.partition(POLICY_INFIX)[0]
         return deployment in (own, own.rpartition("/")[2])
 
     def split(self, name: str) -> str | None:

@@ -232,8 +232,11 @@ async function drawSnapshots() {
 async function drawPolicyBytes() {
   if (!known.policies.length) return;
   for (const name of new Set(known.policies.map((one) => one.deployment))) {
-    const told = await read(`/v1/${name}/policies`);
-    for (const one of told.policies) policyBytes.set(one.policy, one.bytes);
+    for (let page = ""; page !== null; ) {
+      const told = await read(`/v1/${name}/policies?pageToken=${encodeURIComponent(page)}`);
+      for (const one of told.policies) policyBytes.set(one.policy, one.bytes);
+      page = told.nextPageToken || null;
+    }
   }
   drawPolicies();
 }

@@ -3,8 +3,10 @@
 Owns: the run-time deployments (made from ledger rows, ended when their row is removed) and what the supervisor is told. The
 supervisor owns the processes: it is told which replicas to run, and tells which it runs.
 Always holds:
-- Level-triggered: each pass looks at the whole ledger and the whole list of running replicas, and says the whole of what is
-  wanted. A lost message, or a restart of either side, only delays.
+- Level-triggered: each pass reads what changed in the ledger since the last one, looks at the whole list of running replicas,
+  and says the whole of what is wanted. A lost message, or a restart of either side, only delays.
+- A pass reads the ledger with one query, however many deployments and policies there are. It tells the reconcilers whose
+  part changed: none of them reads the ledger by itself.
 - A replica that is to go takes no new request from then on. It is wanted until the requests on it have ended, for at most the
   deployment's drain time.
 - A deployment's row is removed only when none of its replicas runs any more.
@@ -29,7 +31,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import Member
 from midstream.fleet.tally import GatewayReport, Siblings
 from midstream.fleet.view import ReplicaEntry, ReplicaView
-from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
+from midstream.ledger import Changes, DeploymentRow, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +112,11 @@ class DesiredState:
         self._told: Wanted | None = None
         self._wake = asyncio.Event()
         self._looking = asyncio.Lock()
-        # Of the policies that were taken up last; and whether there is more to do for them.
-        self._policies_mark: object = None
-        self._unsettled = True
+        # The serial of the ledger's changes up to which it was read.
+        self._seen: int | None = None
+        # The deployments' rows. And those of policies that have something left to be done; None: its row is gone.
+        self._rows: dict[str, DeploymentRow] = {}
+        self._open: dict[str, DeploymentRow | None] = {}
         # Deployment to the time when its row was made. A row of the same name made later is another deployment.
         self._created: dict[str, float] = {}
         # Replica to the time when it was first seen to have to go.
@@ -176,18 +180,12 @@ class DesiredState:
 
     async def _look(self) -> None:
         try:
-            account = self._deployments.default.names.account
-            found = await self._ledger.deployments()
-            mark = None if self._unsettled else self._policies_mark
-            self._policies_mark, policies = await self._ledger.policies_since(mark)
-            rows = {row.name: row for row in found if row.name.startswith(f"{account}/")}
+            self._take_in(await self._ledger.changes(self._seen))
         except LedgerUnavailable as error:
             logger.warning("going on with the deployments known: %s", error)
             return
-        own = None if policies is None else {row.name: row for row in policies}
-        if own is not None:
-            self._unsettled = True
-            await self._end_policies(own)
+        rows = self._rows
+        await self._end_policies()
         for row in rows.values():
             known = self._deployments.known(row.name)
             if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
@@ -205,63 +203,85 @@ class DesiredState:
                 deployment.name not in rows or (deployment.deleting and gone)
             ):
                 await self._end(deployment, rows.get(deployment.name))
-        if own is not None:
-            self._take_up_policies(own)
+                if self._deployments.known(deployment.name) is None:
+                    rows.pop(deployment.name, None)
+        self._take_up_policies()
         self._say(tuple(wanted))
 
-    async def _end_policies(self, rows: dict[str, DeploymentRow]) -> None:
-        """End those that are gone or have to go, before their deployments do. Takes the rows that it removes out of `rows`."""
-        for policy in self._deployments.policies():
-            row = rows.get(policy.name)
-            if row is None or self._created[policy.name] != row.created_at:
+    def _take_in(self, found: Changes) -> None:
+        """Note what changed, and have the reconcilers that it concerns read the ledger."""
+        known = {policy.name for policy in self._deployments.policies()} if found.whole else set()
+        rows = {**dict.fromkeys(known), **found.rows}
+        if found.whole:
+            self._rows.clear()
+        for name, row in rows.items():
+            if not name.startswith(f"{self._deployments.default.names.account}/"):
+                continue
+            if split_name(name)[1]:
+                self._open[name] = row
+            elif row is None:
+                self._rows.pop(name, None)
+            else:
+                self._rows[name] = row
+            if row is not None and (changed := self._deployments.known(name)) is not None:
+                changed.reconciler.signalled()
+        self._seen = found.serial
+
+    async def _end_policies(self) -> None:
+        """End those that are gone or have to go, before their deployments do."""
+        for name, row in tuple(self._open.items()):
+            policy = self._deployments.known(name)
+            if policy is None:
+                continue
+            if row is None or self._created[name] != row.created_at:
                 # Another gateway ended it. What this one said last may have come after that.
                 await self._end_on_replicas(policy, None)
                 await self._end(policy, None)
-            elif row.deleting and policy.deleting and await self._end_on_replicas(policy, row):
-                del rows[policy.name]
+            elif row.deleting and policy.deleting:
+                await self._end_on_replicas(policy, row)
+                if self._deployments.known(name) is None:
+                    del self._open[name]
 
-    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow | None) -> bool:
-        """Whether it is gone. The row goes once no replica has the policy: one of the same name is not taken for it."""
+    async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow | None) -> None:
+        """The row goes once no replica has the policy: one of the same name is not taken for it."""
         assert isinstance(policy.replicas, PolicyReplicas)
         policy.replicas.ending = True
         if self._running is None or not policy.replicas.all_heard(policy.host.wanted):
             # A replica that is not heard may have it.
-            return False
+            return
         # What is on its way arrives before the end does.
         await policy.reconciler.settle()
         try:
             await policy.replicas.send_end(everywhere=row is None)
         except ReplicaUnavailable as error:
             logger.info("%s is ended later: %s", policy.name, error)
-            return False
+            return
         if row is not None and not policy.replicas.held:
             await self._end(policy, row)
-            return True
-        return False
 
-    def _take_up_policies(self, rows: Mapping[str, DeploymentRow]) -> None:
-        for row in rows.values():
-            self._take_up_policy(row)
-        known = {policy.name for policy in self._deployments.policies()}
-        self._unsettled = known != rows.keys() or any(row.deleting for row in rows.values())
+    def _take_up_policies(self) -> None:
+        for name, row in tuple(self._open.items()):
+            # One that is being ended stays open until it is gone.
+            if row is None or (self._take_up_policy(row) and not row.deleting):
+                del self._open[name]
 
-    def _take_up_policy(self, row: DeploymentRow) -> None:
+    def _take_up_policy(self, row: DeploymentRow) -> bool:
+        """Whether it could be: its deployment is known."""
         name, own = split_name(row.name)
         of, policy = self._deployments.known(name), self._deployments.known(row.name)
         if of is None or of.policy:
-            return
+            return False
         if policy is None:
             if self.make_policy is None:
-                return
+                return False
             policy = self.make_policy(row, of, own)
             self._deployments.add(policy)
             self._created[row.name] = row.created_at
             self._start(policy)
             logger.info("policy %s of %s", own, name)
         policy.published = row.desired_snapshot != BASE_SNAPSHOT
-        if row.deleting != policy.deleting:
-            policy.deleting = row.deleting
-            self._deployments.renamed()
+        policy.deleting = row.deleting
+        return True
 
     def report_now(self) -> None:
         """Tell the supervisor what this gateway says of itself, without another look at the ledger."""
@@ -288,9 +308,7 @@ class DesiredState:
         deployment.ignores_fields = None if unknown is None else unknown == "IGNORE"
         if row.deleting and row.fields.get(HARD):
             deployment.drain_s = 0.0
-        if row.deleting != deployment.deleting:
-            deployment.deleting = row.deleting
-            self._deployments.renamed()
+        deployment.deleting = row.deleting
 
     def _entries(self, deployment: Deployment, row: DeploymentRow) -> dict[str, ReplicaEntry]:
         if row.deleting:
@@ -326,6 +344,7 @@ class DesiredState:
         else:
             deployment.replicas.set_members(())
         self._deployments.remove(deployment)
+        self._created.pop(deployment.name, None)
         logger.info("deployment %s is deleted", deployment.name)
 
     def _of(self, deployment: Deployment) -> list[RunningReplica]:

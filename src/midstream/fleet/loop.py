@@ -1,8 +1,9 @@
 """The reconciler: keeps comparing what is desired with what replicas report, and acts on the difference.
 
 Always holds:
-- Level-triggered: each pass looks at the whole state, so a lost wake, message or report only delays. Wakes coalesce;
-  a pass every `poll_s` is the backstop.
+- Level-triggered: each pass looks at the whole state, so a lost message or report only delays. Wakes coalesce. While something
+  is left to be done, a pass every `poll_s` is the backstop. A reconciler with nothing to do costs nothing.
+- The ledger is read again when somebody says that it changed. A reconciler that nobody tells reads it every `poll_s`.
 - Every stage change in a report is stored in the ledger once, in order within a boot. That includes changes that happened
   while this process was down, if the report still has them. When a boot ends while it loads a snapshot, that is stored
   before anything of the next boot is.
@@ -82,9 +83,13 @@ class Reconciler:
         *,
         swap_order: SwapOrder = "together",
         poll_s: float = 1.0,
+        told: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deployment`: its full name; the ledger must have it. `poll_s` is also the pause before a message is repeated."""
+        """`deployment`: its full name; the ledger must have it. `poll_s` is also the pause before a message is repeated.
+
+        told: whoever makes it calls `signalled` after each change of the ledger that concerns the deployment.
+        """
         self._one_by_one = swap_order == "one-by-one"
         self._turn: Turn | None = None
         self._turn_since = float("-inf")
@@ -92,9 +97,14 @@ class Reconciler:
         self._replicas = replica_set
         self._deployment = deployment
         self._poll_s = poll_s
+        self._told = told
+        # The last pass left something to be done later, or could not store or read something.
+        self._due = True
         self._monotonic = monotonic
         self._state: DeploymentState | None = None
         self._read_at = float("-inf")
+        # The last reading did not fail.
+        self._is_read = True
         # The highest generation of any report so far, and of the reports before the last read.
         self._reported = self._covered = 0
         self._wake = asyncio.Event()
@@ -150,18 +160,29 @@ class Reconciler:
                     )
                 except Exception:
                     # Whatever the error is, the next pass looks at everything anew.
+                    self._due = True
                     logger.exception("reconciling failed; trying again in %g s", self._poll_s)
                     await asyncio.sleep(self._poll_s)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll_s if self._replicas.at_work else None):
+                    async with asyncio.timeout(self._pause_s()):
                         await self._wake.wait()
                 self._wake.clear()
         finally:
             for task in self._sending.values():
                 task.cancel()
 
+    def _pause_s(self) -> float | None:
+        """Until the next pass, if nothing wakes it before; None: nothing is to be done until then."""
+        return self._poll_s if self._replicas.at_work and (self._due or not self._told) else None
+
     async def reconcile_once(self) -> None:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
+        self._due = False
+        await self._reconcile()
+        waits = self._stuck or self._sending or self._turn is not None or self._pause.mode is not None
+        self._due |= bool(waits) or self._read_at == float("-inf")
+
+    async def _reconcile(self) -> None:
         self._forget_leavers({view.name for view in self._replicas.views})
         holders = self._replicas.holders
         for view in self._replicas.views:
@@ -197,6 +218,7 @@ class Reconciler:
                 )
                 self._replicas.judged(view, failed=failed)
                 self._send_pause(view, view.report, state.pause)
+                self._due |= action.send is not None or view.report.pause.serial < state.pause.serial
                 if action.send is not None and view.report.generation <= self._covered:
                     seen = msgspec.structs.replace(action.send, seen=view.report.generation)
                     self._send(view, view.report.boot, seen)
@@ -242,9 +264,7 @@ class Reconciler:
                         *where, finding.generation, finding.verdict, finding.detail
                     )
             except LedgerUnavailable as error:
-                logger.warning(
-                    "what is known of the weights of %s is stored later: %s", finding.replica, error
-                )
+                self._later("what is known of the weights of %s is stored later: %s", finding.replica, error)
         self._read_at = float("-inf")
         return await self._current_state() or state
 
@@ -256,7 +276,7 @@ class Reconciler:
             for found in report.contents:
                 await self._ledger.learn_content(self._deployment, found)
         except LedgerUnavailable as error:
-            logger.warning("what %s found in its files is stored later: %s", report.replica, error)
+            self._later("what %s found in its files is stored later: %s", report.replica, error)
             return
         self._learnt[report.replica] = known
         self._read_at = float("-inf")
@@ -271,7 +291,7 @@ class Reconciler:
             for check in new:
                 await self._ledger.learn_weights(self._deployment, check)
         except LedgerUnavailable as error:
-            logger.warning("the digests of %s are stored later: %s", state.snapshot, error)
+            self._later("the digests of %s are stored later: %s", state.snapshot, error)
         self._read_at = float("-inf")
         return state
 
@@ -324,7 +344,7 @@ class Reconciler:
             try:
                 generation = await self._ledger.new_generation(self._deployment, view.report.generation)
             except LedgerUnavailable as error:
-                logger.warning("%s is asked again later: %s", view.name, error)
+                self._later("%s is asked again later: %s", view.name, error)
             else:
                 stuck = replace(stuck, retries=stuck.retries + 1, generation=generation, due=None)
         self._stuck[view.name] = stuck
@@ -338,17 +358,24 @@ class Reconciler:
         now = self._monotonic()
         reports = [view.report.generation for view in self._replicas.views if view.report is not None]
         newest = max(reports, default=0)
-        if newest > self._reported or now - self._read_at >= self._poll_s:
+        again_s = float("inf") if self._told and self._is_read else self._poll_s
+        if newest > self._reported or now - self._read_at >= again_s:
             self._reported = newest
             # Set before reading: a signal that arrives meanwhile makes it stale again.
-            self._read_at = now
+            self._read_at, self._is_read = now, False
             try:
                 self._state = await self._ledger.state(self._deployment)
                 self._covered = newest
                 await self._learn_order(self._state)
+                self._is_read = True
             except LedgerUnavailable as error:
-                logger.warning("going on with the last known state: %s", error)
+                self._later("going on with the last known state: %s", error)
         return self._state
+
+    def _later(self, message: str, *about: object) -> None:
+        """The ledger cannot be used now: the next pass tries again."""
+        self._due = True
+        logger.warning(message, *about)
 
     async def _learn_order(self, state: DeploymentState) -> None:
         generation = 0 if state.desired is None else state.desired.generation
@@ -373,7 +400,7 @@ class Reconciler:
                 logger.warning("%s: stage changes %s were not heard of in time", view.name, missed)
             await self._ledger.record(self._deployment, view.name, report.boot, new)
         except LedgerUnavailable as error:
-            logger.warning("stage changes of %s are stored later: %s", view.name, error)
+            self._later("stage changes of %s are stored later: %s", view.name, error)
             return
         self._recorded[view.name] = (report.boot, new[-1].seq)
         for moved in new:
@@ -451,6 +478,8 @@ class Reconciler:
         reports = (view.report for view in self._replicas.views)
         seen = max((report.pause.serial for report in reports if report is not None), default=0)
         if seen > pause.serial:
+            # A replica is ahead of the ledger until this was stored, and read.
+            self._due = True
             with contextlib.suppress(LedgerUnavailable):
                 # Nothing, where another gateway has paused meanwhile.
                 await self._ledger.pause(self._deployment, pause.mode, only=pause.serial, floor=seen)

@@ -34,7 +34,7 @@ from midstream.core.types import (
     ReplicaReport,
     Stage,
 )
-from midstream.core.versions import ServedNames
+from midstream.core.versions import POLICY_INFIX, ServedNames
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.residency import Place, State, where
 from midstream.fleet.view import ReplicaView
@@ -43,8 +43,6 @@ from midstream.fleet.view import ReplicaView
 ASK_S = 30.0
 #: How long a replica is not asked for a policy that it failed with.
 FAILED_S = 30.0
-#: In the name of a policy's row, between its deployment's name and its own.
-INFIX = "/policies/"
 
 
 class PolicyView(ReplicaView):
@@ -441,10 +439,12 @@ def _as_report(report: ReplicaReport, own: PolicyReport) -> ReplicaReport:
 
 def names_of(deployment: ServedNames, policy: str) -> ServedNames:
     """What a policy is called: as a model, and as a part of its deployment."""
-    return ServedNames(f"{deployment.account}/models/{policy}", f"{deployment.deployment}{INFIX}{policy}")
+    return ServedNames(
+        f"{deployment.account}/models/{policy}", f"{deployment.deployment}{POLICY_INFIX}{policy}"
+    )
 
 
 def split_name(name: str) -> tuple[str, str]:
     """(deployment, policy) of a row's name; the policy is "" for a deployment's own row."""
-    deployment, _, policy = name.partition(INFIX)
+    deployment, _, policy = name.partition(POLICY_INFIX)
     return deployment, policy

@@ -11,13 +11,14 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from midstream.core.errors import InvalidRequest, NotFound
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
-from midstream.core.versions import ServedNames, split_model
+from midstream.core.versions import POLICY_INFIX, ServedNames, split_model
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.placement import PrefixTable
 from midstream.fleet.reconcile import SignalOrder
@@ -130,9 +131,10 @@ class Deployments:
         self.default = default
         self._known = {f"{default.names.account}/models/{name}" for name in models} | {default.model}
         self._by_name: dict[str, Deployment] = {}
-        # Policies by the name of their row.
+        # Policies by the name of their row; and those names in order.
         self._policies: dict[str, Deployment] = {}
-        # Every name, full and bare, to the deployments that have it.
+        self._order: list[str] = []
+        # Every name, full and bare, to the deployments that have it, also while they take no requests.
         self._called: dict[str, list[Deployment]] = {}
         self.add(default)
 
@@ -155,28 +157,58 @@ class Deployments:
 
     def policies(self, of: Deployment | None = None) -> list[Deployment]:
         """Those of one deployment, or all, by name."""
-        return [p for _, p in sorted(self._policies.items()) if of is None or p.of is of]
+        begin, end = self._span(of)
+        return [self._policies[name] for name in self._order[begin:end]]
+
+    def policy_count(self, of: Deployment) -> int:
+        begin, end = self._span(of)
+        return end - begin
+
+    def policies_after(self, of: Deployment, name: str, count: int) -> list[Deployment]:
+        """The next ones of a deployment in the order of their own names, behind `name`."""
+        begin, end = self._span(of)
+        begin = (
+            bisect.bisect_right(self._order, f"{of.name}{POLICY_INFIX}{name}", begin, end) if name else begin
+        )
+        return [self._policies[found] for found in self._order[begin : min(begin + count, end)]]
+
+    def _span(self, of: Deployment | None) -> tuple[int, int]:
+        if of is None:
+            return 0, len(self._order)
+        begin = bisect.bisect_left(self._order, f"{of.name}{POLICY_INFIX}")
+        # Behind every name that begins so.
+        return begin, bisect.bisect_left(self._order, f"{of.name}{POLICY_INFIX}\U0010ffff", begin)
 
     @property
     def models(self) -> list[str]:
         """Resource names of the models that are served or can be."""
-        return sorted(self._known | {one.model for one in (*self, *self.policies())})
+        return sorted(self._known | {one.model for one in (*self, *self._policies.values())})
+
+    # There may be thousands of policies: none of these looks through them.
 
     def add(self, deployment: Deployment) -> None:
         table = self._policies if deployment.policy else self._by_name
         assert deployment.name not in table
         table[deployment.name] = deployment
-        # There may be thousands of policies: what is there already is not looked through for each.
-        _enter(self._called, deployment)
+        if deployment.policy:
+            bisect.insort(self._order, deployment.name)
+        for name in deployment.names.accepted():
+            self._called.setdefault(name, []).append(deployment)
 
     def remove(self, deployment: Deployment) -> None:
         assert deployment is not self.default
         del (self._policies if deployment.policy else self._by_name)[deployment.name]
-        self._index()
+        if deployment.policy:
+            del self._order[bisect.bisect_left(self._order, deployment.name)]
+        for name in deployment.names.accepted():
+            called = self._called[name]
+            called.remove(deployment)
+            if not called:
+                del self._called[name]
 
-    def renamed(self) -> None:
-        """A deployment began or ceased to take requests."""
-        self._index()
+    def called(self, name: str) -> list[Deployment]:
+        """All that have this name, in full or bare, also those that are being ended."""
+        return list(self._called.get(name, ()))
 
     def replica_names(self, deployment: Deployment) -> list[str]:
         """The names of the replicas that it should have: `replica-0` and so on.
@@ -220,8 +252,8 @@ class Deployments:
     def find(self, name: str, *, param: str) -> Deployment:
         """By any of its names, in full or bare, with or without #deployment and @snapshot. Raises NotFound, InvalidRequest."""
         resource, deployment, _ = split_model(name.strip())
-        called = self._called.get(resource)
-        if called is not None and deployment:
+        called = [d for d in self._called.get(resource, ()) if not (d.deleting or d.host.deleting)]
+        if deployment:
             called = [d for d in called if d.names.is_on(deployment)]
         if not called:
             served = ", ".join(dict.fromkeys(d.model for d in self))
@@ -238,18 +270,6 @@ class Deployments:
             return self.default
         options = ", ".join(d.name for d in called)
         raise InvalidRequest(f"{name!r} fits several deployments: name one of {options}", param=param)
-
-    def _index(self) -> None:
-        called: dict[str, list[Deployment]] = {}
-        for deployment in (*self._by_name.values(), *self._policies.values()):
-            _enter(called, deployment)
-        self._called = called
-
-
-def _enter(called: dict[str, list[Deployment]], deployment: Deployment) -> None:
-    if not (deployment.deleting or deployment.host.deleting):
-        for name in deployment.names.accepted():
-            called.setdefault(name, []).append(deployment)
 
 
 def _resource(name: str) -> str:

@@ -377,6 +377,11 @@ class ReplicaSet(Holding):
             if line.startswith(OF_A_KIND):
                 self._told(view, msgspec.json.decode(line, type=SessionsReport | Trajectories))
                 return
+            subscription = self._subscriptions[view]
+            if line == subscription.line and view.report is not None:
+                # A report repeated to show that the replica lives may be long.
+                subscription.calm()
+                return
             report = msgspec.json.decode(line, type=ReplicaReport)
             if not view.own:
                 report = msgspec.structs.replace(report, replica=view.name)
@@ -386,8 +391,8 @@ class ReplicaSet(Holding):
             # Another process answers there now: the replica that was heard before is lost.
             self._lost(view)
             raise
-        subscription = self._subscriptions[view]
         subscription.calm()
+        subscription.line = line
         if report.boot != subscription.boot:
             subscription.boot = report.boot
             view.admitted = False
@@ -467,8 +472,9 @@ class _Subscription:
     watch: asyncio.Task[None] | None = None
     # The last event stream.
     stream: ResponseStream | None = None
-    # The last boot that was heard.
+    # The last boot that was heard, and its last report as it came.
     boot: str | None = None
+    line: bytes = b""
     # The timer that ends the report's grace.
     doubt: asyncio.TimerHandle | None = None
 

@@ -172,6 +172,7 @@ def _served_api(
             chain_max=spec.settings.chain_max,
             changed=desired_state.changed,
             limits=PolicyLimits(spec.settings.max_policies, spec.settings.max_policies_per_tenant),
+            look=desired_state.look_once,
         ),
     ]
 
@@ -273,7 +274,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
     return Deployment(
         ServedNames(row.model, row.name),
         replicas,
-        Reconciler(ledger, replicas, row.name, swap_order=spec.swap_order),
+        Reconciler(ledger, replicas, row.name, swap_order=spec.swap_order, told=True),
         SessionTable(spec.settings.max_sessions),
         wanted=replica_count(row),
     )
@@ -282,7 +283,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
 def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
     replicas = PolicyReplicas(of.replicas, policy, row.created_at)
     # Policies switch by themselves, and nobody waits for another replica's turn.
-    reconciler = Reconciler(ledger, replicas, row.name)
+    reconciler = Reconciler(ledger, replicas, row.name, told=True)
     names = names_of(of.names, policy)
     return Deployment(names, replicas, reconciler, of.sessions, policy=policy, of=of)
 

@@ -1,5 +1,6 @@
 """The durable truth in SQLite or PostgreSQL; see ledger.py for what always holds."""
 
+from midstream.ledger.changes import Changes
 from midstream.ledger.database import LedgerUnavailable
 from midstream.ledger.ledger import Ledger, sqlite_url
 from midstream.ledger.records import (
@@ -23,6 +24,7 @@ from midstream.ledger.records import (
 __all__ = [
     "CHAIN_MAX",
     "BootHistory",
+    "Changes",
     "Death",
     "DeploymentChange",
     "DeploymentRow",

@@ -95,15 +95,18 @@ class Contents:
             param="identity",
         )
 
-    def learn(self, db: sa.Connection, key: int, found: SnapshotContent) -> None:
-        """The content that a replica serves becomes the meaning, in place of one that only a manifest gave."""
+    def learn(self, db: sa.Connection, key: int, found: SnapshotContent) -> bool:
+        """The content that a replica serves becomes the meaning, in place of one that only a manifest gave.
+
+        Whether anything was learnt."""
         this = _this(contents, key, found.snapshot)
         if insert_new(db, contents, _row(key, found.snapshot, found.files, proven=True)):
-            return
+            return True
         known = db.execute(sa.select(contents).where(this)).one()
         if not known.proven:
             row = _row(key, found.snapshot, found.files, proven=True)
             db.execute(contents.update().where(this).values(row))
+        return not known.proven
 
 
 def prove(db: sa.Connection, key: int, identities: Collection[str]) -> None:
@@ -112,12 +115,13 @@ def prove(db: sa.Connection, key: int, identities: Collection[str]) -> None:
     db.execute(contents.update().where(these).values(proven=True))
 
 
-def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> None:
+def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> bool:
+    """Whether they were not known."""
     if check.weights is None:
-        return
+        return False
     kind, _, digest = check.weights.rpartition(":")
     values = {"deployment_id": key, "identity": check.snapshot, "kind": kind, "digest": digest}
-    insert_new(db, weights, values)
+    return insert_new(db, weights, values)
 
 
 def weights_of(db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, dict[str, str]]:

@@ -18,7 +18,15 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from midstream.core.errors import ConfigError, ReplicaUnavailable
 from midstream.core.private import private_file
-from midstream.ledger.schema import SCHEMA_VERSION, UPGRADED_FROM, insert_new, metadata, schema_version
+from midstream.ledger.deployments import count_policies
+from midstream.ledger.schema import (
+    SCHEMA_VERSION,
+    UPGRADED_FROM,
+    change_counter,
+    insert_new,
+    metadata,
+    schema_version,
+)
 
 BUSY_TIMEOUT_S = 10.0
 #: On SQLite: a commit outlives a power cut.
@@ -27,6 +35,8 @@ CONNECT_TIMEOUT_S = 5
 #: PostgreSQL's advisory lock of a process that creates tables.
 _CREATING = 0x6D696473
 _READS_ONLY = "midstream_reads_only"
+#: The counter's only row, before the first change.
+_NO_CHANGE = {"id": 1, "last": 0, "forgotten": 0}
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
@@ -168,9 +178,12 @@ def _prepare_schema(db: sa.Connection) -> int:
     if not sa.inspect(db).has_table(schema_version.name):
         metadata.create_all(db)
         insert_new(db, schema_version, {"version": SCHEMA_VERSION})
+        insert_new(db, change_counter, _NO_CHANGE)
     found = int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
-    if found == UPGRADED_FROM:
+    if found in UPGRADED_FROM:
         metadata.create_all(db)
+        insert_new(db, change_counter, _NO_CHANGE)
+        count_policies(db)
         db.execute(schema_version.update().values(version=SCHEMA_VERSION))
         return SCHEMA_VERSION
     return found

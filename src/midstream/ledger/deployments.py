@@ -15,13 +15,16 @@ import sqlalchemy as sa
 
 from midstream.core.errors import ConfigError, Conflict, NotFound
 from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, TransitionType
-from midstream.ledger.records import DeploymentChange, DeploymentRow
+from midstream.core.versions import POLICY_INFIX
+from midstream.ledger.changes import mark
+from midstream.ledger.records import DeploymentChange, DeploymentRow, as_row
 from midstream.ledger.schema import (
     contents,
     deaths,
     deployments,
     disagreements,
     insert_new,
+    policy_counts,
     snapshots,
     transitions,
     weights,
@@ -34,6 +37,8 @@ FROZEN = "frozen"
 TENANT = "_tenant"
 #: Of a deployment: when its newest policy was made.
 _POLICY_MADE = "_policy_made"
+#: The scope of a count of all policies.
+_ALL = ""
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
 
 
@@ -50,16 +55,12 @@ class PolicyLimits:
 
     def check(self, db: sa.Connection, host: str, tenant: str | None) -> None:
         """Raises Conflict where one more would be too many."""
-        count = sa.select(sa.func.count()).where(
-            deployments.c.name.startswith(f"{host}/policies/", autoescape=True)
-        )
-        if self.all and (found := db.execute(count).scalar_one()) >= self.all:
+        if self.all and (found := _counted(db, host, _ALL)) >= self.all:
             raise Conflict(
                 f"policy: {host} has {found} policies, and gateway.max_policies allows {self.all}; end one first",
                 param="policy",
             )
-        own = count.where(sa.func.coalesce(deployments.c.fields[TENANT].as_string(), "") == (tenant or ""))
-        if self.tenant and (found := db.execute(own).scalar_one()) >= self.tenant:
+        if self.tenant and (found := _counted(db, host, _scope(tenant))) >= self.tenant:
             raise Conflict(
                 f"policy: this tenant has {found} policies on {host}, and gateway.max_policies_per_tenant allows"
                 f" {self.tenant}; end one first",
@@ -98,17 +99,13 @@ class Fresh:
 
 # Statements that are run often are made once: to make one takes longer than to run it.
 _FIND = sa.select(deployments).where(deployments.c.name == sa.bindparam("key"))
-#: What the names of policies have, and those of deployments have not (fleet/policies.py).
-_OF_POLICIES = "%/policies/%"
+#: What the names of policies have, and those of deployments have not.
+_OF_POLICIES = f"%{POLICY_INFIX}%"
 _EVERY = sa.select(deployments).where(deployments.c.name.not_like(_OF_POLICIES)).order_by(deployments.c.name)
 _POLICIES = sa.select(deployments).where(deployments.c.name.like(_OF_POLICIES)).order_by(deployments.c.name)
-#: Another one whenever a policy is made, changed, signalled or removed.
-_MARK = sa.select(
-    sa.func.count(),
-    sa.func.sum(sa.case((deployments.c.deleting, 1), else_=0)),
-    sa.func.sum(deployments.c.generation),
-    *(f(c) for c in (deployments.c.created_at, deployments.c.updated_at) for f in (sa.func.max, sa.func.sum)),
-).where(deployments.c.name.like(_OF_POLICIES))
+_COUNTED = sa.select(policy_counts.c.count).where(
+    policy_counts.c.deployment == sa.bindparam("host"), policy_counts.c.scope == sa.bindparam("of")
+)
 _TOUCH = deployments.update().where(deployments.c.name == sa.bindparam("key"))
 _TOUCH = _TOUCH.values(generation=deployments.c.generation)
 
@@ -122,14 +119,21 @@ def find(db: sa.Connection, name: str) -> Any:
 
 
 def lock(db: sa.Connection, name: str) -> Any:
-    """Its row, after waiting for every other writer of it. Raises NotFound."""
+    """Its row, to be changed, after waiting for every other writer of it. Raises NotFound."""
+    row = hold(db, name)
+    mark(db, name)
+    return row
+
+
+def hold(db: sa.Connection, name: str) -> Any:
+    """As lock, for a change that readers do not see, or that the caller marks."""
     db.execute(_TOUCH, {"key": name})
     return find(db, name)
 
 
 def check_takes(row: Any) -> None:
     """Raises Conflict where a signal may not change what a deployment, or a policy, serves."""
-    policy = row.name.rpartition("/policies/")[2]
+    policy = row.name.rpartition(POLICY_INFIX)[2]
     if row.deleting:
         raise Conflict(f"{policy!r} is being ended; make it again once it is gone", param="policy")
     if row.fields.get(FROZEN):
@@ -146,11 +150,6 @@ def every(db: sa.Connection) -> list[DeploymentRow]:
 
 def policies(db: sa.Connection) -> list[DeploymentRow]:
     return [as_row(row) for row in db.execute(_POLICIES)]
-
-
-def policies_since(db: sa.Connection, mark: object) -> tuple[object, list[DeploymentRow] | None]:
-    now = tuple(db.execute(_MARK).one())
-    return now, None if now == mark else policies(db)
 
 
 def ensure(
@@ -180,9 +179,9 @@ def ensure(
 
 def create(db: sa.Connection, fresh: Fresh, now: float, limits: PolicyLimits) -> DeploymentRow:
     """A policy is made later than all of its deployment before it, whatever the clock says. Raises NameTaken, Conflict."""
-    host, of_policy, _ = fresh.name.partition("/policies/")
+    host, of_policy, _ = fresh.name.partition(POLICY_INFIX)
     if of_policy:
-        row = lock(db, host)
+        row = hold(db, host)
         if db.execute(_FIND, {"key": fresh.name}).first() is None:
             limits.check(db, host, fresh.fields.get(TENANT))
         now = max(now, math.nextafter(row.fields.get(_POLICY_MADE, 0.0), math.inf))
@@ -190,6 +189,9 @@ def create(db: sa.Connection, fresh: Fresh, now: float, limits: PolicyLimits) ->
         db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
     if not insert_new(db, deployments, fresh.values(now)):
         raise NameTaken(f"there is a deployment {fresh.name} already")
+    if of_policy:
+        _count(db, host, fresh.fields.get(TENANT), 1)
+    mark(db, fresh.name)
     return one(db, fresh.name)
 
 
@@ -204,12 +206,43 @@ def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -
 
 
 def delete(db: sa.Connection, name: str) -> None:
-    row = lock(db, name)
-    own = [policy.name for policy in policies(db) if policy.name.startswith(f"{name}/policies/")]
-    for one_name in own:
-        delete(db, one_name)
-    _forget(db, row.id)
-    db.execute(deployments.delete().where(deployments.c.id == row.id))
+    gone = [lock(db, name)]
+    host, of_policy, _ = name.partition(POLICY_INFIX)
+    if of_policy:
+        _count(db, host, gone[0].fields.get(TENANT), -1)
+    else:
+        own = [
+            policy.name for policy in db.execute(_POLICIES) if policy.name.startswith(f"{name}{POLICY_INFIX}")
+        ]
+        gone += [lock(db, policy) for policy in own]
+        db.execute(policy_counts.delete().where(policy_counts.c.deployment == name))
+    for row in gone:
+        _forget(db, row.id)
+        db.execute(deployments.delete().where(deployments.c.id == row.id))
+
+
+def count_policies(db: sa.Connection) -> None:
+    """Count those that there are, in a ledger that had no counts."""
+    for row in db.execute(_POLICIES).all():
+        _count(db, row.name.partition(POLICY_INFIX)[0], row.fields.get(TENANT), 1)
+
+
+def _count(db: sa.Connection, host: str, tenant: str | None, step: int) -> None:
+    """After the policy's own row was locked or made: two writers take the locks in one order."""
+    for scope in (_ALL, _scope(tenant)):
+        insert_new(db, policy_counts, {"deployment": host, "scope": scope, "count": 0})
+        this = (policy_counts.c.deployment == host) & (policy_counts.c.scope == scope)
+        db.execute(policy_counts.update().where(this).values(count=policy_counts.c.count + step))
+        if step < 0:
+            db.execute(policy_counts.delete().where(this & (policy_counts.c.count <= 0)))
+
+
+def _counted(db: sa.Connection, host: str, scope: str) -> int:
+    return int(db.execute(_COUNTED, {"host": host, "of": scope}).scalar() or 0)
+
+
+def _scope(tenant: str | None) -> str:
+    return f"={tenant or ''}"
 
 
 def reset(db: sa.Connection, name: str, floor: int) -> int:
@@ -246,7 +279,7 @@ def pause(db: sa.Connection, name: str, mode: PauseMode | None, only: int | None
 
 
 def new_generation(db: sa.Connection, name: str, floor: int) -> int:
-    return next_generation(db, lock(db, name), floor)
+    return next_generation(db, hold(db, name), floor)
 
 
 def next_generation(db: sa.Connection, row: Any, floor: int) -> int:
@@ -259,20 +292,3 @@ def next_generation(db: sa.Connection, row: Any, floor: int) -> int:
 def _forget(db: sa.Connection, key: int) -> None:
     for table in _OF_A_DEPLOYMENT:
         db.execute(table.delete().where(table.c.deployment_id == key))
-
-
-def as_row(row: Any) -> DeploymentRow:
-    return DeploymentRow(
-        name=row.name,
-        model=row.model,
-        bucket_url=row.bucket_url,
-        transition=row.transition,
-        desired_snapshot=row.desired_snapshot,
-        generation=row.generation,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        replicas_min=row.replicas_min,
-        replicas_max=row.replicas_max,
-        fields=row.fields,
-        deleting=row.deleting,
-    )

@@ -10,6 +10,7 @@ Always holds:
 - A stage change is stored once, however often it is reported.
 - An incremental snapshot is stored with the whole chain that it stands on, as the chain was when it was signalled.
 - Once a replica has served an identity, it means those bytes, until the ledger is reset or it is overwritten on purpose.
+- A commit that changes what readers see of a deployment or a policy has a serial of its own (changes.py), in their order.
 - Writers of one deployment are serialised. On SQLite every writing transaction begins with the write lock, which is waited for
   up to database.BUSY_TIMEOUT_S. On PostgreSQL every writer first updates the deployment's row.
 - Readers wait for nobody and hold nobody up. The size of what `state` reads does not grow with the number of stage changes.
@@ -35,7 +36,8 @@ from midstream.core.types import (
     Transition,
     TransitionType,
 )
-from midstream.ledger import deployments, reports, signals, snapshots
+from midstream.ledger import changes, deployments, reports, signals, snapshots
+from midstream.ledger.changes import Changes
 from midstream.ledger.contents import Contents
 from midstream.ledger.database import Database, LedgerUnavailable
 from midstream.ledger.records import (
@@ -104,7 +106,11 @@ class Ledger:
     async def _write(
         self, work: Callable[Concatenate[sa.Connection, P], T], *arguments: P.args, **named: P.kwargs
     ) -> T:
-        return await self._run(self._database.write, lambda db: work(db, *arguments, **named))
+        def noted(db: sa.Connection) -> T:
+            with changes.noted(db):
+                return work(db, *arguments, **named)
+
+        return await self._run(self._database.write, noted)
 
     async def _read(
         self, work: Callable[Concatenate[sa.Connection, P], T], *arguments: P.args, **named: P.kwargs
@@ -206,9 +212,12 @@ class Ledger:
         """The policies of all deployments, by name: a policy has the row of a deployment, which no replicas are run for."""
         return await self._read(deployments.policies)
 
-    async def policies_since(self, mark: object = None) -> tuple[object, list[DeploymentRow] | None]:
-        """The policies as `policies`, and a mark of them; None while they are those of this mark. There may be thousands."""
-        return await self._read(deployments.policies_since, mark)
+    async def changes(self, seen: int | None = None) -> Changes:
+        """What changed since the look that had this serial; everything at the first look, and after too many changes.
+
+        One query while nothing changed, however many deployments and policies there are.
+        """
+        return await self._read(changes.since, seen)
 
     async def signal(
         self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX
@@ -231,6 +240,10 @@ class Ledger:
     async def state(self, name: str) -> DeploymentState:
         """What the replicas of a deployment should serve now. Raises NotFound."""
         return await self._read(signals.state, name, self._contents)
+
+    async def listed(self, names: Sequence[str]) -> list[tuple[DeploymentRow, DeploymentState]]:
+        """What a list shows of these, in the order of names; one that is gone is left out. A state has no fallbacks."""
+        return await self._read(signals.listed, names)
 
     async def record(self, name: str, replica: str, boot: str, changes: Sequence[Transition]) -> int:
         """Store a replica's stage changes, skip those already stored. Returns how many were new."""

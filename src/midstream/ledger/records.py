@@ -45,6 +45,24 @@ class DeploymentRow:
     deleting: bool = False
 
 
+def as_row(row: Any) -> DeploymentRow:
+    """row: of the table of deployments."""
+    return DeploymentRow(
+        name=row.name,
+        model=row.model,
+        bucket_url=row.bucket_url,
+        transition=row.transition,
+        desired_snapshot=row.desired_snapshot,
+        generation=row.generation,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+        replicas_min=row.replicas_min,
+        replicas_max=row.replicas_max,
+        fields=row.fields,
+        deleting=row.deleting,
+    )
+
+
 class DeploymentChange(TypedDict, total=False):
     """Changes of a deployment. `fields` is merged into the stored fields; a value of None removes one."""
 

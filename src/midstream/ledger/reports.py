@@ -14,7 +14,8 @@ import sqlalchemy as sa
 
 from midstream.core.types import BASE_SNAPSHOT, SnapshotCheck, SnapshotContent, Stage, Transition
 from midstream.ledger import contents, snapshots
-from midstream.ledger.deployments import find, lock, next_generation
+from midstream.ledger.changes import mark
+from midstream.ledger.deployments import find, hold, lock, next_generation
 from midstream.ledger.records import BootHistory, Death, Disagreement, TransitionRow, Verdict
 from midstream.ledger.schema import deaths, deployments, disagreements, insert_new, storable, transitions
 from midstream.ledger.schema import snapshots as snapshots_table
@@ -37,7 +38,7 @@ _DISAGREEMENTS = _DISAGREEMENTS.order_by(disagreements.c.id.desc()).limit(MAX_DI
 
 
 def record(db: sa.Connection, name: str, replica: str, boot: str, changes: Sequence[Transition]) -> int:
-    deployment = lock(db, name)
+    deployment = hold(db, name)
     added = 0
     for change in changes:
         if change.generation < deployment.reset_ledger_generation:
@@ -48,6 +49,7 @@ def record(db: sa.Connection, name: str, replica: str, boot: str, changes: Seque
         ready = _made_ready(db, deployment.id, replica, boot, change) if new else None
         if ready is not None and ready[0] != BASE_SNAPSHOT:
             _note_ready(db, deployment.id, replica, *ready, change.at)
+            mark(db, name)
         added += new
     return added
 
@@ -187,17 +189,19 @@ def _note_ready(db: sa.Connection, key: int, replica: str, identity: str, genera
 def learn_content(
     db: sa.Connection, name: str, found: SnapshotContent, known_contents: contents.Contents
 ) -> None:
-    row = lock(db, name)
+    row = hold(db, name)
     known = snapshots.find(db, row.id, found.snapshot)
-    if known is not None and known.fingerprint == found.fingerprint:
-        known_contents.learn(db, row.id, found)
+    same_files = known is not None and known.fingerprint == found.fingerprint
+    if same_files and known_contents.learn(db, row.id, found):
+        mark(db, name)
 
 
 def learn_weights(db: sa.Connection, name: str, check: SnapshotCheck) -> None:
-    row = lock(db, name)
+    row = hold(db, name)
     known = snapshots.find(db, row.id, check.snapshot)
-    if known is not None and known.since_generation <= check.generation:
-        contents.learn_weights(db, row.id, check)
+    same_files = known is not None and known.since_generation <= check.generation
+    if same_files and contents.learn_weights(db, row.id, check):
+        mark(db, name)
 
 
 # -- deaths

@@ -10,7 +10,7 @@ Always holds:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -31,9 +31,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 4
-#: That version only lacked two tables, contents and weights.
-UPGRADED_FROM = 3
+SCHEMA_VERSION = 5
+#: Those versions only lacked tables: contents and weights, or changes and counts.
+UPGRADED_FROM = (3, 4)
 
 metadata = MetaData()
 
@@ -192,6 +192,34 @@ weights = Table(
     UniqueConstraint("deployment_id", "identity", "kind"),
 )
 
+#: One row. last: the serial of the last writing transaction that changed what readers see. forgotten: up to which serial
+#: changes were removed.
+change_counter = Table(
+    "change_counter",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("last", BigInteger, nullable=False),
+    Column("forgotten", BigInteger, nullable=False),
+)
+
+#: Names of deployments and policies, with the serial of each one's last change.
+changes = Table(
+    "changes",
+    metadata,
+    Column("name", String(512), primary_key=True),
+    Column("serial", BigInteger, nullable=False),
+    Index("changes_by_serial", "serial"),
+)
+
+#: How many policies a deployment has: in all (scope ""), and of each tenant (scope "=" and its name).
+policy_counts = Table(
+    "policy_counts",
+    metadata,
+    Column("deployment", String(512), primary_key=True),
+    Column("scope", String(512), primary_key=True),
+    Column("count", BigInteger, nullable=False),
+)
+
 
 def storable(text: str) -> str:
     """The text without characters that a database refuses. It may quote a name from a file that somebody uploaded."""
@@ -203,8 +231,26 @@ def insert_new(db: Connection, table: Table, values: Mapping[str, Any]) -> bool:
     return db.execute(_insert_new(db.dialect.name, table), dict(values)).first() is not None
 
 
+def upsert(db: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows. Of one whose key is there already, the other columns are replaced."""
+    db.execute(_upsert(db.dialect.name, table), [dict(row) for row in rows])
+
+
+@functools.cache
+def _upsert(dialect: str, table: Table) -> Any:
+    """As _insert_new."""
+    insert: Any = _insert(dialect, table)
+    key = list(table.primary_key.columns)
+    others = {column.name: insert.excluded[column.name] for column in table.c if column not in key}
+    return insert.on_conflict_do_update(index_elements=key, set_=others)
+
+
 @functools.cache
 def _insert_new(dialect: str, table: Table) -> Any:
     """The statement, made once: to make it takes longer than to run it."""
-    insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    insert: Any = _insert(dialect, table)
     return insert.on_conflict_do_nothing().returning(*table.primary_key.columns)
+
+
+def _insert(dialect: str, table: Table) -> Any:
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

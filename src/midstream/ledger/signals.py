@@ -11,7 +11,9 @@ ones. It has the files of each link as they were when that link was signalled.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,11 +21,25 @@ import msgspec
 import sqlalchemy as sa
 
 from midstream.core.errors import SnapshotRefused
-from midstream.core.types import BASE_SNAPSHOT, Desired, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles
 from midstream.ledger import deployments, reports
 from midstream.ledger.contents import Contents, weights_of
-from midstream.ledger.records import DeploymentState, Fleet, Signal, SignalResult, SnapshotRow, stronger_reset
+from midstream.ledger.records import (
+    Death,
+    DeploymentRow,
+    DeploymentState,
+    Disagreement,
+    Fleet,
+    Signal,
+    SignalResult,
+    SnapshotRow,
+    as_row,
+    stronger_reset,
+)
+from midstream.ledger.schema import contents as contents_table
+from midstream.ledger.schema import deaths as deaths_table
 from midstream.ledger.schema import deployments as deployments_table
+from midstream.ledger.schema import disagreements as disagreements_table
 from midstream.ledger.schema import snapshots
 from midstream.ledger.snapshots import (
     as_desired,
@@ -147,6 +163,31 @@ def _refused(why: str) -> SnapshotRefused:
     return SnapshotRefused(f"{PREVIOUS}: {why}", param=PREVIOUS)
 
 
+def _desired_of(table: sa.Table) -> Any:
+    """Joins a row of the desired snapshot to its deployment's."""
+    mine = table.c.deployment_id == deployments_table.c.id
+    return mine & (table.c.identity == deployments_table.c.desired_snapshot)
+
+
+def _some(table: sa.Table, *also: Any) -> Any:
+    return sa.exists().where(table.c.deployment_id == deployments_table.c.id, *also)
+
+
+# Made once, as in deployments.py.
+_LISTED = sa.select(
+    deployments_table,
+    snapshots,
+    contents_table.c.files,
+    _some(deaths_table, ~deaths_table.c.forgiven).label("has_deaths"),
+    _some(disagreements_table).label("has_disagreements"),
+)
+_LISTED = _LISTED.select_from(
+    deployments_table.outerjoin(snapshots, _desired_of(snapshots)).outerjoin(
+        contents_table, _desired_of(contents_table)
+    )
+)
+_LISTED = _LISTED.where(deployments_table.c.name.in_(sa.bindparam("names", expanding=True)))
+
 #: Field of a deployment's row: DeploymentState.first_boots.
 _FIRST_BOOTS = "_first_boots"
 #: Of a directory's name, in the name of a snapshot that got none.
@@ -208,8 +249,46 @@ def _name_of(db: sa.Connection, row: Any, signal: Signal, generation: int) -> st
 
 def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
     row = deployments.find(db, name)
-    deaths, disagreements = reports.deaths_of(db, row.id), reports.disagreements_of(db, row.id)
+    troubles = reports.deaths_of(db, row.id), reports.disagreements_of(db, row.id)
     if row.desired_snapshot == BASE_SNAPSHOT:
+        return _state(row, (), {}, {}, *troubles)
+    named = (find(db, row.id, row.desired_snapshot), *fallbacks(db, row))
+    known = contents.of(db, row.id, chain_identities(named))
+    weights = weights_of(db, row.id, {snapshot.identity for snapshot in named})
+    return _state(row, named, known, weights, *troubles)
+
+
+def listed(db: sa.Connection, names: Sequence[str]) -> list[tuple[DeploymentRow, DeploymentState]]:
+    """Rows and states of those that there are, in the order of their names: one query, and two for each with a trouble.
+
+    A state has no fallbacks, no weights, and the content of no parent.
+    """
+    found = []
+    for row in db.execute(_LISTED, {"names": list(names)}):
+        of, desired = _part(row, deployments_table), _part(row, snapshots)
+        named = () if desired.id is None else (desired,)
+        files = row._mapping[contents_table.c.files]
+        known = {} if files is None else {desired.identity: msgspec.convert(files, Content)}
+        deaths = reports.deaths_of(db, of.id) if row.has_deaths else ()
+        disagreements = reports.disagreements_of(db, of.id) if row.has_disagreements else ()
+        found.append((as_row(of), _state(of, named, known, {}, deaths, disagreements)))
+    return sorted(found, key=lambda one: one[0].name)
+
+
+def _part(row: Any, table: sa.Table) -> SimpleNamespace:
+    return SimpleNamespace(**{column.name: row._mapping[column] for column in table.c})
+
+
+def _state(
+    row: Any,
+    named: Sequence[Any],
+    known: Mapping[str, Content],
+    weights: Mapping[str, Mapping[str, str]],
+    deaths: tuple[Death, ...],
+    disagreements: tuple[Disagreement, ...],
+) -> DeploymentState:
+    """named: the rows of the desired snapshot and its fallbacks; none while the base weights are desired."""
+    if not named:
         return DeploymentState(
             base_desired(row) if row.generation else None,
             since={BASE_SNAPSHOT: 0},
@@ -219,14 +298,11 @@ def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
             proven=True,
             pause=deployments.pause_of(row),
         )
-    desired = find(db, row.id, row.desired_snapshot)
-    others = fallbacks(db, row)
-    named = (desired, *others)
-    known = contents.of(db, row.id, chain_identities(named))
+    desired, *others = named
     return DeploymentState(
         as_desired(desired, row, known),
         tuple(as_desired(snapshot, row, known) for snapshot in others),
-        weights=weights_of(db, row.id, {snapshot.identity for snapshot in named}),
+        weights=weights,
         since={snapshot.identity: snapshot.since_generation for snapshot in named},
         ever_ready=row.first_ready_at is not None,
         first_boots=frozenset(row.fields.get(_FIRST_BOOTS, ())),

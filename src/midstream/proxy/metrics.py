@@ -235,7 +235,7 @@ class GatewayMetrics:
         return _samples(name, [((view.name,), value(view)) for _, view in self._views()])
 
     def _deployment_metrics(self) -> Iterator[Metric]:
-        policies = Counter(policy.of for policy in self._deployments.policies())
+        policies = self._deployments.policy_count
         values: dict[str, Callable[[Deployment], float]] = {
             "wanted": lambda d: d.wanted_in_all,
             "usable": lambda d: sum(view.usable for view in d.replicas.views),
@@ -243,7 +243,7 @@ class GatewayMetrics:
         for name, value in values.items():
             found = [((d.name,), value(d)) for d in self._deployments]
             yield _samples(f"midstream_deployment_replicas_{name}", found)
-        yield _samples("midstream_deployment_policies", [((d.name,), policies[d]) for d in self._deployments])
+        yield _samples("midstream_deployment_policies", [((d.name,), policies(d)) for d in self._deployments])
 
     def _views(self) -> list[tuple[Deployment, ReplicaView]]:
         return [(d, view) for d in self._deployments for view in d.replicas.views]

@@ -89,9 +89,15 @@ class DeploymentPolicies:
             await self._pause(POLL_S, until, what, "no replica answers")
 
     async def known(self) -> list[str]:
-        what = f"listing the policies of {self._deployment}"
-        answer = await self._ask("GET", self._policies, what, self._now() + self._patience_s)
-        return [str(one["policy"]) for one in _json(answer, what)["policies"]]
+        what, until = f"listing the policies of {self._deployment}", self._now() + self._patience_s
+        found, page = list[str](), ""
+        while True:
+            answer = await self._ask("GET", self._policies, what, until, params={"pageToken": page})
+            told = _json(answer, what)
+            found += [str(one["policy"]) for one in told["policies"]]
+            page = str(told.get("nextPageToken") or "")
+            if not page:
+                return found
 
     async def load(self, policy: str, snapshot: str) -> None:
         until, what = self._now() + self._patience_s, f"serving {snapshot!r}"

@@ -23,8 +23,7 @@ import msgspec
 
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
 from midstream.core.types import BASE_SNAPSHOT
-from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
-from midstream.fleet.policies import INFIX
+from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT, POLICY_INFIX
 from midstream.tinker import codec
 from midstream.tinker.adapters import Adapters
 from midstream.tinker.completion import Answer, Completions, NotServed, NotThere
@@ -272,7 +271,7 @@ class Sampling:
     async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> Answer:
         """Raises Failed, NotServed."""
         snapshot = weights.snapshot or ""
-        body = sample.completion(f"{self._deployment}{INFIX}{policy_of(snapshot)}")
+        body = sample.completion(f"{self._deployment}{POLICY_INFIX}{policy_of(snapshot)}")
         async with self._adapters.use(snapshot):
             for _ in range(LOADS_MAX):
                 try:

@@ -4,6 +4,22 @@ from catalogue.mutation import Mutation
 
 FLEET = (
     Mutation(
+        "each_policy_reads_the_ledger_by_itself",
+        "fleet/loop.py",
+        'again_s = float("inf") if self._told and self._is_read else self._poll_s',
+        "again_s = self._poll_s",
+        "What a gateway asks of its ledger does not grow with the number of policies.",
+        ("control/test_idle.py",),
+    ),
+    Mutation(
+        "a_change_is_told_by_nobody",
+        "ledger/reports.py",
+        "            _note_ready(db, deployment.id, replica, *ready, change.at)\n            mark(db, name)\n",
+        "            _note_ready(db, deployment.id, replica, *ready, change.at)\n",
+        "Every change of what a gateway reads of a policy is told to the gateways.",
+        ("ledger/test_ledger_deployments.py",),
+    ),
+    Mutation(
         "policy_that_made_way_loaded_again",
         "fleet/policies.py",
         "                # What makes way from here on is not asked for any more.\n"

@@ -302,8 +302,8 @@ GATEWAY = (
     Mutation(
         "tenant_makes_one_policy_more",
         "ledger/deployments.py",
-        "(found := db.execute(own).scalar_one()) >= self.tenant",
-        "(found := db.execute(own).scalar_one()) > self.tenant",
+        "(found := _counted(db, host, _scope(tenant))) >= self.tenant",
+        "(found := _counted(db, host, _scope(tenant))) > self.tenant",
         "A tenant makes no more policies than its limit says.",
         ("ledger/test_ledger_deployments.py",),
     ),
