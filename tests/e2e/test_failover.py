@@ -263,12 +263,13 @@ def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Serve
     run(served, main)
 
 
-def test_streams_of_a_dead_engine_go_on_elsewhere(served: Server) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: signal.Signals) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         expected = await whole(http, served.model, FEW)
 
         def kill(pid: int) -> None:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, how)
 
         streams, lost = await disturbed(http, served, kill, FEW, engine)
         assert_all_went_on(streams, expected, lost)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import uvloop
 from engine_helpers import request
 
 from midstream.core.config import EngineSettings
-from midstream.engine.base import CHECK_INTERVAL_S, SilenceTimer
+from midstream.engine.base import CHECK_INTERVAL_S, EngineDied, SilenceTimer, StillnessTimer, cpu_ticks
 from midstream.engine.embedded.engine import EmbeddedEngine
 
 pytestmark = pytest.mark.slow
@@ -26,6 +28,57 @@ def test_the_time_in_which_nobody_looked_is_not_silence() -> None:
     assert silence.update(190.0) == 2.5 + 2 * CHECK_INTERVAL_S
     silence.heard()
     assert silence.update(191.0) == 1.0
+
+
+def test_a_process_that_computes_is_not_still() -> None:
+    stillness = StillnessTimer(0.0)
+    assert [stillness.update(float(now), now) for now in range(1, 60)] == [1.0] * 59
+    assert [stillness.update(float(now), 59) for now in range(60, 64)] == [2.0, 3.0, 4.0, 5.0]
+    stillness.heard()
+    assert stillness.update(64.0, 59) == 1.0
+
+
+def test_a_process_whose_time_is_unknown_is_not_still() -> None:
+    stillness = StillnessTimer(0.0)
+    assert [stillness.update(float(now), None) for now in range(1, 60)] == [1.0] * 59
+    assert cpu_ticks(2**22 + 1) is None
+
+
+def test_the_time_of_a_process_grows_while_it_computes() -> None:
+    before = cpu_ticks(os.getpid())
+    assert before is not None
+    while cpu_ticks(os.getpid()) == before:
+        pass
+
+
+def test_a_stopped_engine_is_found_long_before_one_that_computes_for_long(
+    tiny_model: Callable[..., Path],
+) -> None:
+    assert EngineSettings().hang_s_max == 8.0
+    settings = EngineSettings(kv_cache_tokens=8192, silence_s_max=3600.0, hang_s_max=1.5)
+
+    async def main() -> None:
+        engine = EmbeddedEngine(tiny_model(), settings)
+        dead = asyncio.Event()
+
+        async def died(reason: str) -> None:
+            dead.set()
+
+        engine.on_death(died)
+        await engine.start()
+        stream = engine.generate(request("r", [1, 2, 3], max_tokens=4000, echo=0))
+        await anext(stream)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDied):
+            await engine.commit("step-1")
+        with pytest.raises(EngineDied):
+            async for _ in stream:
+                pass
+        await dead.wait()
+        await engine.close()
+
+    asyncio.run(main())
 
 
 def hold_the_interpreter(lasts_s: float) -> None:

@@ -34,6 +34,11 @@ GENERATE = "/inference/v1/generate"
 PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
 OWN = "theirs"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+#: The method of the call that the engine's watch makes.
+PROBE = "check_health"
+#: What the API process answers alone, and what is asked at any time.
+OF_API_PROCESS = ("/health", "/openapi.json", "/version", "/v1/models", "/server_info", "/weight_info")
+WATCHED = (*OF_API_PROCESS, PROBE)
 #: The linear maps of the model, and their shapes, where a test needs them.
 MAPS = {"self_attn.q_proj": (16, 8), "mlp.down_proj": (8, 16)}
 
@@ -313,10 +318,16 @@ class FakeVllm:
         # Bytes in an HTTP chunk; 0: whole events.
         self.cut = 0
         self.healthy = True
+        # Its engine core, or a worker, stands still: only its API process answers.
+        self.hung = False
+        # Answers of its workers to the engine's watch.
+        self.probes = 0
         # Until gate of the request is set.
         self.hold_scores = False
         # What GENERATE answers instead.
         self.refuse: tuple[int, dict[str, Any]] | None = None
+        # What only a watch asks, and everything else.
+        self.watched: list[str] = []
         self.calls: list[str] = []
         # Streams.
         self.requests: list[FakeRequest] = []
@@ -403,8 +414,14 @@ class FakeVllm:
         if path == GENERATE:
             await self._generate(json.loads(data), reader, writer)
             return
-        if path not in ("/health", "/openapi.json", "/version", "/v1/models", "/server_info"):
-            self.calls.append(target)
+        body = json.loads(data) if data else {}
+        if body.get("method") == PROBE:
+            path = target = PROBE
+            self.probes += not self.hung
+        (self.watched if path in WATCHED else self.calls).append(target)
+        if self.hung and path not in OF_API_PROCESS:
+            await reader.read()
+            return
         self.before.pop(path, lambda: None)()
         if path in self.gates:
             await self.gates.pop(path).wait()
@@ -418,7 +435,7 @@ class FakeVllm:
             await reader.read()
             return
         else:
-            status, answer = self._do(method, path, json.loads(data) if data else {})
+            status, answer = (200, {}) if path == PROBE else self._do(method, path, body)
             self.after.pop(path, lambda: None)()
             if fault == "done-close":
                 return

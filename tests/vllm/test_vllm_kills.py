@@ -1,4 +1,4 @@
-"""Processes of vLLM, and the replica over them, killed under streams; at the end the whole server. Runs last."""
+"""Processes of vLLM, and the replica over them, killed or stopped under streams; at the end the whole server. Runs last."""
 
 from __future__ import annotations
 
@@ -43,15 +43,30 @@ def assert_sound(streams: list[Stream], model: Any) -> None:
         assert off.max() <= TOLERANCE, (stream.session, off.argmax(), off.max())
 
 
+def usable(bed: Bed, replica: str) -> bool:
+    with bed.http() as http:
+        replicas = http.get("/health").json()["replicas"]
+    return any(one["name"] == replica and one["usable"] for one in replicas)
+
+
 def serves_again(bed: Bed, publisher: SnapshotPublisher) -> bool:
     with bed.http() as http:
         replicas = http.get("/health").json()["replicas"]
     return len(replicas) == 2 and all(r["ready"] for r in replicas) and publisher.status().serves(SNAPSHOT)
 
 
-@pytest.mark.parametrize("what", ["api_server", "EngineCore", "replica"])
-def test_a_killed_process_costs_no_stream_a_token_and_its_replica_comes_back(
-    bed: Bed, model: Any, what: str
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("api_server", signal.SIGKILL),
+        ("EngineCore", signal.SIGKILL),
+        ("replica", signal.SIGKILL),
+        ("EngineCore", signal.SIGSTOP),
+        ("Worker", signal.SIGSTOP),
+    ],
+)
+def test_a_killed_or_hung_process_costs_no_stream_a_token_and_its_replica_comes_back(
+    bed: Bed, model: Any, what: str, how: signal.Signals
 ) -> None:
     below = descendants(bed.replica_pid(VICTIM))
     # The process that compiles grammars is the replica's own, and stays.
@@ -73,9 +88,12 @@ def test_a_killed_process_costs_no_stream_a_token_and_its_replica_comes_back(
             if bed.in_flight(VICTIM) >= 3:
                 break
             os.kill(pid, signal.SIGCONT)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
+        # New streams begin until it is out of rotation, and so go to the other replica alone from then on.
+        until(lambda: not usable(bed, VICTIM), lambda: f"{VICTIM} is still used")
 
-    streams = asyncio.run(kept_up(bed.server.url, bed.model, coming(what, TOKENS), STREAMS, kill, both))
+    name = f"{what} {how.name}"
+    streams = asyncio.run(kept_up(bed.server.url, bed.model, coming(name, TOKENS), STREAMS, kill, both))
     lost = [stream for stream in streams if stream.replica == VICTIM]
     others = [stream for stream in streams if stream.replica != VICTIM]
     assert lost
@@ -101,7 +119,7 @@ def test_a_killed_process_costs_no_stream_a_token_and_its_replica_comes_back(
     assert left == []
     assert bed.strays() == []
     after = [
-        Stream(random_prompt(f"after {what} {i}", 30), 20, f"after {what} {i}", seed=i) for i in range(8)
+        Stream(random_prompt(f"after {name} {i}", 30), 20, f"after {name} {i}", seed=i) for i in range(8)
     ]
     asyncio.run(under_way(bed.server.url, bed.model, after, 1, lambda: None))
     assert {stream.replica for stream in after} == {"replica-0", "replica-1"}

@@ -82,6 +82,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_s_max: Seconds = 600.0
     # An engine reports between steps. One that was not heard for so long is replaced.
     silence_s_max: Seconds = 60.0
+    # One that was not heard for so long, and did not compute either, hangs, and is replaced. Linux only.
+    hang_s_max: Seconds = 8.0
 
 
 def parse_size(what: str, text: str) -> int:
@@ -210,8 +212,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpus: CountOrZero = 0
     # A server that does not answer by then is given up.
     load_s_max: Positive = 1800.0
-    # A server that does not answer /health for so long is replaced.
-    silence_s_max: Positive = 60.0
+    # A server whose engine neither samples nor answers for so long hangs, and is replaced. It answers between two steps.
+    silence_s_max: Positive = 8.0
     # Requests inside a replica. A further one is a 429.
     max_waiting: Count = 4096
 

@@ -20,6 +20,10 @@ class CallFailed(Exception):
     """The other side refused the connection, broke it, or did not speak HTTP."""
 
 
+class NotListening(CallFailed):
+    """Nobody listens at the address."""
+
+
 class _Complete(Exception):
     """The response has ended."""
 
@@ -100,6 +104,8 @@ async def open_stream(
             _, stream = await loop.create_connection(lambda: ResponseStream(request, on_body), host, port)
     except TimeoutError as error:
         raise CallFailed(f"no connection within {timeout_s:g} s") from error
+    except ConnectionRefusedError as error:
+        raise NotListening(str(error)) from error
     except OSError as error:
         raise CallFailed(str(error)) from error
     return stream

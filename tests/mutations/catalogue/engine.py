@@ -294,6 +294,23 @@ ENGINE = (
         ("engine/test_constraint.py",),
     ),
     Mutation(
+        "hung_vllm_unnoticed",
+        "engine/vllm/watch.py",
+        "        if silent_s >= self.allowed_s:",
+        "        if silent_s >= 1e9:",
+        "A vLLM server whose engine hangs is given up in time.",
+        ("engine_vllm/test_vllm_watch.py",),
+    ),
+    Mutation(
+        "hung_engine_unnoticed",
+        "engine/embedded/engine.py",
+        "        if still_s >= settings.hang_s_max:",
+        "        if still_s >= 1e9:",
+        "An engine process that hangs is given up in time.",
+        ("engine/test_silence.py",),
+        fast=False,
+    ),
+    Mutation(
         "vllm_orphans_escape",
         "engine/vllm/keeper.py",
         "        become_subreaper()\n        server",

@@ -24,6 +24,8 @@ from midstream.engine.base import (
     SilenceTimer,
     Slot,
     StagingFailed,
+    StillnessTimer,
+    cpu_ticks,
 )
 from midstream.engine.embedded import protocol as m
 from midstream.http import ipc
@@ -95,7 +97,7 @@ class EmbeddedEngine(Engine):
         self._calls: dict[int, asyncio.Future[m.Done]] = {}
         self._numbers = itertools.count(1)
         self._requests: dict[str, RequestEvents] = {}
-        self._silence = SilenceTimer(0.0)
+        self._silence, self._stillness = SilenceTimer(0.0), StillnessTimer(0.0)
         self._stats = EngineStats()
         self._death: Callable[[str], Awaitable[None]] | None = None
 
@@ -113,7 +115,8 @@ class EmbeddedEngine(Engine):
         )
         link.send(m.Start(str(self._model_dir), self._settings))
         info = await self._loaded(link, process)
-        self._silence = SilenceTimer(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        self._silence, self._stillness = SilenceTimer(now), StillnessTimer(now)
         watches = (self._watch_end(link, process), self._watch_silence(process))
         self._watchers = [asyncio.create_task(watch) for watch in watches]
         return info
@@ -232,19 +235,29 @@ class EmbeddedEngine(Engine):
             await self._death(f"the engine process ended with code {code}")
 
     async def _watch_silence(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a process that has been silent for too long. `_watch_end` then sees its end."""
-        loop, silence, silence_s_max = asyncio.get_running_loop(), self._silence, self._settings.silence_s_max
+        """Kill a process that hangs or has been silent for too long. `_watch_end` then sees its end."""
         warned = False
-        while (silent_s := silence.update(loop.time())) < silence_s_max:
-            if silent_s >= silence_s_max / 2 and not warned:
+        while (problem := self._silence_problem(process.pid)) is None:
+            silent_s = self._silence.silent_s
+            if silent_s >= self._settings.silence_s_max / 2 and not warned:
                 logger.warning("engine process %s has been silent for %.0f s", process.pid, silent_s)
-            warned = silent_s >= silence_s_max / 2
-            await asyncio.sleep(min(CHECK_INTERVAL_S, silence_s_max - silent_s))
-        logger.error("engine process %s was silent for %.0f s; killing it", process.pid, silence_s_max)
+            warned = silent_s >= self._settings.silence_s_max / 2
+            await asyncio.sleep(min(CHECK_INTERVAL_S, self._settings.silence_s_max - silent_s))
+        logger.error("engine process %s %s; killing it", process.pid, problem)
         process.kill()
+
+    def _silence_problem(self, pid: int) -> str | None:
+        now, settings = asyncio.get_running_loop().time(), self._settings
+        silent_s, still_s = self._silence.update(now), self._stillness.update(now, cpu_ticks(pid))
+        if silent_s >= settings.silence_s_max:
+            return f"was silent for {silent_s:.0f} s (embedded.silence_s_max)"
+        if still_s >= settings.hang_s_max:
+            return f"neither reported nor computed for {still_s:.0f} s (embedded.hang_s_max)"
+        return None
 
     def _dispatch(self, reply: m.Reply) -> None:
         self._silence.heard()
+        self._stillness.heard()
         match reply:
             case m.Events(events, stats):
                 self._stats = stats

@@ -43,6 +43,7 @@ from midstream.engine.vllm.requests import ChoiceStream, Scorer, VllmRequest, We
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 from midstream.engine.vllm.staging import Stager, Staging
 from midstream.engine.vllm.swap import Control, NotExact, Refused, Unchanged, prove_reload, switch
+from midstream.engine.vllm.watch import POLL_S, Watch, Work
 from midstream.http.call import CallFailed, open_stream
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,10 @@ NAME = "midstream"
 CONNECT_S_MAX = 30.0
 #: For an answer to /health after a connection was lost.
 HEALTH_S_MAX = 5.0
-#: For an answer that the server gives between two steps.
-ANSWER_S_MAX = 30.0
+#: For an answer of the server's API process alone.
+ANSWER_S_MAX = 10.0
+#: The most prompt tokens of one step, unless a prompt may be longer.
+STEP_TOKENS = 8192
 #: A server that raises one of these while it starts cannot serve.
 START_ERRORS = (ServerFailed, CallFailed, Refused, NotExact, WrongWeights)
 
@@ -86,6 +89,7 @@ class VllmEngine(Engine):
             log=cache_dir / "vllm.log",
         )
         self._boot = Boot()
+        self._watch = Watch(settings.silence_s_max, lambda s: self._control.reach_workers(s), self._work)
         self._watcher: asyncio.Task[None] | None = None
         # pause, resume and commit run one at a time.
         self._control_lock = asyncio.Lock()
@@ -119,7 +123,8 @@ class VllmEngine(Engine):
         self._shape = await asyncio.to_thread(read_shape, self._model_dir)
         try:
             await self._server.start()
-            self._control = Control(self._server.url, self._server.headers, self._settings.load_s_max)
+            url, headers = self._server.url, self._server.headers
+            self._control = Control(url, headers, self._settings.load_s_max, self._watch.held_up)
             self._epochs, self._serving_dir = Epochs(BASE_SNAPSHOT), self._model_dir
             # An attached server may have a cache from before.
             self._salts = Salts(secrets.token_bytes(16))
@@ -131,7 +136,10 @@ class VllmEngine(Engine):
             raise
         self._paused = False
         self._boot.begin()
-        self._watcher = asyncio.create_task(self._watch(), name="vLLM's end")
+        self._watcher = asyncio.create_task(self._until_ended(), name="vLLM's end")
+        self._boot.in_background(self._until_hung(), "a hung vLLM")
+        if self._attached:
+            self._boot.in_background(self._until_restarted(), "a restarted vLLM")
         return self._info()
 
     async def _take_over(self) -> None:
@@ -255,6 +263,7 @@ class VllmEngine(Engine):
         epochs = run.weights.epochs
         choice = ChoiceStream(request, index, epochs, self._shape, run.put, clean=clean, prompt=prompt)
         choice.salt = salt
+        choice.on_tokens = self._watch.token
         choice.on_error = lambda: self._ended(run, choice, None)
         run.choices[index] = choice
         size = len(request.prompt) + len(request.emitted_of(index))
@@ -313,7 +322,11 @@ class VllmEngine(Engine):
         """What is wrong with the server, if anything is."""
         status = await self._server.health(HEALTH_S_MAX)
         if status != 200:
-            return f"vLLM is gone (/health answers {status})" if status else "vLLM is gone"
+            return f"vLLM is gone (/health answers {status})" if status > 0 else "vLLM is gone"
+        return await self._other_weights()
+
+    async def _other_weights(self) -> str | None:
+        """Whether the server has weights of others: it was restarted, for example."""
         if self._coming_version is not None:
             # The switch itself finds out whether it left the server in doubt.
             return None
@@ -416,8 +429,7 @@ class VllmEngine(Engine):
             raise StagingFailed(str(error)) from error
         except (CallFailed, Refused, asyncio.CancelledError) as error:
             reason = f"the switch to {snapshot} left vLLM in doubt: {str(error) or 'cancelled'}"
-            self._server.kill()
-            self._end_boot(reason)
+            self._give_up(reason)
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise EngineDied(reason) from error
@@ -468,10 +480,36 @@ class VllmEngine(Engine):
             EngineStats(running=running, waiting=len(choices) - running), **self._counts
         )
 
+    def silent_s(self) -> float:
+        return self._watch.silent_s
+
+    def _work(self) -> Work:
+        choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
+        prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
+        due = not self._paused and any(choice.labels.count for choice in choices)
+        return Work(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
+
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         self._death = callback
 
-    async def _watch(self) -> None:
+    async def _until_hung(self) -> None:
+        """End the boot when the server hangs."""
+        self._give_up(await self._watch.run(on_cpu=self._server.on_cpu))
+
+    async def _until_restarted(self) -> None:
+        """End the boot when the server has been restarted by others."""
+        problem = None
+        while problem is None:
+            await asyncio.sleep(POLL_S)
+            problem = await self._other_weights()
+        self._give_up(problem)
+
+    def _give_up(self, reason: str) -> None:
+        """End the boot. The server is killed, unless it belongs to others."""
+        self._server.kill()
+        self._end_boot(reason)
+
+    async def _until_ended(self) -> None:
         """Wait for the end of the boot: the end of the server, or an event that made it useless."""
         try:
             reason = await self._boot.while_alive(self._server.wait_ended())

@@ -30,6 +30,7 @@ from midstream.http.call import CallFailed, ResponseStream, call
 TRIES = 4
 #: The status for a model that a server does not have. Ours have what they were given, unless they were restarted.
 UNKNOWN_MODEL = 404
+#: A prompt waits for others before it. Once the server serves, watch.py ends a wait for one that hangs.
 ANSWER_S_MAX = 600.0
 
 
@@ -133,7 +134,8 @@ class ChoiceStream:
         prompt: tuple[TokenRecord, ...] | None,
     ) -> None:
         """clean: all KV cached under its salt is of the serving snapshot. prompt: records for its first event."""
-        self.labels = ChoiceLabels(epochs, len(request.prompt) + len(request.emitted_of(index)), clean=clean)
+        self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
+        self.labels = ChoiceLabels(epochs, self.prompt_size, clean=clean)
         self.over = False
         # The labels differ from what vLLM says.
         self.labels_wrong = False
@@ -141,6 +143,8 @@ class ChoiceStream:
         # None once it is in an event.
         self.prompt = prompt
         self.response: ResponseStream | None = None
+        # Called when tokens have arrived.
+        self.on_tokens: Callable[[], None] = lambda: None
         # Called after an error event.
         self.on_error: Callable[[], None] = lambda: self.ended(None)
         self._request = request
@@ -218,6 +222,7 @@ class ChoiceStream:
             # A prompt that was scored was computed for that, and only then found in the cache.
             self._cached = 0 if self._scored else chunk.cached
         if chunk.tokens:
+            self.on_tokens()
             snapshot = self.labels.take(len(chunk.tokens))
             sampling = self._sampling_logprob
             self._held += [

@@ -38,7 +38,7 @@ from midstream.engine.vllm.arguments import (
     given_flags,
     is_cpu_build,
 )
-from midstream.http.call import CallFailed, call
+from midstream.http.call import CallFailed, NotListening, call
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,14 @@ STOP_GRACE_S = 4.0
 #: For the operating system to end killed processes.
 GONE_S_MAX = 30.0
 HEALTH_POLL_S = 1.0
+#: An attached server is gone when nothing listens there so many times. Another one may be on its way.
+GONE = 3
 START_POLL_S = 0.25
 ANSWER_S_MAX = 10.0
 #: For calls that are made once. A server computes /openapi.json for seconds when it is asked for the first time.
 INSPECT_S_MAX = 60.0
+#: What stands for the status of /health when there is none.
+NO_ANSWER, NOBODY = 0, -1
 #: The status of /health when vLLM's engine is dead. The server itself ends some seconds later.
 ENGINE_DEAD = 503
 #: /server_info looks at the whole environment.
@@ -177,7 +181,7 @@ class VllmServer:
         # Adapters that it computes in one step, and why it serves none; empty if it does.
         self.adapter_places, self.no_adapters = 0, NO_LORA
         self._packs_experts = True
-        self._on_cpu = False
+        self.on_cpu = False
 
     def __repr__(self) -> str:
         kind = "attached" if self._attached else f"pid={self.pid}"
@@ -259,7 +263,7 @@ class VllmServer:
         command = command_line(self._python, self._model_dir, self.served_name, port, seed, args)
         self.adapter_places = adapter_places(args)
         self.no_adapters = "" if self.adapter_places else NO_LORA
-        self._on_cpu = is_cpu_build(self._python)
+        self.on_cpu = is_cpu_build(self._python)
         own = self._settings.env
         env = environment(
             os.environ, own, self._python, self._cores, self._gpus, adapters=bool(self.adapter_places)
@@ -300,11 +304,13 @@ class VllmServer:
                 await asyncio.wait([self._exit], timeout=START_POLL_S)
 
     async def health(self, timeout_s: float = ANSWER_S_MAX) -> int:
-        """The status of /health; 0 if there was no answer."""
+        """The status of /health; NO_ANSWER, or NOBODY if nothing listens there."""
         try:
             status, _ = await call(self.url, "GET", "/health", None, timeout_s, self.headers)
+        except NotListening:
+            return NOBODY
         except CallFailed:
-            return 0
+            return NO_ANSWER
         return status
 
     async def _inspect(self) -> None:
@@ -338,8 +344,8 @@ class VllmServer:
         self.returns_routes = model.enable_return_routed_experts
         config = info.vllm_config
         worker = config.parallel_config.worker_extension_cls
-        self._on_cpu = config.device_config.device == "cpu"
-        self._packs_experts = not self._on_cpu or worker == WORKER
+        self.on_cpu = config.device_config.device == "cpu"
+        self._packs_experts = not self.on_cpu or worker == WORKER
         lora = config.lora_config or _LoraConfig()
         self.adapter_places = lora.max_loras
         if not lora.max_loras:
@@ -359,7 +365,7 @@ class VllmServer:
 
     def check_adapters(self, *, experts: bool) -> None:
         """Raises ServerFailed when the server cannot compute a model with experts, whatever it is asked for."""
-        if experts and self._on_cpu:
+        if experts and self.on_cpu:
             raise self._failed(
                 "vLLM for CPUs cannot compute a model with experts when it runs with --enable-lora: start it without"
             )
@@ -385,10 +391,10 @@ class VllmServer:
 
     async def _watch_health(self) -> None:
         loop = asyncio.get_running_loop()
-        answered_at, silence_s, dead = loop.time(), self._settings.silence_s_max, 0
+        answered_at, silence_s, dead, gone = loop.time(), self._settings.silence_s_max, 0, 0
         while True:
             await asyncio.sleep(min(HEALTH_POLL_S, silence_s / 4))
-            status = await self.health()
+            status = await self.health(min(ANSWER_S_MAX, silence_s / 2))
             if status == 200:
                 answered_at = loop.time()
             elif loop.time() - answered_at >= silence_s:
@@ -398,6 +404,10 @@ class VllmServer:
             if dead == 2 and not self._attached:
                 # Before an attached server, a proxy may give this answer.
                 self._end(f"vLLM said that its engine is dead (/health {status})")
+                return
+            gone = gone + 1 if status == NOBODY else 0
+            if gone == GONE and self._attached:
+                self._end(f"nothing listens at {self.url} any more")
                 return
         self._end(f"vLLM did not answer /health for {silence_s:g} s (vllm.silence_s_max)")
 

@@ -17,6 +17,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,11 @@ async def score(scorer: Scorer, vocab_size: int, context: int) -> list[float]:
 logger = logging.getLogger(__name__)
 
 #: For calls that the server answers at once.
-CALL_S_MAX = 30.0
-#: A pause waits for the running step, at worst that of a long prompt.
-PAUSE_S_MAX = 300.0
+CALL_S_MAX = 10.0
+#: A pause waits for the running step, at worst that of a long prompt. Once the server serves, watch.py ends one that hangs.
+PAUSE_S_MAX = 60.0
+#: A load of files may take a fixed time, and the time to read them from a slow disk.
+LOAD_S, LOAD_BYTES_PER_S = 8.0, 50e6
 #: Round trips through vLLM's API process and its engine, between the pause and the switch. Before it answers the first one, the
 #: API process has written every chunk that it had to write when the pause returned. The second one is for safety.
 BARRIER = 2
@@ -88,13 +91,26 @@ class Refused(Exception):
     """The server answered a call with an error status."""
 
 
-class Control:
-    """The control endpoints of one server."""
+def load_s(directory: Path, load_s_max: float) -> float:
+    """How long vLLM may take to load the files of `directory`."""
+    size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+    return min(load_s_max, LOAD_S + size / LOAD_BYTES_PER_S)
 
-    def __init__(self, url: str, headers: str, load_s_max: float) -> None:
+
+class Control:
+    """The control endpoints of one server. held_up: entered while a call holds up the engine, with the most seconds."""
+
+    def __init__(
+        self,
+        url: str,
+        headers: str,
+        load_s_max: float,
+        held_up: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
         self._url = url
         self._headers = headers
         self._load_s_max = load_s_max
+        self._held_up = held_up
 
     async def pause(self, *, clear_cache: bool = False) -> None:
         """Pause between two steps. Requests and their KV stay.
@@ -123,7 +139,7 @@ class Control:
 
     async def reload(self, directory: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await self._post("/collective_rpc", body, self._load_s_max)
+        await self._load("/collective_rpc", body, directory)
 
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version}, CALL_S_MAX)
@@ -131,11 +147,21 @@ class Control:
     async def load_adapter(self, name: str, directory: Path) -> None:
         """vLLM reads the files of `directory` between two steps, and perhaps again later."""
         body = {"lora_name": name, "lora_path": str(directory)}
-        await self._post("/v1/load_lora_adapter", body, self._load_s_max)
+        await self._load("/v1/load_lora_adapter", body, directory)
 
     async def unload_adapter(self, name: str) -> None:
         """No request can name it any more; those that run go on."""
         await self._post("/v1/unload_lora_adapter", {"lora_name": name}, CALL_S_MAX)
+
+    async def reach_workers(self, timeout_s: float) -> None:
+        """Return when all workers have answered, which they do between two steps. Raises CallFailed if they do not."""
+        body = json.dumps({"method": "check_health"}).encode()
+        await call(self._url, "POST", "/collective_rpc", body, timeout_s, self._headers)
+
+    async def _load(self, path: str, body: object, directory: Path) -> None:
+        seconds = await asyncio.to_thread(load_s, directory, self._load_s_max)
+        with self._held_up(seconds):
+            await self._post(path, body, seconds)
 
     async def _post(self, path: str, body: object, timeout_s: float) -> None:
         data = b"" if body is None else json.dumps(body).encode()

@@ -1,0 +1,183 @@
+"""A vLLM server whose engine core or worker stands still, while its API process and /health go on answering."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fake_vllm import FakeVllm, until, write_weights
+from vllm_helpers import Reading, asking, attached, begun, swap
+
+from midstream.core.config import VllmSettings
+from midstream.engine.base import EngineDied
+from midstream.engine.vllm.swap import LOAD_BYTES_PER_S, LOAD_S, load_s
+from midstream.engine.vllm.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, Silence, Work
+
+IDLE, DUE = Work(due=False, prompt_tokens=0), Work(due=True, prompt_tokens=0)
+MAX_S = 8.0
+
+
+def listen(silence: Silence, begin: int, end: int, work: Work = IDLE) -> list[int]:
+    """The seconds between `begin` and `end` at which something is wrong."""
+    return [now for now in range(begin, end + 1) if silence.update(float(now), work) is not None]
+
+
+class TestSilence:
+    def test_a_server_that_says_nothing_is_given_up_in_time(self) -> None:
+        assert VllmSettings().silence_s_max == MAX_S
+        assert listen(Silence(MAX_S, 0.0), 1, 9) == [8, 9]
+
+    def test_every_sign_of_life_begins_anew(self) -> None:
+        silence = Silence(MAX_S, 0.0)
+        for start in (0, 7, 14):
+            assert listen(silence, start + 1, start + 7) == []
+            (silence.token if start else silence.heard)()
+        assert listen(silence, 22, 29) == [29]
+
+    def test_what_holds_it_up_gives_it_more_time_while_it_lasts(self) -> None:
+        silence = Silence(MAX_S, 0.0)
+        silence.hold_up(100)
+        assert silence.held_up
+        assert listen(silence, 1, 107) == []
+        silence.hold_up(-100)
+        assert listen(silence, 108, 108) == [108]
+
+    def test_a_prompt_in_one_piece_takes_its_time_on_a_cpu(self) -> None:
+        prompt = Work(due=False, prompt_tokens=int(10 * CPU_PROMPT_TOKENS_PER_S))
+        slow, fast = Silence(MAX_S, 0.0, CPU_PROMPT_TOKENS_PER_S), Silence(MAX_S, 0.0)
+        assert listen(slow, 1, 18, prompt) == [18]
+        assert listen(fast, 1, 8, prompt) == [8]
+
+    def test_prompts_that_come_to_a_silent_server_give_it_no_time(self) -> None:
+        silence = Silence(MAX_S, 0.0, CPU_PROMPT_TOKENS_PER_S)
+        assert listen(silence, 1, 2) == []
+        assert listen(silence, 3, 8, Work(due=False, prompt_tokens=10**6)) == [8]
+
+    def test_a_server_that_answers_and_samples_nothing_is_given_up_later(self) -> None:
+        silence, wrong = Silence(MAX_S, 0.0), []
+        for now in range(1, int(STALLED * MAX_S) + 1):
+            silence.heard()
+            if (problem := silence.update(float(now), DUE)) is not None:
+                wrong.append((now, problem))
+        assert wrong == [(48, "vLLM's engine answers, and has sampled no token for 48 s")]
+
+    def test_nothing_is_due_while_nothing_runs(self) -> None:
+        silence = Silence(MAX_S, 0.0)
+        for now in range(1, 200):
+            silence.heard()
+            assert silence.update(float(now), IDLE) is None
+
+
+def test_the_time_for_files_is_that_of_their_size(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(int(60 * LOAD_BYTES_PER_S))
+    assert load_s(tmp_path, 1800.0) == pytest.approx(LOAD_S + 60)
+    assert load_s(tmp_path, 5.0) == 5.0
+
+
+def hung(fake: FakeVllm) -> None:
+    fake.hung = True
+
+
+@pytest.mark.parametrize("busy", ["idle", "decoding", "waiting", "scoring"])
+def test_a_hung_engine_ends_the_boot_and_every_request(tmp_path: Path, busy: str) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
+            reasons: list[str] = []
+
+            async def died(reason: str) -> None:
+                reasons.append(reason)
+
+            engine.on_death(died)
+            fake.hold_scores = True
+            reading = None
+            if busy == "scoring":
+                reading = Reading(engine, asking(prompt_records=3))
+                await until(lambda: fake.scores)
+            elif busy != "idle":
+                reading, (request,) = await begun(engine, fake, asking(max_tokens=9))
+                if busy == "decoding":
+                    request.step(2)
+                    await until(lambda: len(reading.records()) == 2)
+            hung(fake)
+            await until(lambda: engine.silent_s() > 0.5, "its silence is told")
+            await until(lambda: reasons, "its end is told")
+            assert "silent for" in reasons[0]
+            assert "vllm.silence_s_max" in reasons[0]
+            if reading is not None:
+                assert (await reading.ended()).died is not None
+                assert reading.finishes == {}
+            with pytest.raises(EngineDied):
+                await anext(engine.generate(asking("late")))
+            assert engine.silent_s() == 0
+            fake.hung = False
+            await engine.start()
+            again, (request,) = await begun(engine, fake, asking("again"))
+            request.to_the_end()
+            assert len((await again.ended()).records()) == 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("step", ["pause", "check", "load", "resume"])
+def test_a_swap_of_a_hung_engine_ends(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {"pause": "/pause", "check": "/is_paused", "load": "/collective_rpc", "resume": "/resume"}
+
+    async def main() -> None:
+        async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
+            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+            fake.before[paths[step]] = lambda: hung(fake)
+            fake.fault(paths[step], "hang")
+            monkeypatch.setattr("midstream.engine.vllm.swap.LOAD_S", 0.5)
+            with pytest.raises(EngineDied):
+                await engine.commit("step-1")
+            fake.hung = False
+
+    asyncio.run(main())
+
+
+def test_a_silent_core_is_asked_and_a_talking_one_is_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
+            _, (request,) = await begun(engine, fake, asking(max_tokens=400))
+            before = fake.probes
+            for _ in range(30):
+                request.step()
+                await asyncio.sleep(0.05)
+            assert fake.probes - before <= 1
+            await until(lambda: fake.probes >= before + 3)
+            assert engine.silent_s() < 1.5
+
+    asyncio.run(main())
+
+
+def test_a_load_that_takes_long_is_no_silence(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, silence_s_max=0.5) as (engine, fake):
+            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+            fake.gates["/collective_rpc"] = gate = asyncio.Event()
+            committing = asyncio.create_task(engine.commit("step-1"))
+            await until(lambda: engine.silent_s() > 1.0, "longer than it may be silent")
+            gate.set()
+            assert (await committing).snapshot == "step-1"
+            await swap(engine, tmp_path, 2)
+
+    asyncio.run(main())
+
+
+def test_an_attached_server_that_was_restarted_is_noticed_without_a_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            reasons: list[str] = []
+
+            async def died(reason: str) -> None:
+                reasons.append(reason)
+
+            engine.on_death(died)
+            await swap(engine, tmp_path, 1)
+            await fake.restart()
+            await until(lambda: reasons, "its restart is noticed")
+            assert "vLLM was restarted" in reasons[0] or "nothing listens" in reasons[0]
+
+    asyncio.run(main())
