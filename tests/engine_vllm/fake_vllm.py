@@ -379,6 +379,9 @@ class FakeVllm:
         """The server is gone with all its connections; `start` may follow."""
         assert self._server is not None
         self._server.close()
+        for _ in range(9):
+            # Connections that were accepted get their handlers, which close them.
+            await asyncio.sleep(0)
         handlers = list(self._handlers)
         for task in handlers:
             task.cancel()
