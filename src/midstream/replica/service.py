@@ -376,6 +376,8 @@ class Service(Surroundings):
             behind = partial(self.text.encode_behind, special=special)
             own = (self.text, render, given, others, check, behind)
             prompt = history.prompt(*own, goes_on=options.continued)
+        sampled = 0 if history is None or prompt is None else history.sampled
+        self.text.message_format(tools=tools is not None).check(given, sampled)
         if prompt is None:
             text = render(given, True)
             check(text)

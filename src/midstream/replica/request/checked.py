@@ -17,6 +17,7 @@ from midstream.core.types import ModelInfo, SamplingParams
 from midstream.replica.request import fields
 from midstream.replica.request.fields import Answer, PromptOptions, TextOptions
 from midstream.replica.request.schema import MAX_STOPS, ChatBody, CompletionBody, InferenceBody
+from midstream.replica.text.reasoning import FIELDS
 from midstream.replica.text.tools import ToolPlan, plan_tools
 
 #: OpenAI's default for completions. A chat may go up to the context.
@@ -374,6 +375,7 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
         expected = ", ".join(_ROLES)
         raise InvalidRequest(f"{where}.role: must be one of {expected}, got {role!r}", param="messages")
     content = message.get("content")
+    _check_texts(message, where)
     if isinstance(content, list):
         return {
             **message,
@@ -384,6 +386,20 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(content, str):
         raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", param="messages")
     return message
+
+
+def _check_texts(message: dict[str, Any], where: str) -> None:
+    """The fields beside the content that are texts."""
+    given = {name: message[name] for name in (*FIELDS, "name") if message.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{where}.{name}: must be a string", param="messages")
+    said = {value: name for name, value in given.items() if name != "name"}
+    if len(said) > 1:
+        one, other = list(said.values())[:2]
+        raise InvalidRequest(f"{where}.{other}: must equal {one} when both are given", param="messages")
+    if message.get("refusal"):
+        raise InvalidRequest(f"{where}.refusal: not supported; send its text as content", param="messages")
 
 
 def _part(part: Any, where: str) -> str:

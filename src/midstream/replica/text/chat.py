@@ -30,9 +30,10 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.core.errors import ConfigError, InvalidRequest, Overloaded
-from midstream.replica.text import reasoning
+from midstream.replica.text import messageformat, reasoning
+from midstream.replica.text.messageformat import MessageFormat
 from midstream.replica.text.reasoning import ReasoningFormat
-from midstream.replica.text.toolformat import TemplateTools, examine
+from midstream.replica.text.toolformat import PROBE_TOOL, TemplateTools, examine
 from midstream.replica.text.vocabulary import Vocabulary, tokens_at_least, utf8_size
 
 THREADS = 2
@@ -181,14 +182,30 @@ class TextModel:
         """How the chat template treats tools and tool calls."""
         if self._tool_template is None:
             return TemplateTools(False, None, None)
-        return examine(lambda messages, tools: self.render(messages, tools, generation_prompt=False))
+        return examine(lambda messages, tools: self._rendered(messages, tools, generation_prompt=False))
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
         """The tags around reasoning, if the chat template has any."""
         if self._template is None:
             return None
-        return reasoning.examine(lambda messages, begins: self.render(messages, generation_prompt=begins))
+        return reasoning.examine(lambda messages, begins: self._rendered(messages, generation_prompt=begins))
+
+    @cached_property
+    def _plain_format(self) -> MessageFormat:
+        return self._message_format(None)
+
+    @cached_property
+    def _tool_format(self) -> MessageFormat:
+        return self._message_format([PROBE_TOOL])
+
+    def _message_format(self, tools: list[dict[str, Any]] | None) -> MessageFormat:
+        thinks, arguments = self.reasoning is not None, self.tools.arguments
+        return messageformat.examine(lambda given: self._rendered(given, tools), arguments, thinks=thinks)
+
+    def message_format(self, *, tools: bool) -> MessageFormat:
+        """What the chat template shows of messages. tools: of a request that has some."""
+        return self._tool_format if tools else self._plain_format
 
     def literally(self, text: str) -> str:
         """`text` in the grammar language: its added tokens by id, the rest quoted."""
@@ -229,7 +246,8 @@ class TextModel:
     ) -> str:
         """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest.
 
-        continued: it ends inside the last message. variables: more that the template may ask for.
+        continued: it ends inside the last message. variables: more that the template may ask for. What the template leaves out
+        is in the text as MessageFormat says; what it cannot show is the caller's to refuse (MessageFormat.check).
         """
         if continued and (behind := self._begun(messages[-1])) is not None:
             before = self.render(messages[:-1], tools, variables=variables)
@@ -240,6 +258,20 @@ class TextModel:
                 + ("" if before.rstrip().endswith(form.opening) else form.opening + form.after_open)
                 + behind
             )
+        shown = self.message_format(tools=tools is not None).shown(messages)
+        return self._rendered(
+            shown, tools, generation_prompt=generation_prompt, continued=continued, variables=variables
+        )
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+        continued: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         template = self._template if tools is None else self._tool_template
         if template is None:
             raise InvalidRequest(

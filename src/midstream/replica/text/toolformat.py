@@ -110,7 +110,7 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 Arguments = Literal["text", "object"]
 
 _LISTED = "probe_listed"
-_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": _LISTED,
@@ -153,12 +153,12 @@ class TemplateTools:
 
 def examine(render: Render) -> TemplateTools:
     """`render` raises InvalidRequest where the template refuses."""
-    listed = _LISTED in _try(render, [_USER], [_TOOL])
-    verbatim = _try(render, _conversation([_VERBATIM]), [_TOOL])
+    listed = _LISTED in _try(render, [_USER], [PROBE_TOOL])
+    verbatim = _try(render, _conversation([_VERBATIM]), [PROBE_TOOL])
     objects: list[Any] = [{"probe": 1, "more": 0}, {"probe": 2, "more": 0}]
     texts: list[Any] = ['{"probe": 1, "more": 0}', '{"probe": 2, "more": 0}']
     rendered = [
-        _try(render, _conversation(given), [_TOOL]) for given in (objects, objects[:1], texts, texts[:1])
+        _try(render, _conversation(given), [PROBE_TOOL]) for given in (objects, objects[:1], texts, texts[:1])
     ]
     arguments: Arguments | None = "object" if any(PROBE_NAMES[0] in text for text in rendered) else None
     if _VERBATIM in verbatim:

@@ -156,6 +156,8 @@ class History:
         self._parent: Turn | None = None
         #: How many messages the turn found has.
         self._found_at = 0
+        #: How many messages the prompt has as the tokens of turns; the others are rendered.
+        self.sampled = 0
         self._reused = False
         #: The session's tree when the request began.
         self._tree: TurnTree | None = None
@@ -216,7 +218,7 @@ class History:
             self.branch = Branch("template", found.known)
             return None
         check(behind)
-        self._reused = True
+        self._reused, self.sampled = True, found.messages
         return Prompt(continued(text, found.turn, closings.within, behind, self._ends, encode))
 
     def _within(self, found: Found, turn: Turn) -> Prompt | None:
@@ -233,7 +235,7 @@ class History:
                 self.branch = Branch("ambiguous", found.known, turn.number)
         if self._policy == "template":
             return None
-        self._reused = True
+        self._reused, self.sampled = True, len(self._keys)
         return Prompt(tokens, within=within)
 
     def raw(
