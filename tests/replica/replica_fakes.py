@@ -386,6 +386,9 @@ class FakeSource(SnapshotSource):
         if path.name in self.corrupt:
             raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
 
+    async def remove_policy(self, policy: str) -> None:
+        self.calls.append(f"remove the files of {policy}")
+
     async def release(self, keep: Sequence[Desired]) -> None:
         self.calls.append(f"release all but {[desired.snapshot for desired in keep]}")
         self.released.set()

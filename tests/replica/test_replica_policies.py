@@ -323,3 +323,42 @@ async def test_what_loads_or_fails_to_load(tmp_path: Path) -> None:
         await at_rest(here)
         await loaded(here, "green")
         assert names(here) == {"green"}
+
+
+@in_a_loop
+async def test_the_files_of_an_ended_policy_go_after_its_last_request_and_those_of_a_newer_one_stay(
+    tmp_path: Path,
+) -> None:
+    engine = ManyPolicies()
+    async with running(tmp_path, engine, policies_max=2) as here:
+
+        def removed() -> list[str]:
+            return [call for call in here.source.calls if call.startswith("remove")]
+
+        await desire(here, 1.0, "red-1")
+        await here.until(lambda: reported(here) == {1.0: "red-1"})
+        stream = await sampling(here)
+        assert await end(here, 1.0)
+        # One of its name takes its place, and its directory.
+        await desire(here, 2.0, "red-2")
+        await here.until(lambda: reported(here) == {2.0: "red-2"})
+        engine.allow(100)
+        await stream
+        await here.until(lambda: engine.ended_policies == ["red#1"])
+        assert removed() == []
+        assert await end(here, 2.0)
+        await here.until(lambda: removed() == ["remove the files of red"])
+
+
+@in_a_loop
+async def test_the_files_of_a_policy_that_made_way_stay_until_it_is_ended(tmp_path: Path) -> None:
+    engine = ManyPolicies()
+    async with running(tmp_path, engine, policies_max=1) as here:
+        await loaded(here, "red")
+        assert (await asked(here, "red")).status_code == 200
+        await loaded(here, "blue")
+        await here.until(lambda: engine.ended_policies == ["red#1"])
+        assert not [call for call in here.source.calls if call.startswith("remove")]
+        assert await end(here, 1.0) is False
+        while "remove the files of red" not in here.source.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)

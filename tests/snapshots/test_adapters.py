@@ -112,7 +112,7 @@ def test_patterns_without_end_are_refused(tmp_path: Path, field: str) -> None:
 
 def test_many_targets_are_looked_for_in_time_and_one_that_is_absent_is_named(tmp_path: Path) -> None:
     paths = many(2000)
-    targets = [*(f"name{number}" for number in range(100_000)), "self_attn.o_proj"]
+    targets = [*(f"name{number}" for number in range(9_990)), "self_attn.o_proj"]
     directory = written(tmp_path, maps(*paths[1:]), target_modules=targets)
     with pytest.raises(SnapshotIncompatible, match=r"has nothing for model\.layers\.0\.self_attn\.o_proj"):
         read_adapter(directory, base(*paths))

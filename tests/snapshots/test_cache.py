@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from midstream.core.errors import SnapshotError
 from midstream.core.types import SnapshotFiles
 from midstream.snapshots import durable
+from midstream.snapshots.store import cache as cache_module
 from midstream.snapshots.store.cache import SnapshotCache, entry_name
 from midstream.snapshots.store.fetch import partial_directory
 
@@ -89,7 +90,7 @@ def test_pruning_keeps_to_the_bound_counting_files_that_are_half_there(tmp_path:
     partial = partial_directory(tmp_path, "file:///b/c")
     partial.mkdir()
     with (partial / "x.part").open("wb") as file:
-        # All hole: what is to come does not count yet.
+        # All hole: what is to come, and has no room yet, does not count.
         file.truncate(10**9)
     cache.prune({kept})
     assert partial.exists()
@@ -97,6 +98,66 @@ def test_pruning_keeps_to_the_bound_counting_files_that_are_half_there(tmp_path:
         file.write(bytes(8192))
     cache.prune({kept})
     assert (kept.exists(), partial.exists()) == (True, False)
+
+
+def test_one_bound_is_of_snapshots_and_of_all_policies(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, bytes_max=1000)
+    own = fill(cache.whole([link("full")]), 300, 9)
+    red, blue = cache.of_policy("red"), cache.of_policy("blue")
+    old, held = fill(red.whole([link("a")]), 300, 8), fill(red.whole([link("b")]), 300, 7)
+    red.users.keeping["red's"] = lambda: {held}
+    cache.users.keeping["the deployment's"] = lambda: {own}
+    blue.make_room(400, (), "next")
+    assert [p.exists() for p in (own, old, held)] == [True, False, True], "nobody's use is another's room"
+    with pytest.raises(SnapshotError, match=r"401 bytes do not fit .* holds 600 that are in use"):
+        blue.make_room(401, (), "next")
+    red.users.leave("red's")
+    blue.make_room(401, (), "next")
+    assert (own.exists(), held.exists()) == (True, False)
+
+
+def test_room_that_was_made_for_one_is_not_given_to_another(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path, bytes_max=1000)
+    red, blue = cache.of_policy("red"), cache.of_policy("blue")
+    rebuilt, fetched = object(), partial_directory(red.root, "file:///b/c")
+
+    def reserve() -> None:
+        fetched.mkdir()
+        (fetched / "x.part").write_bytes(bytes(400))
+
+    red.users.keeping["red's"] = lambda: {fetched}
+    red.make_room(400, (), "fetched", reserve=reserve)
+    red.make_room(300, (), "rebuilt", user=rebuilt)
+    with pytest.raises(SnapshotError, match=r"301 bytes do not fit .* holds 700 that are in use"):
+        blue.make_room(301, (), "next")
+    blue.make_room(300, (), "next")
+    red.wrote(rebuilt)
+    blue.make_room(600, (), "next")
+
+
+def test_without_a_bound_so_many_snapshots_of_policies_stay_beside_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "POLICIES_KEPT", 2)
+    cache = SnapshotCache(tmp_path)
+    places = []
+    for age, name in enumerate("abcde"):
+        policy = cache.of_policy(name)
+        places.append(fill(policy.whole([link("1")]), 10, age))
+    cache.users.keeping["e's"] = lambda: {places[4]}
+    policy.prune(())
+    assert [place.exists() for place in places] == [True, True, False, False, True]
+
+
+def test_a_policys_directory_goes_whole_and_one_of_its_name_begins_anew(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path)
+    red = cache.of_policy("red")
+    fill(red.whole([link("a")]), 10, 1)
+    partial_directory(red.root, "file:///b/c").mkdir()
+    doomed = cache.set_policy_aside("red")
+    assert doomed is not None
+    assert cache.set_policy_aside("red") is None
+    assert repr(cache.of_policy("red")).endswith("entries=0 bytes=0 of unbounded>")
 
 
 def test_without_a_bound_one_more_than_what_is_kept_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -293,3 +294,105 @@ def test_a_copy_that_rots_to_a_number_that_is_not_finite_costs_one_attempt(tmp_p
     with pytest.raises(SnapshotNotFinite):
         asyncio.run(load())
     assert weights(asyncio.run(load())) == weights(full)
+
+
+MODULE = "model.layers.0.self_attn.q_proj"
+BASE = CheckpointSpec({f"{MODULE}.weight": TensorSpec("F32", (8, 8), "model.safetensors")}, CONFIG)
+
+
+def adapter_source(tmp_path: Path) -> CachedSource:
+    return CachedSource(ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1), BASE)
+
+
+def write_adapter(directory: Path, rank: int = 2, **config: object) -> Path:
+    """On one map of the served model."""
+    directory.mkdir()
+    shapes = {"A": (rank, 8), "B": (8, rank)}
+    tensors = {
+        f"base_model.model.{MODULE}.lora_{x}.weight": np.zeros(s, np.float32) for x, s in shapes.items()
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (directory / "adapter_config.json").write_text(json.dumps(given))
+    return directory
+
+
+def sparse(directory: Path) -> None:
+    with (directory / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(50 * 10**9)
+
+
+def nothing_but_holes(directory: Path) -> None:
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.truncate(50 * 10**9)
+
+
+def large_rank(directory: Path) -> None:
+    header = json.dumps(
+        {
+            f"base_model.model.{MODULE}.lora_{side}.weight": {
+                "dtype": "F32",
+                "shape": shape,
+                "data_offsets": [begin * 10**9, (begin + 24) * 10**9],
+            }
+            for side, shape, begin in (("A", [10**8, 60], 0), ("B", [60, 10**8], 24))
+        }
+    ).encode()
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 48 * 10**9)
+
+
+def long_config(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text(json.dumps({"filler": "x" * 2**20}))
+
+
+def long_list(directory: Path) -> None:
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "exclude_modules": ["x"] * 10_001}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (sparse, "adapter_model.safetensors"),
+        (nothing_but_holes, "adapter_model.safetensors"),
+        (large_rank, "lora_A.weight"),
+        (long_config, r"adapter_config.json: has 10485\d\d bytes, at most 1048576 are read"),
+        (long_list, "exclude_modules has 10001 entries, at most 10000 are read"),
+    ],
+)
+def test_an_adapter_that_cannot_fit_is_refused_before_it_is_fetched(
+    tmp_path: Path, spoil: Callable[[Path], None], why: str
+) -> None:
+    source = adapter_source(tmp_path).of_policy("red")
+    adapter = write_adapter(tmp_path / "red-1")
+    spoil(adapter)
+    with pytest.raises(SnapshotError, match=why):
+        asyncio.run(source.fetch(Desired(snapshot="red-1", generation=1, url=adapter.as_uri())))
+    left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != ".boot"]
+    assert left == [], "nothing of it was fetched"
+
+
+def test_the_files_of_an_ended_policy_go_and_others_stay(tmp_path: Path) -> None:
+    source = adapter_source(tmp_path)
+
+    async def scenario() -> None:
+        paths = {}
+        for name in ("red", "blue"):
+            policy = source.of_policy(name)
+            adapter = write_adapter(tmp_path / f"{name}-1")
+            desired = Desired(snapshot=f"{name}-1", generation=1, url=adapter.as_uri())
+            paths[name] = await policy.fetch(desired)
+            assert paths[name] is not None
+            await policy.prefetch(
+                Hint(snapshot="2", url=adapter.as_uri(), files=("adapter_model.safetensors",))
+            )
+            await policy.close()
+        await source.remove_policy("red")
+        found = {path.parent for path in (tmp_path / "cache").rglob("adapter_*")}
+        assert found == {paths["blue"]}
+        # Its early files go with it, too.
+        assert len(list((tmp_path / "cache").rglob(".part-*"))) == 1
+
+    asyncio.run(scenario())

@@ -280,7 +280,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     records: str | None = None
     # What records that wait for it may take on disk, of each replica. Beyond it they are lost, and the gap is recorded.
     records_disk: Size = "1GiB"
-    # What a replica's snapshots may take on disk, e.g. "20GiB"; None: what is in use and one snapshot more.
+    # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
     snapshot_cache: Size | None = None
     # async: streams cross a swap. sync: a swap waits until they have ended, and new requests get a 425.
     transition: Literal["async", "sync"] = "async"

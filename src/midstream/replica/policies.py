@@ -14,6 +14,7 @@ Always holds:
 - One that was ended stays so, and of one name the newest made counts. A message of a gateway that has not heard of it changes
   nothing.
 - The engine has a policy until the last request that it was ended under is done.
+- The files of a policy that was ended go with it, unfinished ones too. Those of one that made way stay while there is room.
 - A policy lives for one boot. The gateway says again what it should serve.
 """
 
@@ -23,7 +24,7 @@ import asyncio
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,7 +120,7 @@ class Policy:
         self.pins = Pins(parts.on_change, bounds.pin_drain_s, bounds.residency, slot.retain)
         self.pins.begin(able=info.card.has("resident_snapshots"))
         self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=outside.monotonic)
-        source = parts.files.source.of_policy(name)
+        source = self._source = parts.files.source.of_policy(name)
         self._hints = Hints(source.prefetch)
         self.driver = SwapDriver(
             engine=slot,
@@ -228,6 +229,7 @@ class Policy:
         self.shut()
         await self._hints.close()
         await asyncio.wait((self.driving,))
+        await self._source.close()
 
 
 def to_make_way(policies: Iterable[Policy], now: float) -> Policy | None:
@@ -321,6 +323,9 @@ class Policies:
         """Forget a policy; requests that run go on to their end. Whether it was here."""
         self._note_end(name, made)
         policy = self._policies.get(name)
+        if policy is None:
+            # It may have made way, and left files.
+            self._close(self._remove_files(name), f"end of the files of policy {name}")
         if policy is None or policy.made != made:
             return False
         self._go(policy)
@@ -330,10 +335,13 @@ class Policies:
         del self._policies[policy.name]
         self._going.append(policy)
         policy.shut()
-        task = asyncio.create_task(self._end(policy), name=f"end of policy {policy.name}")
+        self._close(self._end(policy), f"end of policy {policy.name}")
+        self._parts.on_change()
+
+    def _close(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        task = asyncio.create_task(work, name=what)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        self._parts.on_change()
 
     def _note_end(self, name: str, made: float) -> None:
         newest = max(made, self._ended.pop(name, 0.0))
@@ -347,6 +355,14 @@ class Policies:
         await policy.close()
         self._parts.engine.end_policy(policy.own_name)
         self._going.remove(policy)
+        if policy.made <= self._ended.get(policy.name, 0.0):
+            # It did not only make way.
+            await self._remove_files(policy.name)
+
+    async def _remove_files(self, name: str) -> None:
+        """Unless another policy of the name has taken them over, or one that goes still has them."""
+        if not any(policy.name == name for policy in self.everyone):
+            await self._parts.files.source.remove_policy(name)
 
     def pause(self, paused: bool) -> None:
         self._paused = paused

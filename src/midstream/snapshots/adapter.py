@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE)
 RANK_MAX = 256
 NUMBER_MAX = 1e9
+#: An adapter's configuration, in bytes; and each list or map in it, in entries.
+CONFIG_BYTES_MAX = 2**20
+CONFIG_ENTRIES_MAX = 10_000
 #: All patterns of a field together, in characters: each is tried on each module.
 PATTERN_CHARS_MAX = 2**16
 DTYPES = ("F32", "F16", "BF16")
@@ -97,8 +100,7 @@ class AdapterSpec:
 
 def is_adapter(directory: Path) -> bool:
     """A checkpoint may have an adapter's configuration beside it, of which it was merged."""
-    own = (directory / ADAPTER_CONFIG_FILE).exists()
-    return own and ((directory / ADAPTER_WEIGHTS_FILE).exists() or not _has_checkpoint(directory))
+    return is_adapter_listing({path.name for path in directory.iterdir()})
 
 
 def _has_checkpoint(directory: Path) -> bool:
@@ -111,11 +113,27 @@ def check_adapter_files(directory: Path) -> None:
     read_file_layout(directory / ADAPTER_WEIGHTS_FILE)
 
 
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Raise SnapshotIncompatible when files of these sizes, in bytes, are an adapter that is not read."""
+    size = sizes.get(ADAPTER_CONFIG_FILE, 0)
+    if is_adapter_listing(sizes) and size > CONFIG_BYTES_MAX:
+        raise SnapshotIncompatible(
+            f"{ADAPTER_CONFIG_FILE}: has {size} bytes, at most {CONFIG_BYTES_MAX} are read"
+        )
+
+
+def is_adapter_listing(names: Collection[str]) -> bool:
+    """As is_adapter, of the names of a directory's files."""
+    checkpoint = WEIGHTS_FILE in names or INDEX_FILE in names
+    return ADAPTER_CONFIG_FILE in names and (ADAPTER_WEIGHTS_FILE in names or not checkpoint)
+
+
 def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
     """The adapter in `directory`, which has to fit `base`. The message of every error names the field or the tensor.
 
     Raises SnapshotIncompatible; SnapshotMissing, SnapshotCorrupt, SnapshotError as read_file_layout does.
     """
+    check_sizes({path.name: path.stat().st_size for path in directory.iterdir()})
     config = read_json(directory, ADAPTER_CONFIG_FILE)
     _check_config(config)
     if _has_checkpoint(directory):
@@ -141,6 +159,11 @@ def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
 
 
 def _check_config(config: dict[str, Any]) -> None:
+    for field, value in config.items():
+        if isinstance(value, list | dict) and len(value) > CONFIG_ENTRIES_MAX:
+            raise SnapshotIncompatible(
+                f"{ADAPTER_CONFIG_FILE}: {shown(field)} has {len(value)} entries, at most {CONFIG_ENTRIES_MAX} are read"
+            )
     for field, neutral in _NEUTRAL.items():
         value = config.get(field)
         if field == "peft_type" and value is None:

@@ -28,6 +28,22 @@ SNAPSHOTS = (
         ("client/test_publish_delta.py",),
     ),
     Mutation(
+        "each_policy_has_room_of_its_own",
+        "snapshots/store/cache.py",
+        "return self if self._around is None else self._around._outer",
+        "return self",
+        "One bound is of all files that a replica keeps.",
+        ("snapshots/test_cache.py",),
+    ),
+    Mutation(
+        "adapter_fetched_before_it_is_looked_at",
+        "replica/swap/source.py",
+        "chains.before = self._look_at",
+        "chains.before = None",
+        "An adapter that cannot fit is refused before it is fetched.",
+        ("snapshots/test_source.py",),
+    ),
+    Mutation(
         "signalled_before_the_upload",
         "client/publication.py",
         "        self._upload(job, staged, None, overwrite=job.overwrite or parent is not None)\n"
@@ -120,8 +136,8 @@ SNAPSHOTS = (
     Mutation(
         "evicted_while_in_use",
         "snapshots/store/cache.py",
-        "if entry.path not in keep:",
-        "if entry.path.name not in keep:",
+        "if entry.path not in kept:",
+        "if entry.path.name not in kept:",
         "What serves, and what a load needs, is never evicted from the cache.",
         ("snapshots/test_cache.py",),
     ),

@@ -24,11 +24,21 @@ from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
 from midstream.core.types import Desired, Hint, SnapshotContent
-from midstream.snapshots.adapter import is_adapter, read_adapter
+from midstream.snapshots.adapter import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILES,
+    ADAPTER_WEIGHTS_FILE,
+    CONFIG_BYTES_MAX,
+    check_sizes,
+    is_adapter,
+    is_adapter_listing,
+    read_adapter,
+)
 from midstream.snapshots.arc2.files import weights_files
 from midstream.snapshots.finite import check_finite
-from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec, read_checkpoint
+from midstream.snapshots.layout import CONFIG_FILE, MAX_HEADER_BYTES, CheckpointSpec, read_checkpoint
 from midstream.snapshots.store.chain import ChainFetcher
+from midstream.snapshots.store.listing import Listing, read_beginning
 from midstream.snapshots.store.verify import check_compatible
 from midstream.snapshots.tasks import finished
 
@@ -53,6 +63,12 @@ class SnapshotSource(abc.ABC):
     def of_policy(self, policy: str) -> SnapshotSource:
         """The source of one policy's snapshots, which keeps files of its own. Raises OSError."""
         raise NotImplementedError(f"{type(self).__name__} has the deployment's own snapshots only")
+
+    async def close(self) -> None:  # noqa: B027
+        """Nothing of it is in use any more. Its files stay."""
+
+    async def remove_policy(self, policy: str) -> None:  # noqa: B027
+        """Remove the files of a policy that was ended."""
 
     async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
         """The content of each link's files that `desired` does not state. Call it after `fetch` or `rebuild`."""
@@ -88,6 +104,27 @@ class CachedSource(SnapshotSource):
     def __init__(self, chains: ChainFetcher, base: CheckpointSpec) -> None:
         self._chains = chains
         self._base = base
+        chains.before = self._look_at
+
+    async def _look_at(self, listing: Listing, scratch: Path) -> None:
+        """Refuse an adapter that does not fit, by its configuration and its header, before the rest is fetched."""
+        sizes = {file.name: file.size for file in listing.files}
+        if not is_adapter_listing(sizes) or not set(ADAPTER_FILES) <= sizes.keys():
+            return
+        check_sizes(sizes)
+        length = int.from_bytes(await read_beginning(listing, ADAPTER_WEIGHTS_FILE, 8), "little")
+        header = await read_beginning(listing, ADAPTER_WEIGHTS_FILE, 8 + min(length, MAX_HEADER_BYTES))
+        config = await read_beginning(listing, ADAPTER_CONFIG_FILE, CONFIG_BYTES_MAX)
+
+        def look() -> None:
+            (scratch / ADAPTER_CONFIG_FILE).write_bytes(config)
+            with (scratch / ADAPTER_WEIGHTS_FILE).open("wb") as file:
+                file.write(header)
+                # The rest is a hole: only what the header says of it is looked at.
+                file.truncate(sizes[ADAPTER_WEIGHTS_FILE])
+            read_adapter(scratch, self._base)
+
+        await asyncio.to_thread(look)
 
     async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
         return await self._chains.fetch(desired.files, anew=anew)
@@ -118,6 +155,12 @@ class CachedSource(SnapshotSource):
 
     def of_policy(self, policy: str) -> SnapshotSource:
         return CachedSource(self._chains.of_policy(policy), self._base)
+
+    async def close(self) -> None:
+        self._chains.close()
+
+    async def remove_policy(self, policy: str) -> None:
+        await self._chains.remove_policy(policy)
 
     def _with_config(self, path: Path) -> None:
         config = path / CONFIG_FILE

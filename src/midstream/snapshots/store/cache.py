@@ -1,8 +1,11 @@
 """The local cache of one replica: the snapshots it has fetched or rebuilt, within a bound.
 
+The caches of its policies lie in it. Its bound is of all of them together.
+
 Always holds:
 - A directory appears whole, by a rename. Two contents have two directories, whatever their names.
-- Directories that the caller keeps are never removed. The least recently used directory goes first.
+- Directories that a user of the cache keeps are never removed. The least recently used one goes first, whoever's it is.
+- Room that was made for one user is nobody else's: what it is for is written or reserved before the next one asks.
 - The root belongs to one replica process. Opening it removes the leftovers of an interruption.
 - Files are not synced, since the bucket has them. So opening removes all if the machine was started since the last time.
 """
@@ -14,7 +17,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +37,8 @@ BOOT_FILE = ".boot"
 POLICIES = ".policies"
 #: Snapshots that stay besides those in use, if there is no bound in bytes.
 OTHERS_KEPT = 1
+#: And of policies.
+POLICIES_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,35 @@ class _Entry:
     used_ns: int
 
 
-class SnapshotCache:
-    """bytes_max: of all entries, also during a fetch. None: what is in use and OTHERS_KEPT more. Raises OSError."""
+class Users:
+    """Those who share the bound of a cache: what each keeps, and what each is writing beside the entries, in bytes."""
 
-    def __init__(self, root: Path, bytes_max: int | None = None) -> None:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.keeping: dict[object, Callable[[], Collection[Path]]] = {}
+        self.writing: dict[object, int] = {}
+
+    def kept(self) -> set[Path]:
+        return {path for kept in tuple(self.keeping.values()) for path in kept()}
+
+    def leave(self, user: object) -> None:
+        self.keeping.pop(user, None)
+        self.writing.pop(user, None)
+
+
+class SnapshotCache:
+    """bytes_max: of all entries, also during a fetch. None: what is in use and OTHERS_KEPT more. Raises OSError.
+
+    around: the cache that this one lies in, whose bound it has.
+    """
+
+    def __init__(
+        self, root: Path, bytes_max: int | None = None, *, around: SnapshotCache | None = None
+    ) -> None:
         self.root = root
-        self.bytes_max = bytes_max
+        self._around = around
+        self.bytes_max: int | None = bytes_max if around is None else around.bytes_max
+        self.users: Users = Users() if around is None else around.users
         private_directory(root)
         now = boot_id()
         same_boot = now is not None and _noted_boot(root) == now
@@ -75,7 +104,19 @@ class SnapshotCache:
 
     def of_policy(self, policy: str) -> SnapshotCache:
         """The cache of one policy's snapshots. It is removed when this one is opened again."""
-        return SnapshotCache(self.root / POLICIES / hashlib.sha256(policy.encode()).hexdigest()[:32])
+        return SnapshotCache(self._of_policy(policy), around=self)
+
+    def set_policy_aside(self, policy: str) -> Path | None:
+        """Take the policy's cache away, partial files too; nobody uses it. Returns what is to be removed."""
+        doomed = temporary_directory(self.root)
+        try:
+            self._of_policy(policy).rename(doomed)
+        except FileNotFoundError:
+            return None
+        return doomed
+
+    def _of_policy(self, policy: str) -> Path:
+        return self.root / POLICIES / hashlib.sha256(policy.encode()).hexdigest()[:32]
 
     def touch(self, path: Path) -> None:
         """Note that `path` is used now."""
@@ -90,46 +131,88 @@ class SnapshotCache:
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def make_room(self, needed: int, keep: Collection[Path], what: str) -> None:
-        """Make room for `needed` more bytes. Removes nothing of `keep`. Raises SnapshotError that names `what`."""
+    def make_room(
+        self,
+        needed: int,
+        keep: Collection[Path],
+        what: str,
+        *,
+        user: object = None,
+        reserve: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make room for `needed` more bytes. Removes nothing of `keep`, nor what users keep.
+
+        reserve: takes the room before anybody else asks for some. user: who writes these bytes beside the entries, until
+        `wrote`. Raises SnapshotError that names `what`.
+        """
+        with self.users.lock:
+            self._make_room(needed, keep, what)
+            if user is not None:
+                self.users.writing[user] = needed
+            reserve()
+
+    def wrote(self, user: object) -> None:
+        self.users.writing.pop(user, None)
+
+    def _make_room(self, needed: int, keep: Collection[Path], what: str) -> None:
         if self.bytes_max is None:
             return
-        used = self._evict(self.bytes_max - needed, keep)
-        if used + needed > self.bytes_max:
+        others = sum(self.users.writing.values())
+        used = self._evict(self.bytes_max - needed - others, keep)
+        if used + needed + others > self.bytes_max:
             raise SnapshotError(
                 f"{shown(what)}: {needed} bytes do not fit into the snapshot cache, which is bounded to {self.bytes_max} "
-                f"and holds {used} that are in use; a larger snapshot_cache is needed"
+                f"and holds {used + others} that are in use; a larger snapshot_cache is needed"
             )
 
     def prune(self, keep: Collection[Path]) -> None:
-        """Remove the least recently used entries, but none of `keep`, until the bound holds."""
-        if self.bytes_max is not None:
-            self._evict(self.bytes_max, keep)
-            return
-        others = [entry for entry in self._entries() if entry.path not in keep]
-        for entry in others[: max(0, len(others) - OTHERS_KEPT)]:
-            self.drop(entry.path)
+        """Remove the least recently used entries, but none of `keep` nor of what users keep, until the bound holds."""
+        with self.users.lock:
+            if self.bytes_max is not None:
+                self._evict(self.bytes_max, keep)
+                return
+            kept = {*keep, *self.users.kept()}
+            others = [entry for entry in self._entries() if entry.path not in kept]
+            own = [entry for entry in others if entry.path.parent == self._outer.root]
+            of_policies = [entry for entry in others if entry.path.parent != self._outer.root]
+            for entries, count in ((own, OTHERS_KEPT), (of_policies, POLICIES_KEPT)):
+                for entry in entries[: max(0, len(entries) - count)]:
+                    self.drop(entry.path)
 
     def _evict(self, bytes_max: int, keep: Collection[Path]) -> int:
         """As `prune`, down to `bytes_max`. Returns the bytes that are left."""
-        entries = self._entries()
+        entries, kept = self._entries(), {*keep, *self.users.kept()}
         used = sum(entry.size for entry in entries)
         for entry in entries:
             if used <= bytes_max:
                 break
-            if entry.path not in keep:
+            if entry.path not in kept:
                 self.drop(entry.path)
                 used -= entry.size
         return used
 
+    @property
+    def _outer(self) -> SnapshotCache:
+        return self if self._around is None else self._around._outer
+
     def _entries(self) -> list[_Entry]:
-        """The least recently used entry first."""
-        entries = []
-        for path in self.root.iterdir():
-            if path.is_dir() and not path.name.startswith((TEMPORARY_PREFIX, POLICIES)):
-                with contextlib.suppress(FileNotFoundError):
-                    entries.append(_Entry(path, directory_bytes(path), path.stat().st_mtime_ns))
+        """Of all caches that share the bound, the least recently used one first."""
+        root = self._outer.root
+        entries: list[_Entry] = []
+        for directory in (root, *_directories(root / POLICIES)):
+            for path in _directories(directory):
+                if not path.name.startswith((TEMPORARY_PREFIX, POLICIES)):
+                    with contextlib.suppress(FileNotFoundError):
+                        entries.append(_Entry(path, directory_bytes(path), path.stat().st_mtime_ns))
         return sorted(entries, key=lambda entry: entry.used_ns)
+
+
+def _directories(parent: Path) -> list[Path]:
+    """Those in `parent`; it may vanish meanwhile."""
+    try:
+        return [path for path in parent.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
 
 
 def entry_name(name: str, chain: Sequence[SnapshotFiles]) -> str:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from midstream.snapshots.store.fetch import (
     fetch_listed,
     partial_directory,
     prefetch_files,
+    reserve_files,
 )
 from midstream.snapshots.store.listing import Listing, list_snapshot
 from midstream.snapshots.store.local import (
@@ -70,8 +71,6 @@ class ChainFetcher:
         self._attempting: frozenset[Path] = frozenset()
         # The chain that was fetched anew. Its rebuild takes nothing from the cache.
         self._anew: Chain = ()
-        # Bytes that a rebuild will write beside the entries of the cache.
-        self._growing = 0
         # Partial directories of early files, the latest last.
         self._hinted: list[Path] = []
         self._hinting = asyncio.Lock()
@@ -79,6 +78,19 @@ class ChainFetcher:
         self._fresh: Path | None = None
         # Whole files that could not be made from files fetched anew either, the latest last.
         self._refuted: list[Path] = []
+        #: Looks at a full snapshot's files in the bucket before they are fetched, and may write into an empty directory.
+        #: Raises SnapshotError, OSError.
+        self.before: Callable[[Listing, Path], Awaitable[None]] | None = None
+        cache.users.keeping[self] = lambda: {*self._in_use, *self._attempting, *self._hinted}
+
+    def close(self) -> None:
+        """Nothing of it is in use any more."""
+        self._cache.users.leave(self)
+
+    async def remove_policy(self, policy: str) -> None:
+        """Remove all files of a policy that nobody uses."""
+        if (doomed := self._cache.set_policy_aside(policy)) is not None:
+            await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
 
     def of_policy(self, policy: str) -> ChainFetcher:
         """A fetcher with a cache of its own, inside this one's directory."""
@@ -135,7 +147,7 @@ class ChainFetcher:
 
     def _make_room_for_hint(self, needed: int) -> None:
         kept = self._in_use | self._attempting | set(self._hinted)
-        self._cache.make_room(needed + self._growing, kept, "files fetched early")
+        self._cache.make_room(needed, kept, "files fetched early")
 
     async def contents(self, chain: Chain) -> tuple[Content, ...]:
         """The contents that the cached whole files of `chain` were made from, one for each link."""
@@ -183,6 +195,8 @@ class ChainFetcher:
             for (path, link), listing in zip(wanted, found, strict=True)
             if listing is not None
         ]
+        if start < 0 and listed and listed[0][0] == wanted[0][0]:
+            await self._look_at(listed[0][1])
         await asyncio.to_thread(self._make_room_for, chain, start, [listing for _, listing, _ in listed])
         done, total = [0] * len(listed), sum(listing.size for _, listing, _ in listed)
 
@@ -208,7 +222,26 @@ class ChainFetcher:
         partials = (partial_directory(self._cache.root, listing.url) for listing in listed)
         have = sum(directory_bytes(path) for path in partials if path.is_dir())
         needed = max(0, sum(listing.size for listing in listed) - have)
-        self._cache.make_room(needed, self._kept(chain, start), chain[-1].snapshot)
+
+        def reserve() -> None:
+            for listing in listed:
+                reserve_files(self._cache.root, listing)
+
+        self._cache.make_room(needed, self._kept(chain, start), chain[-1].snapshot, reserve=reserve)
+
+    async def _look_at(self, listing: Listing) -> None:
+        if self.before is None:
+            return
+        scratch = temporary_directory(self._cache.root)
+        try:
+            await asyncio.to_thread(scratch.mkdir)
+            await self.before(listing, scratch)
+        except OSError as error:
+            raise SnapshotError(
+                f"{scratch.parent}: cannot be written to: {error.strerror or error}"
+            ) from error
+        finally:
+            await finished(shutil.rmtree, scratch, True)
 
     def _kept(self, chain: Chain, start: int) -> frozenset[Path]:
         return self._in_use | self._attempt(chain, start)
@@ -232,6 +265,7 @@ class ChainFetcher:
             await finished(self._cache.drop, self._cache.delta(link))
         full = self._cache.whole(chain[:1])
         listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
+        await self._look_at(listing)
         await asyncio.to_thread(self._make_room_for, chain, -1, [listing])
         fresh = temporary_directory(self._cache.root)
         try:
@@ -262,9 +296,7 @@ class ChainFetcher:
         if link.compression is None:
             raise SnapshotIncompatible(f"{link.snapshot}: is a full snapshot and stands on nothing")
         size = await asyncio.to_thread(directory_bytes, parent)
-        await asyncio.to_thread(
-            self._cache.make_room, size, self._kept(chain, i - 1), f"{link.snapshot}, rebuilt"
-        )
+        kept, what = self._kept(chain, i - 1), f"{link.snapshot}, rebuilt"
         self._cache.touch(parent)
         out = temporary_directory(self._cache.root)
         stop = threading.Event()
@@ -284,15 +316,15 @@ class ChainFetcher:
             write_own_listing(out)
             move_into_place(out, self._cache.whole(chain[: i + 1]))
 
-        self._growing = size
         try:
+            await finished(partial(self._cache.make_room, size, kept, what, user=self))
             await finished(apply, on_cancel=stop.set)
         except SnapshotError as error:
             raise type(error)(f"{link.snapshot}, on {chain[i - 1].snapshot}: {error}") from error
         except OSError as error:
             raise SnapshotError(f"{link.snapshot}: cannot be rebuilt: {error.strerror or error}") from error
         finally:
-            self._growing = 0
+            self._cache.wrote(self)
             await finished(shutil.rmtree, out, True)
 
 

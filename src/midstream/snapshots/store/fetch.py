@@ -38,6 +38,8 @@ from midstream.snapshots.store.local import (
     is_whole,
     move_into_place,
     note_contents,
+    reserve,
+    reserved_bytes,
     temporary_directory,
     write_listing,
 )
@@ -103,7 +105,7 @@ async def fetch_listed(
             sources = [(listing.store, file) for file in listing.files]
             parts = await finished(_open_all, stack, partial, listing.url, sources)
             await finished(_keep_only, partial, parts)
-            await finished(_check_space, dest.parent, listing.url, sum(p.missing_bytes for p in parts))
+            await finished(_reserve, dest.parent, listing.url, parts)
             await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
             found = tuple(sorted((part.content() for part in parts), key=lambda file: file.name))
         if content is not None and (other := difference(content, found)) is not None:
@@ -120,10 +122,12 @@ async def _partial_files(parent: Path, url: str) -> AsyncIterator[Path]:
         yield partial
     except OSError as error:
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-        where = shown(str(parent), 200)
-        raise SnapshotError(
-            f"{public_url(url)}: cannot write to {where}: {error.strerror or error}"
-        ) from error
+        raise _cannot_write(parent, url, error) from error
+
+
+def _cannot_write(parent: Path, url: str, error: OSError) -> SnapshotError:
+    where = shown(str(parent), 200)
+    return SnapshotError(f"{public_url(url)}: cannot write to {where}: {error.strerror or error}")
 
 
 async def prefetch_files(
@@ -143,9 +147,8 @@ async def prefetch_files(
     async with _partial_files(parent, url) as partial:
         with contextlib.ExitStack() as stack:
             parts = await finished(_open_all, stack, partial, url, found)
-            missing = sum(p.missing_bytes for p in parts)
-            await finished(make_room, missing)
-            await finished(_check_space, parent, url, missing)
+            await finished(make_room, sum(p.missing_bytes for p in parts))
+            await finished(_reserve, parent, url, parts)
             await _fetch_parts(parts, None, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
 
 
@@ -181,6 +184,15 @@ class _PartialFile:
     @property
     def missing_bytes(self) -> int:
         return sum(end - start for start, end in map(self._range, self.missing))
+
+    @property
+    def reserved_bytes(self) -> int:
+        return reserved_bytes(self._data)
+
+    def reserve(self) -> None:
+        """Raises OSError when the disk has no room for the whole file."""
+        if self.reserved_bytes < self.file.size:
+            reserve(self._data, self.file.size)
 
     def content(self) -> FileContent:
         """Only when no part is missing."""
@@ -346,13 +358,33 @@ def _keep_only(partial: Path, parts: list[_PartialFile]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _check_space(parent: Path, url: str, missing: int) -> None:
+def reserve_files(parent: Path, listing: Listing) -> None:
+    """Set aside room in `parent` for files that are fetched next. Raises SnapshotError."""
+    try:
+        with contextlib.ExitStack() as stack:
+            partial = partial_directory(parent, listing.url)
+            sources = [(listing.store, file) for file in listing.files]
+            parts = _open_all(stack, partial, listing.url, sources)
+            _keep_only(partial, parts)
+            _reserve(parent, listing.url, parts)
+    except OSError as error:
+        raise _cannot_write(parent, listing.url, error) from error
+
+
+def _reserve(parent: Path, url: str, parts: Sequence[_PartialFile]) -> None:
+    """Have the disk keep room for the whole files. No other fetch, of any process, counts it as free then.
+
+    Raises SnapshotError, and OSError when the room went meanwhile.
+    """
+    needed = sum(max(0, part.file.size - part.reserved_bytes) for part in parts)
     free = shutil.disk_usage(parent).free
-    if missing + _SPARE_BYTES > free:
+    if needed and needed + _SPARE_BYTES > free:
         where = shown(str(parent), 200)
         raise SnapshotError(
-            f"{public_url(url)}: {missing} bytes are to be fetched, but {where} has only {free} bytes free"
+            f"{public_url(url)}: {needed} bytes are to be fetched, but {where} has only {free} bytes free"
         )
+    for part in parts:
+        part.reserve()
 
 
 def _finish(partial: Path, parts: list[_PartialFile], listing: Listing, found: Content, dest: Path) -> None:

@@ -209,6 +209,26 @@ def _read_local(path: str) -> bytes:
     return data
 
 
+async def read_beginning(listing: Listing, name: str, count: int) -> bytes:
+    """The first bytes of one of its files, at most `count`. Raises SnapshotCorrupt, SnapshotError."""
+    at, store = f"{public_url(listing.url)}: {shown(name)}", listing.store
+    count = min(count, next(file.size for file in listing.files if file.name == name))
+    try:
+        if isinstance(store, LocalStore):
+            return await asyncio.to_thread(_read_some, os.path.join(str(store.prefix), name), count)
+        # A store refuses an empty range.
+        return bytes(await store.get_range_async(name, start=0, end=count)) if count else b""
+    except BaseError as error:
+        raise SnapshotError(f"{at} cannot be read: {describe(error)}") from None
+    except OSError as error:
+        raise SnapshotCorrupt(f"{at} cannot be read: {error.strerror or error}") from error
+
+
+def _read_some(path: str, count: int) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(count)
+
+
 def has_manifest(url: str) -> bool:
     """Whether the snapshot at `url` has a manifest. Raises SnapshotError, and obstore's BaseError."""
     try:

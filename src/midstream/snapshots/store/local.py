@@ -7,12 +7,16 @@ the name, the size and the time of its last change. A directory without its note
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -117,3 +121,28 @@ def directory_bytes(directory: Path) -> int:
             found = file.stat()
             total += min(found.st_size, found.st_blocks * 512) if file.suffix == ".part" else found.st_size
     return total
+
+
+def reserve(file: int, size: int) -> None:
+    """Have the disk set aside room for `size` bytes of an open file. Nothing where a file system cannot. Raises OSError."""
+    if _FALLOCATE is not None and _FALLOCATE(file, 0, 0, size) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+
+
+def reserved_bytes(file: int) -> int:
+    """Bytes of an open file that have their room on the disk."""
+    return os.fstat(file).st_blocks * 512
+
+
+def _fallocate() -> Any:
+    """The system call itself: what the C library does where it is missing writes each block. None outside Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found = ctypes.CDLL(None, use_errno=True).fallocate
+    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+    return found
+
+
+_FALLOCATE = _fallocate()
