@@ -22,6 +22,7 @@ from test_resume_pipeline import (
     units,
 )
 
+from midstream.client import sequences_of
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import REWARDS_MAX, Reward
 
@@ -236,6 +237,10 @@ def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> 
         first = (await trace(there))["turns"][0]
         assert first["token_ids"] == list(LETTERS[:5])
         assert first["logprobs"] is first["routing_matrix"] is None
+        # Writes are a token each behind the one that opens the stream.
+        assert first["resumed"] == 2
+        with pytest.raises(ValueError, match="lost after 2 of 5 tokens, and another one went on"):
+            sequences_of({"id": "s", "traces": [await trace(there) | {"replica": "b"}]})
 
     play(tmp_path, scenario, an_engine)
 

@@ -157,11 +157,19 @@ def _scores(
     if given is None or None in given:
         if unscored == "mask" or not turn["token_ids"]:
             return None
-        raise ValueError(
-            f"{_turn(about, turn)} has no {kind} of each token: send x-midstream-records: logprobs, or leave it out of the loss"
-        )
+        raise ValueError(f"{_turn(about, turn)} has no {kind} of each token: {_why_unscored(turn)}")
     _check_count(about, turn, kind, given)
     return [float(logprob) for logprob in given]
+
+
+def _why_unscored(turn: dict[str, Any]) -> str:
+    """The cause, and what to do."""
+    if resumed := turn.get("resumed"):
+        return (
+            f"its replica was lost after {resumed} of {len(turn['token_ids'])} tokens, and another one went on with"
+            " it; only the response has their log-probabilities; leave it out of the loss (--unscored mask)"
+        )
+    return "send x-midstream-records: logprobs, or leave it out of the loss (--unscored mask)"
 
 
 def _labels(about: dict[str, str], turn: dict[str, Any]) -> list[str | None]:

@@ -47,6 +47,8 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: over the sampled tokens. kv_snapshots: over all positions, which snapshot computed the KV.
     earlier_kv_snapshots: of tokens that were sampled before that KV was computed again.
     branch: why the turn continues none, as responses say it. model: without a snapshot.
+    resumed: how many of the sampled tokens, from the first on, another replica sampled before it was lost. Only the response
+    has their numbers, so a turn with such tokens has neither log-probabilities nor routes here.
     """
 
     turn: int
@@ -66,6 +68,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     kv_snapshots: list[Span]
     earlier_kv_snapshots: list[TracedEarlierKv] = []
     branch: dict[str, Any] | None = None
+    resumed: int = 0
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):

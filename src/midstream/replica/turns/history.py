@@ -95,7 +95,8 @@ class _Answer:
         self.logprobs = array("d")
         self.sampling_logprobs = array("d")
         self.routes: list[bytes] = []
-        self.replayed = False
+        #: Tokens that a replica sampled that was lost. Their numbers are not known here.
+        self.replayed = 0
         self.text: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[tuple[str, str]] = []
@@ -291,10 +292,10 @@ class History:
         answer = self._answers.get(choice)
         if answer is None:
             answer = self._answers[choice] = _Answer()
-        answer.replayed |= replayed
         for piece in pieces:
             if not piece.echoed:
                 answer.take(piece, self.records)
+                answer.replayed += len(piece.tokens) if replayed else 0
 
     def end(self, choice: Choice, created: float) -> None:
         """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
@@ -344,6 +345,7 @@ class History:
             tuple(choice.earlier_kv),
             None if self.branch is None else msgspec.to_builtins(self.branch),
             self._model,
+            answer.replayed,
         )
 
 

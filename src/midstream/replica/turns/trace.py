@@ -48,6 +48,7 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
         kv_snapshots=_spans(record.kv),
         earlier_kv_snapshots=[TracedEarlierKv(tokens, _spans(kv)) for tokens, kv in record.earlier_kv],
         branch=record.branch,
+        resumed=record.resumed,
     )
 
 
