@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,8 +94,8 @@ def observer(served: Served) -> Iterator[observed.Observer]:
     server.close()
 
 
-def drawn(seen: Any, **options: Any) -> str:
-    console = Console(width=200, color_system=None, force_terminal=False)
+def drawn(seen: Any, width: int = 200, **options: Any) -> str:
+    console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as frame:
         console.print(draw(seen, **options))
     return frame.get()
@@ -146,6 +147,74 @@ def test_no_name_is_read_as_markup_or_acts_on_the_terminal(observer: observed.Ob
     assert picture.count(r"[bold]x[/bold]\x1b[2J\nforged") == 10
     assert "staging step-2, not ready" in picture
     assert "frozen" in picture
+
+
+RUN = "run-20261127-101500-3fa9"
+REPLICAS = [f"accounts-local-deployments-default-replica-{number}" for number in range(3)]
+TRACEBACK = "InvalidRequest: " + "a long explanation of what failed " * 4
+
+
+class LongNames(Served):
+    """Names as a real run has them: TrainingRun's snapshots, replicas of a cluster, a harness's session keys."""
+
+    def answers(self) -> dict[str, tuple[int, Any]]:
+        told = super().answers()
+        swap = {"pause_ms": 0.52, "fetch_ms": 812.0, "streams_crossed": 31}
+        loads, idle = {"stage": "staging", "target_snapshot_identity": f"{RUN}/41"}, {"stage": "idle"}
+        rows = [
+            {
+                "current_snapshot_identity": f"{RUN}/{38 + number}",
+                "readiness": number > 0,
+                "loading_state": idle if number else loads,
+                "midstream": {
+                    "replica": name, "error": TRACEBACK if number == 1 else None, "generation": 40, "last_swap": swap,
+                },
+            }
+            for number, name in enumerate(REPLICAS)
+        ]  # fmt: skip
+        told["/hot_load/v1/models/hot_load"] = (200, {"replicas": rows})
+        [session] = told["/v1/sessions"][1]["data"]
+        keys = [f"verifiers-math-group-0042-rollout-{number:03}" for number in range(5)]
+        listed = [session | {"id": key, "replica": REPLICAS[0], "last_reward": 0.25} for key in keys]
+        told["/v1/sessions"] = (200, {"data": listed, "has_more": False, "unreachable": []})
+        [policy] = told["/v1/accounts/a/deployments/d/policies"][1]["policies"]
+        renamed = policy | {"policy": f"adapter-of-{RUN}", "snapshot": f"{RUN}/40", "replicas": rows}
+        told["/v1/accounts/a/deployments/d/policies"] = (200, {"policies": [renamed]})
+        [signal] = told["/v1/accounts/a/deployments/d/ledger"][1]["snapshots"]
+        signals = [
+            signal | {"identity": f"{RUN}/{number}", "previous_snapshot_identity": f"{RUN}/{number - 1}",
+                      "replicas": [{"replica": name, "ready_at": 50.5, "error": None} for name in REPLICAS]}
+            for number in (40, 41)
+        ]  # fmt: skip
+        ledger = {"desired_snapshot_identity": f"{RUN}/41", "snapshots": signals}
+        told["/v1/accounts/a/deployments/d/ledger"] = (200, ledger)
+        return told
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_name_is_broken_over_two_lines_however_narrow_the_terminal_is(width: int) -> None:
+    server = HotLoadServer("http://h:1", http=httpx.Client(transport=httpx.MockTransport(LongNames())))
+    seen = observed.summary(observed.Observer(server, None, now=lambda: 100.0).look(), None)
+    server.close()
+    lines = [line.rstrip() for line in drawn(seen, width, speeds=[1.0] * 60).splitlines()]
+    assert max(map(len, lines)) <= width
+    tables = {}
+    for part in "\n".join(lines).split("\n\n")[1:]:
+        title, *rows = part.splitlines()
+        # Under the head of the columns.
+        tables[title] = rows[1:]
+    wanted = {
+        "Replicas": [(name[-4:], f"/{38 + number}") for number, name in enumerate(REPLICAS)],
+        "Snapshots, the newest first": [("/40",), ("/41",)],
+        "Policies": [("3fa9", "/40")],
+        "Sessions, the last used first": [(f"-{number:03}", "a-0", "50%", "0.25") for number in range(5)],
+    }
+    for title, rows in wanted.items():
+        assert len(tables[title]) >= len(rows)
+        for line, names in zip(tables[title], rows, strict=False):
+            assert all(name in line for name in names), (title, line, names)
+    for remark in ("what failed", "frozen", "desired"):
+        assert remark in "\n".join(lines), "a remark is never left out"
 
 
 def test_a_server_that_goes_is_asked_again_and_its_last_picture_stays(
@@ -264,6 +333,27 @@ def test_a_conversation_on_a_terminal(
     assert "a\n\tb\\x1b[2J\\x07\n[served by one then two; " in said
     assert said.count(chat.HELP) == 2
     assert (len(asked), talk.session == before) == (1, False)
+
+
+@pytest.mark.parametrize("way_out", ["/quit", "/exit"])
+def test_help_and_the_words_that_end_a_conversation_are_not_prompts(
+    way_out: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ["/help", way_out, "never read"]
+    monkeypatch.setattr("builtins.input", lambda _: typed.pop(0))
+    talk, asked = conversation(END)
+    assert chat._talk(talk, "http://h:1") == 0
+    assert (typed, asked) == (["never read"], [])
+    # Once at the beginning, and once when it was asked for.
+    assert capsys.readouterr().out.count(chat.HELP) == 2
+    assert all(word in chat.HELP for word in ("/help", way_out, "/reset"))
+
+
+def test_help_in_a_file_of_prompts_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, asked = conversation(END)
+    assert chat._answer_lines(talk, io.StringIO("/help\n/quit\nnever read\n"), False) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err, asked) == ("", chat.HELP + "\n", [])
 
 
 def raising(error: type[BaseException]) -> Callable[[], str]:

@@ -27,8 +27,8 @@ from midstream.core.text import plain
 
 PATH = "/v1/chat/completions"
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
-EXIT, RESET = "/exit", "/reset"
-HELP = f"{EXIT} or Ctrl-D ends, {RESET} begins a new session, Ctrl-C ends an answer"
+EXITS, RESET, SHOW_HELP = ("/exit", "/quit"), "/reset", "/help"
+HELP = f"{' or '.join(EXITS)} or Ctrl-D ends, {RESET} begins a new session, {SHOW_HELP} shows this line, Ctrl-C ends an answer"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -220,9 +220,11 @@ def _answer_lines(conversation: Conversation, lines: TextIO, as_json: bool) -> i
     show = _shown if sys.stdout.isatty() else str
     for line in lines:
         prompt = line.strip()
-        if prompt == EXIT:
+        if prompt in EXITS:
             return 0
-        if prompt == RESET:
+        if prompt == SHOW_HELP:
+            print(HELP, file=sys.stderr)
+        elif prompt == RESET:
             conversation.reset()
         elif prompt:
             if as_json:
@@ -251,9 +253,11 @@ def _talk(conversation: Conversation, root: str) -> int:
         except KeyboardInterrupt:
             print(f"\n{HELP}")
             continue
-        if prompt == EXIT:
+        if prompt in EXITS:
             return 0
-        if prompt == RESET:
+        if prompt == SHOW_HELP:
+            print(HELP)
+        elif prompt == RESET:
             conversation.reset()
             print(f"session {conversation.session}")
         elif prompt:

@@ -280,7 +280,13 @@ def _sessions(look: Look) -> dict[str, Any]:
                 key: row.get(key)
                 for key in (
                     *("id", "replica", "turns", "open_turns", "prompt_tokens", "cached_share"),
-                    *("generated_tokens", "last_time_to_first_token_s", "mean_inter_token_s", "used_at"),
+                    *(
+                        "generated_tokens",
+                        "last_time_to_first_token_s",
+                        "mean_inter_token_s",
+                        "used_at",
+                        "last_reward",
+                    ),
                 )
             }
             for row in recent

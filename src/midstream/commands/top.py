@@ -56,7 +56,8 @@ def _top(options: argparse.Namespace) -> int:
         from midstream.commands.top_view import PLAIN_WIDTH, draw
 
         if options.once or not sys.stdout.isatty():
-            console = Console(width=PLAIN_WIDTH, color_system=None, force_terminal=False)
+            width = Console().width if sys.stdout.isatty() else PLAIN_WIDTH
+            console = Console(width=width, color_system=None, force_terminal=False)
             with console.capture() as frame:
                 console.print(draw(summary(*_two_looks(observer, options.interval))))
             print("\n".join(line.rstrip() for line in frame.get().splitlines()))

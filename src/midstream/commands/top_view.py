@@ -1,18 +1,20 @@
 """How `midstream top` draws the numbers of a look, with rich. Pure.
 
-Always holds: what colour says, a word says too. Nothing that a client or a file named is read as markup or acts on a terminal.
+Always holds: what colour says, a word says too. No name is broken over two lines, however narrow the terminal is (fitted).
+Nothing that a client or a file named is read as markup or acts on a terminal.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from midstream.commands.fitted import Column, Fitted, shortened
 from midstream.core.text import plain, seconds, size
 
 #: Where there is no terminal to ask.
@@ -37,20 +39,41 @@ def draw(seen: Mapping[str, Any], speeds: Sequence[float] = (), trouble: str = "
     return Group(*parts)
 
 
-def _head(seen: Mapping[str, Any], speeds: Sequence[float]) -> Text:
+def _head(seen: Mapping[str, Any], speeds: Sequence[float]) -> RenderableType:
     rates, totals, sessions = seen["rates"], seen["totals"], seen["sessions"]
     cached = _share(totals["cached_prompt_tokens"], totals["prompt_tokens"])
     clock = time.strftime("%H:%M:%S", time.localtime(seen["time"]))
-    name = seen["deployment"] or f"{len(seen['deployments'])} deployments"
-    head = Text.assemble((f"midstream {seen['server']}", "bold"), f"  {plain(name)}  {clock}\n")
-    head.append(
+    name = plain(seen["deployment"] or f"{len(seen['deployments'])} deployments")
+    numbers = (
         f"{_number(rates['generated_tokens'])} tokens/s  {_number(rates['requests'], 1)} requests/s  "
         f"{_number(sessions['count'])} sessions  {_number(sessions['open_turns'])} turns open  "
         f"prompt cache {_percent(cached)}"
     )
-    if len(speeds) > 1:
-        head.append(f"  {spark(speeds)}", style=_GOOD)
-    return head
+    return _Head(f"midstream {plain(seen['server'])}", name, clock, numbers, speeds)
+
+
+class _Head(NamedTuple):
+    """The lines above the tables. What does not fit beside the server's address has a line of its own."""
+
+    server: str
+    name: str
+    clock: str
+    numbers: str
+    speeds: Sequence[float]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        one_line = cell_len(f"{self.server}  {self.name}  {self.clock}") <= width
+        yield (
+            shortened(Text(self.server, style="bold"), width)
+            if not one_line
+            else Text.assemble((self.server, "bold"), f"  {self.name}  {self.clock}")
+        )
+        if not one_line:
+            yield Text(f"{shortened(Text(self.name), width - len(self.clock) - 2)}  {self.clock}")
+        room = width - cell_len(self.numbers) - 2
+        bars = spark(self.speeds[-room:]) if len(self.speeds) > 1 and room > 1 else ""
+        yield Text.assemble(self.numbers, (f"  {bars}" if bars else "", _GOOD))
 
 
 def spark(values: Sequence[float]) -> str:
@@ -59,47 +82,27 @@ def spark(values: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(value / top * len(BARS)))] for value in values)
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A column whose head begins with `>` is of numbers."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"),
-            justify="right" if right else "left",
-            no_wrap=right,
-            overflow="fold",
-            header_style=_DIM,
-        )
-    return table
-
-
-def _add(table: Table, *cells: str | Text) -> None:
-    """A row. A string would be read as markup, so each cell is a Text."""
-    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
-
-
 def _replicas(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not rows:
         return Text("there are no replicas", style=_BAD)
-    table = _table(
+    table = Fitted(
         "\nReplicas",
-        "replica",
-        "stage",
-        "snapshot",
-        ">in flight",
-        ">waiting",
-        ">KV",
-        ">cached",
-        ">tokens/s",
-        "last swap",
-        "",
+        [
+            Column("replica", name=True),
+            Column("stage", name=True),
+            Column("snapshot", name=True),
+            Column("in flight", right=True),
+            Column("waiting", 2, right=True),
+            Column("KV", 1, right=True),
+            Column("cached", 3, right=True),
+            Column("tokens/s", 4, right=True),
+            Column("pause", 5, right=True),
+            Column("last swap", 6),
+        ],
     )
     for row in rows:
-        _add(
-            table,
+        remark = row["error"] or ("" if row["usable"] is not False else "takes no requests")
+        table.add(
             plain(row["replica"]),
             _stage(row),
             plain(row["snapshot"] or "-"),
@@ -108,10 +111,8 @@ def _replicas(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             _percent(row["kv_share"]),
             _percent(row["cached_share"]),
             _number(row["tokens_per_s"]),
-            Text(_swap(row["last_swap"]), style=_DIM),
-            Text(
-                plain(row["error"] or ("" if row["usable"] is not False else "takes no requests")), style=_BAD
-            ),
+            *(Text(told, style=_DIM) for told in _swap(row["last_swap"])),
+            remark=Text(plain(remark), style=_BAD),
         )
     return table
 
@@ -129,31 +130,40 @@ def _stage(row: Mapping[str, Any]) -> Text:
     return Text(plain(said if row["ready"] else f"{said}, not ready"), style=style)
 
 
-def _swap(swap: Mapping[str, Any] | None) -> str:
+def _swap(swap: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Its pause, and what else is told of it."""
     if swap is None:
-        return "-"
+        return "-", "-"
     loading = sum(float(swap.get(f"{part}_ms", 0.0)) for part in ("fetch", "rebuild", "verify", "stage"))
-    return (
-        f"paused {swap.get('pause_ms', 0.0):.2f} ms, loaded in {loading:.0f} ms, "
-        f"{swap.get('streams_crossed', 0)} streams crossed"
-    )
+    told = f"loaded in {loading:.0f} ms, {swap.get('streams_crossed', 0)} streams crossed"
+    return f"{swap.get('pause_ms', 0.0):.2f} ms", told
 
 
-def _snapshots(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
-        "\nSnapshots, the newest first", "snapshot", "kind", "signalled", ">bytes", "ready after", ""
+def _snapshots(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    table = Fitted(
+        "\nSnapshots, the newest first",
+        [
+            Column("snapshot", name=True),
+            Column("kind"),
+            Column("on", 3, name=True),
+            Column("signalled", 2),
+            Column("bytes", 1, right=True),
+            Column("replicas", right=True),
+            Column("ready after", right=True),
+        ],
     )
     for row in rows:
-        ready = ", ".join(f"{name} {seconds(value)}" for name, value in row["ready_after_s"].items())
+        ready = row["ready_after_s"].values()
         notes = [f"{name}: {error}" for name, error in row["errors"].items()]
-        _add(
-            table,
+        table.add(
             Text(plain(row["snapshot"]), style="bold" if row["desired"] else ""),
-            f"delta on {plain(row['previous'] or '-')}" if row["kind"] != "full" else "full",
+            "full" if row["kind"] == "full" else "delta",
+            "-" if row["kind"] == "full" else plain(row["previous"] or "-"),
             time.strftime("%H:%M:%S", time.localtime(row["signalled_at"])),
             "-" if row["bytes"] is None else size(row["bytes"]),
-            plain(ready) or "-",
-            Text(
+            str(len(ready)),
+            seconds(max(ready)) if ready else "-",
+            remark=Text(
                 plain("; ".join([*(["desired"] if row["desired"] else []), *notes])),
                 style=_BAD if notes else _DIM,
             ),
@@ -161,36 +171,40 @@ def _snapshots(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _policies(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("\nPolicies", "policy", "snapshot", ">serving", "")
+def _policies(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    table = Fitted(
+        "\nPolicies",
+        [Column("policy", name=True), Column("snapshot", name=True), Column("serving", right=True)],
+    )
     for row in rows:
         notes = "; ".join([*(["frozen"] if row["frozen"] else []), *row["errors"]])
-        _add(
-            table,
+        table.add(
             plain(row["policy"]),
             plain(row["snapshot"]),
             f"{row['serving']} of {row['replicas']}",
-            Text(plain(notes), style=_BAD if row["errors"] else _DIM),
+            remark=Text(plain(notes), style=_BAD if row["errors"] else _DIM),
         )
     return table
 
 
-def _sessions(sessions: Mapping[str, Any], now: float) -> Table:
-    table = _table(
+def _sessions(sessions: Mapping[str, Any], now: float) -> RenderableType:
+    table = Fitted(
         "\nSessions, the last used first",
-        "session",
-        "replica",
-        ">turns",
-        ">tokens",
-        ">cached",
-        ">TTFT",
-        ">idle",
-        "",
+        [
+            Column("session", name=True),
+            Column("replica", name=True),
+            Column("turns", right=True),
+            Column("tokens", 2, right=True),
+            Column("cached", right=True),
+            Column("first token", 1, right=True),
+            Column("idle", 3, right=True),
+            Column("reward", right=True),
+            Column("now", 4),
+        ],
     )
     for row in sessions["recent"]:
-        first = row["last_time_to_first_token_s"]
-        _add(
-            table,
+        first, reward = row["last_time_to_first_token_s"], row["last_reward"]
+        table.add(
             plain(row["id"]),
             plain(row["replica"]),
             _number(row["turns"]),
@@ -198,6 +212,7 @@ def _sessions(sessions: Mapping[str, Any], now: float) -> Table:
             _percent(row["cached_share"]),
             "-" if first is None else f"{first * 1000:.0f} ms",
             seconds(max(0.0, now - row["used_at"])),
+            "-" if reward is None else f"{reward:.3g}",
             Text("generating" if row["open_turns"] else "", style=_BUSY),
         )
     return table

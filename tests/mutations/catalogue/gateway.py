@@ -232,9 +232,9 @@ GATEWAY = (
     ),
     Mutation(
         "name_read_as_markup",
-        "commands/top_view.py",
-        "table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))",
-        "table.add_row(*cells)",
+        "commands/fitted.py",
+        "row = [Text(cell) if isinstance(cell, str) else cell for cell in cells]",
+        "row = [Text.from_markup(cell) if isinstance(cell, str) else cell for cell in cells]",
         "No name that a client made is read as markup by `midstream top`.",
         ("commands/test_top_and_chat.py::test_no_name_is_read_as_markup_or_acts_on_the_terminal",),
     ),
