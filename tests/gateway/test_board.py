@@ -8,6 +8,7 @@ from gateway_harness import reconciler
 
 from midstream.api.board import SAMPLE_EVERY_S, SAMPLES_KEPT, SWAPS_KEPT, Board
 from midstream.core.scopes import EVERYTHING, parse_grant
+from midstream.core.sessions import Distribution, Rewarded, Trajectories
 from midstream.core.types import EngineStats, PolicyReport, ReplicaReport, Stage, SwapTiming, Transition
 from midstream.core.versions import ServedNames
 from midstream.fleet.registry import Deployment, Deployments
@@ -110,10 +111,13 @@ def test_a_sample_has_the_counts_of_each_boot_and_how_far_behind_its_snapshot_is
     bed.metrics.cut_responses["replica-0"] += 1
     bed.report(0, snapshot="s1", engine=engine)
     bed.now += SAMPLE_EVERY_S
+    bed.replicas.views[0].trajectories = Trajectories(
+        measures={"time_to_first_token_seconds": Distribution([0] * 8 + [3] + [0] * 9, 0.75)}
+    )
     bed.report(0, boot="c", snapshot="s3", engine=EngineStats(generated_tokens=1))
     [(first, old), (second, new)] = bed.board.samples(EVERYTHING)
-    assert old.replicas == {"replica-0": (7, 5, 3, 2, 1, 0.25, 2, 0)}
-    assert new.replicas == {"replica-0": (1, 0, 0, 0, 0, 0.0, 0, 1)}
+    assert old.replicas == {"replica-0": (7, 5, 3, 2, 1, 0.25, 2, 0, 0, 0.0)}
+    assert new.replicas == {"replica-0": (1, 0, 0, 0, 0, 0.0, 0, 1, 3, 0.75)}
     assert (old.at, old.answered, old.failed, old.cut) == (1000.0, 4, 1, 1)
     assert list(bed.board.samples(EVERYTHING, first)) == [(second, new)]
 
@@ -140,6 +144,22 @@ def test_a_key_for_another_deployment_sees_nothing_of_this_one() -> None:
     assert (sample.replicas, sample.answered, sample.sessions) == ({}, None, None)
     sections = bed.board.sections(other)
     assert (sections["replicas"], sections["server"]["deployments"], "counts" in sections) == ([], [], False)
+
+
+def test_rewards_of_a_snapshot_are_one_mean_over_all_replicas_in_the_order_of_the_steps() -> None:
+    def told(*rows: tuple[str, str, float, int, float]) -> Trajectories:
+        fields = ("snapshot", "name", "first_at", "count", "sum")
+        rewards = [Rewarded(policy="", **dict(zip(fields, row, strict=True))) for row in rows]
+        return Trajectories(measures={}, rewards=rewards)
+
+    bed = Bed()
+    bed.replicas.views[0].trajectories = told(("s1", "reward", 5.0, 3, 1.5), ("s2", "reward", 9.0, 1, 1.0))
+    bed.replicas.views[1].trajectories = told(("s2", "reward", 8.0, 1, 0.0), ("s1", "judge", 6.0, 1, 4.0))
+    rows = bed.board.sections(EVERYTHING)["rewards"]
+    assert [(row["snapshot"], row["name"], row["count"], row["mean"]) for row in rows] == [
+        ("s1", "reward", 3, 0.5), ("s1", "judge", 1, 4.0), ("s2", "reward", 2, 0.5),
+    ]  # fmt: skip
+    assert bed.board.sections(parse_grant(["observe:other"]))["rewards"] == []
 
 
 def test_a_policy_that_is_made_anew_has_swaps_of_its_own() -> None:

@@ -25,6 +25,7 @@ from test_resume_pipeline import (
 from midstream.client import sequences_of
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import REWARDS_MAX, Reward
+from midstream.replica.turns.rewards import Rewards
 
 SESSION = {"x-midstream-session": "s"}
 USER = {"role": "user", "content": "he said"}
@@ -39,6 +40,12 @@ def an_engine(reply: tuple[int, ...] = LETTERS) -> FakeEngine:
     engine.reply = reply
     engine.tells_kv = True
     return engine
+
+
+async def reward(here: Running, reward: float, tenant: str = "", **more: Any) -> Any:
+    look = more.pop("look", False)
+    asked = {"tenant": tenant, "key": "s", "given": {"reward": reward, **more}, "look": look}
+    return (await here.http.post("/replica/reward", json=asked)).json()
 
 
 async def turn(here: Running, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -380,11 +387,6 @@ def test_a_session_that_its_engines_end_closed_can_still_be_deleted(tmp_path: Pa
 
 
 def test_a_reward_stays_with_the_turns_of_its_tenant_and_goes_with_them(tmp_path: Path) -> None:
-    async def reward(here: Running, reward: float, tenant: str = "", **more: Any) -> Any:
-        look = more.pop("look", False)
-        asked = {"tenant": tenant, "key": "s", "given": {"reward": reward, **more}, "look": look}
-        return (await here.http.post("/replica/reward", json=asked)).json()
-
     async def main() -> None:
         async with running(tmp_path, an_engine()) as here:
             assert await reward(here, 1.0) == {"has": False, "taken": False}
@@ -408,6 +410,54 @@ def test_a_reward_stays_with_the_turns_of_its_tenant_and_goes_with_them(tmp_path
             assert here.replica.trees.size == 0
 
     asyncio.run(main())
+
+
+def test_rewards_are_summed_by_the_snapshot_that_sampled_the_end_of_what_is_rewarded(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            first = await turn(here, [USER])
+            message = first["choices"][0]["message"]
+            await turn(here, [USER, message, {"role": "user", "content": "more"}])
+            [one, two] = (await trace(here))["turns"]
+            tree = here.replica.trees.of(("", "s"))
+            assert tree is not None
+            # The second turn crossed a swap.
+            record = tree.turns[1].record
+            assert record is not None
+            tree.turns[1].record = record._replace(
+                snapshots=(("base", 0, 1), ("step-1", 1, len(two["token_ids"])))
+            )
+            assert [span["snapshot"] for span in one["snapshots"]] == ["base"]
+            await reward(here, 1.0, turn=1)
+            await reward(here, 0.5)
+            await reward(here, 7.0, name="judge")
+
+            def told() -> list[tuple[str, str, int, float]]:
+                found = here.replica.trajectories().rewards
+                return [(row.snapshot, row.name, row.count, row.sum) for row in found]
+
+            assert told() == [
+                ("base", "reward", 1, 1.0),
+                ("step-1", "reward", 1, 0.5),
+                ("step-1", "judge", 1, 7.0),
+            ]
+            # One that replaces another counts once.
+            await reward(here, 0.25)
+            assert told()[1] == ("step-1", "reward", 1, 0.25)
+            stats = here.replica.sessions.one(("", "s"))
+            assert stats is not None
+            assert stats.last_reward == 0.25
+            here.replica.close_session(("", "s"))
+            assert len(told()) == 3
+
+    asyncio.run(main())
+
+
+def test_the_sums_of_rewards_have_a_bound() -> None:
+    rewards = Rewards(sums_max=3)
+    for number in range(5):
+        rewards.give("", f"s{number}", Reward(reward=1.0, created=float(number)))
+    assert [row.snapshot for row in rewards.told()] == ["s2", "s3", "s4"]
 
 
 def test_a_session_takes_so_many_rewards_and_the_last_of_a_name_still_counts(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class _Measured(msgspec.Struct):
     mean_time_to_first_token_s: float | None
     last_time_to_first_token_s: float | None
     mean_inter_token_s: float | None
+    last_reward: float | None
 
 
 class SessionOnReplica(_Measured):
@@ -44,7 +45,8 @@ class SessionOnReplica(_Measured):
 
 class Session(_Measured):
     """All turns of a session together. replica: where the next request goes. open_turns: those that have not ended.
-    generation_s: from first to last token, all turns together. cached_share: of the prompt tokens. Null: not measured."""
+    generation_s: from first to last token, all turns together. cached_share: of the prompt tokens.
+    last_reward: the one given last, to the session or one of its turns. Null: not measured."""
 
     id: str
     object: Literal["session"]

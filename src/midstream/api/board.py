@@ -34,12 +34,14 @@ SAMPLES_KEPT = 450
 SWAPS_KEPT = 512
 #: Replicas that are not heard are remembered while there are no more parts than these.
 PARTS_KEPT = 65_536
+_FIRST_TOKEN = "time_to_first_token_seconds"
 #: Rows of policies that are shown: those that replicas hold, by name.
 POLICIES_SHOWN = 512
 
 #: Of a replica: generated, prompt and cached prompt tokens so far in its boot, running and waiting sequences, the share of KV
-#: blocks in use, how many signals it is behind, and the number of its boot in this gateway's memory.
-ReplicaSample = tuple[int, int, int, int, int, float, int, int]
+#: blocks in use, how many signals it is behind, the number of its boot in this gateway's memory, and how many turns came to a
+#: first token so far, after how many seconds in all.
+ReplicaSample = tuple[int, int, int, int, int, float, int, int, int, float]
 
 
 class Sample(NamedTuple):
@@ -185,7 +187,7 @@ class Board:
         for deployment in self._deployments:
             for view in deployment.replicas.views:
                 if (report := view.report) is not None:
-                    replicas[view.name] = self._of_replica(deployment, view.name, report)
+                    replicas[view.name] = self._of_replica(deployment, view, report)
         self._boots = {name: boot for name, boot in self._boots.items() if name in replicas}
         siblings = self._metrics.siblings()
         if self._counting != (counting := (siblings.tally == Tally(), siblings.listening)):
@@ -194,10 +196,11 @@ class Board:
         counted, sessions = self._counted(), sum(map(_sessions, self._deployments))
         return Sample(self._now(), replicas, *counted, sessions, self._counts_of)
 
-    def _of_replica(self, deployment: Deployment, name: str, report: ReplicaReport) -> ReplicaSample:
-        known = self._boots.get(name)
+    def _of_replica(self, deployment: Deployment, view: ReplicaView, report: ReplicaReport) -> ReplicaSample:
+        known = self._boots.get(view.name)
         if known is None or known[0] != report.boot:
-            known = self._boots[name] = (report.boot, 0 if known is None else known[1] + 1)
+            known = self._boots[view.name] = (report.boot, 0 if known is None else known[1] + 1)
+        first = view.trajectories.measures.get(_FIRST_TOKEN) if view.trajectories else None
         engine = report.engine
         used = engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else 0.0
         return (
@@ -209,6 +212,8 @@ class Board:
             round(used, 4),
             deployment.order.behind(report.snapshot),
             known[1],
+            0 if first is None else sum(first.counts),
+            0.0 if first is None else round(first.sum, 6),
         )
 
     def _counted(self) -> tuple[int, int, int]:
@@ -231,6 +236,7 @@ class Board:
             "server": self._server(shown),
             "replicas": [_replica(one, view) for one in shown for view in _views(one)],
             "policies": self._policies(shown),
+            "rewards": [row for one in shown for row in _rewards(one)],
         }
         if grant.everywhere((OBSERVE,)):
             found["counts"] = self._counts()
@@ -302,6 +308,27 @@ class Board:
 
 def _views(deployment: Deployment) -> list[ReplicaView]:
     return [*deployment.replicas.views, *deployment.replicas.leaving]
+
+
+def _rewards(deployment: Deployment) -> list[dict[str, Any]]:
+    """Mean rewards by the snapshot that sampled what was rewarded, over all replicas, the first rewarded first."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for view in _views(deployment):
+        for one in view.trajectories.rewards if view.trajectories else ():
+            found = sums.setdefault((one.policy, one.name, one.snapshot), [one.first_at, 0, 0.0])
+            found[:] = min(found[0], one.first_at), found[1] + one.count, found[2] + one.sum
+    ordered = sorted(sums.items(), key=lambda item: item[1][0])
+    return [
+        {
+            "deployment": deployment.name,
+            "policy": policy,
+            "name": name,
+            "snapshot": snapshot,
+            "count": int(count),
+            "mean": total / count,
+        }
+        for (policy, name, snapshot), (_, count, total) in ordered
+    ]
 
 
 def _sessions(deployment: Deployment) -> int:

@@ -259,4 +259,5 @@ def _measured(stats: Iterable[SessionStats]) -> dict[str, Any]:
         "mean_time_to_first_token_s": total("time_to_first_token_s") / first_tokens if first_tokens else None,
         "last_time_to_first_token_s": newest.last_time_to_first_token_s,
         "mean_inter_token_s": total("generation_s") / gaps if gaps else None,
+        "last_reward": max(all_of, key=lambda one: one.rewarded_at).last_reward,
     }

@@ -143,12 +143,27 @@ COUNTS: dict[str, tuple[str, ...]] = {
 }
 
 
+class Rewarded(msgspec.Struct, kw_only=True):
+    """The rewards of one name that were given to turns which one snapshot ended.
+
+    policy: "" for the deployment's own weights. first_at: seconds since the epoch. sum: of `count` rewards.
+    """
+
+    policy: str
+    snapshot: str
+    name: str
+    first_at: float
+    count: Whole = 0
+    sum: float = 0.0
+
+
 class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories", tag_field="kind"):
     """A line of a replica's event stream: what its turns and swaps were like since the process began, by measure (MEASURES),
-    and how they ended (COUNTS)."""
+    and how they ended (COUNTS). rewards: of the newest snapshots that were rewarded, in the order of their first rewards."""
 
     measures: dict[str, Distribution]
     counts: dict[str, dict[str, Whole]] = {}
+    rewards: list[Rewarded] = []
 
     def __post_init__(self) -> None:
         """Raises ValueError: no message is read that breaks what always holds. Measures of other versions may be there."""
@@ -164,6 +179,7 @@ class SessionStats(msgspec.Struct, kw_only=True):
     first_tokens: turns that came to a first token, which took time_to_first_token_s in all.
     generation_s: from first to last token, all turns together.
     token_gaps: how many times a token followed another in that time (along the longest choice of a request).
+    last_reward: the one given last, to the session or one of its turns, at rewarded_at.
     """
 
     tenant: str
@@ -181,6 +197,8 @@ class SessionStats(msgspec.Struct, kw_only=True):
     last_time_to_first_token_s: float | None = None
     generation_s: float = 0.0
     token_gaps: int = 0
+    last_reward: float | None = None
+    rewarded_at: float = 0.0
 
 
 class SessionsAsked(msgspec.Struct, frozen=True, kw_only=True):

@@ -385,7 +385,7 @@ class EventsExchange(TaskExchange):
         now = asyncio.get_running_loop().time()
         if now - self._trajectories_at < REPORT_AT_LEAST_EVERY_S:
             return
-        line = msgspec.json.encode(self._replica.sessions.trajectories())
+        line = msgspec.json.encode(self._replica.trajectories())
         if line != self._trajectories:
             self._trajectories, self._trajectories_at = line, now
             await self._tell(line + b"\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core.errors import AnotherBoot, InvalidRequest
+from midstream.core.sessions import Trajectories
 from midstream.core.text import declared
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.tracing import Tracer
@@ -224,11 +225,18 @@ class Replica:
         )
         session = (asked.tenant, asked.key)
         has, taken = self.trees.reward(session, reward, look=asked.look)
+        if taken and not asked.look:
+            self.sessions.rewarded(session, given.reward)
         tree = self.trees.of(session)
         if self._journal is not None and taken and not asked.look and tree is not None:
             about = {"kind": "reward", "tenant": session[0], "session": session[1], "tree": tree.number}
             self._journal.add(lambda: {**about, "reward": reward})
         return RewardTaken(has=has, taken=taken)
+
+    def trajectories(self) -> Trajectories:
+        """What its turns and swaps were like, and what rewards came to. It changes with what is measured."""
+        told = self.sessions.trajectories()
+        return Trajectories(measures=told.measures, counts=told.counts, rewards=self.trees.rewards.told())
 
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""

@@ -186,6 +186,11 @@ class Sessions:
             measures.observe("prompt_tokens", turn.prompt_tokens)
             measures.observe("cached_prompt_share", turn.cached_tokens / turn.prompt_tokens)
 
+    def rewarded(self, session: Session, reward: float) -> None:
+        """It was given to the session or to one of its turns."""
+        if (stats := self.one(session)) is not None:
+            stats.last_reward, stats.rewarded_at = reward, self._clock()
+
     # -- closing
 
     def close(self, session: Session) -> bool:

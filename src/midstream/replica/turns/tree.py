@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.sessions import Rewarded
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
 from midstream.replica.text import reasoning
 from midstream.replica.turns.continuing import Closings, Render, closings_of
+from midstream.replica.turns.rewards import Rewards
 
 #: Of all trees together.
 BYTES_MAX = 256 * 2**20
@@ -193,6 +195,8 @@ class TurnTree:
         self.turns: list[Turn] = []
         #: By turn, or None for the session, and name.
         self.rewards: dict[tuple[int | None, str], Reward] = {}
+        #: Where each of them is counted.
+        self._counted: dict[tuple[int | None, str], Rewarded] = {}
         self.size = 0
 
     def __repr__(self) -> str:
@@ -271,14 +275,23 @@ class TurnTree:
             self._text_sizes = tuple(sorted({*self._text_sizes, len(data)}))
         self.size += _KEY_BYTES * (len(self._known) + len(self._texts) - before) + turn.size
 
-    def reward(self, given: Reward) -> None:
-        """Replaces one of the same turn and name. Raises InvalidRequest when there are too many."""
+    def reward(self, given: Reward, rewards: Rewards) -> None:
+        """Replaces one of the same turn and name. rewards: where it is counted.
+
+        Raises InvalidRequest when there are too many.
+        """
         key = (given.turn, given.name)
         before = self.rewards.get(key)
         if before is None and len(self.rewards) >= REWARDS_MAX:
             raise InvalidRequest(f"reward: a session takes at most {REWARDS_MAX}", param="reward")
         self.rewards[key] = given
         self.size += len(_encode(given)) - (0 if before is None else len(_encode(before)))
+        counted = self._counted.pop(key, None)
+        if before is not None and counted is not None:
+            rewards.take_back(counted, before)
+        record = self.turns[(given.turn or len(self.turns)) - 1].record
+        if record is not None and record.snapshots:
+            self._counted[key] = rewards.give(record.model, record.snapshots[-1][0], given)
 
 
 def _differs(turn: Turn, given: Thoughts, end: int) -> int | None:
@@ -303,6 +316,7 @@ class Trees:
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
+        self.rewards = Rewards()
         self._numbers = itertools.count(1)
         #: Hears of turns, with the number of the tree of each.
         self.on_turn: Callable[[Session, int, Turn], None] | None = None
@@ -370,7 +384,7 @@ class Trees:
         here = given.turn is None or given.turn <= len(tree.turns)
         if here and not look:
             before = tree.size
-            tree.reward(given)
+            tree.reward(given, self.rewards)
             self.size += tree.size - before
             self._fit()
         return True, here
