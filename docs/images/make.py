@@ -63,7 +63,7 @@ def shoot(url: str, folder: Path) -> None:
         over.set()
         for client in clients:
             client.join()
-        page.keyboard.press("6")
+        page.keyboard.press("2")
         page.locator("#session-table tr[data-key]").first.click()
         page.locator("#trace .sampled").first.wait_for()
         page.hover("#trace .sampled >> nth=9")

@@ -131,12 +131,13 @@ def test_the_summary_in_the_report_is_in_words_and_units(rows, summary):
         ("time", "12.5 s"),
         ("generated tokens", "400"),
     ):
-        assert f"<td>{words}</td><td>{value}</td>" in html
+        assert f'<td data-head="quantity">{words}</td><td data-head="value">{value}</td>' in html
 
 
 @needs_chromium
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("light", 800), ("dark", 390)])
 def test_a_browser_draws_every_chart_of_the_report(rows, summary, tmp_path, scheme, width):
+    rows[0].snapshot = "demo-20261127-101500-3fa9/19"
     rows[1].snapshot = "</script><b id=x>"
     write(tmp_path, rows, summary, [])
     with chromium() as browser:
@@ -150,6 +151,8 @@ def test_a_browser_draws_every_chart_of_the_report(rows, summary, tmp_path, sche
         assert page.locator("#x").count() == 0
         assert page.locator(".u-legend", has_text="replayed routes").count() == 1
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        cut = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        assert page.eval_on_selector_all(".wide, figure", cut) == 0, "no column is cut off"
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (back == "rgb(255, 255, 255)") == (scheme == "light")
         assert errors == []

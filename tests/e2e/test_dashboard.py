@@ -103,14 +103,14 @@ def test_a_hot_load_on_the_screen_has_the_numbers_of_the_api(server: Server, bro
     turns += [{"role": "assistant", "content": first["choices"][0]["message"]["content"]}]
     chat(server, [*turns, {"role": "user", "content": "More."}])
 
-    page.keyboard.press("4")
+    page.keyboard.press("7")
     [snapshot] = shown.until("snapshot-table", "step-1")
     [row] = api(server, f"/v1/{server.deployment}/ledger")["snapshots"]
     size = sum(file["size"] for file in row["files"])
     assert snapshot[0] == "step-1 (desired)"
     assert snapshot[2] == f"{size / 1e6:.3g} MB"
 
-    page.keyboard.press("6")
+    page.keyboard.press("2")
     [session] = shown.until("session-table", "tour")
     known = api(server, "/v1/sessions/tour")
     assert session[:3] == ["tour", known["replica"], str(known["turns"])]

@@ -103,7 +103,17 @@ def forbidden(scopes: tuple[str, ...], resource: str) -> Forbidden:
 
 #: The dashboard's page, its files, which say nothing of the server, and the stream that feeds it.
 DASHBOARD = "/dashboard"
-DASHBOARD_FILES = ("app.js", "charts.js", "trace.js", "style.css", "uPlot.js", "uPlot.css", "icon.svg")
+DASHBOARD_FILES = (
+    "app.js",
+    "charts.js",
+    "lanes.js",
+    "tables.js",
+    "trace.js",
+    "style.css",
+    "uPlot.js",
+    "uPlot.css",
+    "icon.svg",
+)
 DASHBOARD_EVENTS = DASHBOARD + "/events"
 DASHBOARD_OPEN = (DASHBOARD, *(f"{DASHBOARD}/{name}" for name in DASHBOARD_FILES))
 #: The document of the HTTP API, and the page that shows it. Both are the same on every server of a version.

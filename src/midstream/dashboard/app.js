@@ -2,14 +2,15 @@
 // Always holds: text from the server becomes text on the page, never markup. What the event stream does not tell is read from the
 // API when it is looked at, and not more often than every 5 seconds.
 
-import { Charts, Samples, STAGES, Timeline, bytes, clock, endOf, number, share } from "./charts.js";
+import { Charts, Samples, STAGES, bytes, clock, endOf, ms, number, share } from "./charts.js";
+import { Timeline, runLabels } from "./lanes.js";
+import { Table, long, mood, named, num, steady } from "./tables.js";
 import { Trace } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
 const READ_AGAIN_MS = 5000;
-const SWAPS_LISTED = 40;
 const SWAPS_KEPT = 512;
-const known = { server: null, replicas: [], policies: [], counts: null, swaps: new Map(), samples: new Samples(), deployment: "" };
+const known = { server: null, replicas: [], policies: [], rewards: [], counts: null, swaps: new Map(), samples: new Samples(), deployment: "" };
 let key = sessionStorage.getItem("midstream-key") ?? "";
 
 // -- the server
@@ -76,10 +77,12 @@ function take(name, data) {
   else known[name] = data;
 }
 
+// A policy may be made anew, and a fallback has the generation of what failed.
+const idOf = (swap) => [swap.replica, swap.boot, swap.policy, swap.generation, swap.snapshot, swap.stages[0][1]].join();
+
 // The newest are the last ones, and a page that stays open keeps no more of them than the server does.
 function keepSwap(swap) {
-  // A policy may be made anew, and a fallback has the generation of what failed.
-  const id = [swap.replica, swap.boot, swap.policy, swap.generation, swap.snapshot, swap.stages[0][1]].join();
+  const id = idOf(swap);
   known.swaps.delete(id);
   known.swaps.set(id, swap);
   if (known.swaps.size > SWAPS_KEPT) known.swaps.delete(known.swaps.keys().next().value);
@@ -104,74 +107,30 @@ function wantKey(why) {
 
 // -- tables
 
-function cell(content, kind = "td") {
-  const made = document.createElement(kind);
-  if (content instanceof Node) made.append(content);
-  else if (content && typeof content === "object") {
-    made.textContent = content.text;
-    made.className = content.as ?? "";
-  } else made.textContent = content ?? "–";
-  return made;
-}
-const num = (text) => ({ text, as: "number" });
-const long = (text) => ({ text, as: "long" });
-const mood = (text, good) => ({ text, as: good ? "good" : "bad" });
+const tables = {
+  errors: new Table($("error-table"), ["when", "replica", "snapshot", "what"], "Nothing has failed."),
+  counts: new Table($("count-table"), ["counted since the server began", "times"], "No request has failed."),
+  sessions: new Table($("session-table"), ["session", "replica", "turns", "open", "prompt tokens", "cached", "generated", "first token", "token every", "reward", "last used"],
+    "No session of this key's tenant is known.", { search: false }),
+  replicas: new Table($("replica-table"), ["replica", "deployment", "stage", "snapshot", "behind", "in flight", "running", "waiting", "KV", "policies"], "No replica is known."),
+  swaps: new Table($("swap-table"), ["replica", "snapshot", "policy", "begun", "took", "stage", "pause ms", "streams crossed", "error"], "No replica has loaded a snapshot yet."),
+  snapshots: new Table($("snapshot-table"), ["snapshot", "kind", "bytes", "stands on", "signalled", "ready after", "replicas", "cache"],
+    "Nothing was signalled yet: replicas serve the weights they started with."),
+  policies: new Table($("policy-table"), ["policy", "deployment", "in flight", "snapshots", "bytes", "error"], "No replica holds a policy."),
+};
 
-// rows: {key, cells, open}: `open` is what a click or Enter does.
-function table(place, heads, rows, empty) {
-  // What somebody selects, to copy it, stays until it is let go.
-  const selected = getSelection();
-  if (!selected.isCollapsed && place.contains(selected.anchorNode)) return;
-  const focused = place.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-  const made = document.createElement("table");
-  const head = made.createTHead().insertRow();
-  heads.forEach((name) => head.append(cell(name, "th")));
-  const body = made.createTBody();
-  for (const row of rows) {
-    const line = body.insertRow();
-    line.dataset.key = row.key;
-    row.cells.forEach((content) => line.append(cell(content)));
-    if (row.open) {
-      line.className = "link";
-      line.tabIndex = 0;
-      line.addEventListener("click", row.open);
-      line.addEventListener("keydown", (event) => event.key === "Enter" && row.open());
-    }
-  }
-  if (!rows.length) {
-    const only = cell(empty);
-    only.colSpan = heads.length;
-    body.insertRow().append(only);
-  }
-  place.replaceChildren(made);
-  // A head stands over its numbers.
-  if (rows.length) [...body.rows[0].cells].forEach((one, at) => { if (one.className === "number") head.cells[at].className = "number"; });
-  if (focused) [...body.rows].find((line) => line.dataset.key === focused)?.focus();
-}
-
-function kv(replica) {
-  if (!replica.kv_total) return "–";
-  const part = replica.kv_used / replica.kv_total;
-  const both = document.createElement("span");
-  const meter = document.createElement("meter");
-  Object.assign(meter, { max: 1, high: 0.9, value: part });
-  meter.setAttribute("aria-label", "KV cache in use");
-  both.append(meter, ` ${share(part)}`);
-  return both;
-}
+const kv = (replica) => replica.kv_total ? { text: share(replica.kv_used / replica.kv_total), meter: replica.kv_used / replica.kv_total } : "–";
 
 function drawReplicas() {
   const { deployments, version, gateways, gateways_ready: ready } = known.server;
   const usable = deployments.reduce((sum, one) => sum + one.usable, 0), wanted = deployments.reduce((sum, one) => sum + one.wanted, 0);
   const of = deployments.map((one) => `${short(one.name)}: ${one.desired}${one.generation ? ` (signal ${one.generation})` : ""}, ${one.sessions} sessions, ${one.policies} policies`);
   $("summary").textContent = `Version ${version}. ${usable} of ${wanted} replicas usable, ${ready} of ${gateways} gateways ready. ${of.join("; ")}.`;
-  const heads = ["replica", "deployment", "stage", "snapshot", "behind", "in flight", "running", "waiting", "KV", "policies", "error"];
-  table($("replica-table"), heads, known.replicas.map((one) => ({
-    key: one.name, cells: [one.name, short(one.deployment),
-      mood(one.usable ? one.stage : one.standing === "member" ? `${one.stage}, not usable` : one.standing, one.usable),
-      one.target && one.target !== one.snapshot ? `${one.snapshot} → ${one.target}` : one.snapshot, num(number(one.behind)), num(one.in_flight),
-      num(number(one.running)), num(number(one.waiting)), kv(one), num(number(one.policies)), one.error ? { text: one.error, as: "long bad" } : ""] })),
-  "No replica is known.");
+  tables.replicas.draw(known.replicas.map((one) => ({
+    key: `${one.deployment} ${one.name}`, cells: [named(one.name), named(short(one.deployment)),
+      mood(`${one.usable ? one.stage : one.standing === "member" ? `${one.stage}, not usable` : one.standing}${one.error ? ", see errors" : ""}`, one.usable && !one.error),
+      named(one.target && one.target !== one.snapshot ? `${one.snapshot} → ${one.target}` : one.snapshot), num(number(one.behind)), num(one.in_flight),
+      num(number(one.running)), num(number(one.waiting)), kv(one), num(number(one.policies))] })));
 }
 
 const short = (name) => name.split("/").at(-1);
@@ -179,22 +138,23 @@ const short = (name) => name.split("/").at(-1);
 function drawSwaps(anew) {
   const swaps = [...known.swaps.values()].sort((a, b) => a.stages[0][1] - b.stages[0][1]);
   timeline.draw(swaps, known.samples, anew);
-  const heads = ["replica", "snapshot", "policy", "begun", "took s", "stage", "pause ms", "streams crossed", "error"];
-  table($("swap-table"), heads, swaps.slice(-SWAPS_LISTED).reverse().map((one) => {
+  const label = runLabels(swaps.map((one) => one.snapshot));
+  $("swap-names").textContent = label.note;
+  tables.swaps.draw(swaps.toReversed().map((one) => {
     const [stage] = one.stages.at(-1), until = endOf(one, known.samples);
-    return { key: [one.replica, one.boot, one.policy, one.generation].join(), cells: [one.replica, one.snapshot, one.policy, clock(one.stages[0][1]),
-      num(number(until - one.stages[0][1])), mood(stage === "idle" ? "ready" : stage, stage !== "error"),
+    return { key: idOf(one), cells: [named(one.replica), named(one.snapshot), named(one.policy), clock(one.stages[0][1]),
+      num(ms(until - one.stages[0][1])), mood(stage === "idle" ? "ready" : stage, stage !== "error"),
       num(number(one.pause_ms)), num(one.streams_crossed ?? "–"), one.error ? long(one.error) : ""] };
-  }), "No replica has loaded a snapshot yet.");
+  }));
 }
 
 function drawPolicies() {
-  table($("policy-table"), ["policy", "deployment", "in flight", "snapshots", "bytes", "error"], known.policies.map((one) => {
+  tables.policies.draw(known.policies.map((one) => {
     const served = new Map();
     for (const [snapshot] of Object.values(one.replicas)) served.set(snapshot, (served.get(snapshot) ?? 0) + 1);
     const where = [...served].map(([snapshot, count]) => `${snapshot} on ${count}`).join(", ");
-    return { key: one.policy, cells: [one.policy, short(one.deployment), num(one.in_flight), long(where), num(bytes(policyBytes.get(one.policy))), one.error ? long(one.error) : ""] };
-  }), "No replica holds a policy.");
+    return { key: `${one.deployment} ${one.policy}`, cells: [named(one.policy), named(short(one.deployment)), num(one.in_flight), long(where), num(bytes(policyBytes.get(one.policy))), one.error ? long(one.error) : ""] };
+  }));
 }
 
 function drawErrors() {
@@ -203,12 +163,13 @@ function drawErrors() {
   for (const one of known.replicas) if (one.error && !rows.some((row) => row[1] === one.name)) rows.push(["now", one.name, one.snapshot, one.error]);
   for (const one of ledger?.disagreements ?? []) rows.push(["", one.replica, one.identity, `${one.verdict}: ${one.error ?? ""}`]);
   for (const one of [...known.swaps.values()].filter((swap) => swap.error).reverse()) rows.push([clock(one.stages.at(-1)[1]), one.replica, one.snapshot, one.error]);
-  table($("error-table"), ["when", "replica", "snapshot", "what"], rows.map((row, at) => ({ key: String(at), cells: [row[0], row[1], row[2], long(row[3])] })), "Nothing has failed.");
+  tables.errors.draw(rows.map((row, at) => ({ key: `${rows.length - at} ${row.join()}`, cells: [row[0], named(row[1]), named(row[2]), long(row[3])] })));
   if (!known.counts) return;
   const { requests, ...others } = known.counts;
   const counted = requests.filter(([, status]) => status >= 400).map(([path, status, count]) => [`${path}: status ${status}${status === 499 ? " (the client left)" : ""}`, count]);
   for (const name of ["upstream_errors", "cut_responses", "retries"]) for (const [of, count] of Object.entries(others[name] ?? {})) counted.push([`${name.replace("_", " ")}: ${of}`, count]);
-  table($("count-table"), ["counted since the server began", "times"], counted.map(([what, count]) => ({ key: what, cells: [what, num(count)] })), "No request has failed.");
+  counted.sort((one, other) => other[1] - one[1]);
+  tables.counts.draw(counted.map(([what, count]) => ({ key: what, cells: [what, num(count)] })));
 }
 
 // -- what is read from the API when it is looked at
@@ -220,12 +181,11 @@ async function drawSnapshots() {
   const name = known.deployment || known.server.deployments[0]?.name;
   if (!name) return;
   ledger = await read(`/v1/${name}/ledger?limit=1000`);
-  table($("snapshot-table"), ["snapshot", "kind", "bytes", "stands on", "signalled", "ready after s", "replicas", "cache"], [...ledger.snapshots].reverse().map((one) => ({
-    key: one.identity, cells: [one.identity === ledger.desired_snapshot_identity ? `${one.identity} (desired)` : one.identity, one.kind,
-      num(bytes(one.files?.reduce((sum, file) => sum + file.size, 0))), one.previous_snapshot_identity ?? "", clock(one.signalled_at),
-      num(one.ready_at ? number(one.ready_at - one.first_signalled_at) : "–"),
-      long(one.replicas.map((each) => `${each.replica}: ${each.error ?? (each.stage === "idle" ? "ready" : each.stage)}`).join(", ")), one.reset_prompt_cache] })),
-  "Nothing was signalled yet: replicas serve the weights they started with.");
+  tables.snapshots.draw([...ledger.snapshots].reverse().map((one) => ({
+    key: one.identity, cells: [named(one.identity === ledger.desired_snapshot_identity ? `${one.identity} (desired)` : one.identity), one.kind,
+      num(bytes(one.files?.reduce((sum, file) => sum + file.size, 0))), named(one.previous_snapshot_identity ?? ""), clock(one.signalled_at),
+      num(one.ready_at ? ms(one.ready_at - one.first_signalled_at) : "–"),
+      long(one.replicas.map((each) => `${each.replica}: ${each.error ?? (each.stage === "idle" ? "ready" : each.stage)}`).join(", ")), one.reset_prompt_cache] })));
   drawErrors();
 }
 
@@ -253,10 +213,10 @@ async function drawSessions() {
   const listed = await read(`/v1/sessions?limit=100${query ? `&after=${encodeURIComponent(query)}` : ""}`);
   for (const one of listed.data) if (one.id.startsWith(query)) found.set(one.id, one);
   const rows = [...found.values()].sort((a, b) => (query ? 0 : b.used_at - a.used_at));
-  table($("session-table"), ["session", "replica", "turns", "open", "prompt tokens", "cached", "generated", "first token s", "token every s", "last used"], rows.map((one) => ({
-    key: one.id, open: () => openTrace(one.id), cells: [one.id, one.replica, num(one.turns), num(one.open_turns), num(number(one.prompt_tokens)), num(share(one.cached_share)),
-      num(number(one.generated_tokens)), num(number(one.mean_time_to_first_token_s)), num(number(one.mean_inter_token_s)), clock(one.used_at)] })),
-  query ? "No session's key begins so." : "No session of this key's tenant is known.");
+  tables.sessions.empty = query ? "No session's key begins so." : "No session of this key's tenant is known.";
+  tables.sessions.draw(rows.map((one) => ({
+    key: one.id, open: () => openTrace(one.id), cells: [named(one.id), named(one.replica), num(one.turns), num(one.open_turns), num(number(one.prompt_tokens)), num(share(one.cached_share)),
+      num(number(one.generated_tokens)), num(ms(one.mean_time_to_first_token_s)), num(ms(one.mean_inter_token_s)), num(number(one.last_reward)), clock(one.used_at)] })));
   $("session-note").textContent = listed.has_more ? "The first 100 keys in order, of more: search for others." : "";
 }
 
@@ -286,9 +246,8 @@ async function texts(model, tokens) {
 // A reader runs while its section is on the screen, when what it shows may have changed.
 class Reader {
   constructor(section, act, mark) {
-    Object.assign(this, { act, mark, seen: false, busy: false, at: 0, last: undefined });
+    Object.assign(this, { act, mark, table: tables[section], seen: false, busy: false, at: 0, last: undefined });
     new IntersectionObserver(([entry]) => { this.seen = entry.isIntersecting; this.look(); }).observe($(section));
-    this.place = $(section).querySelector(".wide");
   }
   async look(now = false) {
     const mark = known.server && this.mark();
@@ -299,7 +258,7 @@ class Reader {
       await this.act();
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
-      this.place.textContent = error.message;
+      this.table.say(error.message);
       this.last = undefined;
     } finally {
       this.busy = false;
@@ -321,9 +280,11 @@ const readers = [
   new Reader("sessions", drawSessions, () => Date.now()),
 ];
 
+const rewards = () => known.rewards.filter((one) => !known.deployment || one.deployment === known.deployment);
+
 let planned = 0;
 function soon() {
-  planned ||= requestAnimationFrame(() => { planned = 0; draw(); });
+  planned ||= requestAnimationFrame(() => { planned = 0; steady(() => draw()); });
 }
 
 function draw(anew = false) {
@@ -333,7 +294,7 @@ function draw(anew = false) {
   drawPolicies();
   drawErrors();
   if (known.samples.all.length) {
-    charts.draw(known.samples, anew);
+    charts.draw(known.samples, rewards(), anew);
     drawSwaps(anew);
   }
   readers.forEach((reader) => reader.look());

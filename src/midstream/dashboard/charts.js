@@ -1,4 +1,4 @@
-// Charts over time and the lanes of swaps, drawn by uPlot. Owns: how numbers, times and stages look.
+// Charts over time and over steps, drawn by uPlot. Owns: how numbers, times and stages look.
 // Always holds: a counter that fell belongs to a replica that began anew, so no rate is drawn over that.
 
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -19,6 +19,8 @@ export function bytes(value) {
   for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (value >= size) return `${number(value / size)} ${unit}`;
   return `${value} B`;
 }
+// Of a duration in seconds.
+export const ms = (value) => (value === null || value === undefined ? "–" : value < 10 ? `${number(value * 1000)} ms` : `${number(value)} s`);
 export const clock = (at) => (at ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "–");
 
 // When a swap ended, or the newest sample's time while it goes on.
@@ -44,6 +46,21 @@ export class Samples {
   }
   // Of a count of the gateways, a second.
   counted(index) { return this.#rates((one) => one[index] ?? undefined, (one) => one[6]); }
+  // Of two counters of all replicas: how much the first grew for each one that the second grew by.
+  ratio(over, under) {
+    return this.all.map((one, at) => {
+      let [more, each] = [0, 0];
+      for (const [replica, now] of Object.entries(one[1])) {
+        const then = this.all[at - 1]?.[1][replica];
+        if (!then || then[7] !== now[7] || now[under] < then[under]) continue;
+        more += now[over] - then[over];
+        each += now[under] - then[under];
+      }
+      return each > 0 ? more / each : null;
+    });
+  }
+  // Whether any replica's counter is above zero.
+  any(index) { return Object.values(this.all.at(-1)?.[1] ?? {}).some((one) => one[index] > 0); }
   total(of) {
     return this.all.map((_, at) => {
       const found = of.map((values) => values[at]).filter((value) => value !== null);
@@ -60,54 +77,81 @@ export class Samples {
   }
 }
 
+// What a chart without a line says. Counters of replicas outlive the samples.
+const idle = (s) => (s.any(1) ? "no traffic in these 15 minutes" : "no traffic yet");
+const scaled = (values, by) => values.map((value) => (value === null ? null : value * by));
+// sparse: a value now and then, so that its points are shown and joined. steps: held until the next value. idle: what the chart
+// says while all its values are zero; left out where zero says something.
 const PLOTS = [
-  { name: "Tokens a second", unit: "tokens/s", lines: (s) => [
+  { name: "Time to the first token", unit: "ms", sparse: true, idle, lines: (s) => [["mean of the turns", scaled(s.ratio(9, 8), 1000)]] },
+  { name: "Cache hits", unit: "% of prompt tokens", sparse: true, idle, lines: (s) => [["from the cache", scaled(s.ratio(2, 1), 100)]] },
+  { name: "Staleness", unit: "signals behind the newest", lines: (s) => s.replicas.map((r) => [r, s.gauge(r, 6)]), steps: true },
+  { name: "Reward per step", unit: "mean reward", sparse: true, idle: () => "no rewards yet", overSteps: true, lines: rewardLines },
+  { name: "Tokens a second", unit: "tokens/s", idle, lines: (s) => [
     ["generated", s.total(s.replicas.map((r) => s.rate(r, 0)))], ["prompt", s.total(s.replicas.map((r) => s.rate(r, 1)))],
     ["prompt, cached", s.total(s.replicas.map((r) => s.rate(r, 2)))]] },
-  { name: "Signals behind the newest", unit: "signals", lines: (s) => s.replicas.map((r) => [r, s.gauge(r, 6)]), steps: true },
-  { name: "Sequences", unit: "sequences", lines: (s) => [
+  { name: "Sequences", unit: "sequences", idle, lines: (s) => [
     ["running", s.total(s.replicas.map((r) => s.gauge(r, 3)))], ["waiting", s.total(s.replicas.map((r) => s.gauge(r, 4)))]] },
-  { name: "KV cache in use", unit: "% of blocks", lines: (s) => s.replicas.map((r) => [r, s.gauge(r, 5).map((v) => v === null ? null : v * 100)]) },
-  { name: "Requests a second", unit: "requests/s", lines: (s) => [["answered", s.counted(2)], ["failed", s.counted(3)], ["cut short", s.counted(4)]] },
-  { name: "Sessions", unit: "sessions", lines: (s) => [["known", s.all.map((one) => one[5])]], steps: true },
+  { name: "KV cache in use", unit: "% of blocks", idle, lines: (s) => s.replicas.map((r) => [r, scaled(s.gauge(r, 5), 100)]) },
+  { name: "Requests a second", unit: "requests/s", idle, lines: (s) => [["answered", s.counted(2)], ["failed", s.counted(3)], ["cut short", s.counted(4)]] },
+  { name: "Sessions", unit: "sessions", idle, lines: (s) => [["known", s.all.map((one) => one[5])]], steps: true },
 ];
 
-function axes(unit) {
+// A step is a snapshot, in the order in which they were first rewarded.
+const stepsOf = (rewards) => [...new Set(rewards.map((one) => one.snapshot))];
+
+function rewardLines(_, rewards) {
+  const steps = stepsOf(rewards), lines = new Map();
+  for (const one of rewards) {
+    const label = one.policy ? `${one.policy}: ${one.name}` : one.name;
+    if (!lines.has(label)) lines.set(label, steps.map(() => null));
+    lines.get(label)[steps.indexOf(one.snapshot)] = one.mean;
+  }
+  return lines.size ? [...lines] : [["reward", []]];
+}
+
+function axes(unit, overSteps) {
   const line = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") }, font: "11px system-ui" };
-  return [{ ...line }, { ...line, size: 56, values: (_, values) => values.map((v) => number(v)), label: unit, labelSize: 16, labelFont: "11px system-ui" }];
+  const whole = overSteps ? { values: (_, values) => values.map((value) => Number.isInteger(value) ? value : ""), label: "step", labelSize: 16, labelFont: "11px system-ui" } : {};
+  return [{ ...line, ...whole }, { ...line, size: 56, values: (_, values) => values.map((v) => number(v)), label: unit, labelSize: 16, labelFont: "11px system-ui" }];
 }
 
 export class Charts {
   constructor(place) { this.place = place; this.drawn = []; }
-  draw(samples, anew = false) {
+  // rewards: in the order in which their snapshots were first rewarded.
+  draw(samples, rewards, anew = false) {
+    this.steps = stepsOf(rewards);
     PLOTS.forEach((plot, at) => {
-      const lines = plot.lines(samples);
+      const lines = plot.lines(samples, rewards);
       const names = lines.map(([name]) => name).join("\n");
-      const data = [samples.times, ...lines.map(([, values]) => values)];
+      const data = [plot.overSteps ? this.steps.map((_, step) => step + 1) : samples.times, ...lines.map(([, values]) => values)];
       let known = this.drawn[at];
       if (!known || known.names !== names || anew) {
         known?.chart.destroy();
         known?.watch.disconnect();
         known = this.drawn[at] = { names, ...this.#make(plot, lines, data, known?.figure) };
       } else known.chart.setData(data);
+      const silent = plot.idle && lines.every(([, values]) => values.every((value) => plot.overSteps ? value === null : !value));
+      known.figure.querySelector(".idle").textContent = silent ? plot.idle(samples) : "";
     });
   }
   #make(plot, lines, data, figure) {
     if (!figure) {
       figure = document.createElement("figure");
-      figure.innerHTML = "<figcaption></figcaption><div></div>";
+      figure.innerHTML = "<figcaption></figcaption><div></div><p class='idle'></p>";
       figure.firstChild.append(plot.name);
       this.place.append(figure);
     }
-    const hold = figure.lastChild;
+    const hold = figure.querySelector("div");
     const steps = plot.steps ? { paths: uPlot.paths.stepped({ align: 1 }) } : {};
     const series = lines.map(([label], at) => ({
-      label, stroke: colorOf(at), width: 2, dash: DASHES[at % DASHES.length],
-      points: { show: false }, value: (_, value) => number(value), ...steps }));
+      label, stroke: colorOf(at), width: 2, dash: DASHES[at % DASHES.length], spanGaps: Boolean(plot.sparse),
+      points: { show: Boolean(plot.sparse), size: 5 }, value: (_, value) => number(value), ...steps }));
+    const first = plot.overSteps ? { label: "step", value: (_, step) => (step ? `${step}: ${this.steps[step - 1]}` : "–") } : { label: "time", value: (_, at) => clock(at) };
+    const y = { range: (_, low, high) => [Math.min(low ?? 0, 0), high > 0 ? high * 1.08 : low < 0 ? 0 : 1] };
     const chart = new uPlot({
-      width: Math.max(hold.clientWidth, 240), height: 190, axes: axes(plot.unit), cursor: { sync: { key: "midstream" } },
-      scales: { y: { range: (_, low, high) => [Math.min(low ?? 0, 0), high > 0 ? high * 1.08 : 1] } },
-      series: [{ label: "time", value: (_, at) => clock(at) }, ...series] }, data, hold);
+      width: Math.max(hold.clientWidth, 240), height: 190, axes: axes(plot.unit, plot.overSteps), cursor: plot.overSteps ? {} : { sync: { key: "midstream" } },
+      scales: { x: { time: !plot.overSteps }, y }, series: [first, ...series] }, data, hold);
     const watch = new ResizeObserver(() => hold.clientWidth && chart.setSize({ width: hold.clientWidth, height: 190 }));
     watch.observe(hold);
     return { chart, figure, watch };
@@ -116,81 +160,3 @@ export class Charts {
 
 // Stages in their order, each with the colour of its box.
 export const STAGES = [["downloading", 0], ["rebuilding", 6], ["verifying", 4], ["staging", 5], ["staged", 7], ["committing", 1], ["checking", 2]];
-const LANE = 34;
-
-export class Timeline {
-  constructor(place, tip) { this.place = place; this.tip = tip; this.boxes = []; this.chart = null; this.zoomed = false; }
-  draw(swaps, samples, anew = false) {
-    const lanes = [...new Set([...samples.replicas, ...swaps.map((swap) => swap.replica)])].sort();
-    const times = samples.times;
-    const until = swaps.reduce((last, swap) => Math.max(last, swap.stages.at(-1)[1]), times.at(-1) ?? 1);
-    const from = Math.min(times[0] ?? until - 60, until - 60);
-    this.samples = samples;
-    this.swaps = swaps.filter((swap) => endOf(swap, samples) >= from);
-    this.range = [from, until];
-    if (!this.chart || this.lanes?.join() !== lanes.join() || anew) { this.lanes = lanes; this.#make(); }
-    // Two points, so that the axis has what it spans.
-    this.chart.setData([[from, until], [0, 0]], false);
-    if (!this.zoomed) this.chart.setScale("x", { min: from, max: until });
-    else this.chart.redraw();
-  }
-  #make() {
-    this.chart?.destroy();
-    this.watch?.disconnect();
-    const height = 60 + LANE * Math.max(this.lanes.length, 1);
-    const line = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
-    this.chart = new uPlot({
-      width: Math.max(this.place.clientWidth, 260), height, legend: { show: false },
-      cursor: { y: false, points: { show: false }, drag: { x: true, y: false } },
-      scales: { x: { time: true }, y: { range: () => [0, Math.max(this.lanes.length, 1)] } },
-      axes: [{ ...line }, { ...line, size: 84, splits: () => this.lanes.map((_, at) => this.lanes.length - at - 0.5),
-        values: () => this.lanes, grid: { show: false } }],
-      series: [{}, { show: false }],
-      hooks: { draw: [(chart) => this.#boxes(chart)], setCursor: [(chart) => this.#hover(chart)],
-        setSelect: [() => { this.zoomed = true; }] } }, [[...this.range], [0, 0]], this.place);
-    this.chart.over.addEventListener("dblclick", () => { this.zoomed = false; });
-    this.chart.over.addEventListener("mouseleave", () => { this.tip.hidden = true; });
-    this.watch = new ResizeObserver(() => this.place.clientWidth && this.chart.setSize({ width: this.place.clientWidth, height }));
-    this.watch.observe(this.place);
-  }
-  #boxes(chart) {
-    const ctx = chart.ctx, ratio = devicePixelRatio;
-    this.boxes = [];
-    ctx.save();
-    ctx.beginPath();
-    ctx.rect(chart.bbox.left, chart.bbox.top, chart.bbox.width, chart.bbox.height);
-    ctx.clip();
-    for (const swap of this.swaps) {
-      const lane = this.lanes.indexOf(swap.replica);
-      const top = chart.valToPos(this.lanes.length - lane - 0.15, "y", true), bottom = chart.valToPos(this.lanes.length - lane - 0.85, "y", true);
-      swap.stages.forEach(([stage, at], index) => {
-        const [end, left] = [swap.stages[index + 1]?.[1] ?? endOf(swap, this.samples), chart.valToPos(at, "x", true)];
-        const width = Math.max(chart.valToPos(end, "x", true) - left, 2 * ratio);
-        const found = STAGES.find(([name]) => name === stage);
-        ctx.fillStyle = stage === "error" ? css("--bad") : found ? colorOf(found[1]) : css("--good");
-        ctx.fillRect(left, top, width, bottom - top);
-        this.boxes.push({ swap, stage, at, end, lane, left: left / ratio, right: (left + width) / ratio });
-      });
-      const first = chart.valToPos(swap.stages[0][1], "x", true);
-      ctx.fillStyle = css("--text");
-      ctx.font = `${10 * ratio}px system-ui`;
-      ctx.fillText(swap.snapshot.slice(-18), first, bottom + 9 * ratio);
-    }
-    ctx.restore();
-  }
-  #hover(chart) {
-    const { left, top } = chart.cursor;
-    const x = left + chart.bbox.left / devicePixelRatio;
-    const lane = this.lanes.length - 1 - Math.floor(chart.posToVal(top, "y"));
-    const box = [...this.boxes].reverse().find((one) => one.lane === lane && x >= one.left - 3 && x <= one.right + 3);
-    this.tip.hidden = !box;
-    if (!box) return;
-    const { swap } = box;
-    const policy = swap.policy ? ` of policy ${swap.policy}` : "";
-    const pause = swap.pause_ms === null ? "" : `\npause ${number(swap.pause_ms)} ms, ${swap.streams_crossed} streams crossed`;
-    this.tip.textContent = `${swap.replica}: ${swap.snapshot}${policy}\n${box.stage} from ${clock(box.at)}, ${number(box.end - box.at)} s${pause}${swap.error ? `\n${swap.error}` : ""}`;
-    const place = chart.over.getBoundingClientRect();
-    this.tip.style.left = `${Math.min(place.left + left + 12, innerWidth - 280)}px`;
-    this.tip.style.top = `${place.top + top + 14}px`;
-  }
-}

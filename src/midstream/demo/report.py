@@ -163,8 +163,20 @@ figure { margin: 0; padding: .6rem; border: 1px solid var(--line); border-radius
 figcaption { font-weight: 600; font-size: 13px; } .u-legend { font-size: .8rem; text-align: left; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13px; }
-.wide th, .wide td { white-space: nowrap; padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
-.wide th { background: var(--panel); } .wide th:first-child, .wide td:first-child { text-align: left; }
+.wide th, .wide td { padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: baseline; }
+.wide td { white-space: nowrap; } .wide th { background: var(--panel); }
+.wide th:first-child, .wide td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+@media (max-width: 70rem) {
+  table { font-size: 12px; } .wide th, .wide td { padding: .25rem .3rem; white-space: normal; }
+  .wide th:first-child, .wide td:first-child { min-width: 4.5rem; }
+}
+@media (max-width: 46rem) {
+  .wide table, .wide tbody, .wide td { display: block; } .wide thead { display: none; }
+  .wide tr { display: flex; flex-wrap: wrap; gap: 0 .9rem; border-bottom: 1px solid var(--line); padding: .3rem 0; }
+  .wide td, .wide td:first-child { min-width: 0; border: 0; padding: .05rem 0; text-align: left; overflow-wrap: anywhere; }
+  .wide td:first-child { flex-basis: 100%; font-weight: 600; }
+  .wide td::before { content: attr(data-head) ": "; color: var(--soft); }
+}
 """
 
 
@@ -324,5 +336,12 @@ def _summary(summary: dict[str, Any]) -> str:
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in lines)
+
+    def cells(line: Sequence[str]) -> str:
+        return "".join(
+            f'<td data-head="{escape(name)}">{escape(cell)}</td>'
+            for name, cell in zip(heads, line, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells(line)}</tr>" for line in lines)
     return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
