@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
+from midstream.core.errors import SnapshotNotFinite
 from midstream.core.types import EngineStats, SwapTiming
 from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded import loading
@@ -146,7 +147,7 @@ def test_files_of_another_model_or_not_whole_are_refused(tmp_path: Path) -> None
     tensors = load_file(tmp_path / "first" / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match="not finite"):
+    with pytest.raises(SnapshotNotFinite, match="not finite"):
         load_beside(serving, second, SETTINGS)
 
 

@@ -18,11 +18,10 @@ from tiers import slow
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
-from midstream.core.errors import ConfigError
+from midstream.core.errors import ConfigError, SnapshotError, SnapshotNotFinite
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.modules import UnsupportedModel
 
 torch.set_num_threads(1)
 
@@ -341,16 +340,41 @@ def test_alternatives_of_prompt_tokens_survive_chunked_prefill(
     assert got.prompt[0].rank == 0
 
 
-def test_a_snapshot_with_weights_that_are_not_finite_is_not_staged(
-    tiny_model: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "row", "value", "error", "says"),
+    [
+        ("model.norm.weight", 3, float("nan"), SnapshotNotFinite, "fixed prompt are not finite"),
+        # Of the first token of the canary.
+        (
+            "model.embed_tokens.weight",
+            13,
+            float("inf"),
+            SnapshotNotFinite,
+            "fixed prompt are not finite",
+        ),
+        # Finite, and too large to compute with.
+        ("model.layers.1.mlp.experts.2.down_proj.weight", ..., 3e38, SnapshotNotFinite, "are not finite"),
+        (None, ..., 0.0, SnapshotError, "logits of a fixed prompt are all equal"),
+    ],
+)
+def test_weights_that_compute_nothing_are_refused_before_they_serve(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    name: str | None,
+    row: Any,
+    value: float,
+    error: type[SnapshotError],
+    says: str,
 ) -> None:
+    """name: None for every tensor."""
     core = EngineCore(tiny_model(), settings())
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model(seed=1), broken)
     tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][3] = float("nan")
+    for each in tensors if name is None else [name]:
+        tensors[each][row] = value
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match="not finite"):
+    with pytest.raises(error, match=says):
         core.stage(broken)
 
 

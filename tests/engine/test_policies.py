@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
+from midstream.core.errors import SnapshotNotFinite
 from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.model_runner import dispose
-from midstream.engine.embedded.modules import UnsupportedModel
 
 KERNELS = ("native", "torch")
 
@@ -335,5 +335,26 @@ def test_an_adapter_with_numbers_that_are_not_finite_is_refused(
     name = sorted(tensors)[0]
     tensors[name][0, 0] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(UnsupportedModel, match="not finite"):
+    with pytest.raises(SnapshotNotFinite, match="not finite"):
         EngineCore(base, settings(kernels)).stage(directory)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_an_adapter_of_numbers_too_large_to_compute_with_is_unfit(
+    tmp_path: Path, tiny_model: Callable[..., Path], kernels: str, scale: float
+) -> None:
+    """Each of its numbers is finite."""
+    base = tiny_model()
+    directory = write(base, tmp_path, 0)
+    file = directory / "adapter_model.safetensors"
+    save_file({name: tensor * scale for name, tensor in load_file(file).items()}, file)
+    core = EngineCore(base, settings(kernels))
+    before = run(core, [request("r", [1, 2, 3], max_tokens=8)])["r", 0].tokens
+    said = core.stage(directory).unfit()
+    assert (
+        said is None
+        if scale == 1.0
+        else said == ("SnapshotNotFinite: the log-probabilities of a fixed prompt are not finite")
+    )
+    assert run(core, [request("s", [1, 2, 3], max_tokens=8)])["s", 0].tokens == before
+    core.check()

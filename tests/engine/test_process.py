@@ -18,6 +18,7 @@ import torch
 import transformers
 from engine_helpers import needs_compiler, request
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
@@ -127,6 +128,40 @@ def test_files_that_are_no_model_are_refused_and_the_old_weights_go_on(
         assert {r.snapshot for r in after} == {"base"}
 
     with_engine(tiny_model(), body)
+
+
+def test_an_adapter_that_computes_no_finite_number_is_refused_beside_a_stream(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = tiny_model()
+    inputs = load_file(base / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"].shape[1]
+    outputs = load_file(base / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"].shape[0]
+
+    def write(scale: float) -> Path:
+        directory = tmp_path / f"adapter-{scale}"
+        directory.mkdir()
+        name = "base_model.model.model.layers.0.self_attn.o_proj.lora"
+        sides = {
+            f"{name}_A.weight": torch.full((1, inputs), scale),
+            f"{name}_B.weight": torch.ones(outputs, 1),
+        }
+        save_file(sides, directory / "adapter_model.safetensors")
+        (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+        return directory
+
+    async def body(engine: EmbeddedEngine) -> None:
+        stream = asyncio.create_task(records(engine, request("r", [1, 2, 3], max_tokens=200)))
+        slot = engine.slot("red")
+        assert slot.proves_staged
+        with pytest.raises(StagingFailed, match="SnapshotNotFinite: the log-probabilities of a fixed prompt"):
+            await slot.stage("a1", write(3e38))
+        with pytest.raises(StagingFailed, match="not the staged snapshot"):
+            await slot.commit("a1")
+        await slot.stage("a2", write(0.01))
+        assert (await slot.commit("a2")).snapshot == "a2"
+        assert len(await stream) == 200
+
+    with_engine(base, body)
 
 
 def test_closing_a_stream_frees_its_blocks_and_leaves_the_others_alone(

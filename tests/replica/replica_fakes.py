@@ -99,6 +99,8 @@ def record(
 class FakeEngine(Engine):
     """Says `reply` over and over. `allowed` bounds the tokens of each choice until `allow` raises it."""
 
+    proves_staged = True
+
     def __init__(
         self, reply: str = "hello ", *, moe: bool = True, experts: int = 8, allowed: int = 10_000
     ) -> None:

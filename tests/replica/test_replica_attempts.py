@@ -38,8 +38,9 @@ from midstream.replica.swap.table import Event as TableEvent
 from midstream.replica.swap.table import IllegalMove, SwapMachine
 
 IN_WORK = (Phase.PREPARING, Phase.HELD, Phase.WAITING, Phase.APPLYING, Phase.CHECKING)
+AFTER = (Phase.APPLYING, Phase.CHECKING)
 GIVEN_UP = (Phase.SUPERSEDED, Phase.STOPPED)
-BETWEEN = (Phase.RESTING, Phase.UNSOUND, Phase.NEXT)
+BETWEEN = (Phase.RESTING, Phase.NEXT)
 
 
 def wanted(snapshot: str, generation: int, **more: Any) -> Desired:
@@ -215,17 +216,20 @@ class Swaps(RuleBasedStateMachine):
 
         self.loop.run_until_complete(play())
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(proved=st.booleans())
+    def start(self, proved: bool) -> None:
+        """proved: the engine proves what it stages."""
+        self.proved = proved
         self.gate = Gate(lambda: None)
         self.pins = Pins(lambda: None)
-        self.gate.set(Door.OPEN)
         self.happens(self.boot)
 
     def boot(self) -> None:
         """A new driver, on the base weights."""
         self.died = False
         self.engine = SteppedEngine(self.steps, self.before_commit)
+        self.engine.proves_staged = self.proved
+        self.gate.set(Door.OPEN)
         self.namespaces = Namespaces()
         source = SteppedSource(self.steps)
         self.driver = SwapDriver(
@@ -255,6 +259,10 @@ class Swaps(RuleBasedStateMachine):
     @property
     def phase(self) -> Phase:
         return self.driver._attempts.phase
+
+    @property
+    def settled(self) -> Door:
+        return Door.OPEN if self.driver.machine.sound else Door.UNSOUND
 
     def alive(self) -> bool:
         return not self.running.done()
@@ -380,7 +388,7 @@ class Swaps(RuleBasedStateMachine):
         over = () if self.alive() else (Phase.SUPERSEDED,)
         assert self.phase in (*BETWEEN, Phase.STOPPED, Phase.IN_DOUBT, *over)
         assert (self.engine.staged, self.driver.quiet, self.pins.coming) == (None, False, None)
-        assert self.gate.door is Door.OPEN
+        assert self.gate.door is self.settled
         if self.alive():
             assert not self.driver._attempts.due
 
@@ -399,7 +407,14 @@ class Swaps(RuleBasedStateMachine):
             Phase.IN_DOUBT: (Stage.ERROR,),
         }
         assert self.driver.machine.stage in stages.get(self.phase, tuple(Stage))
-        assert self.gate.door is Door.OPEN or self.phase in (Phase.WAITING, Phase.APPLYING)
+        closed = (Phase.WAITING, Phase.APPLYING) if self.proved else (Phase.WAITING, *AFTER)
+        assert self.gate.door is self.settled or self.phase in closed
+
+    @invariant()
+    def nobody_enters_under_weights_that_nobody_has_looked_at(self) -> None:
+        if hasattr(self, "driver") and self.gate.door is Door.OPEN:
+            assert self.driver.machine.sound
+            assert self.proved or self.driver.machine.checked
 
     def teardown(self) -> None:
         """However it went, the next signal is served."""

@@ -19,6 +19,8 @@ SAMPLE = BODY | {"model": "accounts/local/models/red"}
 
 
 class _OneSlot(Slot):
+    proves_staged = True
+
     def __init__(self, name: str, engine: "ManyPolicies") -> None:
         self._name = name
         self._engine = engine

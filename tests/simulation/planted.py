@@ -31,6 +31,7 @@ from midstream.replica.gate import Gate, Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.policies import Policies, Policy
 from midstream.replica.response.work import Surroundings
+from midstream.replica.swap import source
 from midstream.snapshots.store import fetch
 
 
@@ -93,6 +94,11 @@ def _gate_is_not_drained() -> None:
 def _bytes_are_not_compared() -> None:
     """What was fetched is not compared with what it should be."""
     fetch.difference = lambda expected, found: None  # type: ignore[attr-defined]
+
+
+def _numbers_are_not_read() -> None:
+    """Weights with a NaN reach the engine, and a check of one prompt does not see it."""
+    source.check_finite = lambda directory, files, **_: None  # type: ignore[assignment]
 
 
 def _log_loses_its_last_event() -> None:

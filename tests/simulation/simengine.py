@@ -110,6 +110,8 @@ class Choice:
 class SimSlot(Slot):
     """What one policy serves. load: before its first commit, that of the start."""
 
+    proves_staged = True
+
     def __init__(self, engine: SimEngine, policy: str, load: Load) -> None:
         self._engine = engine
         self.policy = policy
@@ -165,6 +167,8 @@ class SimEngine(Engine):
 
     slots: of the policies that serve; "" is the deployment's own.
     """
+
+    proves_staged = True
 
     def __init__(
         self, model_dir: Path, chance: Callable[[float], bool], slow_s: Callable[[float], float]

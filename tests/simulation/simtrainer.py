@@ -1,22 +1,26 @@
 """The trainer of a simulated history: it uploads snapshots, whole, as deltas or torn, tells of files early, and signals them.
 
 Always holds: what may be served is in `oracle.weights` before its signal is sent. The name of a snapshot that is torn for good
-is not: an answer that has it is wrong.
+is not, nor that of one with a number that is not finite: an answer that has it is wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 import random
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from simbucket import Bucket
 from simclient import Answer, Broken, Oracle, Signal, Wrong, exchange
 from simengine import weights_of
 
-from midstream.snapshots.content import MANIFEST_FILE
+from midstream.snapshots.content import MANIFEST_FILE, combined, encode_manifest, parse_manifest
 
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 LEDGER = "/v1/accounts/local/deployments/default/ledger"
@@ -45,6 +49,15 @@ class Parent:
 
     snapshot: str
     variant: int
+
+
+def not_finite(files: Files, weights: str) -> dict[str, bytes]:
+    """The same snapshot, published as its trainer has it, but with a NaN for its last number. weights: a file of float32."""
+    bad = files[weights][:-4] + struct.pack("<f", math.nan)
+    found = parse_manifest(files[MANIFEST_FILE])
+    digest = combined([hashlib.sha256(bad).digest()])
+    content = tuple(replace(file, digest=digest) if file.name == weights else file for file in found)
+    return {**files, weights: bad, MANIFEST_FILE: encode_manifest(content)}
 
 
 class Trainer:
@@ -124,8 +137,8 @@ class Trainer:
             self._count("signal: delta")
 
     async def _publish_torn(self, number: int, policy: Any) -> None:
-        """One of its files is missing, is cut, or has a wrong byte, and stays so."""
-        name = self._next_name()
+        """One of its files is missing, is cut, or has a wrong byte, and stays so. Or it is whole, and one number is NaN."""
+        name, kind = self._next_name(), "torn"
         files = dict(self._weights.variants[number])
         torn = self._rng.choice(sorted(name for name in files if not name.endswith("config.json")))
         match self._rng.choice(("missing", "cut", "wrong")):
@@ -136,10 +149,13 @@ class Trainer:
                 files[torn] = files[torn][: self._rng.randrange(len(files[torn].rstrip()))]
             case _:
                 at = self._rng.randrange(len(files[torn]))
-                files[torn] = files[torn][:at] + bytes((files[torn][at] ^ 1,)) + files[torn][at + 1 :]
+                if torn.endswith(".safetensors") and at % 2:
+                    kind, files = "not finite", not_finite(files, torn)
+                else:
+                    files[torn] = files[torn][:at] + bytes((files[torn][at] ^ 1,)) + files[torn][at + 1 :]
         await self._upload(name, files)
         taken = await self._ask_for({"identity": name}, policy)
-        self._count("signal: torn, " + ("taken" if taken else "refused"))
+        self._count(f"signal: {kind}, " + ("taken" if taken else "refused"))
         # What came before it can be no parent any more where the signal was taken.
         self._parent = None if taken else self._parent
 

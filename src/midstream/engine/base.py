@@ -33,7 +33,13 @@ class StagingFailed(Exception):
 
 
 class Slot(abc.ABC):
-    """What one policy serves, and what is to take its place. Every engine is the slot of its deployment's own policy."""
+    """What one policy serves, and what is to take its place. Every engine is the slot of its deployment's own policy.
+
+    proves_staged: `stage` scores the canary with the staged weights, and raises StagingFailed when a log-probability is not
+    finite. Of a slot that cannot do this, newcomers wait after a switch until the check has passed.
+    """
+
+    proves_staged = False
 
     @abc.abstractmethod
     async def stage(self, snapshot: str, directory: Path) -> None:

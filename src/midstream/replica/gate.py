@@ -1,9 +1,9 @@
 """The gate that every request passes to reach the engine, and that a swap or a pause closes.
 
-Always holds: no request passes the gate while a swap commits. A waiting request passes, or gets 425 at its timeout. A
-pause holds requests until it ends, unless they say themselves how long they wait. The requests inside are counted; the gate
-is drained when there is none. At most `requests_max` choices are inside or waiting, except that one larger request may be
-there alone.
+Always holds: no request passes the gate while a swap commits, or while what serves has failed its check. A waiting request
+passes, or gets 425 at its timeout, or 503 when nothing sound serves. A pause holds requests until it ends, unless they say
+themselves how long they wait. The requests inside are counted; the gate is drained when there is none. At most `requests_max`
+choices are inside or waiting, except that one larger request may be there alone.
 
 Prompt-cache namespaces: which cached prefixes a request may reuse. Pure.
 
@@ -41,10 +41,12 @@ _IN_TRANSITION = "a snapshot is being switched; retry this request"
 
 class Door(enum.Enum):
     OPEN = "open"
-    #: Newcomers wait: an async swap commits.
+    #: Newcomers wait: an async swap commits, or its check has to pass first.
     HELD = "held"
-    #: Newcomers get 425: a sync swap drains and commits.
+    #: Newcomers get 425: a sync swap drains and commits, or its check has to pass first.
     CLOSED = "closed"
+    #: Newcomers get 503: what serves failed its check.
+    UNSOUND = "unsound"
     #: Newcomers get 503: nothing serves.
     DOWN = "down"
 
@@ -105,6 +107,8 @@ class Gate:
             raise SnapshotTransition(_IN_TRANSITION)
         if self._door is Door.DOWN:
             raise AnotherBoot("the engine is not ready; retry this request")
+        if self._door is Door.UNSOUND:
+            raise AnotherBoot("the weights of this replica failed their check; retry this request")
 
     async def enter(self, timeout_s: float | None = None, choices: int = 1) -> None:
         """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError.

@@ -4,6 +4,14 @@ from catalogue.mutation import Mutation
 
 ENGINE = (
     Mutation(
+        "staged_weights_are_not_tried",
+        "engine/embedded/loading.py",
+        "    if not torch.isfinite(logits.log_softmax(-1)).all():",
+        "    if not torch.isfinite(logits[0, 0]):",
+        "Staged weights that give a log-probability that is not finite are refused.",
+        ("engine/test_core.py", "engine/test_policies.py"),
+    ),
+    Mutation(
         "kernels_of_another_source",
         "engine/cpu/prebuilt.py",
         'if manifest["source"] != source_digest(source):',

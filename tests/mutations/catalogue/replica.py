@@ -227,6 +227,22 @@ REPLICA = (
         ("replica/test_replica_attempts.py",),
     ),
     Mutation(
+        "open_before_the_check",
+        "replica/swap/driver.py",
+        "            if self._engine.proves_staged:\n                self._open()",
+        "            self._open()",
+        "Nobody enters under weights that were neither proved before the switch nor checked after it.",
+        ("replica/test_replica_check.py", "replica/test_replica_attempts.py"),
+    ),
+    Mutation(
+        "open_after_a_failed_check",
+        "replica/swap/driver.py",
+        "self._gate.set(Door.OPEN if self.machine.sound else Door.UNSOUND)",
+        "self._gate.set(Door.OPEN)",
+        "Nobody enters under weights that failed their check.",
+        ("replica/test_replica_check.py",),
+    ),
+    Mutation(
         "canary_of_no_numbers",
         "replica/swap/driver.py",
         "if not math.isfinite(logprob):",

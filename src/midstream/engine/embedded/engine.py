@@ -56,6 +56,8 @@ class _EngineLink(ipc.Link[m.Reply]):
 class _PolicySlot(Slot):
     """call: sends a command with the number it is given, and returns its Done. Raises StagingFailed, EngineDied."""
 
+    proves_staged = True
+
     def __init__(
         self,
         policy: str,
@@ -85,6 +87,8 @@ class _PolicySlot(Slot):
 
 
 class EmbeddedEngine(Engine):
+    proves_staged = True
+
     def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
         self._own = _PolicySlot("", self._call, self._send)
         self._model_dir = model_dir

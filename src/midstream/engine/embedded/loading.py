@@ -2,15 +2,15 @@
 
 Owns: reading checkpoints, the choice between the CPU kernels and the PyTorch module, and the check that the decoder computes
 what transformers computes.
-Always holds: a model that is loaded beside the serving one has the same dtypes, shapes and kind of decoder. One token has
-been run through it. Nothing is unpickled (safetensors only).
+Always holds: a model that is loaded beside the serving one has the same dtypes, shapes and kind of decoder. The canary has
+been scored with it. Nothing is unpickled (safetensors only).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from midstream.core.config import EngineSettings, parse_size
-from midstream.core.errors import ConfigError
+from midstream.core.errors import ConfigError, SnapshotError, SnapshotNotFinite
 from midstream.engine.adapter import LowRanks
+from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
 from midstream.engine.cpu import GROUP, CpuDecoder, KernelsUnavailable, Pieces, mapped_module
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
@@ -84,7 +85,7 @@ class LoadedModel:
 
 
 def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
-    """Load the first model of an engine. Raises UnsupportedModel."""
+    """Load the first model of an engine. Raises UnsupportedModel, and the errors of `probe`."""
     check_device(settings.device)
     dtype = "auto" if settings.dtype is None else getattr(torch, settings.dtype)
     with loading(settings.device):
@@ -103,7 +104,10 @@ def batch_invariant(model: LoadedModel, settings: EngineSettings) -> bool:
 
 
 def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings) -> LoadedModel:
-    """Load a snapshot while `serving` serves, to take its place. Raises UnsupportedModel, SnapshotError."""
+    """Load a snapshot while `serving` serves, to take its place. Raises UnsupportedModel, SnapshotError.
+
+    SnapshotNotFinite is one of them.
+    """
     if isinstance(serving.decoder, CpuDecoder):
         return _load_beside_cpu(serving, serving.decoder, directory, settings)
     with loading(settings.device):
@@ -167,17 +171,31 @@ def _check_shapes(module: Any, serving: LoadedModel) -> None:
         raise UnsupportedModel("its parameters are not those of the serving model")
 
 
-def probe(model: LoadedModel) -> None:
-    """Run one token through the model. Raises UnsupportedModel when its logits are not finite."""
-    if not torch.isfinite(logits_alone(model.decoder, np.zeros(1, dtype=np.int64))).all():
-        raise UnsupportedModel("the model's logits are not finite")
+def probe(model: LoadedModel, adapter: Any = None) -> None:
+    """Score the canary with the model, or with an adapter on it. Not while another thread runs this model.
+
+    adapter: the decoder's own form. Raises SnapshotNotFinite when a log-probability is not finite, SnapshotError when the
+    logits of each token are all equal.
+    """
+    config, tokens = model.config, CANARY_TOKENS if adapter is None else CANARY_TOKENS_OF_POLICY
+    ids = canary_ids(int(config.vocab_size), int(config.max_position_embeddings), tokens)
+    logits = logits_alone(model.decoder, np.array(ids, dtype=np.int64), adapter)
+    if not torch.isfinite(logits.log_softmax(-1)).all():
+        raise SnapshotNotFinite("the log-probabilities of a fixed prompt are not finite")
+    if adapter is None and bool((logits == logits[:, :1]).all()):
+        raise SnapshotError(
+            "the logits of a fixed prompt are all equal, so the weights tell no token from another"
+        )
 
 
 @torch.inference_mode()
-def logits_alone(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
+def logits_alone(decoder: Decoder, ids: np.ndarray, adapter: Any = None) -> torch.Tensor:
     """Float32 logits [tokens, vocab] of one sequence over a cache of its own. ids: [tokens] int64."""
     cache = decoder.new_cache(-(-len(ids) // 16) * 16)
-    return decoder.forward(alone(ids, 16), cache, np.arange(len(ids)))[0].float()
+    batch = alone(ids, 16)
+    if adapter is not None:
+        batch = replace(batch, adapters=(adapter,))
+    return decoder.forward(batch, cache, np.arange(len(ids)))[0].float()
 
 
 @torch.inference_mode()

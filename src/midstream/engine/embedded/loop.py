@@ -219,6 +219,9 @@ class EngineLoop:
 
     def _answer(self, staged: list[Staged]) -> None:
         for request, result in staged:
+            if not isinstance(result, str) and (why := result.unfit()) is not None:
+                self._core.store.drop(result)
+                result = why
             if isinstance(result, str):
                 self._core.store.adapter_came(request.call)
                 self._channel.send(m.Done(request.call, error=result))

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from midstream.core.config import EngineSettings
+from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.engine.adapter import load_adapter
 from midstream.engine.cpu import KernelsUnavailable
 from midstream.engine.embedded.device import loading
-from midstream.engine.embedded.loading import LoadedModel
+from midstream.engine.embedded.loading import LoadedModel, probe
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.track import Track
 
@@ -39,6 +40,16 @@ class Weights:
 
     model: LoadedModel
     adapter: Any = None
+
+    def unfit(self) -> str | None:
+        """Why an adapter cannot serve; None if it can. It runs on weights that others use, so only between two steps."""
+        if self.adapter is None:
+            return None
+        try:
+            probe(self.model, self.adapter)
+        except SnapshotError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What was loaded for it: of an adapter its own numbers, as the base weights were digested at the start."""
@@ -185,7 +196,7 @@ def load_adapter_beside(
     maps = load_adapter(directory, base_directory, dtype)
     for module, low in maps.items():
         if not (_finite(low.a) and _finite(low.b)):
-            raise UnsupportedModel(f"the adapter of {module} has numbers that are not finite")
+            raise SnapshotNotFinite(f"the adapter of {module} has numbers that are not finite")
     try:
         with loading(settings.device):
             return Weights(base, base.decoder.adapter(maps))

@@ -1,8 +1,9 @@
 """The life of one attempt to serve a target, as a table. Pure; replica/swap/driver.py does the I/O.
 
 Always holds: every move is one entry of `ATTEMPTS`, any other raises; an attempt in APPLYING is never given up; one that was
-given up takes no further step; after `GIVEN_UP_MAX` attempts in a row that were given up, the next one is finished. Otherwise
-a trainer that signals faster than a load takes would keep its replicas on old weights for ever.
+given up takes no further step; a target that failed is not tried again until it is asked for again; after `GIVEN_UP_MAX`
+attempts in a row that were given up, the next one is finished. Otherwise a trainer that signals faster than a load takes would
+keep its replicas on old weights for ever.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from midstream.replica.swap.table import IllegalMove, SwapMachine, printed
 
 #: Attempts in a row that may be given up for newer targets. Those given up while HELD are counted by themselves.
 GIVEN_UP_MAX = 2
-#: Checks of one target that may fail before it is left at that.
-CHECKS_MAX = 2
 
 
 class Phase(enum.StrEnum):
@@ -32,8 +31,6 @@ class Phase(enum.StrEnum):
     #: The engine switches.
     APPLYING = "applying"
     CHECKING = "checking"
-    #: The check failed, and the target is to be loaded once more.
-    UNSOUND = "unsound"
     #: Given up for a newer target; its task cleans up.
     SUPERSEDED = "superseded"
     #: It was superseded and has cleaned up; the newest target is to be taken up, also one that was loaded before.
@@ -63,7 +60,6 @@ class Event(enum.StrEnum):
     NEWER = "newer"
     STOP = "stop"
     FAILED = "failed"
-    CHECK_FAILED = "check failed"
     #: A switch failed in a way that leaves open what the engine serves.
     LOST_TRACK = "lost track"
     #: The attempt's task is over.
@@ -88,7 +84,7 @@ class Action(enum.StrEnum):
     END_BOOT = "end boot"
 
 
-_BETWEEN = (Phase.RESTING, Phase.UNSOUND, Phase.NEXT)
+_BETWEEN = (Phase.RESTING, Phase.NEXT)
 _STAGES = (Phase.PREPARING, Phase.HELD, Phase.WAITING)
 _GIVEN_UP = (Phase.SUPERSEDED, Phase.STOPPED)
 _PROGRESS = (Event.STEP, Event.EARLY, Event.READY, Event.DRAINED, Event.CHECKED)
@@ -104,7 +100,6 @@ ATTEMPTS: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
     (Phase.WAITING, Event.DRAINED): (Phase.APPLYING, Action.REPORT),
     (Phase.APPLYING, Event.APPLIED): (Phase.CHECKING, Action.REPORT),
     (Phase.CHECKING, Event.CHECKED): (Phase.RESTING, Action.REPORT),
-    (Phase.CHECKING, Event.CHECK_FAILED): (Phase.UNSOUND, Action.REPORT_ERROR),
     (Phase.APPLYING, Event.LOST_TRACK): (Phase.IN_DOUBT, Action.END_BOOT),
     **{
         (phase, Event.FAILED): (Phase.RESTING, Action.REPORT_ERROR)
@@ -115,7 +110,7 @@ ATTEMPTS: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
     **{(phase, event): (phase, Action.ABANDON) for phase in _GIVEN_UP for event in _PROGRESS},
     **{(phase, Event.FAILED): (phase, Action.NOTHING) for phase in _GIVEN_UP},
     (Phase.SUPERSEDED, Event.ENDED): (Phase.NEXT, Action.RELEASE),
-    **{(phase, Event.ENDED): (phase, Action.RELEASE) for phase in (Phase.RESTING, Phase.UNSOUND)},
+    (Phase.RESTING, Event.ENDED): (Phase.RESTING, Action.RELEASE),
 }
 
 #: What a move of the replica's swap is for the attempt. Others are a STEP; for STAGED the target decides.
@@ -127,13 +122,16 @@ _AS_EVENT = {
 
 
 class Attempts:
-    """The attempts of one boot, one after the other. phase: where the one in work stands. machine: what it moves forward."""
+    """The attempts of one boot, one after the other. phase: where the one in work stands. machine: what it moves forward.
 
-    def __init__(self, machine: SwapMachine) -> None:
+    proved: whether what is switched to was proved before. If not, its check is not given up for a newer target.
+    """
+
+    def __init__(self, machine: SwapMachine, *, proved: bool = True) -> None:
         self._machine = machine
+        self._proved = proved
         self._superseded_in_a_row = 0
         self._held_in_vain = 0
-        self._checks_failed = 0
         self.phase = Phase.RESTING
 
     def __repr__(self) -> str:
@@ -142,12 +140,10 @@ class Attempts:
     @property
     def due(self) -> bool:
         """True when an attempt is to begin. Only asked between attempts."""
-        return self._machine.behind or self.phase in (Phase.NEXT, Phase.UNSOUND)
+        return self._machine.behind or self.phase is Phase.NEXT
 
     def begin(self) -> Desired | None:
         """Takes the accepted target into work. None: it serves already."""
-        if self._machine.behind or self.phase is not Phase.UNSOUND:
-            self._checks_failed = 0
         desired = self._machine.begin()
         self.move(Event.SERVES if desired is None else Event.BEGUN)
         return desired
@@ -180,9 +176,6 @@ class Attempts:
         event = Event.FAILED
         if self.phase is Phase.APPLYING and not isinstance(error, StagingFailed | EngineDied):
             event = Event.LOST_TRACK
-        elif self.phase is Phase.CHECKING and not isinstance(error, EngineDied):
-            self._checks_failed += 1
-            event = Event.CHECK_FAILED if self._checks_failed < CHECKS_MAX else Event.FAILED
         action = self.move(event)
         if action is not Action.NOTHING:
             self._machine.fail(message)
@@ -211,6 +204,8 @@ class Attempts:
     def _worth_giving_up(self) -> bool:
         machine, newer = self._machine, self._machine.accepted
         if newer is None or not machine.behind or (self.phase, Event.NEWER) not in ATTEMPTS:
+            return False
+        if self.phase is Phase.CHECKING and not self._proved:
             return False
         if self.phase is Phase.HELD:
             # Too often in vain, it waits for its turn, which comes before that of a newer one that has to wait, too.

@@ -3,8 +3,9 @@
 Owns: the task of the one attempt in work, and the gate, the pins and the namespaces at the moment of the switch.
 Always holds: one attempt at a time, none of them orphaned; whether an attempt is superseded is decided in the step in which the
 newer target comes; a switch that has begun is finished, whoever is cancelled; no pinned request sees another snapshot than its
-own; an attempt's staged weights are dropped when it ends; the gate is open again however an attempt ends; between the
-engine's switch and the new namespace no request is admitted. A failure that leaves open what the engine serves ends the driver,
+own; an attempt's staged weights are dropped when it ends; however an attempt ends, the gate is open again unless what serves
+failed its check; between the engine's switch and the new namespace no request is admitted, and none under weights that were
+neither proved before the switch nor checked after it. A failure that leaves open what the engine serves ends the driver,
 and its owner starts a new boot.
 
 Proves what serves: a digest of the weights in the engine, and a canary, a fixed prompt whose tokens are scored.
@@ -38,6 +39,7 @@ from midstream.core.types import (
     TokenRecord,
 )
 from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
+from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
 from midstream.replica.gate import Door, Gate, Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.swap.attempts import Action, Attempts, Phase
@@ -47,9 +49,6 @@ from midstream.replica.swap.table import Event, SwapMachine
 
 log = logging.getLogger(__name__)
 
-CANARY_TOKENS = 32
-#: Of a policy's adapter. It shares a step with others' streams, which would wait for a longer one.
-CANARY_TOKENS_OF_POLICY = 4
 CANARY_PREFIX = "canary-"
 
 
@@ -108,9 +107,8 @@ class Checker:
 
 
 def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
-    """Token ids all over the vocabulary; the same for every replica of a model."""
-    size = max(2, min(tokens, info.max_model_len - 1))
-    return tuple((i * 7919 + 13) % info.vocab_size for i in range(size))
+    """The canary that fits a model."""
+    return canary_ids(info.vocab_size, info.max_model_len, tokens)
 
 
 DRAIN_LOG_EVERY_S = 10.0
@@ -168,7 +166,7 @@ class SwapDriver:
         self._monotonic = monotonic
         self._on_change, self._on_settled, self._on_engine_death = told.change, told.settled, told.death
         self._on_swapped = told.swapped
-        self._attempts = Attempts(machine)
+        self._attempts = Attempts(machine, proved=engine.proves_staged)
         self._attempt: asyncio.Task[None] | None = None
         #: Of the attempt in work.
         self._history: SwapHistory
@@ -295,6 +293,7 @@ class SwapDriver:
             if action is Action.END_BOOT:
                 raise
         finally:
+            self._open()
             history.ended_s = self._monotonic()
             if history.outcome == "superseded" and self._attempts.phase is Phase.STOPPED:
                 history.outcome = "stopped"
@@ -342,9 +341,14 @@ class SwapDriver:
             self._act(self._attempts.signalled())
             await self._turn.wait()
 
+    def _open(self) -> None:
+        """Newcomers may enter, unless what serves failed its check. A gate that is down stays so: the boot is over."""
+        if self._gate.door is not Door.DOWN:
+            self._gate.set(Door.OPEN if self.machine.sound else Door.UNSOUND)
+
     async def _switch(self, desired: Desired) -> SwapTiming:
         """Sync: close the gate and wait for all requests. Async: wait for pinned ones in the way. Then hold newcomers until
-        the engine has switched."""
+        the engine has switched, and where it could not prove the weights before, until they are checked."""
         try:
             if desired.transition == "SYNC":
                 self._gate.set(Door.CLOSED)
@@ -358,10 +362,10 @@ class SwapDriver:
             self._pins.switching(self.machine, desired)
             timing = await self._engine.commit(desired.snapshot)
             self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
+            if self._engine.proves_staged:
+                self._open()
             return timing
         finally:
-            if self._gate.door in (Door.HELD, Door.CLOSED):
-                self._gate.set(Door.OPEN)
             self._pins.reopen()
 
     async def _drained(self, desired: Desired) -> None:
