@@ -437,6 +437,38 @@ def test_a_target_tells_which_report_it_was_chosen_by(tmp_path: Path) -> None:
     world.close()
 
 
+def test_a_fault_while_a_replica_is_told_is_logged_and_the_message_sent_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, replicas=1)
+    world.set.hear(0)
+    for send, told in ((world.set.send_desired, "to load a"), (world.set.send_pause, "of a pause")):
+        faults = [RuntimeError("a fault of this process")]
+
+        async def once(*message: Any, send: Any = send, faults: list[RuntimeError] = faults) -> None:
+            if faults:
+                raise faults.pop()
+            await send(*message)
+
+        setattr(world.set, send.__name__, once)
+        assert world.ledger is not None
+        if told == "of a pause":
+            world.run(world.ledger.pause(DEPLOYMENT, "keep"))
+        else:
+            world.signal("a")
+        with caplog.at_level("ERROR"):
+            world.reconcile()
+        assert f"replica-0 was not told {told}" in caplog.text
+        assert "a fault of this process" in caplog.text
+        world.time += 10
+        world.reconciler.signalled()
+        world.reconcile()
+        world.set.hear(0)
+    assert world.replicas[0].machine.accepted is not None
+    assert world.replicas[0].pause.mode == "keep"
+    world.close()
+
+
 def test_a_slow_replica_holds_up_no_other(tmp_path: Path) -> None:
     world = World(tmp_path, replicas=2)
 

@@ -454,13 +454,10 @@ class Reconciler:
         if report.pause.serial >= pause.serial or again or message in self._sending:
             return
         self._paused[view.name] = (report.boot, pause, now)
-        self._begin(message, self._deliver_pause(view, pause))
+        self._begin(message, self._tell_pause(view, pause))
 
-    async def _deliver_pause(self, view: ReplicaView, pause: Pause) -> None:
-        try:
-            await self._replicas.send_pause(view, pause)
-        except ReplicaUnavailable as error:
-            logger.info("%s was not told of a pause: %s", view.name, error)
+    async def _tell_pause(self, view: ReplicaView, pause: Pause) -> None:
+        await self._tell(view, self._replicas.send_pause(view, pause), "of a pause", None)
 
     async def _end_old_pause(self, pause: Pause) -> None:
         now = self._monotonic()
@@ -485,25 +482,24 @@ class Reconciler:
                 await self._ledger.pause(self._deployment, pause.mode, only=pause.serial, floor=seen)
 
     async def _deliver(self, view: ReplicaView, boot: str, desired: Desired) -> None:
-        try:
-            await self._replicas.send_desired(view, desired)
+        message = self._replicas.send_desired(view, desired)
+        if await self._tell(view, message, f"to load {desired.snapshot}", desired.snapshot):
             self._delivered[view.name] = (boot, desired.snapshot, desired.generation)
+
+    async def _tell(
+        self, view: ReplicaView, message: Coroutine[Any, Any, None], what: str, snapshot: str | None
+    ) -> bool:
+        """Send a replica a message. Returns whether it arrived. The next pass compares, and sends what did not arrive."""
+        try:
+            await message
         except ReplicaUnavailable as error:
-            logger.info(
-                "%s was not told to load %s: %s",
-                view.name,
-                desired.snapshot,
-                error,
-                extra=_named(view, desired.snapshot),
-            )
+            logger.info("%s was not told %s: %s", view.name, what, error, extra=_named(view, snapshot))
+        # Any other error is a fault of this process. It is logged whole.
         except Exception:
-            # The error is logged whole. The next pass compares again and sends again.
-            logger.exception(
-                "%s was not told to load %s",
-                view.name,
-                desired.snapshot,
-                extra=_named(view, desired.snapshot),
-            )
+            logger.exception("%s was not told %s", view.name, what, extra=_named(view, snapshot))
+        else:
+            return True
+        return False
 
     def _sent(self, message: str) -> None:
         del self._sending[message]

@@ -107,10 +107,17 @@ class Adapters:
         return True
 
     async def close(self) -> None:
-        tasks = [t for held in self._held.values() for t in (held.loading, held.ending) if t is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancels what is being loaded and ended. No task of this object runs afterwards; no call may follow."""
+        self._queue.clear()
+        # A task that is cancelled may begin to end another policy.
+        while tasks := self._running():
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _running(self) -> list[asyncio.Task[None]]:
+        begun = [task for held in self._held.values() for task in (held.loading, held.ending)]
+        return [task for task in begun if task is not None and not task.done()]
 
     async def _enter(self, policy: str, snapshot: str) -> Held:
         await self._list()
