@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from publish_world import World, weights
 
 from midstream.client import NotReadyInTime, SignalRefused, SnapshotFailed, TrainingRun
-from midstream.client.server import Unanswered
+from midstream.client.errors import Unanswered
 
 
 @pytest.fixture
@@ -79,17 +81,45 @@ def test_a_snapshot_that_was_never_signalled_does_not_count(world: World) -> Non
         assert (run.at_least, run.signalled) == ("r/0", ["r/0"])
 
 
-def test_rollouts_that_are_asked_for_after_a_failure_tell_it(world: World) -> None:
-    with world.publisher() as publisher:
+def test_any_thread_that_asks_for_rollouts_hears_of_a_failure_and_the_trainer_still_does(
+    world: World,
+) -> None:
+    """A worker's look at `at_least` takes nothing from the thread that publishes."""
+    with world.publisher() as publisher, ThreadPoolExecutor(4) as workers:
         run = TrainingRun(publisher, "r", config_dir=world.config)
         run.publish(weights(0))
         world.fail = "r/1"
         failing = run.publish(weights(1))
         with pytest.raises(SnapshotFailed):
             failing.wait()
+        for looked in [workers.submit(lambda: run.at_least) for _ in range(8)]:
+            with pytest.raises(SnapshotFailed, match="r/1"):
+                looked.result()
         with pytest.raises(SnapshotFailed, match="r/1"):
-            _ = run.at_least
-        assert run.at_least == "r/0"
+            run.publish(weights(2))
+        assert workers.submit(lambda: run.at_least).result() == "r/0"
+
+
+def test_what_a_thread_asks_rollouts_for_never_goes_back(world: World) -> None:
+    ended = threading.Event()
+
+    def look(run: TrainingRun) -> list[str]:
+        seen = [run.at_least]
+        while not ended.is_set():
+            seen.append(run.at_least)
+        return seen
+
+    with world.publisher() as publisher, ThreadPoolExecutor(2) as workers:
+        run = TrainingRun(publisher, "r", config_dir=world.config)
+        run.publish(weights(0))
+        looking = [workers.submit(look, run) for _ in range(2)]
+        for step in range(1, 6):
+            run.publish(weights(step))
+        run.wait()
+        ended.set()
+        for seen in looking:
+            assert seen.result() == sorted(seen.result())
+        assert run.at_least == "r/5"
 
 
 def test_a_snapshot_that_was_slow_counts_as_it_may_serve_yet(world: World) -> None:

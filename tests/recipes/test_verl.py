@@ -17,7 +17,8 @@ from recipes import needs, run_recipe
 from serving import Server, serve
 
 from midstream.client import PublishError, SignalRefused, SnapshotPublisher
-from midstream.client.server import Caller, HotLoadServer
+from midstream.client.calls import Caller
+from midstream.client.server import HotLoadServer
 from midstream.integrations import verl_wire
 from midstream.integrations.verl_wire import (
     Generator,

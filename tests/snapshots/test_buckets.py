@@ -22,7 +22,7 @@ from obstore.exceptions import GenericError
 from s3server import KEYS_PER_PAGE, S3Server, s3_server
 
 from midstream.client.bucket import open_bucket as open_for_publishing
-from midstream.client.server import PublishError
+from midstream.client.errors import PublishError
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotRefused
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, parse_manifest
 from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url

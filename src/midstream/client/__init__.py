@@ -18,6 +18,13 @@ if TYPE_CHECKING:
         snapshot_of,
         token_snapshots,
     )
+    from midstream.client.errors import (
+        NotReadyInTime,
+        PublishError,
+        SignalRefused,
+        SnapshotFailed,
+        Unanswered,
+    )
     from midstream.client.journal import gaps_in, read_records, traces_of
     from midstream.client.publication import Publication, Published
     from midstream.client.publish import SnapshotPublisher
@@ -34,18 +41,12 @@ if TYPE_CHECKING:
     )
     from midstream.client.rollouts import Rollout, RolloutClient, fresh, importance_ratios, staleness
     from midstream.client.run import TrainingRun
-    from midstream.client.server import (
-        HotLoadServer,
-        NotReadyInTime,
-        PublishError,
-        SignalRefused,
-        SnapshotFailed,
-        Unanswered,
-    )
+    from midstream.client.server import HotLoadServer
     from midstream.client.status import ReplicaStatus, Status
 
 _NAMES = {  # module: what it has of __all__
     "decode": "decode_routing_matrix near_ties_of routes_of snapshot_of token_snapshots",
+    "errors": "NotReadyInTime PublishError SignalRefused SnapshotFailed Unanswered",
     "journal": "gaps_in read_records traces_of",
     "publication": "Publication Published",
     "publish": "SnapshotPublisher",
@@ -53,7 +54,7 @@ _NAMES = {  # module: what it has of __all__
     "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
     "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
     "run": "TrainingRun",
-    "server": "HotLoadServer NotReadyInTime PublishError SignalRefused SnapshotFailed Unanswered",
+    "server": "HotLoadServer",
     "status": "ReplicaStatus Status",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from midstream.client.server import PublishError
+from midstream.client.errors import PublishError
 from midstream.core.errors import SnapshotError
 from midstream.core.types import Content
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest

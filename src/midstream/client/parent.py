@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from midstream.client.server import PublishError
+from midstream.client.errors import PublishError
 from midstream.snapshots.durable import boot_id
 
 log = logging.getLogger(__name__)

@@ -5,28 +5,21 @@ Always holds: see publish.py, whose promises this module keeps.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
+from midstream.client.calls import Answer
+from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.names import check_names
 from midstream.client.parent import Parent, WorkDirectory
-from midstream.client.server import (
-    SIGNAL_RETRY_S,
-    Answer,
-    Compression,
-    HotLoadServer,
-    PublishError,
-    ResetPromptCache,
-    SignalRefused,
-    SnapshotFailed,
-    Unanswered,
-)
+from midstream.client.server import SIGNAL_RETRY_S, Compression, HotLoadServer, ResetPromptCache
 from midstream.client.status import ReplicaStatus, Status
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
@@ -117,6 +110,31 @@ def why_full(job: Job, parent: Parent | None, full_every: int) -> str | None:
     return None
 
 
+class _Questions:
+    """The time that one job's status and signals may take together. Uploads between them do not count.
+
+    Raises Unanswered once the time is used up.
+    """
+
+    def __init__(self, job: Job, monotonic: Callable[[], float]) -> None:
+        self._job = job
+        self._left_s = min(job.timeout_s, SIGNAL_RETRY_S)
+        self._monotonic = monotonic
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[float]:
+        """Around one question. Gives its deadline, in seconds."""
+        if self._left_s < 0:
+            late = f"was not signalled within {self._job.timeout_s:g} s"
+            raise Unanswered(f"snapshot {self._job.identity!r} {late}: the server answers slowly", None)
+        began = self._monotonic()
+        try:
+            yield self._left_s
+        finally:
+            if self._left_s:
+                self._left_s -= self._monotonic() - began
+
+
 class Publishing:
     """Does jobs, one at a time."""
 
@@ -159,9 +177,10 @@ class Publishing:
     def _run(self, job: Job, staged: Path, delta: Path, write_s: float) -> Published:
         started = self._monotonic()
         whole_bytes = size_bytes(staged)
-        parent, why = self._parent_of(job, staged, delta)
+        asking = _Questions(job, self._monotonic)
+        parent, why = self._parent_of(job, staged, delta, asking)
         encoded = self._monotonic()
-        sent = self._send(job, staged, delta, parent, why)
+        sent = self._send(job, staged, delta, (parent, why), asking)
         uploaded = self._monotonic()
         sent_bytes = size_bytes(delta if sent.parent is not None else staged)
         deltas = sent.parent.deltas + 1 if sent.parent is not None else 0
@@ -186,7 +205,9 @@ class Publishing:
             status=status,
         )
 
-    def _parent_of(self, job: Job, staged: Path, delta: Path) -> tuple[Parent | None, str]:
+    def _parent_of(
+        self, job: Job, staged: Path, delta: Path, asking: _Questions
+    ) -> tuple[Parent | None, str]:
         """The snapshot that a delta stands on, and why. The delta is written then. None for a full snapshot."""
         parent = self._work.parent
         why = why_full(job, parent, self._full_every)
@@ -194,7 +215,7 @@ class Publishing:
             why = "it replaces another snapshot of that name"
         if why is None:
             assert parent is not None
-            why = self._why_not_on(parent, job, staged)
+            why = self._why_not_on(parent, staged, asking)
             if why is None:
                 why = self._encode(parent, job, staged, delta)
             if why is None:
@@ -203,8 +224,10 @@ class Publishing:
             raise PublishError(f"snapshot {job.identity!r} cannot be a delta: {why}")
         return None, why
 
-    def _why_not_on(self, parent: Parent, job: Job, staged: Path) -> str | None:
-        if not self._server.status(retry_s=_retry_s(job)).stands_on(parent.identity, parent.generation):
+    def _why_not_on(self, parent: Parent, staged: Path, asking: _Questions) -> str | None:
+        with asking.one() as left_s:
+            status = self._server.status(retry_s=left_s)
+        if not status.stands_on(parent.identity, parent.generation):
             return f"the server does not stand on {parent.identity!r}"
         try:
             before = _tensors(parent.directory)
@@ -225,12 +248,15 @@ class Publishing:
             return "a delta would not be smaller"
         return None
 
-    def _send(self, job: Job, staged: Path, delta: Path, parent: Parent | None, why: str) -> _Sent:
+    def _send(
+        self, job: Job, staged: Path, delta: Path, chosen: tuple[Parent | None, str], asking: _Questions
+    ) -> _Sent:
         """Upload and signal. A delta the server refuses is sent again as a full snapshot, unless a delta was asked for."""
+        parent, why = chosen
         if parent is not None:
             self._upload(job, delta, parent.identity, overwrite=False)
             try:
-                return _Sent(parent, why, _generation(self._signal(job, parent.identity)))
+                return _Sent(parent, why, _generation(self._signal(job, parent.identity, asking)))
             except Unanswered:
                 raise
             except SignalRefused as refused:
@@ -239,7 +265,7 @@ class Publishing:
                 why = f"the server refused a delta: {refused}"
         replaces = self._bucket.exists(job.identity)
         self._upload(job, staged, None, overwrite=job.overwrite or parent is not None)
-        answer = self._signal(job, None)
+        answer = self._signal(job, None, asking)
         # After a retry, "nothing changed" may be the answer to a signal that was taken the first time.
         if replaces and answer.attempts == 1 and _unchanged(answer):
             raise PublishError(
@@ -257,16 +283,17 @@ class Publishing:
 
         self._bucket.put(job.identity, directory, overwrite=overwrite, on_file=landed)
 
-    def _signal(self, job: Job, previous: str | None) -> Answer:
-        return self._server.signal(
-            job.identity,
-            job.reset_prompt_cache,
-            previous=previous,
-            compression=self._compression,
-            extra_fields_ignore=job.extra_fields_ignore,
-            retry_s=_retry_s(job),
-            overwrite=job.overwrite,
-        )
+    def _signal(self, job: Job, previous: str | None, asking: _Questions) -> Answer:
+        with asking.one() as left_s:
+            return self._server.signal(
+                job.identity,
+                job.reset_prompt_cache,
+                previous=previous,
+                compression=self._compression,
+                extra_fields_ignore=job.extra_fields_ignore,
+                retry_s=left_s,
+                overwrite=job.overwrite,
+            )
 
 
 class _Sent(NamedTuple):
@@ -315,10 +342,6 @@ def check_whole(
                 f"snapshot {identity!r} is an adapter: name the policy that it is for"
             ) from error
         raise PublishError(f"snapshot {identity!r} would not be whole: {error}") from error
-
-
-def _retry_s(job: Job) -> float:
-    return min(job.timeout_s, SIGNAL_RETRY_S)
 
 
 def _unchanged(answer: Answer) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypedDict, Unpack
 import httpx
 
 from midstream.client.bucket import open_bucket
+from midstream.client.errors import PublishError
 from midstream.client.names import served_spec
 from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
@@ -36,7 +37,6 @@ from midstream.client.server import (
     SIGNAL_RETRY_S,
     Compression,
     HotLoadServer,
-    PublishError,
     ResetPromptCache,
     SignalOptions,
 )
@@ -58,7 +58,8 @@ class How(TypedDict, total=False):
     kind: None means a delta when the server can load it and it is smaller, else full. "delta" is a PublishError if it cannot
     be. overwrite: a snapshot of this name in the bucket is replaced, and the name means the new files for the server too.
     reset_prompt_cache: "all" (default), "new_session", "none", a bool, or {"max_age": k}. extra_fields_ignore: top-level fields
-    of config.json that may differ from the served model's. timeout_s: of the signal, and again of the wait, in seconds (300).
+    of config.json that may differ from the served model's. timeout_s: of the signal with what it asks before,
+    and again of the wait, in seconds (300).
     on_status: called with each answer while waiting. on_phase: called as each phase begins.
     """
 

@@ -16,8 +16,10 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
+from midstream.client.calls import Caller
 from midstream.client.decode import Routes, routes_of, token_snapshots
-from midstream.client.server import Caller, PublishError, check_url
+from midstream.client.errors import PublishError
+from midstream.client.server import check_url
 
 #: Rollouts may take long; a connection that is lost is seen at once.
 TIMEOUT = httpx.Timeout(30.0, read=3600.0)
@@ -73,7 +75,7 @@ class RolloutClient:
         headers = {} if api_key is None else {"x-api-key": api_key}
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
         self._http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)
-        self._caller = Caller(self._http)
+        self._caller = Caller(self._http, bounded=False)
         self._url = server.rstrip("/") + "/v1/completions"
         self._model = {} if model is None else {"model": model}
         self._top_k = num_experts_per_tok

@@ -1,8 +1,8 @@
 """The snapshots of one training run: RUN/0, RUN/1, ... in their order, and which of them rollouts must come from.
 
 Always holds: RUN/0, the run's own first weights, is served before `publish` returns, so no rollout is of an earlier run. At
-most one publication is under way. A publication that failed is raised by the next call, once. Its snapshot still counts where
-the signal was sent, or may have been: some replica may serve it.
+most one publication is under way. A publication that failed is raised by the next `publish` or `wait`, once. Its snapshot still
+counts where the signal was sent, or may have been: some replica may serve it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from types import TracebackType
 from typing import Any, Unpack
 
+from midstream.client.errors import NotReadyInTime, SnapshotFailed, Unanswered
 from midstream.client.publication import Publication
 from midstream.client.publish import How, SnapshotPublisher
-from midstream.client.server import NotReadyInTime, SnapshotFailed, Unanswered
 
 
 class TrainingRun:
-    """The snapshots of one training run, RUN/0, RUN/1 and so on. Use from one thread. A context manager, which waits for the
-    last publication.
+    """The snapshots of one training run, RUN/0, RUN/1 and so on. A context manager, which waits for the last publication.
+    Publish from one thread; any thread may read `at_least`, `signalled` and `name`.
 
     publisher: it stays the caller's to close. name: None makes one of the time, with four digits for runs of one second.
     behind: 0 means that `publish` returns when every replica serves the snapshot; with 1 it returns when it has a copy of the
@@ -72,25 +72,34 @@ class TrainingRun:
 
     def wait(self) -> None:
         """Returns when every replica serves the newest snapshot. Raises the errors of SnapshotPublisher.publish."""
-        running, self._running = self._running, None
+        running = self._running
         if running is None:
             return
         try:
             running.wait()
         except (NotReadyInTime, SnapshotFailed, Unanswered):
+            self._running = None
             raise
         # Whatever else the publisher's thread ended with, no signal was taken. It is the caller's to handle.
         except Exception:
+            self._running = None
             self.signalled.remove(running.identity)
             raise
+        # In this order: a thread that reads `at_least` between the two lines never sees the snapshot before again.
         self._served = running.identity
+        self._running = None
 
     @property
     def at_least(self) -> str:
-        """What to ask rollouts for: the newest snapshot that every replica serves. Raises ValueError before the first, and the
-        errors of SnapshotPublisher.publish."""
-        if self._running is not None and self._running.done():
-            self.wait()
+        """What to ask rollouts for: the newest snapshot that every replica serves. Any thread may read it.
+
+        Raises ValueError before the first. Raises the errors of SnapshotPublisher.publish while a publication that failed was
+        not raised by `publish` or `wait`.
+        """
+        running = self._running
+        if running is not None and running.done():
+            running.wait()
+            return running.identity
         if self._served is None:
             raise ValueError(f"{self.name}: publish the run's own weights before the first rollout")
         return self._served

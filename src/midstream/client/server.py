@@ -1,175 +1,22 @@
 """The server's hot-load API as a trainer uses it: signal, hint, status, ledger, and waiting.
 
 Always holds: every call may be repeated. Errors that a retry can cure are retried until the deadline, others are not.
-
-The errors of publishing a snapshot.
-
-PublishError
-  SignalRefused      the server does not take the signal; no replica loads the snapshot
-    Unanswered       the server could not be reached, or could not answer, for too long
-  SnapshotFailed     a replica could not load the snapshot; it still serves the one before
-  NotReadyInTime     replicas were still loading at the deadline (also a TimeoutError)
-
-HTTP with the retry rules of the hot-load API.
-
-Always holds: a request is sent again only after no answer, 408, 425, 429 or 5xx, with growing pauses or those of Retry-After,
-and never past the deadline.
 """
 
 from __future__ import annotations
 
-import email.utils
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from midstream.client.calls import MESSAGE_CHARS_MAX, Answer, Caller, decoded
+from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.status import Status, read_status
 from midstream.core.headers import HEADER_OVERWRITE
-from midstream.core.text import NOT_JSON
-
-
-class PublishError(Exception):
-    """Any failure to publish, to ask the server or to sample. The message is for the person who runs the trainer."""
-
-
-class SignalRefused(PublishError):
-    """The server does not take a request, and a repeated one would not help. `status`: the HTTP status, None when no answer
-    came."""
-
-    def __init__(self, message: str, status: int | None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Unanswered(SignalRefused):
-    """The server could not be reached, or could not answer, until the deadline. It may have taken the request all the same."""
-
-
-class SnapshotFailed(PublishError):
-    """`replica` could not load `identity`. It still serves the snapshot before."""
-
-    def __init__(self, identity: str, replica: str, message: str) -> None:
-        super().__init__(f"{replica} could not load snapshot {identity!r}: {message}")
-        self.identity = identity
-        self.replica = replica
-
-
-class NotReadyInTime(PublishError, TimeoutError):
-    """Replicas were still loading the snapshot at the deadline, and go on with it. Also a TimeoutError."""
-
-
-logger = logging.getLogger(__name__)
-
-RETRY_STATUSES = frozenset({408, 425, 429})
-FIRST_PAUSE_S = 0.25
-LAST_PAUSE_S = 10.0
-#: A request that failed so often says so, once.
-SAID_AFTER = 3
-#: Of a server's words.
-MESSAGE_CHARS_MAX = 1000
-
-
-class Answer(NamedTuple):
-    """body: decoded JSON. attempts: how many requests it took."""
-
-    body: Any
-    attempts: int
-
-
-class Caller:
-    def __init__(
-        self,
-        http: httpx.Client,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        monotonic: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._http = http
-        self._sleep = sleep
-        self._monotonic = monotonic
-        self._now = now
-
-    def call(
-        self,
-        method: str,
-        url: str,
-        *,
-        deadline_s: float,
-        json: Any = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`."""
-        response, attempts = self._request(method, url, deadline_s, json, headers)
-        return Answer(_decoded(response), attempts)
-
-    def text(self, method: str, url: str, *, deadline_s: float) -> str:
-        """Like `call`, for an answer that is not JSON."""
-        return self._request(method, url, deadline_s, None)[0].text
-
-    def _request(
-        self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None = None
-    ) -> tuple[httpx.Response, int]:
-        until = self._monotonic() + deadline_s
-        pause_s = FIRST_PAUSE_S
-        attempts = 0
-        while True:
-            attempts += 1
-            response: httpx.Response | None = None
-            try:
-                response = self._http.request(method, url, json=json, headers=headers)
-            except httpx.TransportError as error:
-                problem = f"{method} {url}: {error or type(error).__name__}"
-            else:
-                if response.is_success:
-                    return response, attempts
-                problem = f"{method} {url}: {response.status_code} {error_message(response)}"
-                if response.status_code not in RETRY_STATUSES and response.status_code < 500:
-                    raise SignalRefused(problem, response.status_code)
-            asked_s = retry_after_s(response, self._now()) if response is not None else None
-            # A server that asks for no pause is asked again all the same with growing ones.
-            wait_s = asked_s or pause_s
-            left_s = until - self._monotonic()
-            if wait_s > left_s:
-                status = response.status_code if response is not None else None
-                tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
-                raise Unanswered(problem + tried, status)
-            if attempts == SAID_AFTER:
-                logger.warning("%s; sending it again for up to %.0f s more", problem, left_s)
-            self._sleep(wait_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
-
-
-def retry_after_s(response: httpx.Response, now: float) -> float | None:
-    """The time of the Retry-After header, in seconds from `now`; None when it is absent or unreadable."""
-    value = response.headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
-    except ValueError:
-        return None
-
-
-def error_message(response: httpx.Response) -> str:
-    try:
-        return str(msgspec.json.decode(response.content)["error"]["message"])[:MESSAGE_CHARS_MAX]
-    except (*NOT_JSON, KeyError, TypeError):
-        return response.text[:200]
-
-
-def _decoded(response: httpx.Response) -> Any:
-    try:
-        return msgspec.json.decode(response.content)
-    except NOT_JSON as error:
-        raise SignalRefused(
-            f"{response.url}: answered {response.status_code} without JSON", response.status_code
-        ) from error
 
 
 class _Named(msgspec.Struct):
@@ -255,7 +102,8 @@ class HotLoadServer:
     scope of the calls that are made. request_timeout_s: of one request, in seconds. http, sleep, monotonic: for tests.
     Raises ValueError when base_url has credentials or a query.
 
-    Each method that takes `retry_s` repeats what a retry can cure for so many seconds. Raises Unanswered then.
+    Each method that takes `retry_s` repeats what a retry can cure, and has its answer, or raises Unanswered, after so many
+    seconds. 0 asks once, for `request_timeout_s` at most.
     """
 
     #: Signals and status are of this policy of the deployment; None: of the deployment itself.
@@ -323,7 +171,7 @@ class HotLoadServer:
         if previous is not None:
             body["incremental_snapshot_metadata"] = delta_metadata(previous, compression)
         try:
-            answer = self._http.post(f"{self.url}/hint", json=body, timeout=HINT_TIMEOUT_S)
+            answer = self._caller.once("POST", f"{self.url}/hint", deadline_s=HINT_TIMEOUT_S, json=body)
         except httpx.TransportError:
             return False
         return answer.is_success
@@ -347,7 +195,7 @@ class HotLoadServer:
     ) -> Status:
         """Poll until every replica serves `identity`. Returns the last answer.
 
-        timeout_s, poll_s: in seconds. on_status: called with each answer.
+        timeout_s: in seconds; no request lasts past it. 0 asks once. poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
         until = self._monotonic() + timeout_s
@@ -355,7 +203,9 @@ class HotLoadServer:
         status: Status | None = None
         while True:
             try:
-                status = self.status(retry_s=max(0.0, until - self._monotonic()))
+                # A wait of 0 s asks once. One that slept too long has a moment left.
+                left_s = until - self._monotonic()
+                status = self.status(retry_s=max(left_s, 0.001) if timeout_s else 0.0)
             except Unanswered as error:
                 heard = status or "nothing was heard of the replicas"
                 raise NotReadyInTime(f"{late}: {heard}; {error}") from error
@@ -365,7 +215,7 @@ class HotLoadServer:
                 raise SnapshotFailed(identity, failed.name, failed.error or "it gave no reason")
             if status.serves(identity):
                 return status
-            if self._monotonic() + poll_s > until:
+            if self._monotonic() + poll_s >= until:
                 raise NotReadyInTime(f"{late}: {status}")
             self._sleep(poll_s)
 
@@ -456,7 +306,7 @@ class HotLoadServer:
             response = self._http.get(url)
         except httpx.TransportError as error:
             raise Unanswered(f"GET {url}: {error or type(error).__name__}", None) from error
-        return _read(_decoded(response), dict[str, Any], url, "its health")
+        return _read(decoded(response), dict[str, Any], url, "its health")
 
     def get(self, path: str, *, retry_s: float = SIGNAL_RETRY_S) -> Any:
         """The JSON that the server answers at `path`, such as /health. Raises SignalRefused."""

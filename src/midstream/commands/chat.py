@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import httpx
 
 from midstream.client import PublishError
-from midstream.client.server import error_message
+from midstream.client.calls import error_message
 from midstream.commands.common import add_server_arguments, address, connect, guarded, request_headers
 from midstream.core.errors import ConfigError
 from midstream.core.sessions import SESSION_HEADERS

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
-from midstream.client.server import Unanswered, which_deployment
+from midstream.client.errors import Unanswered
+from midstream.client.server import which_deployment
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError, SnapshotRefused
 from midstream.core.text import plain

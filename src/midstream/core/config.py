@@ -110,11 +110,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_body_bytes: Count = 64 * 2**20
     # Of one request, its first line included; more is a 431.
     max_header_bytes: Count = 64 * 2**10
-    # These bounds are each gateway process's own (workers); without API keys everybody is one tenant.
-    # Request bodies that have begun to arrive and are not complete, together: beyond that a 413 that says to retry.
-    # None: 512 MiB, or four times max_body_bytes if that is more; per tenant half of it.
+    # Request bodies that are still arriving at one gateway process, together. A further one is a 413 that says to retry.
+    # None: 512 MiB, or four times max_body_bytes if that is more.
     max_unfinished_body_bytes: int | None = None
-    # Of those, of one tenant.
+    # Those of one tenant at one gateway process. Without API keys everybody is one tenant.
+    # None: half of max_unfinished_body_bytes, or max_body_bytes if that is more.
     max_unfinished_body_bytes_per_tenant: int | None = None
     # Bytes/s that a body has to bring, counted over 30 s, or it is a 408. 0: one byte in 30 s.
     min_body_rate: CountOrZero = 1024

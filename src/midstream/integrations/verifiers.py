@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from midstream.client.errors import PublishError
 from midstream.client.records import REWARD, TrainingSequence, sequences_of
-from midstream.client.server import HotLoadServer, PublishError
+from midstream.client.server import HotLoadServer
 
 logger = logging.getLogger(__name__)
 

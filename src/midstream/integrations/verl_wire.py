@@ -26,8 +26,10 @@ import httpx
 import numpy.typing as npt
 from numpy.lib import format as npy
 
+from midstream.client.calls import Caller
+from midstream.client.errors import PublishError
 from midstream.client.rollouts import RETRY_S, TIMEOUT
-from midstream.client.server import Caller, HotLoadServer, PublishError
+from midstream.client.server import HotLoadServer
 
 PATH = "/inference/v1/generate"
 #: verl's own parameters that are those of the path.
@@ -242,5 +244,5 @@ class Generator:
             limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
             http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)
             threads = ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
-            self._open = http, Caller(http), threads
+            self._open = http, Caller(http, bounded=False), threads
         return self._open

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import httpx
 
-from midstream.client.server import FIRST_PAUSE_S, HOT_LOAD_PATH, RETRY_STATUSES
+from midstream.client.calls import FIRST_PAUSE_S, RETRY_STATUSES
+from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
 from midstream.trainer.types import Failed
 

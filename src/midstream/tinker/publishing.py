@@ -27,7 +27,7 @@ from obstore.exceptions import BaseError
 
 from midstream.client import SnapshotPublisher
 from midstream.client.bucket import open_bucket as open_for_snapshots
-from midstream.client.server import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
+from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.core.errors import ConfigError, MidstreamError, SnapshotError
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE
 from midstream.snapshots.content import MANIFEST_FILE

@@ -1,0 +1,40 @@
+"""The errors of publishing a snapshot, of asking a server and of sampling.
+
+PublishError
+  SignalRefused      the server does not take the signal; no replica loads the snapshot
+    Unanswered       the server could not be reached, or could not answer, for too long
+  SnapshotFailed     a replica could not load the snapshot; it still serves the one before
+  NotReadyInTime     replicas were still loading at the deadline (also a TimeoutError)
+"""
+
+from __future__ import annotations
+
+
+class PublishError(Exception):
+    """Any failure to publish, to ask the server or to sample. The message is for the person who runs the trainer."""
+
+
+class SignalRefused(PublishError):
+    """The server does not take a request, and a repeated one would not help. `status`: the HTTP status, None when no answer
+    came."""
+
+    def __init__(self, message: str, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unanswered(SignalRefused):
+    """The server could not be reached, or could not answer, until the deadline. It may have taken the request all the same."""
+
+
+class SnapshotFailed(PublishError):
+    """`replica` could not load `identity`. It still serves the snapshot before."""
+
+    def __init__(self, identity: str, replica: str, message: str) -> None:
+        super().__init__(f"{replica} could not load snapshot {identity!r}: {message}")
+        self.identity = identity
+        self.replica = replica
+
+
+class NotReadyInTime(PublishError, TimeoutError):
+    """Replicas were still loading the snapshot at the deadline, and go on with it. Also a TimeoutError."""
