@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, post, run
@@ -30,7 +31,7 @@ from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.http.reader import error_response
-from midstream.ledger import DeploymentState, Ledger, Signal, sqlite_url
+from midstream.ledger import Ledger, Signal, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
 
@@ -253,7 +254,7 @@ def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_wait
             gone = next(p for p in here.deployments.policies() if not here.where(p.policy))
             await until(lambda: not gone.replicas.holders)
             assert await shown(here, gone) == {"unloaded"}
-            status = read_status({"replicas": replica_rows(*await state_of(here, gone), {})})
+            status = read_status({"replicas": await rows_of(here, gone)})
             assert status.serves(f"{gone.policy}-1")
             assert not status.serves("another")
             assert unloaded(gone.replicas) == ["replica-0", "replica-1"]
@@ -272,13 +273,13 @@ def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_wait
     run(main)
 
 
-async def state_of(here: World, policy: Deployment) -> tuple[DeploymentState, ReplicaSet]:
-    return await here.ledger.state(policy.name), policy.replicas
+async def rows_of(here: World, policy: Deployment) -> list[dict[str, Any]]:
+    return replica_rows(await here.ledger.state(policy.name), policy)
 
 
 async def shown(here: World, policy: Deployment) -> set[str]:
     """The stages of its rows."""
-    rows = replica_rows(*await state_of(here, policy), {})
+    rows = await rows_of(here, policy)
     assert rows
     return {row["loading_state"]["stage"] for row in rows}
 

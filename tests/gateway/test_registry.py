@@ -105,6 +105,6 @@ def test_no_two_replicas_are_called_the_same(deployments: Deployments) -> None:
     names = []
     for one in deployments:
         one.wanted = 2
-        names += deployments.replica_names(one)
+        names += one.replica_names
     assert names[:3] == ["replica-0", "replica-1", "b-replica-0"]
     assert len(set(names)) == 8

@@ -14,6 +14,7 @@ from openapi_answers import Checked
 from midstream.api import hotload
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.client.status import read_status
 from midstream.core.errors import SnapshotError
 from midstream.core.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
 from midstream.core.versions import ServedNames
@@ -468,6 +469,29 @@ def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
         ]
         assert [row["readiness"] for row in rows] == [True, False, True]
         assert rows[0]["midstream"]["error"] == "model.safetensors: truncated"
+
+    serve(tmp_path, work)
+
+
+def test_a_replica_that_should_be_there_and_has_no_address_yet_is_waited_for(tmp_path: Path) -> None:
+    """Its process is starting, or is started again."""
+
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        for index in range(3):
+            server.report(index, snapshot="a", generation=1, target="a")
+        assert read_status({"replicas": await server.rows()}).serves("a")
+        server.deployments.default.wanted = 5
+        server.deployments.default.problems["replica-4"] = "no room for it"
+        rows = await server.rows()
+        assert stages(rows)[:2] == [("replica-3", "pending", "a"), ("replica-4", "pending", "a")]
+        assert [row["midstream"]["replica"] for row in rows[2:]] == ["replica-0", "replica-1", "replica-2"]
+        assert [row["midstream"]["error"] for row in rows[:2]] == [
+            "the replica is starting and has not reported yet",
+            "no room for it",
+        ]
+        assert [row["readiness"] for row in rows] == [False, False, True, True, True]
+        assert not read_status({"replicas": rows}).serves("a")
 
     serve(tmp_path, work)
 

@@ -211,7 +211,7 @@ class AddonApi:
 
 
 def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> dict[str, Any]:
-    rows = replica_rows(state, policy.replicas, {})
+    rows = replica_rows(state, policy)
     errors = [row["midstream"]["error"] for row in rows if row["loading_state"]["stage"] == "error"]
     loaded = bool(rows) and all(row["loading_state"]["stage"] in SERVED_STAGES for row in rows)
     told: Mapping[str, Any] = {name: row.fields[name] for name in _TEXTS if name in row.fields}

@@ -209,7 +209,7 @@ class _Api:
         if not state.proven:
             # A publisher waits for it. What made the demand known may be gone.
             deployment.replicas.ask()
-        rows = replica_rows(state, deployment.replicas, deployment.troubles)
+        rows = replica_rows(state, deployment)
         if not deployment.policy:
             return JSONResponse({"replicas": rows})
         return JSONResponse({"replicas": rows, "unloaded": unloaded(deployment.replicas)})

@@ -249,7 +249,7 @@ def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> di
         "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
         "generation": row.generation,
         "bytes": _size(state.desired),
-        "replicas": replica_rows(state, policy.replicas, {}),
+        "replicas": replica_rows(state, policy),
         "unloaded": unloaded(policy.replicas),
     }
 

@@ -3,6 +3,7 @@
 Always holds:
 - `loading_state` is an object; the least ready replica comes first, so that a client that reads only one waits for all.
 - A replica that names the desired snapshot as its own is ready only when it serves exactly that, and was checked.
+- A replica that should be there has a row, also while it has no address. So a client that waits for all never ends early.
 - Of a policy, only replicas that are to hold it have a row. While none is to, each that is heard has one: `unloaded` once the
   desired snapshot was served, `pending` before.
 
@@ -19,7 +20,7 @@ Always holds: every snapshot the ledger has is shown, with its chain and with ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,7 @@ from midstream.core.errors import SnapshotRefused
 from midstream.core.text import engine_name, in_order, refusal
 from midstream.core.types import ENGINE_FEATURES, EngineCard, FileContent, ReplicaReport, Stage
 from midstream.fleet.reconcile import failure, serves
+from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import DeploymentState, Disagreement, SnapshotRow, TransitionRow
 
@@ -206,15 +208,15 @@ _AT_REST = ("idle", "done")
 SERVED_STAGES = ("done", "unloaded")
 
 
-def replica_rows(
-    state: DeploymentState, replicas: ReplicaSet, troubles: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """One row per replica, the least ready first. troubles: by replica, why it cannot be started."""
+def replica_rows(state: DeploymentState, deployment: Deployment) -> list[dict[str, Any]]:
+    """One row per replica that should serve the deployment, the least ready first. state: the deployment's own."""
+    replicas, troubles = deployment.replicas, deployment.troubles
     views, made_way = replicas.holders, False
     if not views:
         views = [view for view in replicas.views if view.report is not None] or replicas.views
         made_way = replicas.by_demand and state.proven
     rows = [(view.index, _replica_row(state, view, troubles.get(view.name), made_way)) for view in views]
+    rows += [(len(views), _absent_row(state, name, troubles.get(name))) for name in deployment.absent]
     rows.sort(key=lambda at: (READY_ORDER.index(at[1]["loading_state"]["stage"]), at[1]["readiness"], at[0]))
     return [row for _, row in rows]
 
@@ -249,6 +251,24 @@ def _replica_row(
             "error": error,
             "generation": report.generation if report else None,
             "last_swap": msgspec.to_builtins(timing) if timing else None,
+        },
+    }
+
+
+def _absent_row(state: DeploymentState, name: str, trouble: str | None) -> dict[str, Any]:
+    """Of a replica that has no address yet."""
+    target = state.desired.snapshot if state.desired else None
+    return {
+        "current_snapshot_identity": None,
+        "readiness": False,
+        "loading_state": {"stage": "pending", "target_snapshot_identity": target},
+        "midstream": {
+            "replica": name,
+            "boot": None,
+            "reachable": False,
+            "error": trouble or "the replica is starting and has not reported yet",
+            "generation": None,
+            "last_swap": None,
         },
     }
 

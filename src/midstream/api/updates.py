@@ -100,7 +100,7 @@ class Updates:
                 raise Conflict(
                     f"{desired.snapshot!r} was superseded by {state.snapshot!r} before it served everywhere"
                 )
-            rows = replica_rows(state, deployment.replicas, deployment.troubles)
+            rows = replica_rows(state, deployment)
             stages = [row["loading_state"]["stage"] for row in rows]
             if rows and all(stage in SERVED_STAGES for stage in stages):
                 return

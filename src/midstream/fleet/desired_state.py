@@ -352,7 +352,7 @@ class DesiredState:
 
     def _arrange(self, deployment: Deployment) -> list[str]:
         """Set the members of one deployment; the names of the replicas that should run."""
-        names = self._deployments.replica_names(deployment)
+        names = deployment.replica_names
         if self._running is None:
             return names
         running = self._of(deployment)

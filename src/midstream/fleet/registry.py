@@ -42,8 +42,9 @@ class Deployment:
     prefixes: PrefixTable = field(default_factory=PrefixTable)
     # The order of its snapshots.
     order: SignalOrder = field(default_factory=SignalOrder)
-    # The number of replicas it should have.
+    # The number of replicas it should have, and how their names begin.
     wanted: int = 0
+    prefix: str = ""
     # What was reported of single replicas.
     entries: dict[str, ReplicaEntry] = field(default_factory=dict)
     # The deployment takes no requests.
@@ -85,6 +86,19 @@ class Deployment:
     def wanted_in_all(self) -> int:
         """With those that others run."""
         return self.wanted + sum(entry.url is not None for entry in self.entries.values())
+
+    @property
+    def replica_names(self) -> list[str]:
+        """The names of the replicas that it should have, beside those that others run: `replica-0` and so on."""
+        return [f"{self.prefix}replica-{number}" for number in range(self.wanted)]
+
+    @property
+    def absent(self) -> list[str]:
+        """Replicas that should serve it and have no address yet: their processes are still starting."""
+        if self.replicas.by_demand:
+            return []
+        known = {view.name for view in (*self.host.replicas.views, *self.host.replicas.leaving)}
+        return [name for name in self.host.replica_names if name not in known]
 
     @property
     def served(self) -> bool:
@@ -190,6 +204,9 @@ class Deployments:
         table = self._policies if deployment.policy else self._by_name
         assert deployment.name not in table
         table[deployment.name] = deployment
+        if deployment is not self.default:
+            # So no two replicas in the gateway share a name.
+            deployment.prefix = f"{deployment.name.rpartition('/')[2]}-"
         if deployment.policy:
             bisect.insort(self._order, deployment.name)
         for name in deployment.names.accepted():
@@ -209,14 +226,6 @@ class Deployments:
     def called(self, name: str) -> list[Deployment]:
         """All that have this name, in full or bare, also those that are being ended."""
         return list(self._called.get(name, ()))
-
-    def replica_names(self, deployment: Deployment) -> list[str]:
-        """The names of the replicas that it should have: `replica-0` and so on.
-
-        Names of another deployment than the default begin with its own name, so no two replicas in the gateway share one.
-        """
-        prefix = "" if deployment is self.default else f"{deployment.name.rpartition('/')[2]}-"
-        return [f"{prefix}replica-{number}" for number in range(deployment.wanted)]
 
     def known(self, name: str) -> Deployment | None:
         """By full name."""

@@ -47,8 +47,8 @@ SNAPSHOTS = (
         "signalled_before_the_upload",
         "client/publication.py",
         "        self._upload(job, staged, None, overwrite=job.overwrite or parent is not None)\n"
-        "        answer = self._signal(job, None)",
-        "        answer = self._signal(job, None)\n"
+        "        answer = self._signal(job, None, asking)",
+        "        answer = self._signal(job, None, asking)\n"
         "        self._upload(job, staged, None, overwrite=job.overwrite or parent is not None)",
         "A snapshot is signalled after all its files are in the bucket.",
         ("client/test_publish.py",),
