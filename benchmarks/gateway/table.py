@@ -70,9 +70,17 @@ def _pairs(result: dict[str, Any], shape: str, name: str, key: str, text: Any) -
     cells = [placement["cells"].get(shape, {}).get(name) for placement in result["placements"]]
     if not all(cells):
         return "-"
-    if any("refused" in cell for cell in cells):
-        return f"refused ({cells[0]['refused']})"
-    return " / ".join(text(cell[key]) for cell in cells)
+    marks = [_mark(cell) for cell in cells]
+    if marks[0] and len(set(marks)) == 1:
+        return marks[0]
+    return " / ".join(mark or text(cell[key]) for mark, cell in zip(marks, cells, strict=True))
+
+
+def _mark(cell: dict[str, Any]) -> str:
+    """Why the cell has no figures; empty if it has."""
+    if "refused" in cell:
+        return f"refused ({cell['refused']})"
+    return "served nothing" if "unserved" in cell else ""
 
 
 def _costs(result: dict[str, Any]) -> str:
@@ -136,15 +144,16 @@ def _delays(result: dict[str, Any]) -> str:
     for name in result["routers"]:
         row = [name]
         for shape in shown:
-            for key in ("p50_us", "p99_us"):
-                added = [
-                    placement["cells"][shape][name][key] - placement["cells"][shape][DIRECT][key]
-                    for placement in placements
-                ]
-                row.append(" / ".join(f"{us:.0f}" for us in added))
+            cells = [placement["cells"][shape] for placement in placements]
+            row += [" / ".join(_added(cell, name, key) for cell in cells) for key in ("p50_us", "p99_us")]
         rows.append(row)
     head = ["", *(f"{shapes[shape]}, {which}" for shape in shown for which in ("p50", "p99"))]
     return "Time that the router adds against direct, us:\n\n" + table(head, rows)
+
+
+def _added(cells: dict[str, Any], name: str, key: str) -> str:
+    mark = _mark(cells[name]) or _mark(cells[DIRECT])
+    return mark or f"{cells[name][key] - cells[DIRECT][key]:.0f}"
 
 
 def _rates(result: dict[str, Any]) -> str:
@@ -202,7 +211,9 @@ def _notes(result: dict[str, Any]) -> str:
     for placement in result["placements"]:
         paced = placement["cells"].get("paced", {})
         for name in result["routers"]:
-            kept = paced[name].get("per_s", 0) / paced[DIRECT]["per_s"] if name in paced else 1.0
+            if name not in paced or _mark(paced[DIRECT]):
+                continue
+            kept = paced[name].get("per_s", 0) / paced[DIRECT]["per_s"]
             if kept < KEPT_UP:
                 where = f"core {placement['router_core']}"
                 lines.append(f"- {name} on {where} passed on only {kept:.0%} of the paced chunks in time.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import document
 import pytest
-from gateway import bench, keys, peers, table
+from gateway import bench, keys, loads, peers, table
 from gateway.routers import Midstream, Smg
 from hardware import RESULTS
 
@@ -113,6 +113,45 @@ def test_a_cell_is_the_median_of_its_rounds_and_the_sum_of_its_failures() -> Non
     assert (found["cpu_us"], found["cpu_us_range"], found["rounds"]) == (20.0, [10.0, 30.0], 3)
     assert (found["failed"], found["requests"]) == (3, 300)
     assert bench.median_of([{"refused": 400}, {"refused": 400}]) == {"refused": 400}
+
+
+class _Scripted:
+    """A bench whose loads end as it was told, the last one again and again."""
+
+    def __init__(self, *ends: dict[str, Any]) -> None:
+        self.ends, self.asked = list(ends), 0
+        self.running, self.effort = {"smg": None}, bench.QUICK
+
+    def measure(self, name: str, shape: Any) -> dict[str, Any]:
+        if name == bench.DIRECT:
+            return _cell(1.0, requests=1, served_more=0)
+        self.asked += 1
+        return self.ends.pop(0) if len(self.ends) > 1 else self.ends[0]
+
+
+def test_a_router_that_serves_nothing_is_measured_again_then_marked_and_costs_no_other_its_figures() -> None:
+    shapes = [shape for shape in loads.SHAPES if shape.name in ("1 KB", "burst")]
+    whole = _cell(20.0, requests=10, served_more=0)
+    once = _Scripted({"unserved": 3}, whole)
+    cells = bench.run_cells(once, shapes)  # type: ignore[arg-type]
+    assert (once.asked, cells["1 KB"]["smg"]["cpu_us"]) == (3, 20.0)
+    never = _Scripted({"unserved": 3})
+    cells = bench.run_cells(never, shapes)  # type: ignore[arg-type]
+    assert never.asked == 2 * bench.MEASURED_MAX
+    assert cells["burst"]["smg"] == {"unserved": 3}
+    assert cells["burst"]["direct"]["cpu_us"] == 1.0
+    some = bench.median_of([{"unserved": 1}, whole])
+    assert (some["cpu_us"], some["rounds"], some["unserved_rounds"]) == (20.0, 1, 1)
+
+
+def test_a_router_that_served_nothing_is_marked_in_every_table() -> None:
+    cells = {shape: {"direct": _cell(8.0), "midstream": _cell(30.0)} for shape in ("1 KB", "burst")}
+    cells |= {shape: {"direct": _cell(8.0), "midstream": _cell(30.0)} for shape in ("latency", "paced")}
+    for routers in cells.values():
+        routers["vllm-router"] = {"unserved": 5}
+    text = table.render(_result(**cells))
+    assert "| vllm-router | served nothing | served nothing | served nothing |" in text
+    assert "| vllm-router | served nothing / served nothing | served nothing / served nothing |" in text
 
 
 @pytest.mark.parametrize(
