@@ -21,7 +21,7 @@ GROUPS = {
     "Publishing": "SnapshotPublisher Publication Published",
     "Runs": "TrainingRun",
     "Waiting, and the server": "HotLoadServer Status ReplicaStatus",
-    "Errors": "PublishError SignalRefused Unanswered SnapshotFailed NotReadyInTime",
+    "Errors": "PublishError SignalRefused Unanswered SnapshotFailed ReplicasSilent NotReadyInTime",
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
     "Decoding": "routes_of decode_routing_matrix snapshot_of token_snapshots near_ties_of",
     "Records": "read_records traces_of gaps_in sequences_of TrainingSequence jsonl_records tinker_data tinker_datum "

@@ -227,6 +227,19 @@ def test_the_newest_is_named_also_when_what_was_ready_was_signalled_again() -> N
     assert admission.refusal(views).body()["newest"] == "v1"
 
 
+def test_a_snapshot_that_was_never_signalled_is_refused_with_those_that_were() -> None:
+    """A mistyped name is seen beside the right one."""
+    order = order_of(*(f"run/{number}" for number in range(8)))
+    for constraint in (VersionConstraint("ran/7"), VersionConstraint(min_snapshot="ran/7")):
+        told = str(VersionJudge(constraint, order, 0.0).refusal([view("run/7")]))
+        newest = "'run/7', 'run/6', 'run/5', 'run/4', 'run/3'"
+        assert f"(which was not signalled; the newest signals: {newest})" in told
+    assert "not signalled" not in str(VersionJudge(VersionConstraint("run/0"), order, 0.0).refusal([]))
+    assert "the newest signals: none yet" in str(
+        VersionJudge(VersionConstraint("a"), order_of(), 0.0).refusal([])
+    )
+
+
 def test_a_reset_forgets_all_signals_and_the_base_weights_come_first_again() -> None:
     order = order_of("v1", "v2", ready=["v1", "v2"])
     order.learn([Signalled("v9", 7, False)], reset=6)

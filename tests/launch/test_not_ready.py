@@ -33,6 +33,7 @@ def health(*deployments: tuple[int, int, list[str]], ready: int = 1) -> dict[str
 
 def test_what_a_server_lacks_to_be_ready() -> None:
     assert lacking(health((2, 2, []), ready=1), 2, set()) == "1 of 2 gateway processes are ready"
+    assert lacking(health((2, 2, []), ready=0), 1, set()) == "the gateway process is starting"
     assert lacking(health((1, 2, [])), 1, set()) == "accounts/a/deployments/d: 1 of 2 replicas are usable"
     busy = {"error": {"message": "the control app does not answer"}}
     assert lacking(busy, 1, set()).startswith("the gateway cannot say: ")
@@ -101,10 +102,21 @@ async def answering(answers: list[dict[str, Any] | None]) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
+@pytest.mark.parametrize(
+    ("since", "level", "words"),
+    [("NOT_READY_S", "WARNING", "not ready yet"), ("WAITING_S", "INFO", "waiting")],
+)
 def test_a_server_waits_for_its_gateways_host_and_says_once_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    since: str,
+    level: str,
+    words: str,
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "NOT_READY_S", 0.0)
+    """A start that takes long is no warning yet."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(supervisor_module, since, 0.0)
     settings = Settings(state_dir=str(tmp_path), tinker=TinkerSettings(enabled=False))
 
     async def main() -> str:
@@ -125,10 +137,10 @@ def test_a_server_waits_for_its_gateways_host_and_says_once_what_it_lacks(
             return said.result()
 
     assert asyncio.run(main()).startswith("midstream ready on http://127.0.0.1:")
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said[:2] == [f"gateway: its node died; trying again in {pause} s" for pause in ("0.2", "0.4")]
-    lacks = said[2:]
-    assert len(lacks) == 3, lacks
-    assert lacks[0].startswith("not ready yet: the gateway does not answer at http://127.0.0.1:")
-    assert lacks[1].startswith("not ready yet: the gateway cannot say: ")
-    assert lacks[2] == "not ready yet: accounts/a/deployments/d: 0 of 1 replicas are usable"
+    died = [record.message for record in caplog.records if "its node died" in record.message]
+    assert died == [f"gateway: its node died; trying again in {pause} s" for pause in ("0.2", "0.4")]
+    lacks = [record for record in caplog.records if record.message.startswith(f"{words}: ")]
+    assert [record.levelname for record in lacks] == [level] * 3
+    assert lacks[0].message.startswith(f"{words}: the gateway does not answer at http://127.0.0.1:")
+    assert lacks[1].message.startswith(f"{words}: the gateway cannot say: ")
+    assert lacks[2].message == f"{words}: accounts/a/deployments/d: 0 of 1 replicas are usable"

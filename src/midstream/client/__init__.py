@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from midstream.client.errors import (
         NotReadyInTime,
         PublishError,
+        ReplicasSilent,
         SignalRefused,
         SnapshotFailed,
         Unanswered,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 _NAMES = {  # module: what it has of __all__
     "decode": "decode_routing_matrix near_ties_of routes_of snapshot_of token_snapshots",
-    "errors": "NotReadyInTime PublishError SignalRefused SnapshotFailed Unanswered",
+    "errors": "NotReadyInTime PublishError ReplicasSilent SignalRefused SnapshotFailed Unanswered",
     "journal": "gaps_in read_records traces_of",
     "publication": "Publication Published",
     "publish": "SnapshotPublisher",
@@ -66,6 +67,7 @@ __all__ = [
     "PublishError",
     "Published",
     "ReplicaStatus",
+    "ReplicasSilent",
     "Rollout",
     "RolloutClient",
     "SignalRefused",

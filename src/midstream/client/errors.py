@@ -4,10 +4,13 @@ PublishError
   SignalRefused      the server does not take the signal; no replica loads the snapshot
     Unanswered       the server could not be reached, or could not answer, for too long
   SnapshotFailed     a replica could not load the snapshot; it still serves the one before
+  ReplicasSilent     some replicas did not answer, so sessions or turns may be missing; a retry may cure it
   NotReadyInTime     replicas were still loading at the deadline (also a TimeoutError)
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class PublishError(Exception):
@@ -38,3 +41,11 @@ class SnapshotFailed(PublishError):
 
 class NotReadyInTime(PublishError, TimeoutError):
     """Replicas were still loading the snapshot at the deadline, and go on with it. Also a TimeoutError."""
+
+
+class ReplicasSilent(PublishError):
+    """`replicas` did not answer the gateway: they restart, or are gone. What they hold is missing."""
+
+    def __init__(self, message: str, replicas: Sequence[str]) -> None:
+        super().__init__(message)
+        self.replicas = tuple(replicas)

@@ -6,7 +6,7 @@ Always holds: every call may be repeated. Errors that a retry can cure are retri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from midstream.client.calls import MESSAGE_CHARS_MAX, Answer, Caller, decoded
-from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
+from midstream.client.errors import NotReadyInTime, PublishError, ReplicasSilent, SnapshotFailed, Unanswered
 from midstream.client.status import Status, read_status
 from midstream.core.headers import HEADER_OVERWRITE
 
@@ -258,25 +258,35 @@ class HotLoadServer:
             raise PublishError(f"{url}: answered something else than a ledger")
         return answer
 
-    def sessions(self, *, page: int = 1000, retry_s: float = SIGNAL_RETRY_S) -> Iterator[str]:
-        """The keys of all sessions of the deployment, in order; one request for each `page` of them. Raises SignalRefused."""
+    def sessions(
+        self, *, page: int = 1000, retry_s: float = SIGNAL_RETRY_S, without: Collection[str] = ()
+    ) -> Iterator[str]:
+        """The keys of all sessions of the deployment, in order; one request for each `page` of them.
+
+        without: replicas that need not answer. Raises SignalRefused, and ReplicasSilent for others that do not.
+        """
         after = ""
         while True:
             url = f"{self.root}/v1/sessions?limit={page}&after={quote(after, safe='')}"
             answer = self._caller.call("GET", url, deadline_s=retry_s).body
             found = _read(answer, _Sessions, url, "sessions")
-            _check_heard(url, found.unreachable)
+            _check_heard(url, found.unreachable, without)
             keys = [one.id for one in found.data]
             yield from keys
             if not found.has_more or not keys:
                 return
             after = keys[-1]
 
-    def trace(self, session: str, *, retry_s: float = SIGNAL_RETRY_S) -> dict[str, Any]:
-        """The turns of a session (docs/exact-sessions.md). Raises SignalRefused, and PublishError if a replica is silent."""
+    def trace(
+        self, session: str, *, retry_s: float = SIGNAL_RETRY_S, without: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The turns of a session (docs/exact-sessions.md).
+
+        without: replicas that need not answer. Raises SignalRefused, and ReplicasSilent for others that do not.
+        """
         url = f"{self.root}/v1/sessions/{quote(session, safe='')}/trace"
         answer: dict[str, Any] = self._caller.call("GET", url, deadline_s=retry_s).body
-        _check_heard(url, _read(answer, _Traced, url, "a trace").unreachable)
+        _check_heard(url, _read(answer, _Traced, url, "a trace").unreachable, without)
         return answer
 
     def reward(
@@ -324,9 +334,10 @@ class HotLoadServer:
         return answer[key]
 
 
-def _check_heard(url: str, silent: Sequence[str]) -> None:
-    if silent:
-        raise PublishError(f"{url}: no answer of {', '.join(silent)[:MESSAGE_CHARS_MAX]}; try again")
+def _check_heard(url: str, silent: Sequence[str], without: Collection[str]) -> None:
+    if missed := [name for name in silent if name not in without]:
+        named = ", ".join(missed)[:MESSAGE_CHARS_MAX]
+        raise ReplicasSilent(f"{url}: no answer of {named}; try again", missed)
 
 
 def delta_metadata(previous: str, compression: Compression) -> dict[str, str]:

@@ -8,11 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from midstream.client import PublishError, SignalRefused, TrainingSequence, read_records, traces_of
+from midstream.client import (
+    HotLoadServer,
+    PublishError,
+    ReplicasSilent,
+    SignalRefused,
+    TrainingSequence,
+    read_records,
+    traces_of,
+)
 from midstream.client import records as formats
 from midstream.commands.common import add_server_arguments, connect, given_url, guarded
 from midstream.commands.progress import ProgressLine, add_progress_argument
@@ -26,6 +37,10 @@ FORMATS: Mapping[str, Callable[[Iterable[TrainingSequence]], list[dict[str, Any]
     "verifiers": formats.verifiers_rollouts,
 }
 _NOT_FOUND = 404
+#: How long replicas that do not answer are waited for, and the time between two questions.
+SILENT_S_MAX, SILENT_POLL_S = 30.0, 1.0
+
+_Answer = TypeVar("_Answer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +74,7 @@ def _export(options: argparse.Namespace) -> int:
     convert, sessions, records = FORMATS[options.format], 0, 0
     try:
         with ProgressLine(options.progress) as line, part.open("w", encoding="utf-8") as file:
-            for trace in _traces(options):
+            for trace in _traces(options, line):
                 sequences = formats.sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
                 for record in convert(sequences):
                     file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
@@ -75,11 +90,11 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _traces(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _traces(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[str, Any]]:
     url = given_url(options)
     if url is not None and "://" in url and not url.startswith(("http://", "https://")):
         return _kept(url, options)
-    return _served(options)
+    return _served(options, line)
 
 
 def _kept(url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -90,15 +105,60 @@ def _kept(url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise PublishError(str(error)) from error
 
 
-def _served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _served(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[str, Any]]:
     server = connect(options)
+    asking = _Patient(leave_out=options.all, line=line)
     try:
-        for key in options.session or server.sessions(retry_s=0):
+        listed = options.session or asking.heard(
+            lambda without: list(server.sessions(retry_s=0, without=without))
+        )
+        for key in listed:
             try:
-                yield server.trace(key, retry_s=0)
+                yield asking.heard(partial(_trace, server, key))
             except SignalRefused as error:
                 # Of those that were listed, one may have been closed meanwhile, and one of completions has no turns.
                 if not options.all or error.status != _NOT_FOUND:
                     raise
     finally:
         server.close()
+
+
+def _trace(server: HotLoadServer, key: str, without: Collection[str]) -> dict[str, Any]:
+    return server.trace(key, retry_s=0, without=without)
+
+
+class _Patient:
+    """Waits for replicas that do not answer, SILENT_S_MAX seconds in all: one that restarts answers again.
+
+    leave_out: those that stay silent are then left out, which is said once. Otherwise they are an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        leave_out: bool,
+        line: ProgressLine,
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._leave_out, self._line, self._sleep, self._monotonic = leave_out, line, sleep, monotonic
+        self._until: float | None = None
+        self._without: set[str] = set()
+
+    def heard(self, ask: Callable[[Collection[str]], _Answer]) -> _Answer:
+        """The answer of `ask`, which gets the replicas that need not answer. Raises PublishError."""
+        while True:
+            try:
+                return ask(self._without)
+            except ReplicasSilent as silent:
+                now, names = self._monotonic(), ", ".join(silent.replicas)
+                self._until = now + SILENT_S_MAX if self._until is None else self._until
+                if now < self._until:
+                    self._line.often(f"waiting for {names}, which does not answer")
+                    self._sleep(SILENT_POLL_S)
+                    continue
+                if not self._leave_out:
+                    raise
+                self._without.update(silent.replicas)
+                told = f"{names} did not answer for {SILENT_S_MAX:g} s: sessions of it are left out"
+                print(told, file=sys.stderr)

@@ -95,6 +95,10 @@ class SignalOrder:
     def name(self, position: int) -> str:
         return self._names[position]
 
+    def latest(self, count: int) -> list[str]:
+        """The snapshots that were signalled last, the newest first; `count` at most."""
+        return [self._names[at] for at in reversed(self._sorted[1:][-count:])]
+
     def between(self, older: int, newer: int) -> int:
         """How many snapshots `older` is behind `newer`, 0 when it is not."""
         return max(0, bisect_left(self._sorted, newer) - bisect_left(self._sorted, older))

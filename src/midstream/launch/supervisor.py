@@ -63,8 +63,9 @@ logger = logging.getLogger(__name__)
 #: A second signal that comes sooner is the same request to stop, delivered twice.
 SECOND_SIGNAL_AFTER_S = 1.0
 READY_POLL_S = 0.05
-#: A server that is not ready by then says what it waits for.
-NOT_READY_S = 10.0
+#: A server that is not ready after these times says what it waits for: first as news, then as a warning.
+WAITING_S = 10.0
+NOT_READY_S = 60.0
 #: For a replica's engine to end. Without a gateway there are no streams to finish.
 REPLICA_STOP_S = 7.0
 #: Its trainer may take half of that to end.
@@ -303,7 +304,7 @@ class Supervisor:
         that waits for room is waited for. A replica of another deployment that cannot start holds up nobody.
         """
         loop = asyncio.get_running_loop()
-        since, said, shown = loop.time(), "", -1
+        since, said, shown = loop.time(), ("", 0), -1
         # The gateway's certificate need not be for this address.
         async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
             while True:
@@ -316,9 +317,12 @@ class Supervisor:
                 if (loaded := self._loaded()) != shown and self.replicas:
                     logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
                     shown = loaded
-                if lacks != said and loop.time() - since >= NOT_READY_S:
-                    logger.warning("not ready yet: %s", lacks)
-                    said = lacks
+                waited_s = loop.time() - since
+                late = waited_s >= NOT_READY_S
+                level = logging.WARNING if late else logging.INFO
+                if (lacks, level) != said and (late or waited_s >= WAITING_S):
+                    logger.log(level, "not ready yet: %s" if late else "waiting: %s", lacks)
+                    said = (lacks, level)
                 await asyncio.sleep(READY_POLL_S)
 
     def _loaded(self) -> int:
@@ -343,7 +347,11 @@ def lacking(health: Mapping[str, Any], gateways: int, waiting: Set[str]) -> str:
     if (error := health.get("error")) is not None:
         return f"the gateway cannot say: {error}"
     if (ready := health["gateway_workers_ready"]) < gateways:
-        return f"{ready} of {gateways} gateway processes are ready"
+        return (
+            "the gateway process is starting"
+            if gateways == 1
+            else f"{ready} of {gateways} gateway processes are ready"
+        )
     for deployment in health["deployments"]:
         usable, wanted = deployment["usable"] - deployment["elsewhere"], deployment["wanted"]
         if usable + len(set(deployment["failed"]) - waiting) < wanted:

@@ -50,6 +50,8 @@ DEFAULT_WAIT_S = 10.0
 HOME_WAIT_S = 2.0
 #: How often replicas may refuse one request because they serve another snapshot than they reported.
 REFUSALS_MAX = 16
+#: Known snapshots that a refusal of an unknown one names.
+NAMED_MAX = 5
 _AT_REST = (Stage.IDLE, Stage.ERROR)
 
 
@@ -213,8 +215,10 @@ class VersionJudge:
         return SnapshotNotServed(f"{message}; the newest is {newest!r}", serving, newest)
 
     def _unknown(self, snapshot: str) -> str:
-        known = self._order.position(snapshot) is not None
-        return "" if known else " (which is not among the newest signals)"
+        if self._order.position(snapshot) is not None:
+            return ""
+        known = ", ".join(repr(name) for name in self._order.latest(NAMED_MAX)) or "none yet"
+        return f" (which was not signalled; the newest signals: {known})"
 
     def _met(self, snapshot: str, pinnable: bool, newest: int | None = None) -> bool:
         constraint, position = self.constraint, self._order.position(snapshot)
