@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from midstream.core.types import TokenRecord
 from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.proof import write_probe
+from midstream.engine.vllm.protocol import NOT_FINITE
 
 BLOCK = 4
 # Hidden layers, and which of them has no experts.
@@ -276,7 +277,8 @@ class FakeRequest:
         weights = self.weights
         scores: list[Any] = [None]
         for position, token in enumerate(self.prompt[1:], start=1):
-            scores.append({str(token): {"logprob": logprob_at(position, weights), "rank": 1}})
+            logprob = NOT_FINITE if self.fake.nan_scores else logprob_at(position, weights)
+            scores.append({str(token): {"logprob": logprob, "rank": 1}})
         choice = {
             "index": 0,
             "finish_reason": "length",
@@ -322,6 +324,8 @@ class FakeVllm:
         self.hung = False
         # Answers of its workers to the engine's watch.
         self.probes = 0
+        # It scores no prompt with finite numbers.
+        self.nan_scores = False
         # Until gate of the request is set.
         self.hold_scores = False
         # What GENERATE answers instead.

@@ -21,15 +21,33 @@ STREAMS = {
     "cached": 0,
     "top3": 3,
     "several": 2,
-    "no_logprobs": None,
+    "no_logprobs": 0,
     "grammar": 0,
-    "switched": None,
-    "aborted": None,
+    "switched": 0,
+    "aborted": 0,
 }
+#: These were recorded without log-probabilities.
+UNSCORED = ("no_logprobs", "switched", "aborted")
+
+
+def recorded(name: str) -> bytes:
+    return (DATA / f"stream_{name}.txt").read_bytes()
 
 
 def stream(name: str) -> bytes:
-    return (DATA / f"stream_{name}.txt").read_bytes()
+    """A recorded stream, with log-probabilities where none were recorded."""
+    data = recorded(name)
+    return b"\n".join(map(_scored, data.split(b"\n"))) if name in UNSCORED else data
+
+
+def _scored(line: bytes) -> bytes:
+    if not line.startswith(b"data: {"):
+        return line
+    message = json.loads(line[6:])
+    for choice in message["choices"]:
+        ids = choice["token_ids"]
+        choice["logprobs"] = {"content": [{"token_id": i, "logprob": -i / 8} for i in ids]}
+    return b"data: " + json.dumps(message, separators=(",", ":")).encode()
 
 
 def answer(name: str) -> bytes:
@@ -63,10 +81,7 @@ def test_a_stream_says_what_its_json_says(name: str) -> None:
     choices = [choice for message in plainly(stream(name)) for choice in message["choices"]]
     assert [t.token_id for c in chunks for t in c.tokens] == [i for c in choices for i in c["token_ids"]]
     scored = [s for c in choices if c["logprobs"] for s in c["logprobs"]["content"]]
-    if STREAMS[name] is None:
-        assert {t.logprob for c in chunks for t in c.tokens} == {0.0}
-    else:
-        assert [t.logprob for c in chunks for t in c.tokens] == [s["logprob"] for s in scored]
+    assert [t.logprob for c in chunks for t in c.tokens] == [s["logprob"] for s in scored]
     finishes = [c.finish for c in chunks if c.finish is not None]
     assert finishes == [choices[-1]["finish_reason"]]
     spans = [tuple(s.values()) for s in choices[-1]["weight_versions"]]
@@ -81,7 +96,7 @@ def test_the_end_of_a_stream_says_how_much_was_cached() -> None:
 
 
 def test_weight_versions_are_spans_of_the_choice_s_tokens() -> None:
-    chunks = ChunkReader(None).feed(stream("switched"))
+    chunks = ChunkReader().feed(stream("switched"))
     (spans,) = [c.spans for c in chunks if c.spans is not None]
     assert [version for version, _, _ in spans] == ["default", "3:step-3"]
     assert spans[0][1] == 0
@@ -90,7 +105,7 @@ def test_weight_versions_are_spans_of_the_choice_s_tokens() -> None:
 
 
 def test_an_aborted_choice_says_so() -> None:
-    assert [c.finish for c in ChunkReader(None).feed(stream("aborted")) if c.finish] == ["abort"]
+    assert [c.finish for c in ChunkReader().feed(stream("aborted")) if c.finish] == ["abort"]
 
 
 def test_a_chunk_of_several_tokens_keeps_them_all() -> None:
@@ -168,12 +183,12 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_broken_line_is_an_error_and_no_token(data: bytes) -> None:
     with pytest.raises(InvalidAnswer):
-        ChunkReader(None).feed(data)
+        ChunkReader().feed(data)
 
 
 def test_log_probabilities_that_were_asked_for_and_do_not_come_are_an_error() -> None:
     with pytest.raises(InvalidAnswer, match="log-probabilities"):
-        ChunkReader(0).feed(stream("no_logprobs"))
+        ChunkReader(0).feed(recorded("no_logprobs"))
     other = stream("plain").replace(b'{"content":[{"token_id":189', b'{"content":[{"token_id":190', 1)
     with pytest.raises(InvalidAnswer, match="190"):
         ChunkReader(0).feed(other)
@@ -188,6 +203,7 @@ def test_a_log_probability_that_is_not_finite_ends_the_choice(top: int) -> None:
     chunk = ChunkReader(top).feed(broken)[0]
     assert chunk.error is not None
     assert "not finite" in chunk.error
+    assert chunk.not_finite
 
 
 # Answers
@@ -322,11 +338,12 @@ def test_filters_that_are_off_are_said_to_be_off() -> None:
     assert "seed" not in params
 
 
-def test_log_probabilities_are_asked_for_only_when_wanted() -> None:
+def test_a_log_probability_is_asked_for_always_and_alternatives_when_wanted() -> None:
     assert said(request())["sampling_params"]["logprobs"] == 0
-    assert "logprobs" not in said(request(want_logprobs=False, top_logprobs=3))["sampling_params"]
+    assert said(request(top_logprobs=3))["sampling_params"]["logprobs"] == 4
+    assert said(request(want_logprobs=False, top_logprobs=3))["sampling_params"]["logprobs"] == 0
     assert protocol.alternatives(request(top_logprobs=3)) == 3
-    assert protocol.alternatives(request(top_logprobs=3, want_logprobs=False)) is None
+    assert protocol.alternatives(request(top_logprobs=3, want_logprobs=False)) == 0
 
 
 def test_every_choice_and_every_resumption_draws_its_own_numbers() -> None:
@@ -372,7 +389,6 @@ def test_scoring_routes_and_grammars_are_asked_for_as_vllm_wants_them() -> None:
         (request(emitted=((1,),), sampling={"presence_penalty": 0.5}), "presence_penalty"),
         (request(emitted=((1,),), sampling={"frequency_penalty": 0.5}), "frequency_penalty"),
         (request(emitted=((1,),), grammar='start: "a"', want_logprobs=False), "begin the grammar again"),
-        (request(grammar='start: "a"'), "after tokens were forbidden"),
         (request(grammar='{"grammars": []}', want_logprobs=False), "Lark"),
         (request(sampling={"temperature": 0.005}), "temperature"),
     ],
@@ -390,6 +406,7 @@ def test_what_vllm_cannot_do_is_said(asked: GenerateRequest, words: str) -> None
         request(emitted=((1,),), sampling={"repetition_penalty": 1.5, "logit_bias": {1: 1.0}}),
         request(emitted=((), None), n=2, sampling={"presence_penalty": 0.5}),
         request(grammar='start: "a"', want_logprobs=False),
+        request(grammar='start: "a"', top_logprobs=3),
         request(sampling={"temperature": 0.0}),
         request(sampling={"temperature": 0.01}),
     ],
@@ -399,7 +416,7 @@ def test_what_vllm_can_do_has_no_problem(asked: GenerateRequest) -> None:
 
 
 def test_log_probabilities_under_a_grammar_are_not_the_model_s_own() -> None:
-    """Why `problem` refuses them: a forced letter of this stream has log-probability 0 by vLLM's account."""
+    """A forced letter of this stream has log-probability 0 by vLLM's account."""
     tokens = [t for c in ChunkReader().feed(stream("grammar")) for t in c.tokens]
     assert bytes(t.token_id for t in tokens[:6]) == b"hello "
     assert {t.logprob for t in tokens[:6]} == {0.0}

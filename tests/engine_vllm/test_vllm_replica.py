@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -105,6 +106,57 @@ def test_a_swap_with_its_canary_under_a_stream(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+async def paused(here: Running, serial: int, mode: str | None) -> None:
+    answer = await here.http.post("/replica/pause", json={"serial": serial, "mode": mode})
+    assert answer.status_code == 202
+    await here.until(lambda: here.replica.report().pause.serial >= serial)
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_snapshot_that_comes_in_a_pause_is_proved_after_it(tmp_path: Path, sound: bool) -> None:
+    """Kept streams and newcomers see a token of it only once it was, and never if it fails."""
+
+    async def main() -> None:
+        async with serving(tmp_path) as (here, fake):
+            asked = stream(here)
+            await until(lambda: fake.requests)
+            fake.requests[0].step(1, 1)
+            await here.until(lambda: here.engine.stats().running == 1)
+            await paused(here, 1, "keep")
+            assert fake.paused
+            newcomer = stream(here)
+            await here.swap("step-1")
+            await here.until(lambda: here.replica.report().stage is Stage.CHECKING)
+            assert (fake.weights, fake.paused, here.replica.gate.waiting) == (1, True, 1)
+            fake.nan_scores = not sound
+            fake.hold_scores = True
+            scored = len(fake.scores)
+            await paused(here, 2, None)
+            await until(lambda: len(fake.scores) > scored, "it is checked")
+            fake.requests[0].step(2)
+            await here.until(lambda: here.replica.gate.waiting == 0)
+            assert not asked.done()
+            fake.hold_scores = False
+            fake.scores[-1].gate.set()
+            if sound:
+                await here.until(lambda: here.replica.report().stage is Stage.IDLE)
+                await until(lambda: len(fake.requests) == 2)
+                for request in fake.requests:
+                    request.to_the_end()
+                assert models(await asked)[-1] == "step-1"
+                assert set(models(await newcomer)) == {"step-1"}
+                return
+            await here.until(lambda: here.replica.report().stage is Stage.ERROR)
+            report = here.replica.report()
+            assert not report.ready
+            assert report.error is not None
+            assert "canary" in report.error
+            assert set(models(await asked)) == {"base"}
+            assert (await newcomer).status_code == 503
+
+    asyncio.run(main())
+
+
 def test_a_refused_snapshot_leaves_the_old_one_and_an_error_row(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as (here, fake):
@@ -165,6 +217,67 @@ def test_a_server_that_is_lost_is_taken_over_in_a_new_boot(
             assert set(models(await again)) == {"base"}
             await here.swapped("step-2")
             assert fake.weights == 2
+
+    asyncio.run(main())
+
+
+def test_numbers_of_an_answer_that_a_grammar_constrains_are_told_as_what_they_are(tmp_path: Path) -> None:
+    """vLLM's are of the tokens that the grammar allows: on every wire, plain and streamed, and in the session's trace."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    limits = {"max_new_tokens": TOKENS, "json_schema": json.dumps(schema)}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {
+            "prompt": [5, 6],
+            "max_tokens": TOKENS,
+            "response_format": form,
+            "logprobs": True,
+        },
+        "/generate": {"input_ids": [5, 6], "sampling_params": limits, "return_logprob": True},
+    }
+    legacy = bodies["/v1/completions"] | {"logprobs": 1}
+
+    async def main() -> None:
+        async with serving(tmp_path) as (here, fake):
+
+            async def answer(path: str, body: dict[str, Any], **headers: str) -> Any:
+                before = len(fake.requests)
+                asked = asyncio.create_task(here.http.post(path, json=body, headers=headers))
+                await until(lambda: len(fake.requests) > before or asked.done())
+                assert not asked.done(), (await asked).text
+                fake.requests[-1].to_the_end()
+                response = await asked
+                assert response.status_code == 200, response.text
+                return response
+
+            records = {"x-midstream-records": "logprobs", "x-multi-turn-session-id": "s"}
+            told = (await answer("/v1/completions", bodies["/v1/completions"], **records)).json()
+            entries = told["choices"][0]["logprobs"]["content"]
+            assert len(entries) == TOKENS
+            assert all(entry["logprob_of"] == "allowed" for entry in entries)
+            # At temperature 1 without filters it is what importance sampling needs.
+            assert all(entry["sampling_logprob"] == entry["logprob"] for entry in entries)
+            trace = here.replica.trace(("", "s"))
+            assert trace is not None
+            assert [turn.logprob_of for turn in trace.turns] == ["allowed"]
+            numbers = (await answer("/v1/completions", legacy)).json()["choices"][0]["logprobs"]
+            assert numbers["logprob_of"] == "allowed"
+            sglang = (await answer("/generate", bodies["/generate"])).json()
+            assert sglang["midstream"]["logprob_of"] == "allowed"
+            body = bodies["/v1/completions"] | {"stream": True}
+            events = [
+                event for event in sse((await answer("/v1/completions", body)).text) if event != "[DONE]"
+            ]
+            seen = [
+                e
+                for event in events
+                for c in event["choices"]
+                for e in (c["logprobs"] or {}).get("content", [])
+            ]
+            assert [entry["logprob_of"] for entry in seen] == ["allowed"] * TOKENS
+            free = {"prompt": [5, 6], "max_tokens": TOKENS, "logprobs": True}
+            own = (await answer("/v1/completions", free)).json()["choices"][0]["logprobs"]["content"]
+            assert not any("logprob_of" in entry for entry in own)
 
     asyncio.run(main())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
 
-from midstream.core.types import EngineCard, Pause
+from midstream.core.types import EngineCard, Pause, Stage
 from midstream.engine.vllm.arguments import vllm_card
 
 
@@ -19,7 +19,8 @@ def bad(answer: Any) -> tuple[int, str | None]:
 
 def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
-        server.report(0, card=vllm_card("1", routes=True))
+        lacking = tuple(feature for feature in EngineCard().features if feature != "freeze")
+        server.report(0, card=EngineCard(features=lacking))
         server.report(1, card=EngineCard())
         answer = await server.http.post("/pause?mode=keep")
         assert bad(answer) == (400, "mode")
@@ -78,6 +79,44 @@ def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(
         assert state.desired.reset_prompt_cache == "all"
         rows = {row.identity: row.reset_prompt_cache for row in await server.ledger.snapshots(DEPLOYMENT)}
         assert rows["update-000002-step-1"] == "none"
+
+    serve(tmp_path, work)
+
+
+def test_an_update_in_a_pause_that_holds_up_the_proof_is_answered_before_it(tmp_path: Path) -> None:
+    """prime-rl resumes only once its update was answered. Engines that can prove the weights in the pause do."""
+
+    async def work(server: Server) -> None:
+        card, keep = vllm_card("1", routes=True), Pause(1, "keep")
+        for index in range(3):
+            server.report(index, card=card)
+        paused = asyncio.create_task(server.http.post("/pause?mode=keep&clear_cache=false"))
+        while (await server.ledger.state(DEPLOYMENT)).pause != keep:
+            assert not paused.done()
+        for index in range(3):
+            server.report(index, card=card, pause=keep)
+        server.replicas._changed()
+        assert (await paused).status_code == 200
+        asked = asyncio.create_task(
+            server.http.post("/update_weights", json={"weight_dir": str(server.bucket / "x")})
+        )
+        while (desired := await server.desired()) is None:
+            assert not asked.done()
+        checking = {"snapshot": desired.snapshot, "target": desired.snapshot, "stage": Stage.CHECKING}
+        at = {"generation": desired.generation, "signalled": desired.generation, "pause": keep, **checking}
+        server.report(0, card=card, **at)
+        server.report(1, card=card, **at)
+        # One that proves its weights in the pause has not done so yet.
+        server.report(2, card=EngineCard(), **at)
+        for _ in range(3):
+            server.replicas._changed()
+            await asyncio.sleep(0.01)
+        assert not asked.done()
+        server.report(2, card=card, **at)
+        server.replicas._changed()
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["weight_version"] == desired.snapshot
 
     serve(tmp_path, work)
 

@@ -9,16 +9,17 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 from starlette.requests import Request
 
 from midstream.api.signals import Place, SignalBody
-from midstream.api.status import SERVED_STAGES, replica_rows
+from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.scopes import OBSERVE, PUBLISH
-from midstream.core.types import Desired, SnapshotFiles
+from midstream.core.types import Desired, SnapshotFiles, Stage
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
 from midstream.http.bodies import Body, fields_of, json_object, read_body
@@ -101,7 +102,8 @@ class Updates:
                     f"{desired.snapshot!r} was superseded by {state.snapshot!r} before it served everywhere"
                 )
             rows = replica_rows(state, deployment)
-            stages = [row["loading_state"]["stage"] for row in rows]
+            later = proved_later(deployment)
+            stages = ["done" if later(row, desired) else str(row["loading_state"]["stage"]) for row in rows]
             if rows and all(stage in SERVED_STAGES for stage in stages):
                 return
             if "error" in stages:
@@ -114,6 +116,25 @@ class Updates:
             # A demand lapses that no replica could meet.
             deployment.replicas.ask()
             await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
+
+
+def proved_later(deployment: Deployment) -> Callable[[dict[str, Any], Desired], bool]:
+    """Tells of a replica's row whether the replica serves the snapshot, and can prove it only after the pause that it is in."""
+    host = deployment.host or deployment
+    reports = [view.report for view in host.replicas.views if view.report is not None]
+    frozen = {
+        report.replica
+        for report in reports
+        if report.pause.mode == "keep" and report.card is not None and not report.card.has("frozen_check")
+    }
+
+    def later(row: dict[str, Any], desired: Desired) -> bool:
+        state = row["loading_state"]
+        at = (state["stage"], state["target_snapshot_identity"], row["midstream"]["generation"])
+        checking = (SHOWN_STAGE[Stage.CHECKING], desired.snapshot, desired.generation)
+        return row["midstream"]["replica"] in frozen and at == checking
+
+    return later
 
 
 def only(deployments: Deployments, request: Request) -> Deployment:

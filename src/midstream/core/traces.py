@@ -49,6 +49,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     branch: why the turn continues none, as responses say it. model: without a snapshot.
     resumed: how many of the sampled tokens, from the first on, another replica sampled before it was lost. Only the response
     has their numbers, so a turn with such tokens has neither log-probabilities nor routes here.
+    logprob_of: "allowed": logprobs are of the tokens that the answer's grammar allowed. None: they are the raw model's.
     """
 
     turn: int
@@ -69,6 +70,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     earlier_kv_snapshots: list[TracedEarlierKv] = []
     branch: dict[str, Any] | None = None
     resumed: int = 0
+    logprob_of: str | None = None
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,10 @@ NEAR_TIES = ("router", "top_k", "top_p", "min_p", "greedy")
 NEAR_ROUTER, NEAR_TOP_K, NEAR_TOP_P, NEAR_MIN_P, NEAR_GREEDY = (1 << i for i in range(len(NEAR_TIES)))
 
 
+#: What responses and traces say of the logprob of a record that is `constrained`, as `logprob_of`.
+ALLOWED = "allowed"
+
+
 class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     """One token and the forward pass that produced (generated) or scored (prompt) it.
 
@@ -50,6 +54,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
         prompt token has no other than "router". 0 also where the engine cannot tell.
     rank: the token's place among all by its logit, from 1. 0 where it is not known: it is told of prompt tokens that were
         asked for with alternatives.
+    constrained: logprob is not the raw model's, but that of the tokens that the grammar of the answer allowed.
     """
 
     token_id: int
@@ -60,6 +65,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: tuple[TopLogprob, ...] = ()
     near_tie: int = 0
     rank: int = 0
+    constrained: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -371,6 +377,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "grammars": "answers that match a JSON schema, and forced tool calls",
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
     "near_ties": "near_tie in token records: choices that another rounding may make differently",
+    "constrained_logprobs": "logprob of an answer that must match a grammar is the raw model's",
     "logit_bias": "logit_bias and penalties",
     "token_limits": "allowed_token_ids, bad_words and min_tokens",
     "priorities": "an order of waiting requests (priority)",
@@ -381,6 +388,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
     "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
+    "frozen_check": "a snapshot that comes in such a pause is proved in the pause, not after it",
     "full_snapshots": "snapshots of full weights, loaded while streams run",
     "policies": "LoRA adapters, many at once, each a policy of its own",
     "policy_crossing": "streams that cross a swap of their policy and go on with the new adapter",

@@ -28,6 +28,10 @@ class EngineDied(Exception):
     """The engine is gone with all its requests; the replica is not ready until `start` succeeds again."""
 
 
+class StreamLost(Exception):
+    """The engine gives up one request, and goes on with the others. Another engine may go on with it."""
+
+
 class StagingFailed(Exception):
     """The staged files could not become a model; what serves is unchanged."""
 
@@ -68,6 +72,16 @@ class Slot(abc.ABC):
         The others are freed once no request runs under them. Returns at once.
         """
 
+    async def until_computing(self) -> None:  # noqa: B027 - optional to override
+        """Return when urgent requests are computed: at once, or after a pause without the feature `frozen_check`."""
+
+    def settle(self, snapshot: str, *, sound: bool) -> None:  # noqa: B027 - optional to override
+        """Tell the engine how the check of a committed snapshot ended. Returns at once.
+
+        An engine that cannot be checked before its switch holds back what was sampled since. When the check fails, the
+        requests that wait for it end with StreamLost.
+        """
+
     async def weights_digest(self) -> str | None:
         """Digest of the serving weights, as the engine holds them; None if this engine cannot compute one.
 
@@ -94,7 +108,7 @@ class Engine(Slot):
         """Events of all n choices, interleaved, in order within a choice; ends after the last choice's `finish`.
 
         Safe at any time, also during stage and commit. Closing the iterator (aclose, cancellation) aborts the request:
-        the engine stops within one step and its KV blocks are free again. Raises EngineDied.
+        the engine stops within one step and its KV blocks are free again. Raises EngineDied, StreamLost.
         """
 
     def refuses(self, request: GenerateRequest) -> str | None:
@@ -128,7 +142,7 @@ class Engine(Slot):
     async def pause(self) -> None:
         """Compute nothing but urgent requests from the next step on. The others stand still with their KV. Idempotent.
 
-        An engine without the feature `freeze` computes no urgent request either.
+        An engine without the feature `frozen_check` computes no urgent request either.
         """
 
     @abc.abstractmethod

@@ -3,7 +3,8 @@
 Owns: the request body of one choice, the chunks of a stream, an answer in one piece, and the text of an error answer. No I/O.
 Always holds:
 - A body gives every sampling parameter, so no default of the server or of the model applies.
-- An answer that does not look as expected raises InvalidAnswer. A log-probability that was asked for is never made up.
+- An answer that does not look as expected raises InvalidAnswer. A log-probability is asked for with every token, and is never
+  made up.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class InvalidAnswer(Exception):
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """logprob: of the raw model, in nats; 0.0 when none was asked for. top: the best alternatives asked for, best first."""
+    """logprob: of the raw model, in nats. top: the best alternatives asked for, best first."""
 
     token_id: int
     logprob: float
@@ -44,7 +45,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
     finish: vLLM's finish_reason. spans, with the last chunk: its tokens by weight version, as (version, start, end).
     routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens whose KV was reused.
-    error: a message for the user, after which nothing useful follows. done: nothing follows.
+    error: a message for the user, after which nothing useful follows. not_finite: it says that a number of the model is not.
+    done: nothing follows.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -54,6 +56,7 @@ class Chunk(msgspec.Struct, frozen=True):
     cached: int | None = None
     error: str | None = None
     done: bool = False
+    not_finite: bool = False
 
 
 # The messages of vLLM. The decoder skips members that are not listed.
@@ -135,15 +138,15 @@ _ANYTHING = msgspec.json.Decoder(dict[str, Any])
 _DONE = Chunk(done=True)
 
 
-def alternatives(request: GenerateRequest) -> int | None:
-    """The number of alternatives per token in the answer to a request. None: it has no log-probabilities either."""
-    return request.top_logprobs if request.want_logprobs else None
+def alternatives(request: GenerateRequest) -> int:
+    """The number of alternatives per token in the answer to a request. The token's own log-probability is always there."""
+    return request.top_logprobs if request.want_logprobs else 0
 
 
 class ChunkReader:
     """Reads chunks from the bytes of one event stream, cut anywhere. top: `alternatives` of its request."""
 
-    def __init__(self, top: int | None = 0) -> None:
+    def __init__(self, top: int = 0) -> None:
         self._top = top
         # The parts of a line that is not complete, and their bytes.
         self._parts: list[bytes] = []
@@ -174,7 +177,7 @@ class ChunkReader:
         raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
 
 
-def read_answer(data: bytes, top: int | None = 0) -> Chunk:
+def read_answer(data: bytes, top: int = 0) -> Chunk:
     """An answer that was not streamed, with one choice. top: `alternatives` of its request. Raises InvalidAnswer."""
     chunk = _read(data, top)
     if chunk.error is None and chunk.finish is None:
@@ -182,7 +185,7 @@ def read_answer(data: bytes, top: int | None = 0) -> Chunk:
     return msgspec.structs.replace(chunk, done=True)
 
 
-def _read(data: bytes, top: int | None) -> Chunk:
+def _read(data: bytes, top: int) -> Chunk:
     try:
         message: _Message = (_WITH_TOP if top else _PLAIN).decode(data)
     except NOT_JSON as error:
@@ -205,13 +208,12 @@ def _read(data: bytes, top: int | None) -> Chunk:
             lost = f"the model's log-probability of token {token.token_id} is not finite"
     versions = choice.weight_versions
     spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
-    return Chunk(tokens, choice.finish_reason, spans, choice.routed_experts, cached, lost)
+    ended = (choice.finish_reason, spans, choice.routed_experts, cached)
+    return Chunk(tokens, *ended, lost, not_finite=lost is not None)
 
 
-def _tokens(choice: _Choice, top: int | None) -> tuple[Token, ...]:
+def _tokens(choice: _Choice, top: int) -> tuple[Token, ...]:
     ids = choice.token_ids or ()
-    if top is None:
-        return tuple([Token(i, 0.0) for i in ids])
     content = (choice.logprobs.content if choice.logprobs is not None else None) or ()
     scored = tuple([token.token_id for token in content])
     if scored != ids:
@@ -266,11 +268,6 @@ def problem(request: GenerateRequest) -> str | None:
     s = request.sampling
     if GREEDY_BELOW <= s.temperature < TEMPERATURE_MIN:
         return f"temperature: vLLM takes what lies between 0 and {TEMPERATURE_MIN} as {TEMPERATURE_MIN}; use 0, or more"
-    if request.grammar is not None and request.want_logprobs:
-        return (
-            "logprobs: vLLM tells log-probabilities of an answer that must match a grammar only after tokens were forbidden, "
-            "not the model's own; ask for none"
-        )
     if request.grammar is not None and request.grammar.lstrip().startswith("{"):
         return "vLLM takes a grammar in the Lark dialect only, not as JSON"
     if any(request.emitted_of(choice) for choice in request.choices):
@@ -353,10 +350,10 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
     if s.bad_words:
         # vLLM makes token ids of them itself.
         fields["bad_words"] = s.bad_words
-    if request.want_logprobs:
-        # One more than asked for. vLLM's list begins with the sampled token and is cut to this length. So the last of the best
-        # tokens would be lost whenever the sampled token is not among them.
-        fields["logprobs"] = request.top_logprobs + 1 if request.top_logprobs else 0
+    # Always, so that a NaN is seen: vLLM goes on with token 0. Of alternatives, one more than asked for: vLLM's list begins
+    # with the sampled token and is cut to this length. The last of the best would be lost if that token is none of them.
+    top = alternatives(request)
+    fields["logprobs"] = top + 1 if top else 0
     if request.reproducible and not greedy:
         fields["seed"] = choice_seed(s.seed, choice, len(request.emitted_of(choice)))
     if request.grammar is not None:

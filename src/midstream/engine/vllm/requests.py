@@ -84,6 +84,8 @@ class Scorer:
                 answer, request.prompt, request.prompt_records, request.top_logprobs, snapshot
             )
             chunk = protocol.read_answer(answer, protocol.alternatives(request))
+            if chunk.error is not None:
+                return chunk.error
             self._check(chunk.spans)
             if not request.want_routes:
                 return records
@@ -162,6 +164,8 @@ class ChoiceStream:
         self._error_body = b""
         # The text of an error event. Nothing is read after it.
         self._error: str | None = None
+        # It says that vLLM computed what is no number.
+        self.not_finite = False
 
     def on_body(self, data: bytes) -> None:
         if self.over:
@@ -215,7 +219,7 @@ class ChoiceStream:
         if self.over or self._error is not None:
             return
         if chunk.error is not None:
-            self._error = chunk.error
+            self._error, self.not_finite = chunk.error, chunk.not_finite
             self.on_error()
             return
         if chunk.cached is not None:
@@ -224,9 +228,16 @@ class ChoiceStream:
         if chunk.tokens:
             self.on_tokens()
             snapshot = self.labels.take(len(chunk.tokens))
-            sampling = self._sampling_logprob
+            sampling, constrained = self._sampling_logprob, self._request.grammar is not None
             self._held += [
-                TokenRecord(t.token_id, t.logprob, sampling(t.logprob), snapshot, None, t.top)
+                TokenRecord(
+                    t.token_id,
+                    t.logprob,
+                    sampling(t.logprob),
+                    snapshot,
+                    top_logprobs=t.top,
+                    constrained=constrained,
+                )
                 for t in chunk.tokens
             ]
         if chunk.finish is not None:
@@ -243,14 +254,14 @@ class ChoiceStream:
             self._send()
 
     def _sampling_logprob(self, logprob: float) -> float:
-        """The sampling log-probability where it follows from the raw one; else NaN."""
+        """The sampling log-probability where it follows from vLLM's, which is of the tokens that a grammar allows; else NaN."""
         s = self._request.sampling
         if s.temperature <= 0:
             return 0.0
         plain = s.temperature == 1 and s.top_p >= 1 and s.top_k <= 0 and s.min_p <= 0 and not s.logit_bias
         plain = plain and not s.limited
         penalized = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-        return logprob if plain and not penalized and self._request.grammar is None else nan
+        return logprob if plain and not penalized else nan
 
     def _route(self, routes: str | None) -> bool:
         """Give each token its route. False if that failed and the request got an error."""
@@ -303,6 +314,31 @@ class VllmRequest(RequestEvents):
         super().__init__(request)
         self.weights = weights
         self.choices: dict[int, ChoiceStream] = {}
+        # Events that nobody may see yet; None when all may be seen.
+        self._kept_back: list[GenerationEvent] | None = None
+
+    def put(self, item: GenerationEvent | Exception) -> None:
+        if self._kept_back is None or isinstance(item, Exception):
+            super().put(item)
+        else:
+            self._kept_back.append(item)
+
+    def keep_back(self) -> None:
+        """Keep what comes from now on until `release`, or until `lose`."""
+        if self._kept_back is None:
+            self._kept_back = []
+
+    def release(self) -> None:
+        kept, self._kept_back = self._kept_back, None
+        for event in kept or ():
+            super().put(event)
+
+    def lose(self, reason: Exception) -> None:
+        """End with `reason`, without what was kept back."""
+        self._kept_back = None
+        for choice in self.choices.values():
+            choice.close()
+        super().put(reason)
 
     def end_choice(self, index: int) -> None:
         if (choice := self.choices.get(index)) is not None:
@@ -312,6 +348,7 @@ class VllmRequest(RequestEvents):
     def abort(self) -> None:
         for choice in self.choices.values():
             choice.close()
+        self._kept_back = None
         super().abort()
 
     def close(self) -> None:

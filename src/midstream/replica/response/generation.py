@@ -19,7 +19,7 @@ from midstream.core.errors import EngineFailed, EngineLost
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.core.versions import ServedNames
-from midstream.engine.base import EngineDied
+from midstream.engine.base import EngineDied, StreamLost
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.kept import Kept
@@ -269,6 +269,8 @@ class Generation:
         except EngineDied as error:
             self._service.on_engine_death(str(error))
             raise EngineLost("the engine stopped while it served this request") from error
+        except StreamLost as error:
+            raise EngineLost(f"the engine gave this request up: {error}") from error
         raise EngineFailed("the engine ended the request before every choice was complete")
 
     def _ended(self, prompt: int, event: GenerationEvent) -> None:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import EngineFailed
-from midstream.core.types import NEAR_TIES, TokenRecord
+from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Scored
 from midstream.replica.response.kept import Kept
@@ -117,6 +117,8 @@ class RecordEncoder:
             entry.routing_matrix_dtype = self._route_dtype
         if record.near_tie:
             entry.near_tie = NEAR_TIE_NAMES[record.near_tie]
+        if record.constrained:
+            entry.logprob_of = ALLOWED
         return entry
 
     def _top_entry(self, token_id: int, logprob: float) -> TopEntry:
@@ -139,6 +141,7 @@ class RecordEncoder:
                 | {token: logprob}
                 for record, (token, logprob) in zip(records, own, strict=True)
             ],
+            logprob_of=ALLOWED if any(record.constrained for record in records) else UNSET,
         )
 
 

@@ -40,6 +40,8 @@ class Entry(msgspec.Struct):
     #: "uint16" (little-endian) above 256 experts. Absent: uint8.
     routing_matrix_dtype: str | UnsetType = UNSET
     near_tie: tuple[str, ...] | UnsetType = UNSET
+    #: "allowed": `logprob` is of the tokens that the answer's grammar allowed. Absent: it is the raw model's.
+    logprob_of: str | UnsetType = UNSET
 
 
 class ContentLogprobs(msgspec.Struct):
@@ -52,6 +54,8 @@ class LegacyLogprobs(msgspec.Struct):
     token_ids: list[int]
     text_offset: list[int]
     top_logprobs: list[dict[str, float]]
+    #: As in an Entry.
+    logprob_of: str | UnsetType = UNSET
 
 
 Logprobs = ContentLogprobs | LegacyLogprobs

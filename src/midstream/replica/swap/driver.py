@@ -391,17 +391,28 @@ class SwapDriver:
             log.warning("%d pinned requests were ended for the switch to %s", ended, desired.snapshot)
 
     async def _check(self, desired: Desired) -> None:
+        # The engine may be paused, and unable to check anything in a pause.
+        await self._engine.until_computing()
         started = self._monotonic()
-        assert self.info is not None
         try:
-            async with asyncio.timeout(CHECK_S_MAX):
-                self.check = await self._checker.check(self.info, desired.snapshot, desired.generation)
-        except TimeoutError:
-            raise NotSound(f"its check did not end within {CHECK_S_MAX:g} s") from None
+            self.check = await self._checked(desired)
+        except NotSound:
+            self._engine.settle(desired.snapshot, sound=False)
+            raise
+        self._engine.settle(desired.snapshot, sound=True)
         if self._swaps:
             check_ms = (self._monotonic() - started) * 1e3
             self._swaps[-1] = msgspec.structs.replace(self._swaps[-1], check_ms=check_ms)
         self._made(Event.CHECKED)
+
+    async def _checked(self, desired: Desired) -> SnapshotCheck:
+        """Raises NotSound, EngineDied."""
+        assert self.info is not None
+        try:
+            async with asyncio.timeout(CHECK_S_MAX):
+                return await self._checker.check(self.info, desired.snapshot, desired.generation)
+        except TimeoutError:
+            raise NotSound(f"its check did not end within {CHECK_S_MAX:g} s") from None
 
     async def _release(self) -> None:
         """Lets the source delete files. The serving snapshot and the one to be loaded next stay."""

@@ -94,6 +94,7 @@ class _Answer:
         self.tokens = array("I")
         self.logprobs = array("d")
         self.sampling_logprobs = array("d")
+        self.constrained = False
         self.routes: list[bytes] = []
         #: Tokens that a replica sampled that was lost. Their numbers are not known here.
         self.replayed = 0
@@ -110,6 +111,7 @@ class _Answer:
         if kept == "none":
             return
         self.logprobs.extend(record.logprob for record in records)
+        self.constrained = self.constrained or any(record.constrained for record in records)
         given = (record.sampling_logprob for record in records)
         self.sampling_logprobs.extend(_UNKNOWN if value is None else value for value in given)
         if kept == "routes":
@@ -346,6 +348,7 @@ class History:
             None if self.branch is None else msgspec.to_builtins(self.branch),
             self._model,
             answer.replayed,
+            answer.constrained,
         )
 
 

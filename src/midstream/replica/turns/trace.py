@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Iterable
 
 from midstream.core.traces import Span, Trace, TracedEarlierKv, TracedTurn
-from midstream.core.types import Session
+from midstream.core.types import ALLOWED, Session
 from midstream.replica.turns.tree import Trees, Turn
 
 
@@ -49,6 +49,7 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
         earlier_kv_snapshots=[TracedEarlierKv(tokens, _spans(kv)) for tokens, kv in record.earlier_kv],
         branch=record.branch,
         resumed=record.resumed,
+        logprob_of=ALLOWED if record.constrained else None,
     )
 
 

@@ -131,7 +131,7 @@ class TurnRecord(NamedTuple):
     logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine cannot tell; empty where they were not asked for.
     routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in choice.Choice.
     model: whose snapshots they are; "": the replica's own. resumed: how many of the sampled tokens, from the first on, are of a
-    replica that was lost. Their numbers, and so those of the turn, went to the client alone.
+    replica that was lost. Their numbers, and so those of the turn, went to the client alone. constrained: as in a TokenRecord.
     """
 
     finish: FinishReason
@@ -145,6 +145,7 @@ class TurnRecord(NamedTuple):
     branch: dict[str, Any] | None
     model: str = ""
     resumed: int = 0
+    constrained: bool = False
 
     @property
     def size(self) -> int:

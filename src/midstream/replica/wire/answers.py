@@ -236,6 +236,8 @@ class Told(msgspec.Struct):
     snapshots: list[SnapshotSpan] | UnsetType = UNSET
     #: By the token, beside SGLang's own log-probabilities. None: the engine cannot tell.
     sampling_logprobs: list[float | None] | UnsetType = UNSET
+    #: "allowed": the log-probabilities are of the tokens that the answer's grammar allowed. Absent: they are the raw model's.
+    logprob_of: str | UnsetType = UNSET
     kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
     earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.text import DONE, sse_event
-from midstream.core.types import TokenRecord
+from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import decode
 from midstream.replica.response.choice import Choice, Piece, Scored
@@ -108,6 +108,7 @@ class _Made(msgspec.Struct):
     routes: list[bytes] = []
     generated: int = 0
     last: int | None = None
+    constrained: bool = False
 
 
 _body = msgspec.json.Decoder(SglangGenerateBody)
@@ -291,6 +292,7 @@ class SGLangEncoder(RecordEncoder):
             made.ids.append(record.token_id)
             made.generated, made.last = made.generated + 1, record.token_id
             if self._details.logprobs:
+                made.constrained = made.constrained or record.constrained
                 made.logprobs.append(self._scored(record.logprob, record.token_id))
                 sampling = record.sampling_logprob
                 made.sampling.append(None if sampling is None or isnan(sampling) else finite(sampling))
@@ -312,6 +314,7 @@ class SGLangEncoder(RecordEncoder):
         told = Told(snapshot)
         if details.logprobs:
             meta.output_token_logprobs, told.sampling_logprobs = made.logprobs, made.sampling
+            told.logprob_of = ALLOWED if made.constrained else UNSET
             if self._checked.top_logprobs:
                 meta.output_top_logprobs = made.tops
         if self.seam is not UNSET:

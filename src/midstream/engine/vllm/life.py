@@ -1,0 +1,324 @@
+"""The life of a vLLM server behind a VllmEngine: it is started, taken over, watched, doubted and given up.
+
+Owns: the server's process (or the URL of one to attach to), the epochs of its weights, its end. A boot is the time from a
+successful `start` to the end of the server.
+Always holds:
+- A boot begins with the base weights and a prefix cache in which no request finds anything.
+- An event that leaves the serving weights in doubt ends the boot, so that the replica starts over.
+- When a boot ends, every request and call under way ends with EngineDied, and nothing more is sent to its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from midstream.core.config import VllmSettings
+from midstream.core.types import (
+    BASE_SNAPSHOT,
+    ModelInfo,
+)
+from midstream.engine.base import Engine, EngineDied
+from midstream.engine.vllm.adapters import FOLDER, Adapters
+from midstream.engine.vllm.arguments import NO_LORA, vllm_card
+from midstream.engine.vllm.boot import Boot
+from midstream.engine.vllm.labels import Epochs, Salts
+from midstream.engine.vllm.model import Shape, read_shape
+from midstream.engine.vllm.proof import NoAdapters, Proof
+from midstream.engine.vllm.proving import Proving
+from midstream.engine.vllm.requests import Scorer, VllmRequest, Weights, WrongWeights
+from midstream.engine.vllm.server import ServerFailed, VllmServer
+from midstream.engine.vllm.staging import Stager, Staging
+from midstream.engine.vllm.swap import Control, NotExact, Refused, prove_reload, score
+from midstream.engine.vllm.watch import POLL_S, Watch, Work
+from midstream.http.call import CallFailed
+
+logger = logging.getLogger(__name__)
+
+#: The name of the model at the server.
+NAME = "midstream"
+#: For an answer to /health after a connection was lost.
+HEALTH_S_MAX = 5.0
+#: For an answer of the server's API process alone.
+ANSWER_S_MAX = 10.0
+#: The most prompt tokens of one step, unless a prompt may be longer.
+STEP_TOKENS = 8192
+#: Instead of a version: the server's KV cache holds numbers that are not finite.
+SPOILT = "not finite"
+#: A server that raises one of these while it starts cannot serve.
+START_ERRORS = (ServerFailed, CallFailed, Refused, NotExact, WrongWeights)
+
+
+class ServerLife(Engine):
+    """url: of a running server to attach to, instead of starting one. cache_dir: of the replica."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: VllmSettings,
+        cache_dir: Path,
+        *,
+        url: str | None = None,
+        cores: tuple[int, ...] = (),
+        gpus: tuple[int, ...] = (),
+    ) -> None:
+        self._model_dir = model_dir.resolve()
+        self._settings = settings
+        self._attached = url is not None
+        # An attached server may belong to another user or run on another machine. It reads snapshots from the shared directory.
+        self._staging = Staging(cache_dir, share=0.0) if self._attached else Staging(cache_dir)
+        self._server = VllmServer(
+            self._model_dir,
+            settings,
+            url=url,
+            served_name=NAME,
+            cores=cores,
+            gpus=gpus,
+            log=cache_dir / "vllm.log",
+        )
+        self._boot = Boot()
+        self._watch = Watch(settings.silence_s_max, lambda s: self._control.reach_workers(s), self._work)
+        self._watcher: asyncio.Task[None] | None = None
+        # pause, resume and commit run one at a time.
+        self._control_lock = asyncio.Lock()
+        self._paused = False
+        # The weight version that a running commit brings.
+        self._coming_version: str | None = None
+        self._control: Control
+        self._shape: Shape
+        self._epochs = Epochs(BASE_SNAPSHOT)
+        self._salts = Salts(b"")
+        self._requests: dict[str, VllmRequest] = {}
+        self._proving = Proving(self._requests)
+        # Set while it computes.
+        self._computing = asyncio.Event()
+        # The KV cache of the attached server holds numbers that are not finite.
+        self._spoilt = False
+        self._stager = Stager(self._staging, self._boot.while_alive)
+        # Of a boot that serves policies.
+        self._adapters: Adapters | None = None
+        # Why not; empty if it does.
+        self._no_policies = NO_LORA
+        self._adapter_dir = cache_dir / FOLDER
+        self._serving_dir = self._model_dir
+        self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
+        self._death: Callable[[str], Awaitable[None]] | None = None
+
+    def __repr__(self) -> str:
+        return f"VllmEngine({self._server!r}, {self._epochs!r}, {len(self._requests)} requests)"
+
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid
+
+    async def start(self) -> ModelInfo:
+        await self._stop()
+        self._shape = await asyncio.to_thread(read_shape, self._model_dir)
+        await self._launch()
+        return self._info()
+
+    async def _launch(self) -> None:
+        """Begin a boot. Raises EngineDied."""
+        try:
+            await self._server.start()
+            url, headers = self._server.url, self._server.headers
+            self._control = Control(url, headers, self._settings.load_s_max, self._watch.held_up)
+            self._epochs, self._serving_dir = Epochs(BASE_SNAPSHOT), self._model_dir
+            # An attached server may have a cache from before.
+            self._salts = Salts(secrets.token_bytes(16))
+            await self._take_over()
+        except BaseException as error:
+            await self._server.close()
+            if isinstance(error, START_ERRORS):
+                raise EngineDied(str(error)) from error
+            raise
+        self._paused = False
+        self._computing.set()
+        self._proving.started()
+        self._boot.begin()
+        self._watcher = asyncio.create_task(self._until_ended(), name="vLLM's end")
+        self._boot.in_background(self._until_hung(), "a hung vLLM")
+        if self._attached:
+            self._boot.in_background(self._until_restarted(), "a restarted vLLM")
+
+    async def _take_over(self) -> None:
+        """Bring the server to the beginning of a boot: base weights, nothing in the cache that we could find, not paused."""
+        if self._attached:
+            # Its last user may have left it in any state.
+            self._server.check_reload(experts=bool(self._shape.moe_layers))
+            await self._check_unspoilt()
+            await self._control.pause(clear_cache=True)
+            await self._control.reload(self._model_dir)
+        await self._control.set_version(self._epochs.serving_version)
+        if self._attached:
+            await self._control.resume()
+        self._no_policies = self._server.no_adapters
+        self._adapters = None if self._no_policies else await self._prove_adapters()
+        if not self._attached and self._adapters is None:
+            reload = partial(self._control.reload, self._model_dir)
+            await prove_reload(
+                self._scorer(self._own), self._shape.vocab_size, self._server.max_model_len, reload
+            )
+
+    async def _check_unspoilt(self) -> None:
+        """Raises ServerFailed for an attached server that has to be restarted. Its version remembers that, whoever attaches."""
+        if self._spoilt:
+            await self._control.set_version(SPOILT)
+            self._spoilt = False
+        if await self._control.version(ANSWER_S_MAX) == SPOILT:
+            raise ServerFailed(
+                f"the vLLM server at {self._server.url} computed numbers that are not finite, and its KV cache still holds "
+                "them: restart it"
+            )
+
+    async def _prove_adapters(self) -> Adapters | None:
+        """None: the server serves, but no adapters."""
+        self._server.check_adapters(experts=bool(self._shape.moe_layers))
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        proof = Proof(self._server, self._control, self._scorer, sizes, self._adapter_dir)
+        try:
+            proven = await proof.run(self._model_dir, self._own)
+        except NoAdapters as error:
+            self._no_policies = str(error)
+            logger.warning("vLLM serves no policies: %s", error)
+            return None
+        own = (self._epochs.serving_version, self._check_alive, self._boot.in_background)
+        return Adapters(self._control, proven, self._adapter_dir, *own)
+
+    @property
+    def _own(self) -> Weights:
+        return Weights(self._server.served_name, self._epochs)
+
+    def _info(self) -> ModelInfo:
+        shape, server = self._shape, self._server
+        card = vllm_card(server.version, routes=server.returns_routes, no_policies=self._no_policies)
+        return ModelInfo(
+            max_model_len=server.max_model_len,
+            vocab_size=shape.vocab_size,
+            moe_layers=len(shape.moe_layers),
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+            eos_token_ids=shape.eos_token_ids,
+            grammars=True,
+            card=card,
+        )
+
+    async def close(self) -> None:
+        await self._stop()
+        self._staging.close()
+
+    def _scorer(self, weights: Weights) -> Scorer:
+        return Scorer(self._server.url, self._server.headers, weights.epochs, self._shape, weights.name)
+
+    async def _check_finite(self, reason: str) -> None:
+        """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
+
+        Its KV cache holds others then: vLLM does not clear the blocks that it uses again. Else the request alone is to blame.
+        """
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        try:
+            await self._boot.while_alive(score(self._scorer(self._own), *sizes))
+        except NotExact as error:
+            self._spoilt = self._attached
+            self._give_up(f"{error}; {reason}")
+            raise EngineDied(str(error)) from error
+        except (CallFailed, WrongWeights) as error:
+            await self._check_alive(str(error))
+
+    async def _check_alive(self, reason: str) -> None:
+        """Raises EngineDied if the server is gone, or is no longer the one that was given its weights.
+
+        Otherwise `reason` concerns one request alone.
+        """
+        self._boot.check()
+        problem = await self._problem()
+        self._boot.check()
+        if problem is not None:
+            self._end_boot(f"{problem}: {reason}")
+            raise EngineDied(f"{problem}: {reason}")
+
+    async def _problem(self) -> str | None:
+        """What is wrong with the server, if anything is."""
+        status = await self._server.health(HEALTH_S_MAX)
+        if status != 200:
+            return f"vLLM is gone (/health answers {status})" if status > 0 else "vLLM is gone"
+        return await self._other_weights()
+
+    async def _other_weights(self) -> str | None:
+        """Whether the server has weights of others: it was restarted, for example."""
+        if self._coming_version is not None:
+            # The switch itself finds out whether it left the server in doubt.
+            return None
+        ours = self._epochs.serving_version
+        try:
+            version = await self._control.version(ANSWER_S_MAX)
+        except (CallFailed, Refused):
+            # The server is healthy, but busy with a long step or with a switch.
+            return None
+        switched = self._epochs.serving_version != ours
+        if version == ours or switched or self._coming_version is not None:
+            return None
+        return f"vLLM was restarted, or given weights by others: it has {version!r}, not {ours!r}"
+
+    def drop_staged(self) -> None:
+        self._stager.drop()
+
+    def silent_s(self) -> float:
+        return self._watch.silent_s
+
+    def _work(self) -> Work:
+        choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
+        prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
+        due = not self._paused and any(choice.labels.count for choice in choices)
+        return Work(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
+
+    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
+        self._death = callback
+
+    async def _until_hung(self) -> None:
+        """End the boot when the server hangs."""
+        self._give_up(await self._watch.run(on_cpu=self._server.on_cpu))
+
+    async def _until_restarted(self) -> None:
+        """End the boot when the server has been restarted by others."""
+        problem = None
+        while problem is None:
+            await asyncio.sleep(POLL_S)
+            problem = await self._other_weights()
+        self._give_up(problem)
+
+    def _give_up(self, reason: str) -> None:
+        """End the boot. The server is killed, unless it belongs to others."""
+        self._server.kill()
+        self._end_boot(reason)
+
+    async def _until_ended(self) -> None:
+        """Wait for the end of the boot: the end of the server, or an event that made it useless."""
+        try:
+            reason = await self._boot.while_alive(self._server.wait_ended())
+        except EngineDied as error:
+            reason = str(error)
+        logger.error("vLLM ended: %s", reason)
+        self._end_boot(reason)
+        await self._server.close()
+        if self._death is not None:
+            await self._death(reason)
+
+    def _end_boot(self, reason: str) -> None:
+        """End the boot: every request and every call ends with EngineDied."""
+        for run in self._requests.values():
+            run.put(EngineDied(reason))
+        self._boot.end(reason)
+
+    async def _stop(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and watcher is not asyncio.current_task():
+            watcher.cancel()
+        self._end_boot("vLLM was stopped")
+        self.drop_staged()
+        self._boot.cancel_tasks()
+        await self._server.close()
