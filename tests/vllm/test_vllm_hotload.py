@@ -136,6 +136,37 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
         assert off.max() <= TOLERANCE, (stream.session, stream.labels, off.argmax(), off.max())
 
 
+def test_streams_that_are_kept_through_prime_rls_calls_go_on_and_every_token_is_of_its_label(
+    bed: Bed, weights: Callable[[int], Path]
+) -> None:
+    """The update is answered in the pause, and the weights are proved after it."""
+    target = bed.server.bucket / "kept"
+    shutil.copytree(weights(4), target)
+
+    def update() -> None:
+        with bed.http() as http:
+            assert http.post("/pause?mode=keep&clear_cache=false").status_code == 200
+            answer = http.post("/update_weights", json={"weight_dir": str(target)})
+            assert answer.status_code == 200, answer.text
+            assert http.post("/resume").status_code == 200
+
+    ran = [Stream(random_prompt(f"kept {i}", 40), 1200, f"kept {i}", seed=i) for i in range(8)]
+    before = "before-the-pause"
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+        publisher.publish(before, weights(3))
+    asyncio.run(under_way(bed.server.url, bed.model, ran, 5, update))
+    with bed.http() as http:
+        after = http.get("/weight_info").json()["weight_version"]
+    assert all(stream.whole for stream in ran), [stream.error for stream in ran]
+    assert any(stream.labels == [before, after] for stream in ran)
+    models = {before: load(weights(3)), after: load(target)}
+    for stream in ran:
+        off = np.abs(
+            np.subtract([number for _, number, _ in stream.tokens], expected_logprobs(stream, models))
+        )
+        assert off.max() <= TOLERANCE, (stream.session, off.max())
+
+
 def test_a_snapshot_that_vllm_would_load_otherwise_serves_no_token(
     bed: Bed, checkpoints: dict[str, Path]
 ) -> None:

@@ -135,7 +135,66 @@ def test_a_stop_string_ends_the_text_before_it_also_behind_a_cached_prompt(
     assert ended["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * BLOCK
 
 
-def test_an_answer_to_a_schema_is_json_of_it_and_its_raw_numbers_are_refused(http: httpx.Client) -> None:
+def assert_of_what_was_allowed(bed: Bed, prompt: list[int], content: list[dict[str, Any]]) -> None:
+    """Forbidding tokens can only raise the others' log-probabilities, and raises some of a JSON text's to certainty."""
+    ids = prompt + [entry["token_id"] for entry in content]
+    raw = logprobs_of(bed.reference, ids)[len(prompt) - 1 :]
+    told = [entry["logprob"] for entry in content]
+    assert {entry["logprob_of"] for entry in content} == {"allowed"}
+    assert [entry["sampling_logprob"] for entry in content] == told
+    assert all(of_allowed >= own - TOLERANCE for of_allowed, own in zip(told, raw, strict=True))
+    assert any(of_allowed > own + 1 for of_allowed, own in zip(told, raw, strict=True))
+    assert all(of_allowed <= 0 for of_allowed in told)
+
+
+def test_a_forced_tool_call_with_logprobs_is_a_call_with_the_numbers_of_what_was_allowed(
+    bed: Bed, http: httpx.Client
+) -> None:
+    colour = {"type": "object", "properties": {"to": {"enum": ["red", "green"]}}, "required": ["to"]}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": colour}}
+    fields = {"model": "default", "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+    fields |= {"max_tokens": 200, "logprobs": True, "return_token_ids": True}
+    answer = http.post("/v1/chat/completions", json=fields)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    called = choice["message"]["tool_calls"][0]["function"]
+    assert called["name"] == "paint"
+    assert json.loads(called["arguments"])["to"] in ("red", "green")
+    assert_of_what_was_allowed(bed, answer.json()["prompt_token_ids"], choice["logprobs"]["content"])
+
+
+def test_streamed_messages_and_responses_say_what_the_plain_ones_say(http: httpx.Client) -> None:
+    user = [{"role": "user", "content": "Count to ten."}]
+    messages = {"model": "default", "messages": user, "max_tokens": 30, "temperature": 0}
+    responses = {"model": "default", "input": user, "max_output_tokens": 30, "temperature": 0, "store": False}
+    for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
+        plain = http.post(path, json=body)
+        assert plain.status_code == 200, plain.text
+        with http.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200
+            lines = answer.read().split(b"\n")
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        kinds = [event["type"] for event in events]
+        if path == "/v1/messages":
+            whole = "".join(block.get("text", "") for block in plain.json()["content"])
+            said = [
+                e["delta"]["text"]
+                for e in events
+                if e["type"] == "content_block_delta" and "text" in e["delta"]
+            ]
+            assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        else:
+            outputs = [item for item in plain.json()["output"] if item["type"] == "message"]
+            whole = "".join(part["text"] for item in outputs for part in item["content"])
+            said = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+            assert kinds[0] == "response.created"
+            assert kinds[-1] in ("response.completed", "response.incomplete")
+        assert whole
+        assert "".join(said) == whole
+
+
+def test_an_answer_to_a_schema_is_json_of_it(bed: Bed, http: httpx.Client) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}, "colour": {"enum": ["red", "green"]}},
@@ -153,9 +212,10 @@ def test_an_answer_to_a_schema_is_json_of_it_and_its_raw_numbers_are_refused(htt
         assert value.keys() == {"n", "colour"}
         assert isinstance(value["n"], int)
         assert value["colour"] in ("red", "green")
-    refused = http.post("/v1/chat/completions", json={**fields, "logprobs": True})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("logprobs: vLLM")
+    scored = http.post("/v1/chat/completions", json={**fields, "logprobs": True, "return_token_ids": True})
+    assert scored.status_code == 200, scored.text
+    content = scored.json()["choices"][0]["logprobs"]["content"]
+    assert_of_what_was_allowed(bed, scored.json()["prompt_token_ids"], content)
 
 
 def test_an_echo_scores_the_prompt_as_a_plain_forward_pass_does(bed: Bed, http: httpx.Client) -> None:
