@@ -235,15 +235,20 @@ class Adapters:
 
 
 class AdapterSlot(Slot):
-    """stage: of Adapters, ended with the boot. adapters: of the boot that runs; raises EngineDied when none does."""
+    """stage: of Adapters, ended with the boot. adapters: of the boot that runs; raises EngineDied when none does.
+
+    computing: the engine's `until_computing`.
+    """
 
     def __init__(
         self,
         policy: str,
         adapters: Callable[[], Adapters],
         while_alive: Callable[[Coroutine[Any, Any, None]], Awaitable[None]],
+        computing: Callable[[], Awaitable[None]],
     ) -> None:
         self._policy = policy
+        self._computing = computing
         self._adapters = adapters
         self._while_alive = while_alive
         # Of the boot in which something was staged.
@@ -256,6 +261,9 @@ class AdapterSlot(Slot):
     def drop_staged(self) -> None:
         if self._staged_in is not None:
             self._staged_in.drop_staged(self._policy)
+
+    async def until_computing(self) -> None:
+        await self._computing()
 
     async def commit(self, snapshot: str) -> SwapTiming:
         return self._adapters().commit(self._policy, snapshot)

@@ -190,7 +190,7 @@ class VllmEngine(ServerLife):
         await self._stager.stage(snapshot, directory)
 
     def slot(self, policy: str) -> Slot:
-        return AdapterSlot(policy, self._running_adapters, self._boot.while_alive)
+        return AdapterSlot(policy, self._running_adapters, self._boot.while_alive, self.until_computing)
 
     def _running_adapters(self) -> Adapters:
         self._boot.check()
