@@ -156,25 +156,6 @@ def test_a_snapshot_that_comes_in_a_pause_is_proved_after_it(tmp_path: Path, sou
     asyncio.run(main())
 
 
-def test_a_check_that_a_newer_snapshot_ends_holds_up_nothing_though_that_one_fails(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path) as (here, fake):
-            asked = stream(here)
-            await until(lambda: fake.requests)
-            fake.requests[0].step(1)
-            await here.until(lambda: here.engine.stats().running == 1)
-            fake.hold_scores = True
-            await here.swap("step-1")
-            await here.until(lambda: here.replica.report().stage is Stage.CHECKING)
-            fake.requests[0].step(1)
-            await here.swap("broken")
-            await here.until(lambda: here.replica.report().stage is Stage.ERROR)
-            fake.requests[0].to_the_end()
-            assert models(await asked)[-1] == "step-1"
-
-    asyncio.run(main())
-
-
 def test_a_refused_snapshot_leaves_the_old_one_and_an_error_row(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as (here, fake):

@@ -391,18 +391,13 @@ class SwapDriver:
             log.warning("%d pinned requests were ended for the switch to %s", ended, desired.snapshot)
 
     async def _check(self, desired: Desired) -> None:
+        # The engine may be paused, and unable to check anything in a pause.
+        await self._engine.until_computing()
         started = self._monotonic()
         try:
-            # The engine may be paused, and unable to check anything in a pause.
-            await self._engine.until_computing()
-            started = self._monotonic()
             self.check = await self._checked(desired)
         except NotSound:
             self._engine.settle(desired.snapshot, sound=False)
-            raise
-        except asyncio.CancelledError:
-            # A newer target comes, and may fail to. Nothing speaks against what serves until then.
-            self._engine.settle(desired.snapshot, sound=True)
             raise
         self._engine.settle(desired.snapshot, sound=True)
         if self._swaps:
