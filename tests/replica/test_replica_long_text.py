@@ -77,25 +77,26 @@ def hold_long_texts(here: Running, monkeypatch: pytest.MonkeyPatch) -> tuple[asy
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why = (
-        "bytes of text are at least {} tokens, as a token of this model stands for at most 12 bytes; "
-        "the context is 128 tokens"
-    )
+    most = "this model's maximum context length is 128 tokens, and"
+    why = "bytes of text are at least {} tokens, as a token of this model stands for at most 12 bytes"
 
     async def scenario(here: Running) -> None:
         tokenized = watch(here, monkeypatch)
         long = "\u00e4" * 1000
-        assert await refused(here, prompt=long) == (f"prompt: 2000 {why.format(167)}", "prompt")
-        assert await refused(here, prompt=["a", long]) == (f"prompt[1]: 2000 {why.format(167)}", "prompt")
+        assert await refused(here, prompt=long) == (f"prompt: {most} 2000 {why.format(167)}", "prompt")
+        assert await refused(here, prompt=["a", long]) == (
+            f"prompt[1]: {most} 2000 {why.format(167)}",
+            "prompt",
+        )
         chat = "/v1/chat/completions"
         user = [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 2000}]
         assert await refused(here, chat, messages=user) == (
-            f"messages[1].content: 2000 {why.format(167)}",
+            f"messages[1].content: {most} 2000 {why.format(167)}",
             "messages",
         )
         many = [{"role": "user", "content": "b" * 100}] * 20
         size = 20 * len("<|im_start|>user\n<|im_end|>" + "b" * 100) + len("<|im_start|>assistant\n")
-        expected = f"messages: the rendered chat template: {size} {why.format(-(-size // 12))}"
+        expected = f"messages: the rendered chat template: {most} {size} {why.format(-(-size // 12))}"
         assert await refused(here, chat, messages=many) == (expected, "messages")
         assert tokenized == []
 
@@ -110,10 +111,11 @@ def test_messages_and_token_ids_are_counted_before_anything_is_done_with_them(
         monkeypatch.setattr(here.replica._text, "render", lambda *given: rendered.append(given))
         many = [{"role": "user", "content": ""}] * 129
         assert await refused(here, "/v1/chat/completions", messages=many) == (
-            "messages: 129 messages of at least one token each do not fit the context of 128 tokens",
+            "messages: this model's maximum context length is 128 tokens, and 129 messages have at least one token each",
             "messages",
         )
-        room = "prompt: 1000000 tokens do not fit the context of 128 tokens with at least one to generate"
+        why = "the prompt has 1000000 tokens, with at least one to generate"
+        room = f"prompt: this model's maximum context length is 128 tokens, and {why}"
         assert await refused(here, prompt=[1] * 1_000_000) == (room, "prompt")
         assert await refused(here, prompt=[[1], [1] * 1_000_000]) == (room, "prompt")
         assert rendered == []
@@ -147,7 +149,7 @@ def test_where_bytes_prove_nothing_no_more_is_tokenized_than_shows_that_it_is_to
     async def scenario(here: Running) -> None:
         tokenized = watch(here, monkeypatch)
         assert await refused(here, prompt=" " * 900_000 + "<mask>") == (
-            "prompt: the text has over 80000 tokens; the context is 40000 tokens",
+            "prompt: this model's maximum context length is 40000 tokens, and the text has over 80000 tokens",
             "prompt",
         )
         assert tokenized == [PIECE_CHARACTERS] * 2

@@ -201,14 +201,17 @@ def test_max_tokens_is_cut_to_the_context_or_refused_as_asked() -> None:
     assert sampling_for(chat(), prompt, 0, 1, MOE).max_tokens == 10
     strict = completion(max_tokens=11, context_length_exceeded_behavior="error")
     message, param = refusal(sampling_for, strict, prompt, 0, 1, MOE)
-    assert "prompt of 90 tokens and max_tokens 11 exceed the context of 100 tokens" in message
+    assert (
+        "maximum context length is 100 tokens, and prompt of 90 tokens and max_tokens 11 exceed it" in message
+    )
     assert param == "max_tokens"
 
 
 def test_a_prompt_that_fills_the_context_can_only_be_scored() -> None:
     full = Prompt(tuple(range(100)))
     message, param = refusal(sampling_for, completion(), full, 0, 1, MOE)
-    assert message == "prompt: 100 tokens do not fit the context of 100 tokens with at least one to generate"
+    said = "the prompt has 100 tokens, with at least one to generate"
+    assert message == f"prompt: this model's maximum context length is 100 tokens, and {said}"
     assert param == "prompt"
     scored = completion(max_tokens=0, echo=True)
     assert sampling_for(scored, full, 0, 1, MOE).max_tokens == 0

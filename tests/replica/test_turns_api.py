@@ -261,7 +261,7 @@ def test_a_prompt_that_outgrows_the_context_is_refused_and_the_session_stays(tmp
             body = {"model": MODEL, "messages": again}
             refused = await here.http.post(CHAT, json=body, headers=SESSION)
             assert refused.status_code == 400
-            assert "do not fit the context of 128 tokens" in refused.json()["error"]["message"]
+            assert "maximum context length is 128 tokens" in refused.json()["error"]["message"]
             assert "midstream" not in await turn(here, [*again[:2], USER])
 
     asyncio.run(main())

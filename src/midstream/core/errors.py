@@ -3,6 +3,7 @@
     MidstreamError
       InvalidRequest 400            the request must change
         UnknownField 400
+        ContextExceeded 400         prompt and answer do not fit the context
         SnapshotRefused 400         a hot-load signal that cannot be taken
       Unauthorized 401
       Forbidden 403                 the API key may not do that; no retry helps
@@ -104,6 +105,30 @@ class UnknownField(InvalidRequest):
     def __init__(self, field: str, known: Collection[str] = ()) -> None:
         self.known = known
         super().__init__(f"Extra inputs are not permitted, field: '{field}'", param=field)
+
+
+class ContextExceeded(InvalidRequest):
+    """Clients know it by the code and by these words, cut their conversation, and ask again."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, where: str, tokens: int, context: int, *, param: str, why: str = "") -> None:
+        """where: the place in the body. tokens: of the prompt, or as many as it has at least. why: how that is known."""
+        self.tokens, self.context = tokens, context
+        has = why or f"the prompt has {tokens} tokens"
+        super().__init__(
+            f"{where}: this model's maximum context length is {context} tokens, and {has}", param=param
+        )
+
+    def body(self) -> dict[str, Any]:
+        told = super().body()
+        if self.shape == "anthropic":
+            told["error"]["message"] = (
+                f"prompt is too long: {self.tokens} tokens > {self.context} maximum; {self.message}"
+            )
+        else:
+            told["error"]["type"] = InvalidRequest.code
+        return told
 
 
 class SnapshotRefused(InvalidRequest):

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from midstream.core.errors import InvalidRequest
+from midstream.core.errors import ContextExceeded, InvalidRequest
 from midstream.core.types import ModelInfo, SamplingParams
 from midstream.replica.request import fields
 from midstream.replica.request.fields import Answer, PromptOptions, TextOptions
@@ -271,11 +271,12 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
         raise _no_room(size, param, least, info)
     wanted = room if checked.max_tokens is None else checked.max_tokens
     if wanted > room and checked.overflow_is_error:
-        raise InvalidRequest(
-            f"max_tokens: {param} of {size} tokens and max_tokens {wanted} exceed the context of"
-            f" {info.max_model_len} tokens; lower max_tokens or set context_length_exceeded_behavior: truncate",
-            param="max_tokens",
+        why = (
+            f"{param} of {size} tokens and max_tokens {wanted} exceed it;"
+            " lower max_tokens or set context_length_exceeded_behavior: truncate"
         )
+        tokens, context = size + wanted, info.max_model_len
+        raise ContextExceeded("max_tokens", tokens, context, param="max_tokens", why=why)
     made = min(wanted, room)
     return msgspec.structs.replace(
         checked.sampling,
@@ -285,9 +286,9 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
     )
 
 
-def _no_room(size: int, param: str, least: int, info: ModelInfo) -> InvalidRequest:
-    message = f"{param}: {size} tokens do not fit the context of {info.max_model_len} tokens"
-    return InvalidRequest(message if least == 0 else f"{message} with at least one to generate", param=param)
+def _no_room(size: int, param: str, least: int, info: ModelInfo) -> ContextExceeded:
+    why = f"the prompt has {size} tokens" + (", with at least one to generate" if least else "")
+    return ContextExceeded(param, size + least, info.max_model_len, param=param, why=why)
 
 
 def check_room(checked: Checked, body: CompletionBody | ChatBody, info: ModelInfo, text: TextSize) -> int:
@@ -296,8 +297,9 @@ def check_room(checked: Checked, body: CompletionBody | ChatBody, info: ModelInf
     context, least = info.max_model_len, 0 if checked.max_tokens == 0 else 1
     if isinstance(body, ChatBody):
         if len(body.messages) > context:
-            said = f"messages: {len(body.messages)} messages of at least one token each"
-            raise InvalidRequest(f"{said} do not fit the context of {context} tokens", param="messages")
+            count = len(body.messages)
+            why = f"{count} messages have at least one token each"
+            raise ContextExceeded("messages", count, context, param="messages", why=why)
         for index, message in enumerate(body.messages):
             content = message.get("content")
             # Templates may leave out white space, and what an earlier answer said before its end.

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.core.errors import ConfigError, InvalidRequest, Overloaded
+from midstream.core.errors import ConfigError, ContextExceeded, InvalidRequest, Overloaded
 from midstream.replica.text import messageformat, reasoning
 from midstream.replica.text.messageformat import MessageFormat
 from midstream.replica.text.reasoning import ReasoningFormat
@@ -345,11 +345,11 @@ class TextModel:
             return
         size, per_token = utf8_size(text), self.vocabulary.bytes_per_token
         if per_token is not None and (least := tokens_at_least(size, per_token)) > context:
-            raise InvalidRequest(
-                f"{where}: {size} bytes of text are at least {least} tokens, as a token of this model stands for at most"
-                f" {per_token} bytes; the context is {context} tokens",
-                param=param,
+            why = (
+                f"{size} bytes of text are at least {least} tokens, as a token of this model stands for at most"
+                f" {per_token} bytes"
             )
+            raise ContextExceeded(where, least, context, param=param, why=why)
 
     def check_pieces(
         self, text: str, where: str, param: str, context: int, between: Callable[[], None]
@@ -365,10 +365,8 @@ class TextModel:
             between()
             tokens += len(self.encode_rendered(text[start : start + PIECE_CHARACTERS]))
             if tokens > SURELY_OVER * context:
-                raise InvalidRequest(
-                    f"{where}: the text has over {SURELY_OVER * context} tokens; the context is {context} tokens",
-                    param=param,
-                )
+                why = f"the text has over {SURELY_OVER * context} tokens"
+                raise ContextExceeded(where, tokens, context, param=param, why=why)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

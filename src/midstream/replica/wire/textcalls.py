@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.errors import InvalidRequest
+from midstream.core.errors import ContextExceeded, InvalidRequest
 from midstream.replica.request.checked import split_prompts
 from midstream.replica.request.schema import ChatBody, CompletionBody, decode
 from midstream.replica.wire.base import TextCall, Texts
@@ -61,7 +61,7 @@ async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> d
     texts.names.wanted(texts.names.model if asked.model is None else asked.model, "")
     size, context = len(asked.tokens), texts.info.max_model_len
     if size > context:
-        raise InvalidRequest(f"tokens: {size} do not fit the context of {context} tokens", param="tokens")
+        raise ContextExceeded("tokens", size, context, param="tokens")
     if not asked.tokens:
         return {"prompt": ""} | ({"token_texts": []} if asked.return_token_texts else {})
     try:
