@@ -117,3 +117,31 @@ def test_the_response_names_what_was_ignored(tmp_path: Path, stream: bool) -> No
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "colour")
 
     play(tmp_path, FakeEngine(), scenario)
+
+
+def test_members_of_stream_options_are_fields_as_any_other(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        asked = {"model": MODEL, "max_tokens": 2, "stream": True}
+        options = {"include_usage": True, "include_obfuscation": False}
+        for path, given in (
+            ("/v1/completions", {"prompt": "ab"}),
+            ("/v1/chat/completions", {"messages": HI}),
+            ("/v1/responses", {"input": "ab", "store": False, "max_output_tokens": 16, "max_tokens": None}),
+        ):
+            known = {name: value for name, value in (asked | given).items() if value is not None}
+            assert (await here.http.post(path, json=known | {"stream_options": options})).status_code == 200
+            odd = known | {"stream_options": options | {"colour": 1, "size": 2}}
+            refused = await here.http.post(path, json=odd)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options.colour")
+            told = await here.http.post(path, json=odd | {"weight": 1}, headers=IGNORE)
+            assert told.status_code == 200, told.text
+            assert {*told.headers[TOLD].split(", ")} == {
+                "weight",
+                "stream_options.colour",
+                "stream_options.size",
+            }
+        usage = known | {"stream_options": {"continuous_usage_stats": True}}
+        refused = await here.http.post(path, json=usage, headers=IGNORE)
+        assert "stream_options: continuous_usage_stats is not supported" in refused.json()["error"]["message"]
+
+    play(tmp_path, FakeEngine(), scenario)

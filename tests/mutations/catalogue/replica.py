@@ -375,6 +375,22 @@ REPLICA = (
         ("replica/test_turns_within.py::test_a_cut_answer_goes_on_with_its_very_tokens",),
     ),
     Mutation(
+        "a_long_call_is_silent",
+        "replica/wire/messages_response.py",
+        "        if self._unshown < PING_TOKENS:",
+        "        if self._unshown >= 0:",
+        "A stream has events while a long call is made.",
+        ("replica/test_calls_while_made.py::test_a_long_call_has_events_while_it_is_made",),
+    ),
+    Mutation(
+        "developers_are_not_heard",
+        "replica/text/messageformat.py",
+        '        return "system" if role == "developer" and not self.developer else role',
+        "        return role",
+        "A developer's words are a system message's where the template has no such role.",
+        ("replica/test_messageformat.py",),
+    ),
+    Mutation(
         "a_trace_without_parents",
         "replica/turns/trace.py",
         "parent=0 if turn.parent is None else turn.parent.number,",

@@ -293,7 +293,7 @@ async def refused(session: Session) -> Evidence:
         (("tools[0]", "web_search_20250305"), {"tools": [{"type": "web_search_20250305", "name": "search"}]}),
         (("tools[0]", "bash_20250124"), {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         (("messages[1]", "prefill"), {"messages": said(asked, "It is")}),
-        (("thinking",), {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        (("thinking",), {"thinking": {"type": "enabled", "budget_tokens": -1}}),
         (("mcp_servers",), {"mcp_servers": [{"type": "url", "url": "http://nobody", "name": "n"}]}),
     ]
     for named, fields in cases:

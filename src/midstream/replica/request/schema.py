@@ -32,10 +32,17 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """Unknown members are tolerated: clients send options of other servers here."""
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An unknown member is an unknown field."""
 
     include_usage: bool | None = None
+    #: Accepted and ignored: it changes no token.
+    include_obfuscation: Any = None
+    continuous_usage_stats: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.continuous_usage_stats:
+            raise ValueError("continuous_usage_stats is not supported by this server; leave it out")
 
 
 class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

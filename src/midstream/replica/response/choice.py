@@ -71,6 +71,8 @@ class Choice:
         self.finish: FinishReason | None = None
         self.generated = 0
         self.echoed = False
+        #: A call was begun in thinking that was never closed, so that it is no call.
+        self.call_in_thinking = False
         self.snapshot: str | None = None
         #: A snapshot, and the number of the first token that it generated.
         self._runs: list[tuple[str, int]] = []
@@ -209,6 +211,7 @@ class CallStage:
         #: Snapshot and length of the text that the parser holds back.
         self._held: deque[tuple[str, int]] = deque()
         self.called = False
+        self.call_in_thinking = False
 
     @property
     def complete(self) -> bool:

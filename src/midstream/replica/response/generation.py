@@ -317,6 +317,7 @@ class Generation:
             return pieces
         if stage is not None:
             pieces += stage.end()
+            choice.call_in_thinking = stage.call_in_thinking
             if stage.called and choice.finish == "stop":
                 choice.finish = "tool_calls"
         choice.close_kv(len(self._prompts[prompt].token_ids))

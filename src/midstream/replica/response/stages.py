@@ -32,16 +32,23 @@ class Stage(Protocol):
 
     def feed(self, pieces: list[Piece]) -> list[Piece]: ...
 
+    @property
+    def call_in_thinking(self) -> bool:
+        """At the end: a call was begun in thinking that was never closed."""
+
     def end(self) -> list[Piece]:
         """The choice has ended: what was held back."""
 
 
 class ReasoningStage:
-    """then: the stage behind it, if there is one."""
+    """then: the stage behind it, if there is one. opening: what begins a call; "": calls are not looked for."""
 
-    def __init__(self, parser: ReasoningParser, then: CallStage | None) -> None:
+    def __init__(self, parser: ReasoningParser, then: CallStage | None, opening: str = "") -> None:
         self._parser = parser
         self._then = then
+        self._opening = opening
+        #: The end of the thinking so far, until it has the opening of a call.
+        self._thought = ""
         #: Snapshot and length of the text that the parser holds back.
         self._held: deque[tuple[str, int]] = deque()
 
@@ -52,6 +59,14 @@ class ReasoningStage:
     @property
     def complete(self) -> bool:
         return self._then is not None and self._then.complete
+
+    @property
+    def call_in_thinking(self) -> bool:
+        return bool(self._opening) and self._opening in self._thought and self._parser.inside
+
+    def _note(self, reasoning: str) -> None:
+        if self._opening and self._opening not in self._thought:
+            self._thought = self._thought[-len(self._opening) :] + reasoning
 
     def feed(self, pieces: list[Piece]) -> list[Piece]:
         out: list[Piece] = []
@@ -79,6 +94,7 @@ class ReasoningStage:
             if end - start < length:
                 self._held.appendleft((snapshot, length - (end - start)))
             text, reasoning = part.text[start:end], part.reasoning[start:end]
+            self._note(reasoning)
             if text or reasoning:
                 add_piece(out, Piece(snapshot, text, (), reasoning=reasoning))
             start = end
@@ -108,8 +124,10 @@ def choices_and_stages(
     if form is not None:
         shown |= text.marker_ids((form.opening, form.closing))
         parsers = [_parser(form, prompts[i // checked.n], text, checked.template.continued) for i in numbers]
+        opening = "" if tool_format is None else tool_format.dialect.opening or ""
         stages = [
-            ReasoningStage(parser, None if calls is None else calls[i]) for i, parser in enumerate(parsers)
+            ReasoningStage(parser, None if calls is None else calls[i], opening)
+            for i, parser in enumerate(parsers)
         ]
     options = checked.text
     if options.special:

@@ -123,6 +123,11 @@ class ReasoningParser:
             opened, closed = prompt.rfind(form.opening), prompt.rfind(form.closing)
             self._place = "inside" if opened > closed else "outside"
 
+    @property
+    def inside(self) -> bool:
+        """The reasoning is open."""
+        return self._place == "inside"
+
     def pass_over(self, text: str) -> None:
         """The answer so far, which the client has; it goes on behind it."""
         self.push(text)

@@ -44,7 +44,7 @@ class _NamedChoice(msgspec.Struct, frozen=True):
 
 class _EarlierFunction(msgspec.Struct, frozen=True):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class _EarlierCall(msgspec.Struct, frozen=True):
@@ -161,9 +161,12 @@ def _earlier(message: dict[str, Any], where: str, arguments: Arguments | None) -
 
 def _earlier_call(call: Any, where: str, arguments: Arguments) -> dict[str, Any]:
     given = _convert(call, _EarlierCall, where, "messages").function.arguments
+    if given is None or (isinstance(given, str) and not given.strip()):
+        # Clients write the arguments of a call that has none so.
+        given = "{}"
     if arguments == "object" and isinstance(given, str):
         try:
-            given = json.loads(given or "{}")
+            given = json.loads(given)
         except (ValueError, RecursionError):
             given = ""
         if not isinstance(given, dict):

@@ -493,6 +493,7 @@ def _told(message: dict[str, Any]) -> Any:
 def _arguments(given: Any) -> Any:
     """What they say, however they are spaced, as text: they may hold half a surrogate pair."""
     try:
-        return json.dumps(json.loads(given or "{}") if isinstance(given, str) else given, sort_keys=True)
+        said = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given or {}
+        return json.dumps(said, sort_keys=True)
     except (ValueError, RecursionError):
         return str(given)

@@ -58,7 +58,8 @@ class TextCompletion(Response, kw_only=True):
 class Records(msgspec.Struct):
     """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
     branch: why the request continues no turn of its session. finish_reason: `abort` of an answer that a trainer's call ended,
-    `dead_end` of one that no token may continue. These APIs have no names for both."""
+    `dead_end` of one that no token may continue. These APIs have no names for both.
+    call_in_thinking: a call was begun in thinking that was never closed, so that it is no call."""
 
     snapshot: str
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -71,6 +72,7 @@ class Records(msgspec.Struct):
     finish_reason: str | UnsetType = UNSET
     resumed: dict[str, Any] | UnsetType = UNSET
     branch: dict[str, Any] | UnsetType = UNSET
+    call_in_thinking: bool | UnsetType = UNSET
 
 
 class MessagesUsage(msgspec.Struct):

@@ -137,7 +137,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     user: str | None = None
 
     # Accepted and ignored: none of these changes a token.
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_retention: Any = None

@@ -95,7 +95,6 @@ def _as_chat(body: CountBody) -> Read:
     messages, places = _chat_messages(body)
     stops = _stops(body.stop_sequences)
     choice, config = body.tool_choice, body.output_config or OutputConfig()
-    adaptive = body.thinking is not None and body.thinking.get("type") == "adaptive"
     chat = ChatBody(
         model=body.model,
         messages=messages,
@@ -108,8 +107,7 @@ def _as_chat(body: CountBody) -> Read:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        # The model decides by itself.
-        thinking=None if adaptive else body.thinking,
+        thinking=_thinking(body.thinking),
         reasoning_effort=config.effort,
         response_format=_response_format(config.format),
         user=None if body.metadata is None else body.metadata.user_id,
@@ -236,6 +234,20 @@ def _stops(given: list[str] | None) -> list[str] | None:
     if given and any(not text for text in given):
         raise InvalidRequest(f"{param}: strings must not be empty", param=param)
     return given
+
+
+def _thinking(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is left to be refused. How long a model thinks is its own matter, so a budget bounds nothing."""
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "adaptive":
+        return None
+    if kind != "enabled":
+        return given
+    budget = given.get("budget_tokens")
+    if type(budget) is not int or budget < 1:
+        message = f"thinking.budget_tokens: must be a number of tokens, got {budget!r}"
+        raise InvalidRequest(message, param="thinking")
+    return None
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

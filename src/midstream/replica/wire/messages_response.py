@@ -2,6 +2,7 @@
 
 Always holds: no record of a token is lost. In a stream it is in the `midstream` of the event that shows its text or call; where
 a token shows nothing, of an empty delta of the block that is open, and where none is open, of an event `midstream_tokens`.
+Where nothing is told of PING_TOKENS tokens that show nothing, a `ping` comes.
 Every such object names the snapshot of its tokens. What an event says depends on those before it alone, so that a resumed
 stream goes on with the events that it would have had.
 """
@@ -25,7 +26,7 @@ from midstream.replica.wire.answers import (
     ToolUse,
 )
 from midstream.replica.wire.base import ResponseHead
-from midstream.replica.wire.telling import UNNAMED, TellingEncoder, event
+from midstream.replica.wire.telling import PING_TOKENS, UNNAMED, TellingEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 _OPENAI_ID = "call_"
@@ -47,6 +48,8 @@ class MessagesEncoder(TellingEncoder):
         self._blocks = 0
         #: The token that came last.
         self._last: int | None = None
+        #: Tokens since the last event.
+        self._unshown = 0
 
     # Streams
 
@@ -66,7 +69,11 @@ class MessagesEncoder(TellingEncoder):
             tokens = ()
         if tokens and self._records:
             data += self._silent(piece.snapshot, tokens)
-        return data
+        self._unshown = 0 if data else self._unshown + len(tokens)
+        if self._unshown < PING_TOKENS:
+            return data
+        self._unshown = 0
+        return event("ping")
 
     def finish_chunk(
         self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras

@@ -96,6 +96,7 @@ class OpenAIEncoder(RecordEncoder):
         if first is not None and self._checked.token_ids:
             prompt_ids = first.token_ids
         role = "assistant" if first is not None else UNSET
+        self._say_thinking([choice])
         chat = DeltaChoice(index=choice.index, delta=Delta(role))
         last: AnyChoice = chat if self._chat else TextChoice(index=choice.index, text="")
         last.finish_reason, last.token_ids, last.raw_output = choice.finish, ids, raw
@@ -146,10 +147,17 @@ class OpenAIEncoder(RecordEncoder):
         if self._chat and self._checked.token_ids:
             response.prompt_token_ids = prompts[0].token_ids
         response.usage, response.perf_metrics = extras.usage, extras.perf_metrics
+        self._say_thinking(choices)
         response.midstream = self.seam
         if extras.prompts:
             self._tell_prompts(response, extras.prompts)
         return _encode(response)
+
+    def _say_thinking(self, choices: list[Choice]) -> None:
+        """Which choices began a call in thinking that was never closed."""
+        found = [choice.index for choice in choices if choice.call_in_thinking]
+        if found:
+            self.seam = ({} if self.seam is UNSET else self.seam) | {"call_in_thinking": found}
 
     def _tell_prompts(self, response: Response, prompts: Mapping[int, tuple[TokenRecord, ...]]) -> None:
         told = {prompt: self.prompt_logprobs(records) for prompt, records in prompts.items()}

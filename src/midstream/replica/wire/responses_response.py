@@ -4,6 +4,7 @@ Always holds:
 - A plain response has the items that its stream would have.
 - No record of a token is lost. In a stream it is in the `midstream` of the delta that shows its text or call; where a token
   shows nothing, of an empty delta of the item that is open, and where none is open, of an event `midstream.tokens`.
+- Where nothing is told of PING_TOKENS tokens that show nothing, a `keepalive` comes, as OpenAI's own servers send it.
 - What an event says depends on those before it alone, so that a resumed stream goes on with the events that it would have had.
 """
 
@@ -23,7 +24,7 @@ from midstream.replica.response.shapes import Entry, Extras, RawOutput, Snapshot
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Records
 from midstream.replica.wire.base import ResponseHead
-from midstream.replica.wire.telling import TellingEncoder, event
+from midstream.replica.wire.telling import PING_TOKENS, TellingEncoder, event
 
 _encode = msgspec.json.Encoder().encode
 _TEXT, _REASONING, _CALL = "output_text", "reasoning_text", "function_call_arguments"
@@ -77,6 +78,8 @@ class ResponsesEncoder(TellingEncoder):
         #: Tokens that have shown nothing yet.
         self._pending: tuple[Scored, ...] = ()
         self._reasoning_tokens = 0
+        #: Tokens since the last event.
+        self._unshown = 0
 
     # Streams
 
@@ -121,7 +124,7 @@ class ResponsesEncoder(TellingEncoder):
         return data + self._emit("response.in_progress", response=begun)
 
     def _take(self, piece: Piece) -> bytes:
-        data, tokens = b"", piece.tokens
+        data, tokens, before = b"", piece.tokens, self._sequence
         self._pending += tokens
         if piece.reasoning:
             data += self._show(_REASONING, piece.reasoning, piece.snapshot, tokens)
@@ -136,7 +139,11 @@ class ResponsesEncoder(TellingEncoder):
             data += self._silent(piece.snapshot, tokens)
         elif tokens and self._records:
             self._sequence += 1
-        return data
+        self._unshown = 0 if self._sequence > before else self._unshown + len(tokens)
+        if self._unshown < PING_TOKENS:
+            return data
+        self._unshown = 0
+        return self._emit("keepalive")
 
     def _show(
         self, kind: str, text: str, snapshot: str, tokens: tuple[Scored, ...], call: ToolCall | None = None

@@ -69,6 +69,8 @@ class TellingEncoder(RecordEncoder):
             tell_kv(kv, choice)
         told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
         told.perf_metrics = extras.perf_metrics
+        if choice.call_in_thinking:
+            told.call_in_thinking = True
         if choice.finish in UNNAMED:
             told.finish_reason = choice.finish
         return told
@@ -83,6 +85,10 @@ class TellingEncoder(RecordEncoder):
         if self._told_logprobs and (logprobs := self.logprobs(had.generated)) is not None:
             told.logprobs = logprobs
         return told
+
+
+#: Tokens that show nothing, as those of a long call, after which a stream has an event all the same.
+PING_TOKENS = 16
 
 
 def event(name: str, /, **fields: Any) -> bytes:
