@@ -91,6 +91,10 @@ class Store:
 
         return SimpleNamespace(meta=self._meta(name), bytes_async=read)
 
+    async def get_range_async(self, name: str, *, start: int, end: int) -> bytes:
+        await self._bucket.answer()
+        return self._bucket.delivered(self._object(name).data[start:end])
+
     def _object(self, name: str) -> Object:
         found = self._bucket.objects.get(self._prefix + name)
         if found is None:
