@@ -80,8 +80,8 @@ def test_the_base_model_is_nobodys_parent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({**CONFIG, "extra": 1}, r"^Extra snapshot model config options: extra$"),
-        ({"model_type": "tiny"}, r"^Extra base model config options: hidden_size$"),
+        ({**CONFIG, "extra": 1}, r"^Extra snapshot model config options: extra; publish with"),
+        ({"model_type": "tiny"}, r"^Extra base model config options: hidden_size; publish with"),
         ({**CONFIG, "hidden_size": 9}, r"^Config value mismatch for hidden_size"),
         ({**CONFIG, "hidden_size": "8"}, r"^Types mismatch"),
     ],

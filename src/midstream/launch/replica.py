@@ -41,6 +41,7 @@ from midstream.launch.tracing import tracer_of
 from midstream.replica.journal import Journal
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
+from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.source import CachedSource
 from midstream.replica.text.chat import TextModel
 from midstream.snapshots.layout import read_spec as read_checkpoint
@@ -97,6 +98,7 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
                 SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None
             ),
             read_checkpoint(model_dir),
+            Companions(model_dir),
         ),
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,

@@ -13,26 +13,32 @@ from typing import Any
 
 from midstream.core.errors import SnapshotIncompatible
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_file_layout
+from midstream.snapshots.meaning import TIED
 from midstream.snapshots.messages import shown, shown_value
 
 #: The tensor of the output layer, and the end of the embedding's name.
 HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
-_FIELD = "tie_word_embeddings"
 _READ_BYTES = 2**20
 
 
+def says_tied(config: Mapping[str, Any]) -> bool | None:
+    """What `config` says of it; None if it says nothing."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        if isinstance(value := part.get(TIED), bool):
+            return value
+    return None
+
+
 def ties_head(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether `config` ties the output layer to the embedding. names: of the checkpoint's tensors.
+    """Whether the output layer is the embedding. names: of the checkpoint's tensors.
 
     Versions of transformers before 5 leave the field out where it is true. So without the field, a checkpoint without
     `lm_head.weight` is a tied one.
     """
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        if isinstance(value := part.get(_FIELD), bool):
-            return value
-    return HEAD not in names
+    said = says_tied(config)
+    return HEAD not in names if said is None else said
 
 
 def embedding_of(names: Iterable[str]) -> str | None:
@@ -68,7 +74,7 @@ def check_tied(directory: Path, spec: CheckpointSpec) -> None:
 def untied(embedding: str, how: str) -> str:
     """The message about a copy that is none. how: where the two differ."""
     return (
-        f"tensor {HEAD} differs from {shown(embedding)} ({how}), to which tie_word_embeddings in config.json ties it;"
+        f"tensor {HEAD} differs from {shown(embedding)} ({how}), to which {TIED} in config.json ties it;"
         f" leave {HEAD} out, or make them equal"
     )
 

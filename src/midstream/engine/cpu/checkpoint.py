@@ -93,6 +93,9 @@ def _assembled(
         else:
             pieces[name], value = parts, torch.empty_like(parameter, dtype=dtypes[name])
         places[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        # What is left of these is a copy of a tied tensor. The replica has seen that it is equal.
+        found.pop(name, None)
     if found or any(buffer.is_meta for buffer in module.buffers()):
         return None
     for part in module.modules():

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
 from midstream.core.types import Desired, Hint, SnapshotContent
+from midstream.replica.swap.companions import Companions
 from midstream.snapshots.adapter import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILES,
@@ -39,8 +40,9 @@ from midstream.snapshots.finite import check_finite
 from midstream.snapshots.layout import CONFIG_FILE, MAX_HEADER_BYTES, CheckpointSpec, read_checkpoint
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import Listing, read_beginning
-from midstream.snapshots.store.verify import check_compatible
+from midstream.snapshots.store.verify import check_compatible, ties
 from midstream.snapshots.tasks import finished
+from midstream.snapshots.tied import check_tied
 
 
 class SnapshotSource(abc.ABC):
@@ -97,13 +99,18 @@ class Files:
 class CachedSource(SnapshotSource):
     """base: the tensors and the configuration of the served model, which every snapshot must fit.
 
+    companions: of the served model; None if nothing is said of a snapshot's own tokenizer.
+
     A LoRA adapter is a snapshot, too. A checkpoint without a configuration has the served model's: some trainers write weights
     alone.
     """
 
-    def __init__(self, chains: ChainFetcher, base: CheckpointSpec) -> None:
+    def __init__(
+        self, chains: ChainFetcher, base: CheckpointSpec, companions: Companions | None = None
+    ) -> None:
         self._chains = chains
         self._base = base
+        self._companions = companions
         chains.before = self._look_at
 
     async def _look_at(self, listing: Listing, scratch: Path) -> None:
@@ -134,6 +141,8 @@ class CachedSource(SnapshotSource):
 
     async def verify(self, path: Path, desired: Desired) -> None:
         try:
+            if self._companions is not None:
+                await asyncio.to_thread(self._companions.look, desired.snapshot, path)
             await self._verify(path, frozenset(desired.ignore_config))
         except (SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite):
             # The local copy may be bad, so the next attempt takes it from the bucket.
@@ -149,12 +158,14 @@ class CachedSource(SnapshotSource):
             await asyncio.to_thread(self._with_config, path)
             spec, files = await asyncio.to_thread(read_checkpoint, path)
             check_compatible(self._base, spec, ignore_config)
+            if ties(self._base, spec):
+                await asyncio.to_thread(check_tied, path, spec)
         stop = threading.Event()
         check = partial(check_finite, path, files, cancelled=stop.is_set)
         await finished(check, on_cancel=stop.set)
 
     def of_policy(self, policy: str) -> SnapshotSource:
-        return CachedSource(self._chains.of_policy(policy), self._base)
+        return CachedSource(self._chains.of_policy(policy), self._base, self._companions)
 
     async def close(self) -> None:
         self._chains.close()

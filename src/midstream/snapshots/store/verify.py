@@ -1,6 +1,7 @@
 """Checks that a snapshot can replace the served model. Pure.
 
-Always holds: two specs that pass have the same tensors (name, shape, dtype) and the same architecture.
+Always holds: two specs that pass have the same tensors (name, shape, dtype), but for a tied output layer, and configurations
+of one meaning.
 """
 
 from __future__ import annotations
@@ -9,39 +10,54 @@ from typing import Any
 
 from midstream.core.errors import SnapshotIncompatible
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec
+from midstream.snapshots.meaning import DERIVED, meanings
 from midstream.snapshots.messages import and_more, listed, shown, shown_value
+from midstream.snapshots.names import hint
+from midstream.snapshots.tied import HEAD, embedding_of, says_tied, ties_head, untied, without_head
 
 #: As publishers take them.
 _DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32"}
 
-#: Fields of config.json that say how a model was saved or trained, not what it computes. The dtype is one of them, because the
-#: tensors' own dtypes are compared.
-IGNORED_FIELDS = frozenset(
-    {
-        "_name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "output_router_logits",
-        "router_aux_loss_coef",
-    }
-)
+_CONFIG = "publish with the served model's config_dir, or name the field in extra_fields_ignore"
 
 
 def check_compatible(base: CheckpointSpec, new: CheckpointSpec, ignore: frozenset[str] = frozenset()) -> None:
-    """Raise SnapshotIncompatible unless `new` can replace `base`.
+    """Raise SnapshotIncompatible unless `new` can replace `base`. What the tensors hold is not looked at.
 
-    The message names the first field or tensor that differs. `ignore` names top-level configuration fields to
-    skip besides IGNORED_FIELDS.
+    The message names the first field or tensor that differs, on which side, and what to do. `ignore` names top-level
+    configuration fields to skip, besides those that say nothing of the model (meaning.py). An output layer that is tied to the
+    embedding may be there or not.
     """
-    skipped = IGNORED_FIELDS | ignore
-    _check_config(
-        {name: value for name, value in base.config.items() if name not in skipped},
-        {name: value for name, value in new.config.items() if name not in skipped},
-        at="",
-    )
-    _check_tensors(base.tensors, new.tensors)
+    ours = {name: value for name, value in base.config.items() if name not in ignore}
+    theirs = {name: value for name, value in new.config.items() if name not in ignore}
+    try:
+        _check_config(*meanings(ours, theirs), at="")
+    except SnapshotIncompatible as error:
+        raise SnapshotIncompatible(f"{error}; {_CONFIG}") from None
+    if ties(base, new):
+        _check_tied(base, new)
+        _check_tensors(without_head(base.tensors), without_head(new.tensors))
+    else:
+        _check_tensors(base.tensors, new.tensors)
+
+
+def ties(base: CheckpointSpec, new: CheckpointSpec) -> bool:
+    """Whether the output layer is the embedding: as one of the two says, else as the base's tensors tell."""
+    said = next((one.config for one in (base, new) if says_tied(one.config)), base.config)
+    return ties_head(said, base.tensors)
+
+
+def _check_tied(base: CheckpointSpec, new: CheckpointSpec) -> None:
+    """A head beside the embedding has to be like it. Whether the numbers are equal is read from the files (tied.py)."""
+    head, name = new.tensors.get(HEAD), embedding_of(base.tensors)
+    if head is None or name is None:
+        return
+    if (head.shape, head.dtype) != (base.tensors[name].shape, base.tensors[name].dtype):
+        raise SnapshotIncompatible(
+            untied(
+                name, f"{head.dtype} {shown_value(list(head.shape))} is not the embedding's dtype and shape"
+            )
+        )
 
 
 def _check_config(base: dict[str, Any], new: dict[str, Any], at: str) -> None:
@@ -53,7 +69,7 @@ def _check_config(base: dict[str, Any], new: dict[str, Any], at: str) -> None:
         raise SnapshotIncompatible(
             f"Extra snapshot model config options: {listed([at + name for name in extra])}"
         )
-    for name in sorted(base):
+    for name in sorted(base, key=lambda name: (name in DERIVED, name)):
         _check_value(base[name], new[name], at + name)
 
 
@@ -82,12 +98,15 @@ def _kind(value: Any) -> str:
 
 
 def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> None:
-    if absent := sorted(base.keys() - new.keys()):
+    absent, extra = sorted(base.keys() - new.keys()), sorted(new.keys() - base.keys())
+    told = hint(extra, base)
+    because = f": {told}" if told else ""
+    if absent:
         more = and_more(len(absent) - 1)
-        raise SnapshotIncompatible(f"tensor {shown(absent[0])} is missing from the snapshot{more}")
-    if extra := sorted(new.keys() - base.keys()):
+        raise SnapshotIncompatible(f"tensor {shown(absent[0])} is missing from the snapshot{more}{because}")
+    if extra:
         more = and_more(len(extra) - 1)
-        raise SnapshotIncompatible(f"tensor {shown(extra[0])} is not in the base model{more}")
+        raise SnapshotIncompatible(f"tensor {shown(extra[0])} is not in the base model{more}{because}")
     for name in sorted(base):
         b, n = base[name], new[name]
         if b.shape != n.shape:
