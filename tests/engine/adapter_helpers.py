@@ -18,6 +18,8 @@ def adapted(module: Any, seed: int, **config: Any) -> Any:
     with warnings.catch_warnings():
         # PEFT reads a property that transformers will remove.
         warnings.simplefilter("ignore", FutureWarning)
+        # It looks for the pattern of fused experts among modules alone, says that it ignores it, and follows it.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not", RuntimeWarning)
         model = get_peft_model(copy.deepcopy(module), asked)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapter_helpers import ATTENTION, EXPERTS, MLP, adapted, write_adapter
 from engine_helpers import Collected, needs_compiler, request, run
+from families import FUSED, write_model
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -118,6 +119,42 @@ def test_log_probabilities_are_those_of_transformers_and_peft(
         for position, record in enumerate([*mine.prompt, *mine.tokens]):
             if position:
                 assert abs(record.logprob - float(expected[position - 1, ids[position]])) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3-moe", {"target_modules": [*ATTENTION, *MLP]}),
+        ("deepseek-v3", {"target_modules": MLP}),
+        ("mixtral", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+        ("gemma2", {"target_modules": [*ATTENTION, *MLP]}),
+        ("llama", {"target_modules": "all-linear"}),
+    ],
+)
+def test_what_stock_peft_writes_for_experts_is_taken_with_its_patterns(
+    tmp_path: Path, family: str, targets: dict[str, Any], kernels: str
+) -> None:
+    """PEFT finds no module for the experts' maps, and writes a `rank_pattern` for the tensor that holds two of them."""
+    if kernels == "native" and family not in FUSED:
+        pytest.skip("the kernels do not know this family")
+    if kernels == "torch" and family == "qwen3-moe":
+        pytest.skip("a module with so many experts takes no adapter of them")
+    base = write_model(family, tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft = adapted(module, 0, r=4, lora_alpha=6, **targets)
+    write_adapter(peft, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    if targets["target_modules"] in (MLP, [*ATTENTION, *MLP]) and family != "gemma2":
+        assert list(config["rank_pattern"]) == [r".*\.gate_up_proj"]
+    core = EngineCore(base, settings(kernels))
+    load(core, tmp_path / "adapter", "s", "p")
+    mine = run(core, [asked("r", range(3, 40), "p", max_tokens=6)])["r", 0]
+    ids = [*range(3, 40), *(t.token_id for t in mine.tokens)]
+    with torch.inference_mode():
+        expected = peft(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
+    for position, record in enumerate([*mine.prompt, *mine.tokens]):
+        if position:
+            assert abs(record.logprob - float(expected[position - 1, ids[position]])) < 1e-3
 
 
 def test_a_policys_switch_touches_no_other(

@@ -102,6 +102,30 @@ def test_a_pattern_for_each_of_many_modules_is_read_in_time(tmp_path: Path) -> N
     assert scalings(read_adapter(directory, base(*paths)), paths) == list(range(1200))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "taken"),
+    [
+        (r".*\.q_proj", True),
+        (r".*q_proj", True),
+        (r"self_attn\.q_proj", True),
+        (r"q_proj|k_proj", True),
+        (r".*\.q_proj|.*\.k_proj", False),
+        (r".*.*\.q_proj", False),
+        (r"self.*q_proj", False),
+        (r"q_proj\\", False),
+        (r"(a+)+", False),
+    ],
+)
+def test_a_pattern_repeats_at_its_beginning_alone(tmp_path: Path, pattern: str, taken: bool) -> None:
+    """Several repetitions would make a stranger's pattern slow."""
+    directory = written(tmp_path, maps(Q), alpha_pattern={pattern: 5})
+    if taken:
+        assert scalings(read_adapter(directory, base()), [Q]) == [5]
+        return
+    with pytest.raises(SnapshotIncompatible, match=r"alpha_pattern has .*at the beginning are served"):
+        read_adapter(directory, base())
+
+
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_patterns_without_end_are_refused(tmp_path: Path, field: str) -> None:
     patterns = {f"{'a|' * 120}{number}": 1 for number in range(1000)}

@@ -60,7 +60,8 @@ _COPY = re.compile(r"base_model\.model\.(?P<path>lm_head|(?:.+\.)?embed_tokens)(
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?:\.base_layer)*")
 #: Only the plain spelling of a number: `01` would be a second name of an expert.
 _EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
-_PATTERN = re.compile(r"[\w.|^$]{1,255}")
+#: PEFT itself begins patterns with `.*\.`, for experts that transformers keeps in one tensor. No other repetition is served.
+_PATTERN = re.compile(r"\.\*([\w.^$]|\\\.){1,255}|([\w.|^$]|\\\.){1,255}")
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -192,7 +193,8 @@ def _check_config(config: dict[str, Any]) -> None:
         for each in pattern:
             if _PATTERN.fullmatch(each) is None:
                 raise SnapshotIncompatible(
-                    f"{ADAPTER_CONFIG_FILE}: {field} has {shown(each)}; names, dots, '|', '^' and '$' are served"
+                    f"{ADAPTER_CONFIG_FILE}: {field} has {shown(each)}; names, dots, '|', '^', '$' and '.*' at"
+                    " the beginning are served"
                 )
         if (size := sum(map(len, pattern))) > PATTERN_CHARS_MAX:
             raise SnapshotIncompatible(
@@ -262,6 +264,10 @@ class _BaseShapes:
 
     def __init__(self, base: CheckpointSpec) -> None:
         self._tensors = base.tensors
+        # By the path of the module, as transformers has it.
+        self._maps = {
+            _normal(n.removesuffix(".weight")): s for n, s in base.tensors.items() if n.endswith(".weight")
+        }
         # By the path of the experts' module, the shapes of the maps of one expert.
         self._experts: dict[str, dict[str, tuple[int, ...]]] = {}
         self._counts: dict[str, int] = {}
@@ -278,7 +284,7 @@ class _BaseShapes:
     def linear(self, module: str) -> tuple[int, int] | None:
         """(outputs, inputs)."""
         embedding = module.endswith("embed_tokens")
-        spec = None if embedding else self._tensors.get(f"{module}.weight")
+        spec = None if embedding or _EXPERT.fullmatch(module) else self._maps.get(module)
         if spec is None and module == "lm_head":
             # It is tied to the embedding.
             spec = next((s for n, s in self._tensors.items() if n.endswith("embed_tokens.weight")), None)
@@ -388,8 +394,14 @@ _Patterns = list[tuple[re.Pattern[str], Any]]
 
 
 def _compiled(patterns: Mapping[str, Any]) -> _Patterns:
-    """They have no repetitions, so none of a stranger's takes long."""
-    return [(re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in patterns.items()]
+    """As PEFT compiles them. One that begins with `.*` needs nothing before it.
+
+    So each has one repetition at most, and none of a stranger's takes long.
+    """
+    return [
+        (re.compile(rf"({pattern})$" if pattern.startswith(".*") else rf"(.*\.)?({pattern})$"), value)
+        for pattern, value in patterns.items()
+    ]
 
 
 def _of_pattern(patterns: _Patterns, module: str, default: Any) -> Any:
