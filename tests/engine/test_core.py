@@ -461,6 +461,41 @@ def test_kv_provenance_names_the_snapshot_that_computed_each_position_cached_or_
     assert provenance("after", prompt) == [("base", 0, 32), ("step-1", 32, 59)]
 
 
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_kv_of_several_loads_of_one_snapshot_is_one_span_unless_its_files_were_others(
+    tiny_model: Callable[..., Path], overwritten: bool
+) -> None:
+    core = EngineCore(tiny_model(), settings())
+    (prompt,) = prompts(1, 20, 21)
+    core.add(
+        msgspec.structs.replace(
+            request("r", prompt, max_tokens=20, echo=0), want_kv_snapshots=True, want_routes=False
+        )
+    )
+
+    def commit(name: str, seed: int) -> None:
+        core.set_staged(core.stage(tiny_model(seed=seed)))
+        core.commit(name)
+
+    commit("s2", 1)
+    told, step = [], 0
+    while not core.idle:
+        told += [event for _, event in core.step() if event.kv_snapshots]
+        step += 1
+        if step == 5:
+            # Nothing is computed under it.
+            commit("s1", 2)
+            if overwritten:
+                core.store.overwritten("", "s2", "s2@1")
+            assert core.snapshots == ["base", "s2", "s1"], "a label changes with the next commit"
+            commit("s2", 3 if overwritten else 1)
+    spans = [("s2@1", 0, 24), ("s2", 24, 39)] if overwritten else [("s2", 0, 39)]
+    assert list(told[-1].kv_snapshots or ()) == spans
+    assert [event.renamed for event in told if event.renamed] == [(("s2", "s2@1"),)] * overwritten
+    assert core.store.track("", "s2") is not None
+    core.check()
+
+
 def test_the_kv_cache_takes_the_memory_it_was_given(tiny_model: Callable[..., Path]) -> None:
     """tiny-moe in float32: 4 layers x keys and values x 2 heads x 32 x 4 bytes = 2 KiB a token."""
     core = EngineCore(tiny_model(), settings(kv_cache_memory="1MiB"))

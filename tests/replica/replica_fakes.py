@@ -118,6 +118,8 @@ class FakeEngine(Engine):
         self.tells_kv = False
         # Told with a token, by its number.
         self.kv_with: dict[int, tuple[tuple[str, int, int], ...]] = {}
+        #: Told beside it.
+        self.renamed_with: dict[int, tuple[tuple[str, str], ...]] = {}
         self.staged: str | None = None
         self.calls: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -282,7 +284,10 @@ class FakeEngine(Engine):
                     self.ended.add((request.request_id, index))
                 made = record(token, size + done, request, request.snapshot or self.serving, prompt=False)
                 spans = self.kv_with.get(done) if request.want_kv_snapshots else None
-                yield GenerationEvent(index=index, tokens=(made,), finish=finish, kv_snapshots=spans)
+                renamed = self.renamed_with.get(done, ())
+                yield GenerationEvent(
+                    index=index, tokens=(made,), finish=finish, kv_snapshots=spans, renamed=renamed
+                )
             self.made[request.request_id] = done + 1
             self._announce()
             if all((request.request_id, index) in self.ended for index in request.choices):

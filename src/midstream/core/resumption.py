@@ -56,7 +56,7 @@ class Step(
     """An event of the engine without its log-probabilities and routes.
 
     snapshot: the label of the tokens; "" for the same one as before. kv: which snapshots computed the choice's KV, as in
-    GenerationEvent.kv_snapshots. over: the event was the last one of its choice.
+    GenerationEvent.kv_snapshots. over: the event was the last one of its choice. renamed: as in GenerationEvent.
     """
 
     choice: int
@@ -66,6 +66,7 @@ class Step(
     kv: tuple[tuple[str, int, int], ...] | None = None
     finish: FinishReason | None = None
     over: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -126,7 +127,8 @@ class ResumeLogWriter:
             yield Step(choice, tuple(ids), self._changed_label(choice, label))
         label, ids = runs[-1] if runs else ("", [])
         changed = self._changed_label(choice, label)
-        yield Step(choice, tuple(ids), changed, event.cached_tokens, event.kv_snapshots, event.finish, over)
+        told = (event.cached_tokens, event.kv_snapshots, event.finish)
+        yield Step(choice, tuple(ids), changed, *told, over, event.renamed)
 
     def _changed_label(self, choice: int, label: str) -> str:
         """The label, or "" if it is that of the tokens before."""
@@ -166,7 +168,11 @@ class ResumeLogReader:
             yield (
                 step.choice,
                 GenerationEvent(
-                    tokens=tokens, cached_tokens=step.cached, kv_snapshots=step.kv, finish=step.finish
+                    tokens=tokens,
+                    cached_tokens=step.cached,
+                    kv_snapshots=step.kv,
+                    finish=step.finish,
+                    renamed=step.renamed,
                 ),
             )
 
@@ -177,15 +183,16 @@ class ResumeLogReader:
     def snapshot(self, finished: Collection[int]) -> str | None:
         """The one snapshot that computed all KV of the choices that are not `finished`; None: they have none yet.
 
-        Raises CannotResume when there are several, also when two have one name: its files were others once. The label of the
-        last token counts, too: where a prompt was cached whole, the serving snapshot made the first token over older KV.
+        Raises CannotResume when there are several. Spans of one name are of one snapshot, however often it was loaded: had its
+        files been others before, those would have another label. The label of the last token counts, too: where a prompt was
+        cached whole, the serving snapshot made the first token over older KV.
         """
         last = {step.choice: step.kv for step in self._steps.values() if step.kv}
         labels = {step.choice: step.snapshot for step in self._steps.values() if step.snapshot}
         spans = [spans for choice, spans in last.items() if choice not in finished]
         names = {snapshot for kv in spans for snapshot, _, _ in kv}
         names |= {label for choice, label in labels.items() if choice in last and choice not in finished}
-        if len(names) > 1 or any(len(kv) > 1 for kv in spans):
+        if len(names) > 1:
             raise CannotResume(
                 "weights were swapped behind the stream: its KV cannot be computed again as it was"
             )

@@ -158,7 +158,8 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     kv_snapshots: when asked for, which snapshot computed the KV of each position so far. Its (snapshot, start, end) spans go
         over prompt and generated tokens from position 0, end exclusive. It comes with the first event, with the last one,
         and after a change that is more than growth of the last span (a swap, a recomputation). The token reported last has
-        no KV yet.
+        no KV yet. Commits of one snapshot are one span.
+    renamed: (name, label) of snapshots whose weights are others by now: what was told under the name means the label.
     """
 
     index: int = 0
@@ -169,6 +170,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     error: str | None = None
     kv_snapshots: tuple[tuple[str, int, int], ...] | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 #: A number that a process tells of itself, as ledgers and metrics take it.

@@ -66,6 +66,12 @@ class Slot(abc.ABC):
         EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
         """
 
+    def overwritten(self, snapshot: str, label: str) -> None:  # noqa: B027 - optional to override
+        """From the next commit on, what was committed under this name so far is told as `label`: its weights were others.
+
+        Call it right before that commit. Returns at once. Events say it to running requests (GenerationEvent.renamed).
+        """
+
     def retain(self, snapshots: Collection[str]) -> None:  # noqa: B027 - optional to override
         """Besides what serves, keep these of the snapshots that serve or have served (feature `resident_snapshots`).
 

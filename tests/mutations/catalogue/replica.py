@@ -293,10 +293,28 @@ REPLICA = (
     Mutation(
         "resumed_over_kv_of_two_snapshots",
         "core/resumption.py",
-        "if len(names) > 1 or any(len(kv) > 1 for kv in spans):",
+        "if len(names) > 1:",
         "if len(names) > 2:",
         "A stream is continued only where one snapshot computed all KV behind it.",
-        ("replica/test_resume_pipeline.py::test_kv_of_two_loads_cannot_be_computed_again",),
+        ("replica/test_resume_pipeline.py::test_kv_of_two_snapshots_cannot_be_computed_again",),
+    ),
+    Mutation(
+        "overwritten_kv_keeps_the_name",
+        "replica/swap/meanings.py",
+        "if before != digest:",
+        'if before == b"":',
+        "Two spans of one name are of the same bytes.",
+        ("replica/test_replica_meanings.py",),
+    ),
+    Mutation(
+        "what_was_told_of_overwritten_kv_keeps_the_name",
+        "replica/response/generation.py",
+        "choice.rename_kv(event.renamed)",
+        "pass",
+        "What a response said of KV before its snapshot was overwritten is told by the label of those bytes.",
+        (
+            "replica/test_replica_provenance.py::test_kv_of_a_snapshot_that_was_overwritten_is_told_by_another_label",
+        ),
     ),
     Mutation(
         "resume_skips_a_token",

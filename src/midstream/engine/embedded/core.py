@@ -419,6 +419,7 @@ class EngineCore:
             # Nearly all events end here.
             return GenerationEvent(index=seq.index, tokens=tokens)
         kv_snapshots = self._provenance(seq, finish) if request.want_kv_snapshots else None
+        renamed = self._renamed(seq) if request.want_kv_snapshots else ()
         if finish is not None:
             self._finish(seq)
         return GenerationEvent(
@@ -429,12 +430,22 @@ class EngineCore:
             queued_s=None if announced else seq.queued_s,
             finish=finish,
             kv_snapshots=kv_snapshots,
+            renamed=renamed,
         )
+
+    def _renamed(self, seq: Sequence) -> tuple[tuple[str, str], ...]:
+        """The labels that changed since the sequence's last such event."""
+        known, seq.renames = seq.renames, len(self.store.renamed)
+        if known == seq.renames or not seq.announced:
+            return ()
+        policy = seq.request.policy
+        return tuple((name, label) for of, name, label in self.store.renamed[known:] if of == policy)
 
     def _provenance(
         self, seq: Sequence, finish: FinishReason | None
     ) -> tuple[tuple[str, int, int], ...] | None:
-        """The snapshots that computed the sequence's KV; None when the last report still holds."""
+        """The snapshots that computed the sequence's KV; None when the last report still holds. Commits of one snapshot
+        are one span."""
         if finish is None and seq.reported_epoch == seq.now:
             return None
         size = self.pool.block_size
@@ -444,7 +455,9 @@ class EngineCore:
         ordinals = self._kv_snapshot[slots.reshape(-1)[:told]]
         # All of the KV may come from the cache. The next position then begins a span that must be reported, too.
         seq.reported_epoch = seq.now if ordinals[-1] == seq.now else -1
-        starts = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
+        changes = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
+        labels = [self.snapshots[ordinals[start]] for start in changes]
+        starts = [at for n, at in enumerate(changes) if n == 0 or labels[n] != labels[n - 1]]
         ends = [*starts[1:], told]
         spans = zip(starts, ends, strict=True)
         return tuple((self.snapshots[ordinals[start]], start, end) for start, end in spans)

@@ -79,6 +79,9 @@ class _PolicySlot(Slot):
         assert done.timing is not None
         return done.timing
 
+    def overwritten(self, snapshot: str, label: str) -> None:
+        self._send(m.Overwritten(self._policy, snapshot, label))
+
     def retain(self, snapshots: Collection[str]) -> None:
         self._send(m.Retain(self._policy, tuple(snapshots)))
 
@@ -176,6 +179,9 @@ class EmbeddedEngine(Engine):
 
     async def commit(self, snapshot: str) -> SwapTiming:
         return await self._own.commit(snapshot)
+
+    def overwritten(self, snapshot: str, label: str) -> None:
+        self._own.overwritten(snapshot, label)
 
     def retain(self, snapshots: Collection[str]) -> None:
         self._own.retain(snapshots)

@@ -178,6 +178,8 @@ class EngineLoop:
                 self._answer(self._stager.drop(policy))
             case m.Commit():
                 self._commit(command)
+            case m.Overwritten(policy, snapshot, label):
+                self._core.store.overwritten(policy, snapshot, label)
             case m.Retain(policy, snapshots):
                 self._core.retain(policy, snapshots)
             case m.EndPolicy(policy):

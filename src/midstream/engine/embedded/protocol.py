@@ -68,6 +68,14 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     policy: str = ""
 
 
+class Overwritten(msgspec.Struct, tag=True, frozen=True):
+    """The label of what the policy committed under this name so far, from its next commit on. No Done answers it."""
+
+    policy: str
+    snapshot: str
+    label: str
+
+
 class Retain(msgspec.Struct, tag=True, frozen=True):
     """The snapshots of the policy that stay resident besides what it serves. No Done answers it."""
 
@@ -101,6 +109,7 @@ Command = (
     | StageSnapshot
     | DropStaged
     | Commit
+    | Overwritten
     | Retain
     | EndPolicy
     | Pause

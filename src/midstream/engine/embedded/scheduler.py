@@ -56,7 +56,8 @@ class Sequence:
     cached_tokens, queued_s: set at the first admission. last_sampled: of the newest generated token, raw logprob, snapshot,
     route and router tie. prompt_tops: alternatives of prompt tokens and their own ranks, until they are announced.
     epoch: of the weights that computed its first own KV. reported_epoch: the epoch in which the source of its KV was last
-    reported; -1: not since it was admitted. announced: its first event, with cached_tokens and prompt records, was made.
+    reported; -1: not since it was admitted. renames: of labels, how many it knows of. announced: its first event, with
+    cached_tokens and prompt records, was made.
     """
 
     request: GenerateRequest
@@ -77,6 +78,7 @@ class Sequence:
     prompt_tops: dict[int, tuple[tuple[TopLogprob, ...], int]] = field(default_factory=dict)
     epoch: int = 0
     reported_epoch: int = -1
+    renames: int = 0
     announced: bool = False
     done: bool = False
     matcher: Follower | None = None

@@ -57,7 +57,8 @@ class Weights:
 
 
 class WeightStore:
-    """policies: the track of each; "" is the default one. labels: by commit, the snapshot's name.
+    """policies: the track of each; "" is the default one. labels: by commit, the snapshot's name; of one whose weights were
+    others than the name's now, another label. renamed: policy, name and label of each such change, in order.
 
     in_use: the commits that sequences stay with, as it is at the moment it is asked.
     """
@@ -68,6 +69,8 @@ class WeightStore:
         self.policies: dict[str, Track] = {"": Track(0)}
         self._held: dict[int, Weights] = {0: Weights(base)}
         self._owner = {0: ""}
+        self.renamed: list[tuple[str, str, str]] = []
+        self._renames: dict[str, list[tuple[str, str]]] = {}
         self._staged: dict[str, Weights] = {}
         self._retained: dict[str, frozenset[str]] = {}
         # The base weights, while something holds them, and the adapters that are being read for them.
@@ -128,8 +131,20 @@ class WeightStore:
         """Weights that were read in vain."""
         self._retire(weights)
 
+    def overwritten(self, policy: str, snapshot: str, label: str) -> None:
+        """From the policy's next commit on, what it committed under this name so far has this label."""
+        self._renames.setdefault(policy, []).append((snapshot, label))
+
+    def _rename(self, policy: str, snapshot: str, label: str) -> None:
+        self.renamed.append((policy, snapshot, label))
+        for epoch, owner in self._owner.items():
+            if (owner, self.labels[epoch]) == (policy, snapshot):
+                self.labels[epoch] = label
+
     def commit(self, snapshot: str, policy: str) -> None:
         """Serve what is staged for the policy."""
+        for name, label in self._renames.pop(policy, ()):
+            self._rename(policy, name, label)
         epoch = len(self.labels)
         self.labels.append(snapshot)
         self._owner[epoch] = policy
@@ -147,6 +162,7 @@ class WeightStore:
 
     def end(self, policy: str) -> None:
         self._retained.pop(policy, None)
+        self._renames.pop(policy, None)
         self.policies.pop(policy, None)
         self.set_staged(None, policy)
         self.sweep()

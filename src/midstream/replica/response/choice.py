@@ -145,6 +145,12 @@ class Choice:
         """The stop string that ended it."""
         return None if self._stops is None else self._stops.matched
 
+    def rename_kv(self, renamed: Sequence[tuple[str, str]]) -> None:
+        """What was told under a name means this label from now on. renamed: name and label of each."""
+        for name, label in renamed:
+            for kv in (self.kv, *(kv for _, kv in self.earlier_kv)):
+                kv[:] = [(label if snapshot == name else snapshot, start, end) for snapshot, start, end in kv]
+
     def take_kv(self, spans: Sequence[tuple[str, int, int]], prompt_len: int) -> None:
         """What the engine says of the KV from the next token on: that of before and more, or KV that was computed again."""
         self.close_kv(prompt_len)

@@ -331,6 +331,7 @@ class Generation:
         if event.queued_s is not None:
             self.timings.queued_s = max(event.queued_s, self.timings.queued_s or 0.0)
         if event.kv_snapshots is not None and (self.checked.perf_metrics or self._traces):
+            choice.rename_kv(event.renamed)
             choice.take_kv(event.kv_snapshots, len(self._prompts[prompt].token_ids))
         if self._continued is not None and not self._replaying:
             again = len(self._prompts[prompt].token_ids) + choice.generated - 1

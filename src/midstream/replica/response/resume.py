@@ -84,8 +84,8 @@ class Continued:
         if self._snapshot is None or choice in self._proved or event.kv_snapshots is None:
             return
         self._proved.add(choice)
-        found = [snapshot for snapshot, start, _ in event.kv_snapshots if start < again]
-        if found not in ([], [self._snapshot]):
+        found = {snapshot for snapshot, start, _ in event.kv_snapshots if start < again}
+        if not found <= {self._snapshot}:
             raise CannotResume("weights were swapped while the stream's KV was computed again")
 
     def seam(self, tokens: list[int]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from midstream.replica.gate import Door, Gate, Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.swap.attempts import Action, Attempts, Phase
 from midstream.replica.swap.history import SwapHistory
+from midstream.replica.swap.meanings import Meanings
 from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import Event, SwapMachine
 
@@ -181,6 +182,7 @@ class SwapDriver:
         #: Of the serving weights: their check, and what their files were found to be.
         self.check: SnapshotCheck | None = None
         self.contents: tuple[SnapshotContent, ...] = ()
+        self._meanings = Meanings()
 
     def __repr__(self) -> str:
         return f"SwapDriver({self.machine!r}, {self._attempts!r})"
@@ -316,7 +318,7 @@ class SwapDriver:
         staged = self._made(Event.STAGED)
         await self._its_turn()
         # A target may be let go with other fields than it came with.
-        timing = self._history.timing = await self._switch(self.machine.target or desired)
+        timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
         done = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,
@@ -346,7 +348,7 @@ class SwapDriver:
         if self._gate.door is not Door.DOWN:
             self._gate.set(Door.OPEN if self.machine.sound else Door.UNSOUND)
 
-    async def _switch(self, desired: Desired) -> SwapTiming:
+    async def _switch(self, desired: Desired, contents: tuple[SnapshotContent, ...]) -> SwapTiming:
         """Sync: close the gate and wait for all requests. Async: wait for pinned ones in the way. Then hold newcomers until
         the engine has switched, and where it could not prove the weights before, until they are checked."""
         try:
@@ -360,6 +362,8 @@ class SwapDriver:
             # As it was told last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
             self._pins.switching(self.machine, desired)
+            for name, label in self._meanings.commit(desired, contents, self.machine):
+                self._engine.overwritten(name, label)
             timing = await self._engine.commit(desired.snapshot)
             self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
             if self._engine.proves_staged:
