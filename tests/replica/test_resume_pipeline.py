@@ -8,7 +8,8 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -22,11 +23,13 @@ from midstream.core.resumption import (
     HEADER_RESUMABLE,
     PATH_RESUME,
     CannotResume,
+    Resume,
     ResumeLogReader,
     snapshot_to_resume_under,
 )
 from midstream.core.types import GenerationEvent
 from midstream.models.tiny_moe import TOKEN_ID
+from midstream.replica.response.resume import Continued
 
 RESUMABLE = {HEADER_RESUMABLE: "1"}
 COMPLETIONS, CHAT = "/v1/completions", "/inference/v1/chat/completions"
@@ -512,6 +515,21 @@ def test_kv_of_two_loads_of_one_snapshot_is_computed_again_under_it() -> None:
     state = '{"id":"i","created":1,"seed":7,"prompts":"d"}\n{"c":0,"t":[1],"s":"a","kv":[["a",0,4]]}'
     again = {"c": 0, "t": [1], "kv": [["a", 0, 4], ["a", 4, 5]]}
     assert snapshot_to_resume_under(f"{state}\n{json.dumps(again)}\n0:7") == "a"
+
+
+def test_a_stream_over_files_that_were_overwritten_goes_on_nowhere_as_if_they_were_the_new_ones() -> None:
+    opening = '{"id":"i","created":1,"seed":7,"prompts":"d"}'
+    state = f'{opening}\n{{"c":0,"t":[1],"s":"a","kv":[["a",0,4]],"files":"x"}}\n0:7'
+    told = ResumeLogReader(state)
+    assert (told.snapshot([]), told.files([]), told.files([0])) == ("a", {"x"}, set())
+    checked = SimpleNamespace(stream=True, cumulative=False, raw_output=False)
+    resume = Resume("/v1/completions", "replica-0", True, state, msgspec.Raw(b"{}"))
+    for files in ("x", ""):
+        Continued(resume, cast(Any, checked), 1).check_snapshot("a", files, [])
+    with pytest.raises(CannotResume, match="other files of 'a', which was overwritten"):
+        Continued(resume, cast(Any, checked), 1).check_snapshot("a", "y", [])
+    anywhere = msgspec.structs.replace(resume, exact=False)
+    Continued(anywhere, cast(Any, checked), 1).check_snapshot("a", "y", [])
 
 
 # The second one: the files of the first load were others.

@@ -13,7 +13,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -56,7 +56,8 @@ class Step(
     """An event of the engine without its log-probabilities and routes.
 
     snapshot: the label of the tokens; "" for the same one as before. kv: which snapshots computed the choice's KV, as in
-    GenerationEvent.kv_snapshots. over: the event was the last one of its choice. renamed: as in GenerationEvent.
+    GenerationEvent.kv_snapshots. over: the event was the last one of its choice. renamed: as in GenerationEvent. files: with
+    kv, what the files of its last span's snapshot are, comparable between replicas; "": not known.
     """
 
     choice: int
@@ -67,6 +68,7 @@ class Step(
     finish: FinishReason | None = None
     over: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
+    files: str = ""
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -90,7 +92,11 @@ _resume = msgspec.json.Decoder(Resume)
 class ResumeLogWriter:
     """Makes the lines of one stream."""
 
-    def __init__(self, opening: Opening, choices: int) -> None:
+    def __init__(
+        self, opening: Opening, choices: int, files_of: Callable[[str], str] = lambda snapshot: ""
+    ) -> None:
+        """files_of: of a snapshot, see Step.files."""
+        self._files_of = files_of
         self._opening: Opening | None = opening
         self._labels = [""] * choices
 
@@ -128,7 +134,8 @@ class ResumeLogWriter:
         label, ids = runs[-1] if runs else ("", [])
         changed = self._changed_label(choice, label)
         told = (event.cached_tokens, event.kv_snapshots, event.finish)
-        yield Step(choice, tuple(ids), changed, *told, over, event.renamed)
+        files = self._files_of(event.kv_snapshots[-1][0]) if event.kv_snapshots else ""
+        yield Step(choice, tuple(ids), changed, *told, over, event.renamed, files)
 
     def _changed_label(self, choice: int, label: str) -> str:
         """The label, or "" if it is that of the tokens before."""
@@ -197,6 +204,11 @@ class ResumeLogReader:
                 "weights were swapped behind the stream: its KV cannot be computed again as it was"
             )
         return names.pop() if names else None
+
+    def files(self, finished: Collection[int]) -> set[str]:
+        """What the files of `snapshot` are, as far as that is known: several where they were not the same ones throughout."""
+        last = {step.choice: step.files for step in self._steps.values() if step.kv}
+        return {files for choice, files in last.items() if files and choice not in finished}
 
 
 class CannotResume(Conflict):

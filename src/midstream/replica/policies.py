@@ -150,6 +150,7 @@ class Policy:
             boot=boot.id,
             boot_now=boot.now,
             serving=lambda: self.driver.machine.serving,
+            files_of=lambda snapshot: self.driver.meanings.files(snapshot),
             on_engine_death=lambda reason: parts.died(boot.id, reason),
             policy=self.own_name,
             salted=self.own_name,

@@ -255,6 +255,7 @@ class Replica:
             boot=boot,
             boot_now=lambda: self.boot,
             serving=lambda: self.driver.machine.serving,
+            files_of=lambda snapshot: self.driver.meanings.files(snapshot),
             on_engine_death=lambda reason: self.engine_died(boot, reason),
         )
         self.driver.info = info

@@ -99,7 +99,8 @@ class Generation:
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
         self.resumable = resumable and continued is None
-        self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
+        log = ResumeLogWriter(opening, len(self._choices), service.files_of) if self.resumable else None
+        self._resume_log = log
         if resumable or continued is not None:
             self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
         head = _head(service, opening)
@@ -196,7 +197,8 @@ class Generation:
                 ids[index] += [record.token_id for record in event.tokens]
         self._replaying = False
         finished = [choice.index for choice in self._choices if choice.finish is not None]
-        continued.check_snapshot(self._serving(), finished)
+        serving = self._serving()
+        continued.check_snapshot(serving, self._service.files_of(serving), finished)
         for prompt, request in enumerate(self._requests):
             own = self._choices[prompt * n : (prompt + 1) * n]
             unfinished = [choice for choice in own if choice.finish is None]

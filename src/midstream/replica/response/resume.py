@@ -73,11 +73,15 @@ class Continued:
             raise CannotResume("the prompt is read as other tokens than before")
         return prompts
 
-    def check_snapshot(self, serving: str, finished: Collection[int]) -> None:
-        """Raises CannotResume unless the KV of what is unfinished can be computed again as it was."""
+    def check_snapshot(self, serving: str, files: str, finished: Collection[int]) -> None:
+        """Raises CannotResume unless the KV of what is unfinished can be computed again as it was. files: of what serves, see
+        resumption.Step."""
         self._snapshot = self._told.snapshot(finished) if self._exact else None
         if self._snapshot not in (None, serving):
             raise CannotResume(f"its KV is of snapshot {self._snapshot!r}, and {serving!r} serves here")
+        told = self._told.files(finished) if self._snapshot is not None and files else set()
+        if not told <= {files}:
+            raise CannotResume(f"its KV is of other files of {self._snapshot!r}, which was overwritten")
 
     def check_kv(self, choice: int, event: GenerationEvent, again: int) -> None:
         """Raises CannotResume when a swap came between: positions below `again` are what was computed again."""

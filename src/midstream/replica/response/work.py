@@ -43,6 +43,8 @@ class Surroundings:
     policy: str = ""
     #: What stands for the model in salts of the cache; "": the model's name.
     salted: str = ""
+    #: What the files of a snapshot are, comparable between replicas; "": not known.
+    files_of: Callable[[str], str] = lambda snapshot: ""
     #: Held while a resumed stream replays its log: one stream at a time.
     replays: asyncio.Lock = field(default_factory=asyncio.Lock)
 

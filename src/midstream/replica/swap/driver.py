@@ -182,7 +182,7 @@ class SwapDriver:
         #: Of the serving weights: their check, and what their files were found to be.
         self.check: SnapshotCheck | None = None
         self.contents: tuple[SnapshotContent, ...] = ()
-        self._meanings = Meanings()
+        self.meanings = Meanings()
 
     def __repr__(self) -> str:
         return f"SwapDriver({self.machine!r}, {self._attempts!r})"
@@ -362,9 +362,10 @@ class SwapDriver:
             # As it was told last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
             self._pins.switching(self.machine, desired)
-            for name, label in self._meanings.commit(desired, contents, self.machine):
+            for name, label in self.meanings.switching(desired, contents, self.machine):
                 self._engine.overwritten(name, label)
             timing = await self._engine.commit(desired.snapshot)
+            self.meanings.switched()
             self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
             if self._engine.proves_staged:
                 self._open()

@@ -21,30 +21,41 @@ UNKNOWN = "?"
 class Meanings:
     def __init__(self) -> None:
         #: By name: a digest of the files, and the generation of the first signal for which they were loaded.
-        self._known: dict[str, tuple[bytes, int]] = {BASE_SNAPSHOT: (_digest(()), 0)}
+        self._known: dict[str, tuple[str, int]] = {BASE_SNAPSHOT: (_digest(()), 0)}
+        #: The same once the switch that was announced has been made.
+        self._next = self._known
 
     def __repr__(self) -> str:
         return f"Meanings({len(self._known)} names)"
 
-    def commit(
+    def files(self, name: str) -> str:
+        """What the name means here, comparable between replicas; "": it was not loaded in this boot."""
+        return self._known.get(name, ("", 0))[0]
+
+    def switching(
         self, desired: Desired, found: Sequence[SnapshotContent], machine: SwapMachine
     ) -> list[tuple[str, str]]:
-        """Name and new label of what was committed before, as this is committed now. found: what the files are that `desired`
-        does not state."""
-        renamed = []
+        """Name and new label of what was committed before, for the switch to `desired`. found: what the files are that it does
+        not state."""
+        renamed, known = [], dict(self._known)
         if machine.distrusted:
             # Its check failed, or replicas did not agree.
             renamed.append((machine.serving, UNKNOWN))
-            self._known.pop(machine.serving, None)
+            known.pop(machine.serving, None)
         name, digest = desired.snapshot, _digest(_contents(desired, found))
         asked = desired.signalled or desired.generation
-        before, generation = self._known.get(name, (digest, asked))
+        before, generation = known.get(name, (digest, asked))
         if before != digest:
             # No identity has an @.
             renamed.append((name, f"{name}@{generation}"))
             generation = asked
-        self._known[name] = digest, generation
+        known[name] = digest, generation
+        self._next = known
         return renamed
+
+    def switched(self) -> None:
+        """The switch that was announced last has been made. What was told before it is of the files before it."""
+        self._known = self._next
 
 
 def _contents(desired: Desired, found: Sequence[SnapshotContent]) -> tuple[object, ...]:
@@ -55,5 +66,5 @@ def _contents(desired: Desired, found: Sequence[SnapshotContent]) -> tuple[objec
     )
 
 
-def _digest(contents: Sequence[object]) -> bytes:
-    return hashlib.blake2b(msgspec.msgpack.encode(contents), digest_size=16).digest()
+def _digest(contents: Sequence[object]) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(contents), digest_size=12).hexdigest()
