@@ -20,6 +20,9 @@ from serving import Server, descendants, serve
 STREAMS = 32
 TOKENS = 300
 FEW = 8
+AGENTS = 64
+#: Of a replica whose engine is killed under them.
+IN_FLIGHT = 8
 # Tokens of few streams: they are faster.
 LONG = 1000
 ATTEMPTS = 4
@@ -273,6 +276,57 @@ def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: s
 
         streams, lost = await disturbed(http, served, kill, FEW, engine)
         assert_all_went_on(streams, expected, lost)
+
+    run(served, main)
+
+
+class Agent:
+    """A session that calls tools, without streaming. It lives on a replica from its first turn on."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, number: int) -> None:
+        self._http = http
+        self._headers = {"x-session-id": f"agent {number}"}
+        self._body = {"model": model, "tools": TOOLS, "tool_choice": "required", "max_tokens": TOKENS // 4}
+        self._messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which way, {number}?"}]
+        self.replicas: list[str] = []
+
+    async def turn(self) -> None:
+        body = {**self._body, "messages": self._messages, "seed": len(self.replicas)}
+        answer = await self._http.post("/v1/chat/completions", json=body, headers=self._headers)
+        assert answer.status_code == 200, answer.text
+        self.replicas.append(answer.headers["x-midstream-replica"])
+        said = answer.json()["choices"][0]["message"]
+        made = said.get("tool_calls") or ()
+        calls = [{"role": "tool", "tool_call_id": call["id"], "content": "a wall"} for call in made]
+        self._messages = [*self._messages[:1], said, *calls]
+
+
+async def in_flight(http: httpx.AsyncClient, replica: str) -> int:
+    rows = (await http.get("/health")).json()["replicas"]
+    return next(int(row["in_flight"]) for row in rows if row["name"] == replica)
+
+
+def test_no_client_of_a_known_session_sees_that_an_engine_died(served: Server) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        agents = [Agent(http, served.model, number) for number in range(AGENTS)]
+        for _ in range(ATTEMPTS):
+            pids = await processes(served, engine)
+            await asyncio.gather(*(agent.turn() for agent in agents))
+            homes = [agent.replicas[-1] for agent in agents]
+            lost = max(NAMES, key=homes.count)
+            turns = asyncio.gather(*(agent.turn() for agent in agents))
+            while await in_flight(http, lost) < IN_FLIGHT and not turns.done():
+                continue
+            under_way = not turns.done()
+            os.kill(pids[lost], signal.SIGKILL)
+            await turns
+            moved = [a for a, home in zip(agents, homes, strict=True) if home == lost != a.replicas[-1]]
+            # On a busy machine all may have ended before.
+            if under_way and moved:
+                break
+            await until_all_serve(http)
+        assert moved
+        await asyncio.gather(*(agent.turn() for agent in agents))
 
     run(served, main)
 
