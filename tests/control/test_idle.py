@@ -209,6 +209,18 @@ def test_a_signal_that_another_gateway_took_is_read_by_the_one_policy_alone(tmp_
     with_policies(tmp_path, 8, work)
 
 
+def test_lines_of_the_log_about_a_policy_name_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def work(gateway: Gateway) -> None:
+        lines = [record.message for record in caplog.records if record.name == "midstream.fleet.loop"]
+        for name in ("p0", "p1"):
+            assert f"replica-0, policy {name} serves snapshot v1" in lines
+            assert f"replica-0, policy {name} joins with snapshot v1" in lines
+
+    with_policies(tmp_path, 2, work)
+
+
 def test_what_a_ledger_that_is_away_could_not_say_is_asked_again(tmp_path: Path) -> None:
     """A reconciler that could not read the ledger is not told a second time that it changed."""
 

@@ -14,6 +14,7 @@ from gateway_harness import Message, Peer, get, post, read_chunk, read_head, run
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import ConfigError
+from midstream.proxy import server
 from midstream.proxy.server import tls_context
 
 
@@ -40,6 +41,25 @@ def certificate(directory: Path, password: bytes | None = None) -> tuple[str, st
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden)
     )
     return str(cert_file), str(key_file)
+
+
+@pytest.mark.slow
+def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert, key = certificate(tmp_path)
+    assert server.HANDSHAKE_S == 10.0
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
+
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.respond(request.body)
+
+    async def main() -> None:
+        async with staged(handler, tls_cert=cert, tls_key=key) as stage:
+            silent = await stage.connect()
+            # The beginning of a record.
+            silent.send(b"\x16\x03\x01")
+            assert await silent.closed() == b""
+
+    run(main)
 
 
 @pytest.mark.slow

@@ -16,7 +16,15 @@ from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
 from midstream.client.status import read_status
 from midstream.core.errors import SnapshotError
-from midstream.core.types import Desired, ReplicaReport, Stage, SwapTiming, Transition
+from midstream.core.types import (
+    Desired,
+    FileContent,
+    ReplicaReport,
+    SnapshotContent,
+    Stage,
+    SwapTiming,
+    Transition,
+)
 from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
@@ -605,5 +613,41 @@ def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "not_found_error"
         assert (await server.http.delete(HOT_LOAD_PATH)).status_code == 405
+
+    serve(tmp_path, work)
+
+
+def write_adapter(server: Server, identity: str, config: str = "{}") -> None:
+    (server.bucket / identity).mkdir(parents=True)
+    (server.bucket / identity / "adapter_config.json").write_text(config)
+    (server.bucket / identity / "adapter_model.safetensors").write_bytes(b"weights")
+
+
+def test_an_adapter_without_a_policy_is_refused_with_a_hint(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        write_adapter(server, "adapter")
+        for before in (None, "a"):
+            if before is not None:
+                assert (await server.signal({"identity": before})).status_code == 200
+                files = (FileContent("config.json", 2, "1" * 64),)
+                row = (await server.ledger.snapshots(DEPLOYMENT))[0]
+                found = SnapshotContent(snapshot=before, fingerprint=row.fingerprint, files=files)
+                await server.ledger.learn_content(DEPLOYMENT, found)
+            answer = await server.signal({"identity": "adapter"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "policy"), answer.text
+            assert "name the policy" in answer.json()["error"]["message"]
+        merged = server.bucket / "merged"
+        write_adapter(server, "merged")
+        (merged / "adapter_model.safetensors").rename(merged / "model.safetensors")
+        assert (await server.signal({"identity": "merged"})).status_code == 200
+
+    serve(tmp_path, work)
+
+
+def test_an_adapters_configuration_that_no_replica_reads_is_refused_at_the_signal(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        write_adapter(server, "adapter", "x" * (2**20 + 1))
+        answer = await server.signal({"identity": "adapter"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "identity"), answer.text
 
     serve(tmp_path, work)

@@ -58,6 +58,53 @@ def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requ
     serve(tmp_path, work)
 
 
+@pytest.mark.parametrize(
+    ("then", "said"), [("/resume", "resumed"), ("/pause?mode=abort", "paused with abort")]
+)
+def test_a_pause_that_another_call_ended_is_a_conflict_and_resets_nothing(
+    tmp_path: Path, then: str, said: str
+) -> None:
+    async def work(server: Server) -> None:
+        posted: list[str] = []
+
+        async def post(view: object, path: str, body: bytes, expected: int) -> bytes:
+            posted.append(path)
+            return b"{}"
+
+        server.replicas.post = post  # type: ignore[method-assign]
+        server.report(0, pause=Pause(), in_flight=1)
+        asked = asyncio.create_task(server.http.post("/pause?mode=wait"))
+        while (await server.ledger.state(DEPLOYMENT)).pause != Pause(1, "wait"):
+            assert not asked.done()
+        other = asyncio.create_task(server.http.post(f"{then}{'&' if '?' in then else '?'}clear_cache=false"))
+        while (now := (await server.ledger.state(DEPLOYMENT)).pause).serial != 2:
+            assert not other.done()
+        server.report(0, pause=now)
+        server.replicas._changed()
+        answer = await asked
+        assert answer.status_code == 409, answer.text
+        assert f"another call {said}" in answer.json()["error"]["message"]
+        assert posted == []
+        assert (await other).status_code == 200
+
+    serve(tmp_path, work)
+
+
+def test_a_pause_that_is_asked_for_again_is_answered_with_the_last_one(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        server.report(0, pause=Pause(), in_flight=1)
+        calls = []
+        for serial in (1, 2):
+            calls.append(asyncio.create_task(server.http.post("/pause?mode=wait&clear_cache=false")))
+            while (await server.ledger.state(DEPLOYMENT)).pause != Pause(serial, "wait"):
+                assert not calls[-1].done()
+        server.report(0, pause=Pause(2, "wait"))
+        server.replicas._changed()
+        assert [(await call).status_code for call in calls] == [200, 200]
+
+    serve(tmp_path, work)
+
+
 def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         for index in range(3):

@@ -129,6 +129,24 @@ def test_a_tenant_sees_its_own_sessions_in_pages(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_session_that_is_closed_finds_nothing_of_its_cached_prompt_and_others_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, FakeEngine()) as here:
+            for key in ("a", "b", "a"):
+                await turn(here, key)
+            await here.http.post("/replica/sessions/close", json={"key": "a"})
+            for key in ("a", "a", "b"):
+                await turn(here, key)
+            before, other, again, fresh, next_turn, other_again = [r.salt for r in here.engine.requests]
+            assert before == other == again == other_again
+            assert fresh == next_turn != before
+            await here.http.post("/replica/sessions/close", json={"key": "a"})
+            await turn(here, "a")
+            assert here.engine.requests[-1].salt not in (before, fresh)
+
+    asyncio.run(main())
+
+
 def test_a_session_that_is_closed_begins_in_the_newest_namespace(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(tmp_path, FakeEngine()) as here:

@@ -40,6 +40,7 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,
     SnapshotError,
+    SnapshotIncompatible,
     SnapshotMissing,
     SnapshotRefused,
 )
@@ -51,6 +52,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import read_body, whole_number
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
 from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
+from midstream.snapshots.adapter import check_sizes, is_adapter_listing
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
 
@@ -158,6 +160,8 @@ class _Api:
         # A signal names the snapshot beside its place, other calls name the place alone.
         named = "identity" if place is None or place.param == SOURCE_URL_HEADER else place.param
         found = await _found(url, bucket, named)
+        state = await self._ledger.state(deployment.name)
+        _check_adapter(deployment, found, state, named)
         signal = Signal(
             identity=body.identity,
             url=url,
@@ -173,7 +177,6 @@ class _Api:
             ignore_config=body.ignore_config,
             parents=parents,
         )
-        state = await self._ledger.state(deployment.name)
         if state.snapshot == BASE_SNAPSHOT:
             # It writes down which boots serve the base weights. A gateway that has just begun has not heard them yet.
             await deployment.replicas.learned()
@@ -290,6 +293,25 @@ async def _found(url: str, bucket: str, param: str = "identity") -> Found:
         raise SnapshotRefused(str(error), param=param) from error
     except SnapshotError as error:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
+
+
+def _check_adapter(deployment: Deployment, found: Found, state: DeploymentState, param: str) -> None:
+    """Raises SnapshotRefused for an adapter that no replica reads, and for one that was meant for a policy."""
+    if not is_adapter_listing(found.sizes):
+        return
+    try:
+        check_sizes(found.sizes)
+    except SnapshotIncompatible as error:
+        raise SnapshotRefused(f"{param}: {error}", param=param) from error
+    content = None if state.desired is None else state.desired.content
+    # What is not known is not refused.
+    is_one = content is None or is_adapter_listing({file.name for file in content})
+    if not deployment.policy and not (state.snapshot != BASE_SNAPSHOT and is_one):
+        raise SnapshotRefused(
+            f"policy: the directory is a LoRA adapter; name the policy whose snapshot it is, or publish full weights"
+            f" for {deployment.name} itself",
+            param="policy",
+        )
 
 
 def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> Fleet:

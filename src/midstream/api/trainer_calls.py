@@ -278,7 +278,22 @@ class _Calls:
                 raise ReplicaUnavailable(
                     f"not every replica carried out {mode or 'the resumption'} in {ANSWER_S_MAX:g} s"
                 )
+            # Nothing is waited for between the look at the reports and this, so no change is missed.
             await deployment.replicas.change(left)
+            pause = await self._still(deployment, pause)
+        await self._still(deployment, pause)
+
+    async def _still(self, deployment: Deployment, pause: Pause) -> Pause:
+        """The pause that the ledger has now, of the same mode. Raises Conflict when another call ended this one's."""
+        if pause.mode is None:
+            return pause
+        now = (await self._ledger.state(deployment.name)).pause
+        if now.mode != pause.mode:
+            does = "resumed" if now.mode is None else f"paused with {now.mode}"
+            raise Conflict(
+                f"mode: another call {does} {deployment.name} before this pause was carried out", param="mode"
+            )
+        return now
 
     async def _check_keep(self, deployment: Deployment) -> None:
         for report in _reports(deployment):
@@ -331,7 +346,7 @@ def _in_flight(deployment: Deployment) -> int:
 
 
 def _carried_out(report: ReplicaReport, pause: Pause) -> bool:
-    """Also by a newer one, whose caller waits for it."""
+    """Also by a newer one."""
     if report.pause.serial != pause.serial:
         return report.pause.serial > pause.serial
     return pause.mode in (None, "keep") or report.in_flight == 0

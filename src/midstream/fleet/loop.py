@@ -33,6 +33,7 @@ import msgspec
 from midstream.core.config import SwapOrder
 from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
+from midstream.core.versions import POLICY_INFIX
 from midstream.fleet.agree import findings, settled, standing_of
 from midstream.fleet.reconcile import (
     KEPT,
@@ -132,6 +133,11 @@ class Reconciler:
         desired = self._state.desired if self._state else None
         return f"<Reconciler {self._deployment} desired={desired} sending={len(self._sending)}>"
 
+    def _who(self, replica: str) -> str:
+        """What a line of the log calls the replica, and whose snapshots it is about."""
+        policy = self._deployment.partition(POLICY_INFIX)[2]
+        return f"{replica}, policy {policy}" if policy else replica
+
     def disagrees(self, report: ReplicaReport) -> bool:
         """Whether the replica's weights differ from what the ledger or other replicas have, as far as was read."""
         return self._state is not None and standing_of(self._state, report) is not None
@@ -161,7 +167,9 @@ class Reconciler:
                 except Exception:
                     # Whatever the error is, the next pass looks at everything anew.
                     self._due = True
-                    logger.exception("reconciling failed; trying again in %g s", self._poll_s)
+                    logger.exception(
+                        "reconciling failed for %s; trying again in %g s", self._deployment, self._poll_s
+                    )
                     await asyncio.sleep(self._poll_s)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pause_s()):
@@ -209,7 +217,9 @@ class Reconciler:
             admit = action.admit and (view.admitted or self._is_paused_as(state.pause, view.report))
             if admit and not view.admitted:
                 snapshot = None if view.report is None else view.report.snapshot
-                logger.info("%s joins with snapshot %s", view.name, snapshot, extra=_named(view, snapshot))
+                logger.info(
+                    "%s joins with snapshot %s", self._who(view.name), snapshot, extra=_named(view, snapshot)
+                )
             view.admitted = admit
             if view.report is not None:
                 failed = (
@@ -248,7 +258,7 @@ class Reconciler:
             if finding.verdict != "agreed":
                 logger.error(
                     "%s (%s): %s",
-                    finding.replica,
+                    self._who(finding.replica),
                     finding.verdict,
                     finding.detail,
                     extra={"replica": finding.replica},
@@ -264,7 +274,11 @@ class Reconciler:
                         *where, finding.generation, finding.verdict, finding.detail
                     )
             except LedgerUnavailable as error:
-                self._later("what is known of the weights of %s is stored later: %s", finding.replica, error)
+                self._later(
+                    "what is known of the weights of %s is stored later: %s",
+                    self._who(finding.replica),
+                    error,
+                )
         self._read_at = float("-inf")
         return await self._current_state() or state
 
@@ -276,7 +290,7 @@ class Reconciler:
             for found in report.contents:
                 await self._ledger.learn_content(self._deployment, found)
         except LedgerUnavailable as error:
-            self._later("what %s found in its files is stored later: %s", report.replica, error)
+            self._later("what %s found in its files is stored later: %s", self._who(report.replica), error)
             return
         self._learnt[report.replica] = known
         self._read_at = float("-inf")
@@ -334,7 +348,7 @@ class Reconciler:
             delay_s = retry_delay_s(max(stuck.retries, extra))
             logger.warning(
                 "%s failed on %s; asking again in %g s",
-                view.name,
+                self._who(view.name),
                 state.snapshot,
                 delay_s,
                 extra=_named(view, state.snapshot),
@@ -344,7 +358,7 @@ class Reconciler:
             try:
                 generation = await self._ledger.new_generation(self._deployment, view.report.generation)
             except LedgerUnavailable as error:
-                self._later("%s is asked again later: %s", view.name, error)
+                self._later("%s is asked again later: %s", self._who(view.name), error)
             else:
                 stuck = replace(stuck, retries=stuck.retries + 1, generation=generation, due=None)
         self._stuck[view.name] = stuck
@@ -369,7 +383,7 @@ class Reconciler:
                 await self._learn_order(self._state)
                 self._is_read = True
             except LedgerUnavailable as error:
-                self._later("going on with the last known state: %s", error)
+                self._later("going on with the last known state of %s: %s", self._deployment, error)
         return self._state
 
     def _later(self, message: str, *about: object) -> None:
@@ -397,10 +411,10 @@ class Reconciler:
                 return
             if new[0].seq > last + 1:
                 missed = f"{last + 1} to {new[0].seq - 1}"
-                logger.warning("%s: stage changes %s were not heard of in time", view.name, missed)
+                logger.warning("%s: stage changes %s were not heard of in time", self._who(view.name), missed)
             await self._ledger.record(self._deployment, view.name, report.boot, new)
         except LedgerUnavailable as error:
-            self._later("stage changes of %s are stored later: %s", view.name, error)
+            self._later("stage changes of %s are stored later: %s", self._who(view.name), error)
             return
         self._recorded[view.name] = (report.boot, new[-1].seq)
         for moved in new:
@@ -409,7 +423,7 @@ class Reconciler:
                 self._read_at = float("-inf")
             if moved.stage is Stage.IDLE:
                 self.order.ready(moved.snapshot, moved.generation)
-        _log_stages(view, new)
+        _log_stages(view, self._who(view.name), new)
 
     async def _begin_boot(self, replica: str, ended: str | None, boot: str) -> BootHistory:
         """What the ledger has of `boot`; when it is new, the boot before it is closed first.
@@ -426,7 +440,10 @@ class Reconciler:
             await self._ledger.record_death(self._deployment, history.previous_boot, lost.death, lost.seq)
             self._read_at = float("-inf")
             logger.warning(
-                "%s lost a boot to snapshot %s: %s", replica, lost.death.identity, lost.death.detail
+                "%s lost a boot to snapshot %s: %s",
+                self._who(replica),
+                lost.death.identity,
+                lost.death.detail,
             )
         return history
 
@@ -490,13 +507,14 @@ class Reconciler:
         self, view: ReplicaView, message: Coroutine[Any, Any, None], what: str, snapshot: str | None
     ) -> bool:
         """Send a replica a message. Returns whether it arrived. The next pass compares, and sends what did not arrive."""
+        who = self._who(view.name)
         try:
             await message
         except ReplicaUnavailable as error:
-            logger.info("%s was not told %s: %s", view.name, what, error, extra=_named(view, snapshot))
+            logger.info("%s was not told %s: %s", who, what, error, extra=_named(view, snapshot))
         # Any other error is a fault of this process. It is logged whole.
         except Exception:
-            logger.exception("%s was not told %s", view.name, what, extra=_named(view, snapshot))
+            logger.exception("%s was not told %s", who, what, extra=_named(view, snapshot))
         else:
             return True
         return False
@@ -512,12 +530,12 @@ def _named(view: ReplicaView, snapshot: str | None) -> dict[str, str | None]:
     return {"replica": view.name, "snapshot": snapshot}
 
 
-def _log_stages(view: ReplicaView, new: list[Transition]) -> None:
+def _log_stages(view: ReplicaView, who: str, new: list[Transition]) -> None:
     for moved in new:
         named = _named(view, moved.snapshot)
         if moved.stage is Stage.ERROR:
             logger.warning(
-                "%s failed to load snapshot %s: %s", view.name, moved.snapshot, moved.detail, extra=named
+                "%s failed to load snapshot %s: %s", who, moved.snapshot, moved.detail, extra=named
             )
         elif moved.stage is Stage.IDLE:
-            logger.info("%s serves snapshot %s", view.name, moved.snapshot, extra=named)
+            logger.info("%s serves snapshot %s", who, moved.snapshot, extra=named)

@@ -114,6 +114,8 @@ def _take_over(path: str) -> Taken:
 
 
 LISTEN_BACKLOG = 4096
+#: How long a TLS handshake may take.
+HANDSHAKE_S = 10.0
 TIMEOUT_CHECK_S = 0.5
 # How long an idle connection stays open for one more request when the process is replaced.
 RETIRING_IDLE_S = 5.0
@@ -210,7 +212,13 @@ class Gateway:
 
     async def _listen(self, sock: socket.socket) -> Callable[[], None]:
         tls = self._tls
-        server = await self._loop.create_server(self._client, sock=sock, backlog=LISTEN_BACKLOG, ssl=tls)
+        server = await self._loop.create_server(
+            self._client,
+            sock=sock,
+            backlog=LISTEN_BACKLOG,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+        )
         return server.close
 
     def _client(self) -> ClientConnection:

@@ -195,6 +195,8 @@ class Namespaces:
         self._idle_s_max = idle_s_max
         self._clock = clock
         self._current = 0
+        # The namespace of the last session that was closed and may come again. These go down, the others up.
+        self._apart = 0
         #: How often all caches were reset without a switch.
         self.resets = 0
         # Namespace, last seen; oldest first.
@@ -218,8 +220,15 @@ class Namespaces:
         return namespace
 
     def forget(self, session: Session) -> None:
-        """From now on it is a new one."""
-        self._pins.pop(session, None)
+        """From now on it is a new one, which finds nothing that is cached now.
+
+        What it had alone, and what others have too, lie in one namespace: it finds neither.
+        """
+        self._apart -= 1
+        self._pins[session] = self._apart, self._clock()
+        self._pins.move_to_end(session)
+        if len(self._pins) > self._sessions_max:
+            self._pins.popitem(last=False)
 
     def reset(self) -> None:
         """Nothing that is cached is found again; the snapshot that serves, and its bound on ages, stay."""

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from midstream import __version__
+from midstream.core.errors import MidstreamError
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.device import loading
 from midstream.engine.embedded.protocol import StageSnapshot
@@ -206,6 +207,10 @@ class Stager:
             result: Weights | str = self._load(Path(request.directory))
         except BaseException as error:
             # This includes the panic of a native library: the request must get its result.
-            logger.warning("staging %s failed", request.snapshot, exc_info=True)
+            # What is wrong with somebody's files is said in one line.
+            known = isinstance(error, MidstreamError)
+            policy = request.policy.partition("#")[0]
+            called = f"{request.snapshot} of policy {policy}" if policy else request.snapshot
+            logger.warning("staging %s failed: %s", called, error, exc_info=not known)
             result = f"{type(error).__name__}: {error}"
         self._finished.put((request, result))

@@ -122,6 +122,11 @@ QUIET_S = 0.25
 _EXPECTED = (SnapshotError, StagingFailed, NotSound, EngineDied, OSError)
 
 
+def _called(desired: Desired) -> str:
+    """In a line of the log."""
+    return f"{desired.snapshot} of policy {desired.policy}" if desired.policy else desired.snapshot
+
+
 class _GivenUp(Exception):
     """The attempt was given up, and what it waited for returned or swallowed the cancellation."""
 
@@ -279,14 +284,14 @@ class SwapDriver:
             await self._check(desired)
             history.outcome = "ready"
         except _GivenUp:
-            log.debug("the swap to %s was given up", desired.snapshot)
+            log.debug("the swap to %s was given up", _called(desired))
         except Exception as error:
             # Any failure before the switch becomes the target's error.
             died = isinstance(error, EngineDied)
             message = f"the engine died: {error}" if died else str(error) or type(error).__name__
             action = self._attempts.failed(error, message)
             if action is Action.END_BOOT or not isinstance(error, _EXPECTED):
-                log.exception("loading snapshot %s failed unexpectedly", desired.snapshot)
+                log.exception("loading snapshot %s failed unexpectedly", _called(desired))
             if action is not Action.NOTHING:
                 history.outcome, history.error = "failed", message
                 self._on_change()
@@ -381,7 +386,7 @@ class SwapDriver:
                     await self._gate.drained()
                 return
             except TimeoutError:
-                log.info("the switch to %s waits for %d requests to end", desired.snapshot, self._gate.inside)
+                log.info("the switch to %s waits for %d requests to end", _called(desired), self._gate.inside)
 
     async def _unpinned(self, desired: Desired) -> None:
         """Waits until no pinned request is in the way of the target; no new one is from here on."""
@@ -389,11 +394,11 @@ class SwapDriver:
             return
         waited_for = self._pins.in_the_way(desired)
         if waited_for:
-            log.info("the switch to %s waits for %d pinned requests", desired.snapshot, waited_for)
+            log.info("the switch to %s waits for %d pinned requests", _called(desired), waited_for)
             self._end_quiet()
         ended = await self._pins.end(desired)
         if ended:
-            log.warning("%d pinned requests were ended for the switch to %s", ended, desired.snapshot)
+            log.warning("%d pinned requests were ended for the switch to %s", ended, _called(desired))
 
     async def _check(self, desired: Desired) -> None:
         # The engine may be paused, and unable to check anything in a pause.
