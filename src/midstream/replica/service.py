@@ -64,6 +64,7 @@ from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation
 from midstream.replica.response.resume import Continued, can_be_resumed
+from midstream.replica.response.stages import behind_thinking
 from midstream.replica.response.work import Surroundings, Timings, Work, scored_tokens
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.stored import Shelf, StoredResponses
@@ -243,7 +244,9 @@ class Service(Surroundings):
         for history, prompt in zip(histories, prompts, strict=bool(histories)):
             history.settled(prompt)
         records = histories[0].records if histories else "none"
-        requests = self._requests(checked, prompts, seed, answer, records)
+        eos = self.info.eos_token_ids
+        answers = [behind_thinking(checked, answer, prompt, self.text, eos) for prompt in prompts]
+        requests = self._requests(checked, prompts, seed, answers, records)
         own = (tool_format, given.ignored, given.whole)
         work = Work(wire, given.details, checked, prompts, requests, seed, *own)
         return _Ready(work, session, histories, continued, choices, counted)
@@ -411,10 +414,10 @@ class Service(Surroundings):
         checked: Checked,
         prompts: list[Prompt],
         seed: int,
-        answer: str | None,
+        answers: Sequence[str | None],
         records: RecordsKept = "none",
     ) -> list[GenerateRequest]:
-        """records: what a trace keeps, though the response does not tell it.
+        """answers: what must match, by prompt. records: what a trace keeps, though the response does not tell it.
 
         Raises InvalidRequest for what the engine refuses and its card does not tell of.
         """
@@ -422,7 +425,7 @@ class Service(Surroundings):
         # A retry carries the same x-request-id again.
         engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
-        named = self.text.marker_ids(checked.stops) if checked.tools is None and answer is None else ()
+        named = self.text.marker_ids(checked.stops) if checked.tools is None and not any(answers) else ()
         bad = bad_tokens(checked.sampling.bad_words, self.text.encode_rendered)
         requests = [
             GenerateRequest(
@@ -438,7 +441,7 @@ class Service(Surroundings):
                 or checked.prompt_from is not None
                 or records != "none",
                 reproducible=checked.seed is not None,
-                grammar=answer,
+                grammar=answers[index],
                 priority=checked.priority,
                 policy=self.policy,
             )

@@ -74,6 +74,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None
     user: str | None
     answer: Answer
+    #: What the answer must match holds for thinking, too.
+    constrain_reasoning: bool
     #: None: no tool may be called.
     tools: ToolPlan | None
     #: The tools as the template gets them, also where none may be called.
@@ -150,6 +152,7 @@ def check(
         session_id=body.session_id,
         user=body.user,
         answer=answer,
+        constrain_reasoning=bool(body.constrain_reasoning),
         tools=tools,
         listed_tools=(body.tools or None) if isinstance(body, ChatBody) else None,
         text=fields.text_options(body),

@@ -113,6 +113,8 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     safety_identifier: Any = None
 
     response_format: dict[str, Any] | None = None
+    # midstream's own: what the answer must match begins with its first token, and not behind the model's thinking.
+    constrain_reasoning: bool | None = None
     midstream: dict[str, Any] | None = None
 
     # Refused unless neutral, see _NEUTRAL.

@@ -1,4 +1,5 @@
-"""What stands between a choice and the wire: reasoning and tool calls are taken out of the text. Pure.
+"""What stands between a choice and the wire: reasoning and tool calls are taken out of the text. And where thinking ends and
+what an answer must match begins. Pure.
 
 Always holds: a stage passes on every record and every character, each under its own snapshot; markup alone is left out.
 """
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import CallStage, Choice, Piece, add_piece, id_maker
+from midstream.replica.text import grammar
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.reasoning import Part, ReasoningFormat, ReasoningParser
 from midstream.replica.text.toolformat import ToolFormat
@@ -62,7 +64,7 @@ class ReasoningStage:
 
     @property
     def call_in_thinking(self) -> bool:
-        return bool(self._opening) and self._opening in self._thought and self._parser.inside
+        return bool(self._opening) and self._opening in self._thought and self._parser.place == "inside"
 
     def _note(self, reasoning: str) -> None:
         if self._opening and self._opening not in self._thought:
@@ -151,6 +153,27 @@ def choices_and_stages(
     return choices, stages
 
 
+def behind_thinking(
+    checked: Checked, answer: str | None, prompt: Prompt, text: TextModel, eos_token_ids: tuple[int, ...]
+) -> str | None:
+    """What all that follows a prompt must match: thinking that the prompt opens or the model begins, and then `answer`."""
+    form = None if answer is None or checked.constrain_reasoning else text.reasoning
+    if answer is None or form is None:
+        return answer
+    place = _parser(form, prompt, text, checked.template.continued).place
+    end, opening = prompt.text or text.vocabulary.raw_text(prompt.token_ids[-END_TOKENS:]), text.turn_opening
+    # A prompt that its client has rendered looks like one of the template.
+    chat = (
+        checked.template.generation_prompt
+        if checked.kind == "chat"
+        else bool(opening) and end.endswith(opening)
+    )
+    if place == "begin" and not chat:
+        return answer
+    exact = checked.answer.rule is not None
+    return grammar.behind_thinking(answer, form, place, text, eos_token_ids, exact=exact)
+
+
 def _parser(form: ReasoningFormat, prompt: Prompt, text: TextModel, continued: bool) -> ReasoningParser:
     """Stands where the prompt ends, which may have begun the reasoning. continued: it ends inside an answer."""
     ids, raw_text = prompt.token_ids, text.vocabulary.raw_text
@@ -163,8 +186,9 @@ def _parser(form: ReasoningFormat, prompt: Prompt, text: TextModel, continued: b
 
 
 def _reasoning(checked: Checked, text: TextModel) -> ReasoningFormat | None:
-    """None: the text stays whole. An answer that must match something has no room for reasoning."""
+    """None: the text stays whole."""
     forced = checked.constrained or (checked.tools is not None and checked.tools.forced)
-    if checked.kind != "chat" or not checked.text.reasoning or checked.text.none or forced:
+    whole = forced and checked.constrain_reasoning
+    if checked.kind != "chat" or not checked.text.reasoning or checked.text.none or whole:
         return None
     return text.reasoning

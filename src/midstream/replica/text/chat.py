@@ -207,6 +207,16 @@ class TextModel:
         """What the chat template shows of messages. tools: of a request that has some."""
         return self._tool_format if tools else self._plain_format
 
+    @cached_property
+    def turn_opening(self) -> str:
+        """What the chat template writes where the assistant's turn begins; empty if that cannot be told apart."""
+        user = [{"role": "user", "content": "probe"}]
+        try:
+            before, begun = (self.render(user, generation_prompt=begins) for begins in (False, True))
+        except InvalidRequest:
+            return ""
+        return begun[len(before) :] if begun.startswith(before) else ""
+
     def literally(self, text: str) -> str:
         """`text` in the grammar language: its added tokens by id, the rest quoted."""
         names = "|".join(re.escape(name) for name in self._added)

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
 from midstream.replica.text import schemarules
+from midstream.replica.text.reasoning import Place, ReasoningFormat
 from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import ToolPlan
 
@@ -214,6 +215,42 @@ def build(
     if problem is not None:
         raise InvalidRequest(f"{param}: {problem}", param=param)
     return grammar
+
+
+def behind_thinking(
+    grammar: str,
+    form: ReasoningFormat,
+    place: Place,
+    lexicon: Lexicon,
+    eos_token_ids: tuple[int, ...],
+    *,
+    exact: bool,
+) -> str:
+    """A grammar of `build`, which begins behind the thinking: of a thought that is open, or that the answer may begin with.
+
+    exact: no blanks may stand before what must match but those that the template writes there.
+    """
+    if place == "outside":
+        return grammar
+    closing = lexicon.marker_ids((form.closing,))
+    special = lexicon.specials(closing | frozenset(eos_token_ids))
+    text = f"THOUGHT ({special} THOUGHT)*" if special else "THOUGHT"
+    closed = lexicon.literally(form.closing)
+    if not closing:
+        # Apart from each other, the library would take the tag for more of the thought.
+        text, closed = f"(THOUGHT {special})*" if special else "", "CLOSED"
+    after = f"({json.dumps(form.after_close)})?" if form.after_close else ""
+    opened = lexicon.literally(form.opening)
+    rules = [
+        "start: thought answer" if place == "inside" else f"start: answer | {opened} thought answer",
+        f"thought: {text} {closed} {after if exact else 'BLANKS?'}",
+        r"BLANKS: /[ \t\r\n]{1,32}/",
+        r"ANYTHING: /(.|\n)*/",
+        f"ENDED: ANYTHING {json.dumps(form.closing)} ANYTHING",
+        "THOUGHT: ANYTHING & ~ENDED",
+        f"CLOSED: THOUGHT {json.dumps(form.closing)}",
+    ]
+    return "\n".join([*rules, f"answer: {grammar.removeprefix('start: ')}"])
 
 
 def _check_forcible(plan: ToolPlan, tool_format: ToolFormat) -> None:

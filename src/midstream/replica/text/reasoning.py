@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from midstream.core.errors import InvalidRequest
 from midstream.replica.text.toolcalls import SPACE, unfinished
@@ -37,6 +37,9 @@ class ReasoningFormat(NamedTuple):
 
 #: messages, and whether the assistant's turn is begun behind them. Raises InvalidRequest where the template refuses.
 Render = Callable[[list[dict[str, Any]], bool], str]
+
+#: Where generated text stands; "begin" until it is known whether there is reasoning.
+Place = Literal["begin", "inside", "outside"]
 
 _THOUGHT, _ANSWER = "probe thought", "probe answer"
 _USER = {"role": "user", "content": "probe"}
@@ -111,8 +114,7 @@ class ReasoningParser:
         self._held = ""
         #: Whitespace of the markup that may come next.
         self._skip = ""
-        #: "begin" until it is known whether there is reasoning, then "inside" or "outside".
-        self._place = "begin"
+        self._place: Place = "begin"
         ended = prompt.rstrip(SPACE)
         space = prompt[len(ended) :]
         if ended.endswith(form.opening):
@@ -124,9 +126,9 @@ class ReasoningParser:
             self._place = "inside" if opened > closed else "outside"
 
     @property
-    def inside(self) -> bool:
-        """The reasoning is open."""
-        return self._place == "inside"
+    def place(self) -> Place:
+        """Where the next text stands."""
+        return self._place
 
     def pass_over(self, text: str) -> None:
         """The answer so far, which the client has; it goes on behind it."""

@@ -79,6 +79,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     # midstream's own.
     midstream: dict[str, Any] | None = None
+    constrain_reasoning: bool | None = None
     seed: Ints64 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -157,6 +158,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # midstream's own.
     midstream: dict[str, Any] | None = None
+    constrain_reasoning: bool | None = None
     seed: Ints64 | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
@@ -212,6 +214,7 @@ class VllmGenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     # midstream's own.
     midstream: dict[str, Any] | None = None
+    constrain_reasoning: bool | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = None
     user: str | None = None
@@ -271,6 +274,7 @@ class SglangGenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     # midstream's own.
     model: str | None = None
     midstream: dict[str, Any] | None = None
+    constrain_reasoning: bool | None = None
     prompt_cache_key: str | None = None
     perf_metrics_in_response: bool | None = None
     #: SGLang has it as an option of the server.

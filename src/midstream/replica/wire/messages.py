@@ -112,6 +112,7 @@ def _as_chat(body: CountBody) -> Read:
         response_format=_response_format(config.format),
         user=None if body.metadata is None else body.metadata.user_id,
         midstream=body.midstream,
+        constrain_reasoning=body.constrain_reasoning,
         seed=body.seed,
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,

@@ -126,6 +126,7 @@ def _as_chat(
         user=given.user,
         request_id=own,
         midstream=given.midstream,
+        constrain_reasoning=given.constrain_reasoning,
         seed=given.seed,
         logprobs=True if included or given.logprobs else None,
         top_logprobs=given.top_logprobs,

@@ -157,6 +157,7 @@ def read(data: bytes) -> Read:
         "top_logprobs": _shared(body.top_logprobs_num, "top_logprobs_num") if logprobs else None,
         "include_routing_matrix": body.return_routed_experts,
         "midstream": body.midstream,
+        "constrain_reasoning": body.constrain_reasoning,
         "prompt_cache_key": body.prompt_cache_key,
         "session_id": body.session_id,
         "user": body.routing_key,

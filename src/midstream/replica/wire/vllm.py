@@ -93,6 +93,7 @@ _AS_THEY_ARE = (
     "cache_salt",
     "priority",
     "midstream",
+    "constrain_reasoning",
     "prompt_cache_key",
     "session_id",
     "user",
