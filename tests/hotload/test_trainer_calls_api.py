@@ -215,3 +215,26 @@ def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
         assert await server.desired() is None
 
     serve(tmp_path, work)
+
+
+def test_calls_that_this_server_does_not_have_say_what_to_do(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for path, instead in {
+            "/sleep": "devices of their own",
+            "/wake_up": "devices of their own",
+            "/release_memory_occupation": "call /pause and then /resume",
+            "/resume_memory_occupation": "scale the deployment down",
+            "/start_profile": "read /metrics",
+            "/open_session": "the first request that names it",
+            "/get_weights_by_name": "the snapshot's files",
+            "/init_broadcaster": str(server.bucket),
+        }.items():
+            answer = await server.http.post(path, json={"level": 1})
+            message = answer.json()["error"]["message"]
+            assert (answer.status_code, message.startswith(f"{path} "), instead in message) == (
+                400,
+                True,
+                True,
+            )
+
+    serve(tmp_path, work)

@@ -373,7 +373,9 @@ _TRAINERS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/get_world_size/"): _WORLD,
     **{
         ("POST", path): Operation(
-            "Refuses a weight transfer between processes, and says what to do instead.", kinds=(), status=400
+            "Refuses a call that this server does not have, and says what to do instead.",
+            kinds=(),
+            status=400,
         )
         for path in TRAINER_REFUSED
     },

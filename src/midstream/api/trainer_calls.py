@@ -31,7 +31,7 @@ from midstream.core.errors import (
 )
 from midstream.core.text import refusal
 from midstream.core.types import Pause, PauseMode, ReplicaReport
-from midstream.core.wires import TRAINER_CHANGES, TRAINER_REFUSED
+from midstream.core.wires import TRAINER_CHANGES, TRAINER_REFUSED, TRAINER_UNSERVED
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import fields_of, json_object, read_body
 from midstream.ledger import Ledger
@@ -252,9 +252,11 @@ class _Calls:
         return JSONResponse({"world_size": self._meant(request).wanted_in_all})
 
     async def refuse(self, request: Request) -> Response:
-        raise await self._refusal(
-            self._meant(request), f"{request.scope['path']} belongs to a transfer between processes"
-        )
+        deployment, path = self._meant(request), request.scope["path"]
+        instead = TRAINER_UNSERVED.get(path)
+        if instead is not None:
+            raise InvalidRequest(f"{path} {instead}")
+        raise await self._refusal(deployment, f"{path} belongs to a transfer between processes")
 
     # -- what they do
 

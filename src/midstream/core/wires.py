@@ -81,7 +81,7 @@ TRAINER_READS = (
 #: As /health.
 TRAINER_HEALTH = ("/liveness", "/health_generate")
 #: Calls of transfers that this server does not have.
-TRAINER_REFUSED = (
+TRAINER_TRANSFERS = (
     *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
     *("/finish_weight_update", "/update_weight_version", "/init_broadcaster", "/collective_rpc"),
     *(
@@ -93,6 +93,31 @@ TRAINER_REFUSED = (
     *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_ipc"),
     *("/init_communicator/", "/update_named_param/", "/close_communicator/"),
 )
+_MEMORY = (
+    "would lend the engine's memory to a trainer on the same device, and replicas keep theirs: give trainer and replicas"
+    " devices of their own, or scale the deployment down while it trains; to hold requests call /pause and then /resume"
+)
+_PROFILE = "would profile the engine, which is not done over HTTP: read /metrics, or attach a profiler to the engine process"
+_SESSIONS = (
+    "is not needed: a session begins with the first request that names it, by prompt_cache_key or a header"
+)
+_EXPERTS = "would record expert loads: ask for routes with each request instead, by include_routing_matrix"
+#: More calls to vLLM and SGLang that this server does not have, with what to do.
+TRAINER_UNSERVED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"), _MEMORY
+    ),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
+    **dict.fromkeys(("/open_session", "/close_session"), _SESSIONS),
+    **dict.fromkeys(
+        tuple(f"/{what}_expert_distribution_record" for what in ("start", "stop", "dump")), _EXPERTS
+    ),
+    "/scale_elastic_ep": "would change the engine's parallelism: change the deployment's replicas instead",
+    "/get_weights_by_name": "would read weights of the engine: read them from the snapshot's files in the bucket",
+    "/reset_mm_cache": "is not needed: no images are cached; /reset_prefix_cache resets the prompt cache",
+    "/reset_encoder_cache": "is not needed: no images are cached; /reset_prefix_cache resets the prompt cache",
+}
+TRAINER_REFUSED = (*TRAINER_TRANSFERS, *TRAINER_UNSERVED)
 
 #: Harnesses that can set nothing but a base URL name the session in it: the bases as OpenAPI writes them, and a pattern that
 #: ends before the wire's own path.
