@@ -29,7 +29,8 @@ from midstream.core.wires import (
     TRAINER_CHANGES,
     TRAINER_CHANGES_BY_GET,
     TRAINER_READS,
-    TRAINER_REFUSED,
+    TRAINER_TRANSFERS,
+    TRAINER_UNSERVED,
     WIRES,
 )
 from midstream.fleet.membership import membership_routes
@@ -242,7 +243,9 @@ WRONG: dict[str, Any] = {
     "/abort_requests": {"request_ids": 3},
 }
 TRAINERS: list[Case] = []
-for path in (*TRAINER_CHANGES, *TRAINER_REFUSED):
+for path in TRAINER_UNSERVED:
+    TRAINERS += of_each_deployment(path, "POST", path, {}, PUBLISHES, "publish")[:1]
+for path in (*TRAINER_CHANGES, *TRAINER_TRANSFERS):
     asked = path + ("?mode=x" if path == "/pause" else "")
     TRAINERS += of_each_deployment(path, "POST", asked, WRONG.get(path, {}), PUBLISHES, "publish")
 for path in TRAINER_CHANGES_BY_GET:

@@ -137,6 +137,7 @@ class FakeEngine(Engine):
         # Choices that are over, by themselves or by end_choice.
         self.ended: set[tuple[str, int]] = set()
         self.told_to_abort: set[str] = set()
+        self.choices_to_abort: set[tuple[str, int]] = set()
         self.end_choice_calls: list[tuple[str, int]] = []
         # Tokens generated of one choice.
         self.made_of: dict[tuple[str, int], int] = {}
@@ -208,8 +209,11 @@ class FakeEngine(Engine):
         self.end_choice_calls.append((request_id, index))
         self.ended.add((request_id, index))
 
-    def abort(self, request_id: str) -> None:
-        self.told_to_abort.add(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        if index is None:
+            self.told_to_abort.add(request_id)
+        else:
+            self.choices_to_abort.add((request_id, index))
         self._announce()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
@@ -255,11 +259,9 @@ class FakeEngine(Engine):
         self.started_streams.set()
         for done in range(limit):
             await asyncio.sleep(0)
-            await self.until(lambda done=done: done < self.allowed or self._told_to_end(request))  # type: ignore[misc]
+            async for index in self._held_back(request, done):
+                yield GenerationEvent(index=index, finish="abort")
             if self._told_to_end(request):
-                for index in request.choices:
-                    if (request.request_id, index) not in self.ended:
-                        yield GenerationEvent(index=index, finish="abort")
                 return
             if done == self.fail_after:
                 yield GenerationEvent(error="the step failed: out of pages")
@@ -292,6 +294,29 @@ class FakeEngine(Engine):
             self._announce()
             if all((request.request_id, index) in self.ended for index in request.choices):
                 return
+
+    async def _held_back(self, request: GenerateRequest, done: int) -> AsyncIterator[int]:
+        """Until another token may come; each choice that is told to end meanwhile."""
+        while done >= self.allowed and not self._told_to_end(request):
+            for index in self._choices_told(request):
+                yield index
+            await self.until(
+                lambda: (
+                    done < self.allowed
+                    or self._told_to_end(request)
+                    or bool(self._choices_told(request, peek=True))
+                )
+            )
+        for index in request.choices if self._told_to_end(request) else ():
+            if (request.request_id, index) not in self.ended:
+                yield index
+
+    def _choices_told(self, request: GenerateRequest, *, peek: bool = False) -> list[int]:
+        """Choices that were told to end and did not yet."""
+        found = [i for i in request.choices if (request.request_id, i) in self.choices_to_abort - self.ended]
+        if not peek:
+            self.ended.update((request.request_id, index) for index in found)
+        return found
 
     def _told_to_end(self, request: GenerateRequest) -> bool:
         return request.request_id in self.told_to_abort

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 from replica_fakes import FakeEngine, Running, running, sse
 from test_replica_pins import BODY, in_a_loop, streaming
 
@@ -184,3 +185,79 @@ async def test_a_reset_of_the_cache_gives_equal_requests_another_salt(tmp_path: 
             await here.http.post("/v1/completions", json=BODY | {"user": "s"})
         first, second, third = (request.salt for request in here.engine.requests)
         assert first == second != third
+
+
+# By name, in lists and with n
+
+
+def batch(rid: Any, count: int, n: int = 1, **more: Any) -> dict[str, Any]:
+    return {"input_ids": [[65 + i] for i in range(count)], "rid": rid, **more} | {
+        "sampling_params": {"max_new_tokens": 6, "n": n}
+    }
+
+
+def ends(answer: httpx.Response) -> list[tuple[str, str, int]]:
+    assert answer.status_code == 200, answer.text
+    return [
+        (one["meta_info"]["id"], one["meta_info"]["finish_reason"]["type"], len(one["output_ids"]))
+        for one in answer.json()
+    ]
+
+
+@in_a_loop
+async def test_each_id_of_a_list_is_known_and_ends_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(allowed=2)) as here:
+        asked = asyncio.create_task(here.http.post("/generate", json=batch(["a", "b", "c"], 3)))
+        await here.engine.until(lambda: list(here.engine.made.values()) == [2, 2, 2])
+        assert (await here.http.post("/replica/abort", json=["b", "x"])).json() == {"aborted": 1}
+        assert (await here.http.post("/replica/abort", json=["a"])).json() == {"aborted": 1}
+        here.engine.allow(10)
+        assert ends(await asked) == [("a", "abort", 2), ("b", "abort", 2), ("c", "length", 6)]
+
+
+@in_a_loop
+async def test_each_choice_of_a_prompt_ends_alone_and_its_id_ends_all(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(allowed=2)) as here:
+        asked = asyncio.create_task(here.http.post("/generate", json=batch(["a", "b"], 2, n=2)))
+        await here.engine.until(lambda: list(here.engine.made.values()) == [2, 2])
+        assert (await here.http.post("/replica/abort", json=["a_1"])).json() == {"aborted": 1}
+        assert (await here.http.post("/replica/abort", json=["a_1"])).json() == {"aborted": 0}
+        assert (await here.http.post("/replica/abort", json=["b"])).json() == {"aborted": 1}
+        here.engine.allow(10)
+        assert ends(await asked) == [
+            *(("a_0", "length", 6), ("a_1", "abort", 2)),
+            *(("b_0", "abort", 2), ("b_1", "abort", 2)),
+        ]
+
+
+@in_a_loop
+async def test_requests_that_a_pause_holds_end_by_name_and_the_others_wait_on(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await pause(here, 1, "wait")
+        post = here.http.post
+        whole = asyncio.create_task(post("/generate", json=batch(["a", "b"], 2)))
+        part = asyncio.create_task(post("/generate", json=batch(["c", "d"], 2)))
+        named = asyncio.create_task(post("/v1/completions", json=BODY | {"stream": False, "request_id": "e"}))
+        other = asyncio.create_task(post("/v1/completions", json=BODY | {"stream": False}))
+        await here.until(lambda: here.replica.gate.waiting == 4)
+        assert (await post("/replica/abort", json=["a", "b", "c", "e"])).json() == {"aborted": 3}
+        assert ends(await whole) == [("a", "abort", 0), ("b", "abort", 0)]
+        (choice,) = (await named).json()["choices"]
+        assert (choice["finish_reason"], here.engine.requests) == ("abort", [])
+        assert here.replica.gate.waiting == 2
+        await pause(here, 2, None)
+        assert ends(await part) == [("c", "abort", 0), ("d", "length", 6)]
+        assert (await other).json()["choices"][0]["finish_reason"] == "length"
+        assert not here.replica.service.called
+
+
+@in_a_loop
+async def test_all_means_those_that_wait_too_but_a_pause_ends_none_of_them(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        await pause(here, 1, "wait")
+        waits = asyncio.create_task(here.http.post("/v1/completions", json=BODY | {"stream": False}))
+        await here.until(lambda: here.replica.gate.waiting == 1)
+        await pause(here, 2, "abort")
+        assert here.replica.gate.waiting == 1
+        assert (await here.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
+        assert (await waits).json()["choices"][0]["finish_reason"] == "abort"

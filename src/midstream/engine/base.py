@@ -131,8 +131,8 @@ class Engine(Slot):
         The iterator of `generate` goes on with the other choices and ends when none is left. Unknown ids are ignored.
         """
 
-    def abort(self, request_id: str) -> None:
-        """End every choice of a running request with what it has: its last event has the finish `abort`.
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a choice of a running request, or every one, with what it has: its last event has the finish `abort`.
 
         Unknown ids are ignored.
         """
@@ -208,10 +208,10 @@ class RequestEvents:
         self.open.discard(index)
         self._wake()
 
-    def abort(self) -> None:
-        """After the events that came so far, every open choice ends."""
-        for index in sorted(self.open):
-            self.put(GenerationEvent(index=index, finish="abort"))
+    def abort(self, index: int | None = None) -> None:
+        """After the events that came so far, the choice ends if it is open; None: every one does."""
+        for ended in sorted(self.open if index is None else self.open & {index}):
+            self.put(GenerationEvent(index=ended, finish="abort"))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -90,8 +90,7 @@ class Gate:
             self._move()
 
     def _move(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        self.wake()
         self._on_change()
 
     def check(self, choices: int) -> None:
@@ -110,9 +109,17 @@ class Gate:
         if self._door is Door.UNSOUND:
             raise AnotherBoot("the weights of this replica failed their check; retry this request")
 
-    async def enter(self, timeout_s: float | None = None, choices: int = 1) -> None:
+    def wake(self) -> None:
+        """Each request that waits asks again whether it still does."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    async def enter(
+        self, timeout_s: float | None = None, choices: int = 1, over: Callable[[], bool] = lambda: False
+    ) -> None:
         """Waits until the door is open, and returns in the step of the loop that found it open. Raises MidstreamError.
 
+        over: nothing is left to wait for; it returns without an open door.
         timeout_s: as the request says; None: DRAIN_TIMEOUT_S for a swap, and no limit for a pause.
         """
         self.check(choices)
@@ -123,7 +130,7 @@ class Gate:
         self._on_change()
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                while self._holds:
+                while self._holds and not over():
                     if timeout_s is None:
                         self._limit(limit)
                     await self._moved.wait()
@@ -132,7 +139,8 @@ class Gate:
         finally:
             self.waiting -= 1
             self.choices -= choices
-        self.check(choices)
+        if not over():
+            self.check(choices)
 
     def _limit(self, limit: asyncio.Timeout) -> None:
         """Only a swap's hold is limited."""

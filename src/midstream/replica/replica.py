@@ -322,7 +322,7 @@ class Replica:
         while self._pause != self._to_pause:
             wanted = self._to_pause
             if wanted.mode == "abort":
-                self.abort()
+                self.abort(held=False)
             # A dead engine has nothing that could stand still. Its next boot begins with the gate closed.
             with contextlib.suppress(EngineDied):
                 if wanted.mode == "keep":
@@ -332,10 +332,10 @@ class Replica:
             self._pause = wanted
             self._changed()
 
-    def abort(self, ids: tuple[str, ...] | None = None) -> int:
-        """Ends requests with what they have; None: all. Returns how many."""
-        own = 0 if self.service is None else self.service.abort(ids)
-        return own + sum(policy.service.abort(ids) for policy in self.policies.everyone)
+    def abort(self, ids: tuple[str, ...] | None = None, *, held: bool = True) -> int:
+        """Ends requests with what they have; None: all. held: also those that wait at a gate. Returns of how many."""
+        own = 0 if self.service is None else self.service.abort(ids, held=held)
+        return own + sum(policy.service.abort(ids, held=held) for policy in self.policies.everyone)
 
     def reset_cache(self) -> None:
         for namespaces in (self.namespaces, *(policy.namespaces for policy in self.policies)):

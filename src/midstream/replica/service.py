@@ -45,6 +45,7 @@ from midstream.core.versions import (
     from_header,
 )
 from midstream.replica import gate
+from midstream.replica.aborts import Called, called_as, names_of_choices
 from midstream.replica.gate import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.request.checked import (
@@ -132,17 +133,17 @@ class Service(Surroundings):
 
     kept: Kept
     random_seed: Callable[[], int]
-    #: The requests inside, and the ids that clients may call them by.
-    running: dict[Generation, set[str]] = field(default_factory=dict)
+    #: The requests that wait at the gate or are inside, as clients may call them.
+    called: dict[Called, None] = field(default_factory=dict)
 
-    def abort(self, ids: Collection[str] | None = None) -> int:
-        """Ends requests inside with what they have; None: all of them. Returns how many."""
-        ended = [
-            one for one, called in tuple(self.running.items()) if ids is None or not called.isdisjoint(ids)
-        ]
-        for generation in ended:
-            generation.abort()
-        return len(ended)
+    def abort(self, ids: Collection[str] | None = None, *, held: bool = True) -> int:
+        """Ends requests and choices with what they have; None: all of them. held: also those that wait at the gate.
+
+        Returns of how many requests."""
+        ended = [one.end(ids) for one in tuple(self.called) if held or not one.held]
+        if held:
+            self.gate.wake()
+        return sum(ended)
 
     @asynccontextmanager
     async def admitted(
@@ -175,8 +176,28 @@ class Service(Surroundings):
         asked = self._asked(given.body, headers, judged=resume is not None)
         timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
         ready = await self._ready(wire, given, body_size, headers, resume, asked)
+        work = ready.work
+        called = called_as(work, headers.get("x-request-id", ""))
+        self.called[called] = None
+        try:
+            await self.gate.enter(timeout_s, ready.counted, lambda: called.over)
+            async with self._inside(ready, given, headers, asked, timings, called) as generation:
+                yield generation
+        finally:
+            del self.called[called]
+
+    @asynccontextmanager
+    async def _inside(
+        self,
+        ready: _Ready,
+        given: Read,
+        headers: Mapping[str, str],
+        asked: Asked,
+        timings: Timings,
+        called: Called,
+    ) -> AsyncIterator[Generation]:
+        """Begins in the step of the loop that found the gate open."""
         work, session = ready.work, ready.session
-        await self.gate.enter(timeout_s, ready.counted)
         self.check_boot(headers.get(HEADER_BOOT))
         timings.admitted = self.monotonic()
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
@@ -201,11 +222,12 @@ class Service(Surroundings):
                     continued=ready.continued,
                     histories=ready.histories,
                 )
-                self.running[generation] = generation.ids | {headers.get("x-request-id", "")} - {""}
+                called.let_in(
+                    generation, generation.ids, names_of_choices(work, min(generation.ids, key=len))
+                )
                 try:
                     yield generation
                 finally:
-                    del self.running[generation]
                     generation.measure(turn)
 
     async def _ready(

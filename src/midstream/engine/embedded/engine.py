@@ -165,11 +165,11 @@ class EmbeddedEngine(Engine):
             events.end_choice(index)
             self._send(m.Abort(request_id, index))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, index: int | None = None) -> None:
         events = self._requests.get(request_id)
         if events is not None:
-            events.abort()
-            self._send(m.Abort(request_id))
+            events.abort(index)
+            self._send(m.Abort(request_id, index))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._own.stage(snapshot, directory)

@@ -179,9 +179,9 @@ class VllmEngine(ServerLife):
         if (run := self._requests.get(request_id)) is not None:
             run.end_choice(index)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, index: int | None = None) -> None:
         if (run := self._requests.get(request_id)) is not None:
-            run.abort()
+            run.abort(index)
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self._boot.check()

@@ -345,11 +345,15 @@ class VllmRequest(RequestEvents):
             choice.close()
         super().end_choice(index)
 
-    def abort(self) -> None:
-        for choice in self.choices.values():
-            choice.close()
-        self._kept_back = None
-        super().abort()
+    def abort(self, index: int | None = None) -> None:
+        for number, choice in self.choices.items():
+            if index in (None, number):
+                choice.close()
+        # The end is seen at once, and what was kept back of an ended choice never is.
+        kept, self._kept_back = self._kept_back, None
+        super().abort(index)
+        if kept is not None and index is not None:
+            self._kept_back = [event for event in kept if event.index != index]
 
     def close(self) -> None:
         self.open.clear()

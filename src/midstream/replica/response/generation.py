@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
@@ -95,7 +95,9 @@ class Generation:
         #: What it was like, from its end on.
         self.turn = Turn()
         self._continued = continued
-        self._replaying = self._aborted = False
+        self._replaying = False
+        #: Choices that a trainer ended.
+        self._aborted: set[int] = set()
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
         self.resumable = resumable and continued is None
@@ -221,12 +223,19 @@ class Generation:
     def names(self) -> ServedNames:
         return self._service.names
 
-    def abort(self) -> None:
-        """Every choice that is open ends with what it has, and the finish reason `abort`."""
-        self._aborted = True
-        for request, choices in zip(self._requests, self._open, strict=True):
-            if choices:
+    def abort(self, choices: Collection[int]) -> None:
+        """Those that are open end with what they have, and the finish reason `abort`."""
+        self._aborted.update(choices)
+        for prompt, request in enumerate(self._requests):
+            ended = [index for index in range(self.checked.n) if self._is_aborted(prompt, index)]
+            if self._open[prompt] and len(ended) == self.checked.n:
                 self._service.engine.abort(request.request_id)
+            elif self._open[prompt]:
+                for index in ended:
+                    self._service.engine.abort(request.request_id, index)
+
+    def _is_aborted(self, prompt: int, index: int) -> bool:
+        return prompt * self.checked.n + index in self._aborted
 
     async def plain(self) -> bytes:
         kept = [self._encoder.kept() for _ in self._choices]
@@ -311,7 +320,7 @@ class Generation:
             if choice.finish is not None:
                 break
         if event.finish is not None and choice.finish is None:
-            if event.finish == "abort" and not (self._aborted or self._replaying):
+            if event.finish == "abort" and not (choice.index in self._aborted or self._replaying):
                 raise EngineFailed("the engine aborted the request")
             new = choice.end(event.finish)
             pieces += new if stage is None else stage.feed(new)
@@ -408,11 +417,15 @@ class Generation:
 
     async def _generate(self, prompt: int) -> AsyncGenerator[GenerationEvent, None]:
         request = self._requests[prompt]
-        if self._aborted:
-            # Before the engine knew of it.
-            for index in request.choices:
-                yield GenerationEvent(index=index, finish="abort")
+        # Before the engine knew of them.
+        gone = [index for index in request.choices if self._is_aborted(prompt, index)]
+        for index in gone:
+            yield GenerationEvent(index=index, finish="abort")
+        if len(gone) == len(request.choices):
             return
+        if gone:
+            left = (None if index in gone else request.emitted_of(index) for index in range(request.n))
+            request = replace(request, emitted=tuple(left))
         async with aclosing(_closable(self._service.engine.generate(request))) as events:
             async for event in events:
                 yield event

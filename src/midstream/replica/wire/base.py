@@ -8,7 +8,7 @@ it was asked for, and `end`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
@@ -99,6 +99,9 @@ class Wire(NamedTuple):
     read: Callable[[bytes, Shelf], Read]
     encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
     rename: Callable[[InvalidRequest, Any], None] = lambda error, details: None
+    #: By the details, the response's id (None before there is one), n and the number of a choice: names of it alone, or of
+    #: all choices of its prompt.
+    choice_names: Callable[[Any, str | None, int, int], Collection[str]] = lambda details, id, n, choice: ()
 
 
 class Texts(Protocol):

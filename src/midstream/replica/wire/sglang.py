@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import isnan
 from typing import Any
 
@@ -402,4 +402,17 @@ def _rename(error: InvalidRequest, details: Details) -> None:
     rename(error, {**_WIRE_NAMES, "prompt": details.prompt})
 
 
-SGLANG_GENERATE = Wire("sglang_generate", "", lambda body, _: read(body), SGLangEncoder, _rename)
+def _choice_names(details: Details, response_id: str | None, n: int, choice: int) -> Collection[str]:
+    """That of its prompt, and its own as the response has it."""
+    if details.rids:
+        name = details.rids[choice // n]
+    elif response_id is None or details.single:
+        return ()
+    else:
+        name = f"{response_id}_{choice // n}"
+    return (name, f"{name}_{choice % n}") if n > 1 else (name,)
+
+
+SGLANG_GENERATE = Wire(
+    "sglang_generate", "", lambda body, _: read(body), SGLangEncoder, _rename, _choice_names
+)
