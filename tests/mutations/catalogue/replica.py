@@ -343,6 +343,16 @@ REPLICA = (
         ("replica/test_replica_swap.py",),
     ),
     Mutation(
+        "thinking_held_to_the_schema",
+        "replica/response/stages.py",
+        "form = None if answer is None or checked.constrain_reasoning else text.reasoning",
+        "form = None if answer is None or not checked.constrain_reasoning else text.reasoning",
+        "What an answer must match begins behind the model's thinking.",
+        (
+            "replica/test_reasoning.py::test_a_completion_of_plain_text_is_held_to_its_schema_from_its_first_token",
+        ),
+    ),
+    Mutation(
         "text_that_fits_refused",
         "replica/text/vocabulary.py",
         "return shrinks * max([*sizes,",
