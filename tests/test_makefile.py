@@ -1,0 +1,75 @@
+"""The Makefile: every target that a page names is there, and asks make for what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
+]
+PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "examples").glob("*/README.md"))
+
+
+def planned(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What make would do, without doing it."""
+    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_every_target_that_a_page_names_is_there() -> None:
+    known = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named: dict[str, str] = {}
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for line in re.findall(r"(?:^|`)make +((?:[a-z][\w-]* ?)+)", text, flags=re.MULTILINE):
+            named |= dict.fromkeys(line.split("#")[0].split(), page)
+    assert {target: page for target, page in named.items() if target not in known} == {}
+    assert {"setup", "demo", "test", "setup-tinker", "setup-recipe"} <= set(named)
+
+
+def test_one_tinker_sdk_is_installed_unless_others_are_asked_for() -> None:
+    def environments(*arguments: str) -> set[str]:
+        # As on a fresh machine: whatever is installed, it is planned anew.
+        told = planned("-B", "setup-tinker", *arguments).stdout
+        return set(re.findall(r"-m venv (\.venv-\w+)", told))
+
+    assert environments() == {".venv-tinker"}
+    assert environments("SDKS=0.38 0.24") == {".venv-tinker", ".venv-tinker24"}
+    refused = planned("setup-tinker", "SDKS=9")
+    assert refused.returncode == 2
+    assert "SDKS: there is no 9, but 0.38, 0.36 and 0.24" in refused.stderr
+
+
+def test_a_recipe_is_set_up_by_its_name_and_finds_midstream() -> None:
+    told = planned("-B", "setup-recipe", "NAME=trl").stdout
+    assert "requirements/recipes/trl.txt" in told
+    assert "requirements/recipes/art.txt" not in told
+    assert re.search(
+        rf"echo '{ROOT}/src' > .*\.venv-recipes/trl/lib/python3\*/site-packages\)/midstream-checkout\.pth",
+        told,
+    )
+    unknown = subprocess.run(
+        ["make", "setup-recipe", "NAME=tlr"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert unknown.returncode == 2
+    assert "setup-recipe: NAME=tlr is none of art trl verifiers verl" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    "target", ["setup", "setup-tinker", "setup-fireworks", "setup-harness", "setup-recipe", "setup-vllm"]
+)
+def test_no_installation_is_silent(target: str) -> None:
+    told = planned("-B", target, "NAME=trl").stdout
+    assert "requirements/fetch.py" in told
+    assert "pip install" not in told
