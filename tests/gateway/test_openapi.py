@@ -22,7 +22,7 @@ import midstream
 from midstream.api import addons, hotload, openapi, policies, resource, trainer_calls
 from midstream.api.openapi import errors_by_status, need_in_words, operations
 from midstream.api.operations import FILES
-from midstream.core.errors import InvalidRequest, MidstreamError, UnknownField
+from midstream.core.errors import ContextExceeded, InvalidRequest, MidstreamError, UnknownField
 from midstream.core.scopes import DOCS_FILES, GATEWAY_ROUTES, PUBLIC, TINKER_ROUTES
 from midstream.core.traces import RewardGiven
 from midstream.core.wires import NO_ROLLOUTS, SESSION_BASES, TRAINER_REFUSED, WIRES, split_session, wire_of
@@ -202,15 +202,10 @@ def test_the_headers_that_replicas_read_are_called_as_they_call_them() -> None:
 
 def test_every_error_has_the_documented_shape_and_its_status_is_told() -> None:
     told = DOCUMENT["components"]["responses"]
+    own = {UnknownField: UnknownField("f"), ContextExceeded: ContextExceeded("m", 2, 1, param="p")}
     for status, errors in errors_by_status().items():
         for kind in errors:
-            error = (
-                UnknownField("f")
-                if kind is UnknownField
-                else kind("m", param="p")
-                if takes_param(kind)
-                else kind("m")
-            )
+            error = own[kind] if kind in own else kind("m", param="p") if takes_param(kind) else kind("m")
             assert f"`{error.code}`" in told[f"Error{status}"]["description"]
             assert ("Retry-After" in told[f"Error{status}"].get("headers", ())) or error.retry_after_s is None
             assert misfit(error.body(), SCHEMAS["Error"]) is None
@@ -297,7 +292,7 @@ CHAT = {
     "logit_bias": {"5": 1.5},
     "stop": ["a"],
     "stream": True,
-    "stream_options": {"include_usage": True, "of another server": 1},
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
     "midstream": {"min_snapshot": "s"},
 }
 RENDERED = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}, "model": "m", "output_mode": "text"}
