@@ -79,8 +79,8 @@ REPLICA = (
     Mutation(
         "waiting_request_passes_a_closed_gate",
         "replica/gate.py",
-        "            self.choices -= choices\n        self.check(choices)",
-        "            self.choices -= choices",
+        "        if not over():\n            self.check(choices)",
+        "        if over():\n            self.check(choices)",
         "A request that waited at the gate is served or told to come again, never let into a closed one.",
         ("replica/test_replica_swap.py::test_who_waited_at_the_gate_goes_by_the_door_that_follows",),
     ),
