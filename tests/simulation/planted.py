@@ -275,6 +275,7 @@ FOUND_AT = {
     "pins_do_not_hold": (11, "pinned to"),
     "gate_is_not_drained": (5, "several snapshots in a stream of a synchronous deployment"),
     "bytes_are_not_compared": (52, "computes:"),
+    "numbers_are_not_read": (10, "labels that nobody signalled"),
     "log_loses_its_last_event": (9, "at most"),
     "half_chunks_pass": (123, "invalid literal"),
     "sessions_are_forgotten": (0, "nothing had happened to it"),

@@ -51,8 +51,9 @@ class Parent:
     variant: int
 
 
-def not_finite(files: Files, weights: str) -> dict[str, bytes]:
-    """The same snapshot, published as its trainer has it, but with a NaN for its last number. weights: a file of float32."""
+def not_finite(files: Files) -> dict[str, bytes]:
+    """The same snapshot, published as its trainer has it, but with a NaN for its last number. It is of float32."""
+    (weights,) = [name for name in files if name.endswith(".safetensors")]
     bad = files[weights][:-4] + struct.pack("<f", math.nan)
     found = parse_manifest(files[MANIFEST_FILE])
     digest = combined([hashlib.sha256(bad).digest()])
@@ -149,8 +150,8 @@ class Trainer:
                 files[torn] = files[torn][: self._rng.randrange(len(files[torn].rstrip()))]
             case _:
                 at = self._rng.randrange(len(files[torn]))
-                if torn.endswith(".safetensors") and at % 2:
-                    kind, files = "not finite", not_finite(files, torn)
+                if at % 4:
+                    kind, files = "not finite", not_finite(files)
                 else:
                     files[torn] = files[torn][:at] + bytes((files[torn][at] ^ 1,)) + files[torn][at + 1 :]
         await self._upload(name, files)
