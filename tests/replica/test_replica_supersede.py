@@ -128,6 +128,8 @@ def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_h
 
         async def scenario(replica: Replica, after: int = after, engine: FakeEngine = engine) -> None:
             driver = replica._fresh_driver()
+            # As a replica that has started has it.
+            driver.info = engine.info
             task = asyncio.create_task(driver.run())
             driver.desire(wanted("v1", 1))
             await tick(after)
@@ -430,9 +432,34 @@ def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR and len(engine.switches) == 2)
+        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        assert engine.switches == ["v1"], "it is not tried again by itself"
         assert replica.report().error == "its check did not end within 0 s"
         assert not replica.report().ready
+
+    play(tmp_path, engine, source, scenario)
+
+
+def test_a_check_that_waits_behind_other_requests_says_nothing_of_the_weights_and_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that computes its own prompts in their turn, or is paused while it should check."""
+    engine, source = FakeEngine(), FakeSource()
+    engine.proves_staged = False
+
+    async def scenario(replica: Replica) -> None:
+        usual = driver_module.CHECK_S_MAX
+        monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
+        engine.check_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await until(replica, lambda: caplog.text.count("it begins anew") >= 2)
+        assert replica.report().stage is Stage.CHECKING
+        monkeypatch.setattr(driver_module, "CHECK_S_MAX", usual)
+        engine.check_gate.set()
+        await until(replica, lambda: replica.report().stage is Stage.IDLE)
+        assert replica.report().error is None
+        assert replica.report().snapshot == "v1"
+        assert engine.switches == ["v1"]
 
     play(tmp_path, engine, source, scenario)
 

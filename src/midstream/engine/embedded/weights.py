@@ -47,7 +47,8 @@ class Weights:
             return None
         try:
             probe(self.model, self.adapter)
-        except SnapshotError as error:
+        # The pass itself may fail, for want of memory or in a kernel. The steps of others go on.
+        except (SnapshotError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -208,7 +208,7 @@ class VllmEngine(ServerLife):
             staged = self._stager.staged
             if staged is None or staged.snapshot != snapshot:
                 raise StagingFailed(f"snapshot {snapshot!r} is not staged")
-            if self._proving.spoilt_for(snapshot):
+            if self._proving.spoilt:
                 await self._renew()
             started = time.perf_counter()
             try:
@@ -230,7 +230,7 @@ class VllmEngine(ServerLife):
         await self._computing.wait()
 
     async def _renew(self) -> None:
-        """Start the server anew before it serves other weights than those that failed. Raises EngineDied."""
+        """Start the server anew, as its weights failed their check. Raises EngineDied."""
         logger.warning("vLLM is started anew: its KV cache may hold numbers that are not finite")
         if self._attached:
             self._spoilt = True

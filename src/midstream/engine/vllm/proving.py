@@ -38,9 +38,10 @@ class Proving:
         """The server has just been started, with weights that need no check."""
         self._snapshot, self.standing = BASE_SNAPSHOT, Standing.PROVED
 
-    def spoilt_for(self, snapshot: str) -> bool:
-        """Whether other weights than `snapshot` failed here."""
-        return self.standing is Standing.REFUSED and snapshot != self._snapshot
+    @property
+    def spoilt(self) -> bool:
+        """Whether the serving weights failed. Their name may mean other files by now, and the KV cache is as bad for these."""
+        return self.standing is Standing.REFUSED
 
     def begins(self, run: VllmRequest) -> None:
         """A request comes in. Raises StreamLost."""

@@ -323,7 +323,7 @@ class VllmServer:
         self._watchers.append(asyncio.create_task(watch, name="vLLM's exit"))
 
     async def _healthy(self) -> None:
-        """Return when the server answers 200. Raises ServerFailed if it ends instead."""
+        """Return when the server answers 200. Raises ServerFailed if it ends instead, or is closed meanwhile."""
         loop = asyncio.get_running_loop()
         began = said = loop.time()
         while True:
@@ -332,6 +332,8 @@ class VllmServer:
                 logger.info("%s", self._waits_for(now - began))
             if self._exit is not None and self._exit.done():
                 raise self._failed(f"{self._exit.result()} before it was ready")
+            if not self._attached and self._keeper is None:
+                raise self._failed("closed before it was ready")
             if await self.health() == 200:
                 return
             if self._exit is None:
