@@ -492,6 +492,10 @@ def test_kv_of_several_loads_of_one_snapshot_is_one_span_unless_its_files_were_o
     spans = [("s2@1", 0, 24), ("s2", 24, 39)] if overwritten else [("s2", 0, 39)]
     assert list(told[-1].kv_snapshots or ()) == spans
     assert [event.renamed for event in told if event.renamed] == [(("s2", "s2@1"),)] * overwritten
+    # What a later request is told is of the new files from its first event on.
+    core.add(msgspec.structs.replace(request("later", prompt, max_tokens=2), want_kv_snapshots=True))
+    while not core.idle:
+        assert [event.renamed for _, event in core.step() if event.renamed] == []
     assert core.store.track("", "s2") is not None
     core.check()
 

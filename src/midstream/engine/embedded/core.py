@@ -137,8 +137,10 @@ class EngineCore:
             return [(request.request_id, GenerationEvent(error=problem))]
         first, *others = request.choices
         track = self.store.track(request.policy, request.snapshot)
-        leader = Sequence(request, first, track=track)
-        followers = [Sequence(request, i, leader, track=track) for i in others]
+        # Earlier renames are of KV that no client of this request was told of.
+        known = len(self.store.renamed)
+        leader = Sequence(request, first, track=track, renames=known)
+        followers = [Sequence(request, i, leader, track=track, renames=known) for i in others]
         sequences = self._sequences[request.request_id] = [leader, *followers]
         ends: list[Output] = []
         for sequence in sequences:
@@ -384,6 +386,7 @@ class EngineCore:
         announced = seq.announced
         prompt, cached = (None, None) if announced else self._announce(seq)
         kv_snapshots = self._provenance(seq, "dead_end") if seq.request.want_kv_snapshots else None
+        renamed = self._renamed(seq) if seq.request.want_kv_snapshots else ()
         self._finish(seq)
         return GenerationEvent(
             index=seq.index,
@@ -392,6 +395,7 @@ class EngineCore:
             queued_s=None if announced else seq.queued_s,
             finish="dead_end",
             kv_snapshots=kv_snapshots,
+            renamed=renamed,
         )
 
     def _event(
@@ -436,7 +440,7 @@ class EngineCore:
     def _renamed(self, seq: Sequence) -> tuple[tuple[str, str], ...]:
         """The labels that changed since the sequence's last such event."""
         known, seq.renames = seq.renames, len(self.store.renamed)
-        if known == seq.renames or not seq.announced:
+        if known == seq.renames:
             return ()
         policy = seq.request.policy
         return tuple((name, label) for of, name, label in self.store.renamed[known:] if of == policy)
