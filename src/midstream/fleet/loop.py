@@ -227,6 +227,8 @@ class Reconciler:
                     and failure(state, view.report, state.desired, retries.get(view.name, 0)) is not None
                 )
                 self._replicas.judged(view, failed=failed)
+                # What was judged lapses: somebody has to look again.
+                self._due |= failed
                 self._send_pause(view, view.report, state.pause)
                 self._due |= action.send is not None or view.report.pause.serial < state.pause.serial
                 if action.send is not None and view.report.generation <= self._covered:

@@ -30,7 +30,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from midstream.core.errors import AnotherBoot, InvalidRequest, Overloaded, SnapshotTransition
+from midstream.core.errors import (
+    AnotherBoot,
+    InvalidRequest,
+    Overloaded,
+    ReplicaUnavailable,
+    SnapshotTransition,
+)
 from midstream.core.types import ResetPromptCache
 
 HEADER_DRAIN_TIMEOUT = "x-fireworks-hot-load-drain-timeout"
@@ -52,13 +58,20 @@ class Door(enum.Enum):
 
 
 class Gate:
-    def __init__(self, on_change: Callable[[], None], requests_max: int = REQUESTS_MAX) -> None:
+    def __init__(
+        self,
+        on_change: Callable[[], None],
+        requests_max: int = REQUESTS_MAX,
+        unsound: type[ReplicaUnavailable] = AnotherBoot,
+    ) -> None:
+        """unsound: the refusal while weights that failed their check serve. A policy's says nothing of the whole replica."""
         self._door = Door.DOWN
         self._moved = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._on_change = on_change
         self._requests_max = requests_max
+        self._unsound = unsound
         self._paused = False
         self.inside = 0
         self.waiting = 0
@@ -107,7 +120,7 @@ class Gate:
         if self._door is Door.DOWN:
             raise AnotherBoot("the engine is not ready; retry this request")
         if self._door is Door.UNSOUND:
-            raise AnotherBoot("the weights of this replica failed their check; retry this request")
+            raise self._unsound("the weights on this replica failed their check; retry this request")
 
     def wake(self) -> None:
         """Each request that waits asks again whether it still does."""

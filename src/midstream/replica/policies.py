@@ -113,7 +113,7 @@ class Policy:
         outside, bounds, info = parts.outside, parts.bounds, boot.info
         account = parts.names.account
         self.names = ServedNames(f"{account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
-        self.gate = Gate(parts.on_change, bounds.requests_max)
+        self.gate = Gate(parts.on_change, bounds.requests_max, PolicyNotLoaded)
         # The engine knows it by a name of its own: one of an old name is another policy there, too.
         self.own_name = f"{name}#{number}"
         slot = parts.engine.slot(self.own_name)
