@@ -135,6 +135,29 @@ def test_room_that_was_made_for_one_is_not_given_to_another(tmp_path: Path) -> N
     blue.make_room(600, (), "next")
 
 
+def test_a_full_disk_gives_what_a_superseded_fetch_had_reserved_to_the_next_one(tmp_path: Path) -> None:
+    cache = SnapshotCache(tmp_path)
+    given_up = fill(partial_directory(tmp_path, "file:///b/old"), 100, age=1)
+    serving = fill(cache.whole([link("serving")]), 100, age=9)
+    asked = []
+
+    def reserve() -> None:
+        asked.append(given_up.exists())
+        if given_up.exists():
+            raise SnapshotError("the disk has no room")
+
+    cache.make_room(100, {serving}, "new", reserve=reserve)
+    assert asked == [True, False]
+    assert serving.exists()
+
+    def never() -> None:
+        raise SnapshotError("the disk has no room")
+
+    with pytest.raises(SnapshotError, match="no room"):
+        cache.make_room(100, {serving}, "new", reserve=never)
+    assert serving.exists()
+
+
 def test_without_a_bound_so_many_snapshots_of_policies_stay_beside_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,8 +100,12 @@ class AdapterSpec:
 
 
 def is_adapter(directory: Path) -> bool:
-    """A checkpoint may have an adapter's configuration beside it, of which it was merged."""
-    return is_adapter_listing({path.name for path in directory.iterdir()})
+    """A checkpoint may have an adapter's configuration beside it, of which it was merged. A directory that is gone is none."""
+    try:
+        names = {path.name for path in directory.iterdir()}
+    except OSError:
+        return False
+    return is_adapter_listing(names)
 
 
 def _has_checkpoint(directory: Path) -> bool:

@@ -149,7 +149,12 @@ class SnapshotCache:
             self._make_room(needed, keep, what)
             if user is not None:
                 self.users.writing[user] = needed
-            reserve()
+            try:
+                reserve()
+            except SnapshotError:
+                # The disk is full, maybe with what fetches that were given up had reserved.
+                self._evict(0, keep)
+                reserve()
 
     def wrote(self, user: object) -> None:
         self.users.writing.pop(user, None)
@@ -177,16 +182,18 @@ class SnapshotCache:
             of_policies = [entry for entry in others if entry.path.parent != self._outer.root]
             for entries, count in ((own, OTHERS_KEPT), (of_policies, POLICIES_KEPT)):
                 for entry in entries[: max(0, len(entries) - count)]:
-                    self.drop(entry.path)
+                    if entry.path not in self.users.kept():
+                        self.drop(entry.path)
 
     def _evict(self, bytes_max: int, keep: Collection[Path]) -> int:
         """As `prune`, down to `bytes_max`. Returns the bytes that are left."""
-        entries, kept = self._entries(), {*keep, *self.users.kept()}
+        entries = self._entries()
         used = sum(entry.size for entry in entries)
         for entry in entries:
             if used <= bytes_max:
                 break
-            if entry.path not in kept:
+            # Asked for each: a user may have begun to use an entry meanwhile.
+            if entry.path not in keep and entry.path not in self.users.kept():
                 self.drop(entry.path)
                 used -= entry.size
         return used
