@@ -301,9 +301,9 @@ def test_a_deployment_without_replicas_says_why(
 ) -> None:
     read = world.read
 
-    def failing(path: str) -> httpx.Response:
+    def failing(path: str, token: str | None) -> httpx.Response:
         if not path.endswith("/deployments"):
-            return read(path)
+            return read(path, token)
         row = {
             "name": "accounts/a/deployments/d",
             "state": "FAILED",

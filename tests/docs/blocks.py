@@ -1,7 +1,7 @@
 """Every block of the README, the documents and the examples' pages, and what becomes of it: run here, run by another test, or
 only shown.
 
-Owns: BLOCKS, which names the blocks of each page in their order. `test_blocks.py` runs those that are run.
+Owns: BLOCKS, which names the blocks of each page in their order. `test_pasted_blocks.py` runs those that are run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README: its length, and what it promises. test_blocks.py runs its blocks."""
+"""The README: its length, and what it promises. test_pasted_blocks.py runs its blocks."""
 
 from __future__ import annotations
 

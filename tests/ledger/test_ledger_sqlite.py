@@ -38,7 +38,9 @@ def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
         ]
         db.close()
         assert len(plans) > 12
-        assert [plan for plan in plans if "SCAN" in plan and "SUBQUERY" not in plan] == []
+        # The counter of changes is one row.
+        small = ("SUBQUERY", "SCAN change_counter")
+        assert [plan for plan in plans if "SCAN" in plan and not any(one in plan for one in small)] == []
         assert not [plan for plan in plans if "TEMP B-TREE FOR ORDER" in plan]
 
     on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)

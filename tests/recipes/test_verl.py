@@ -162,7 +162,7 @@ def a_generator(
         )
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(verl_wire, "Caller", lambda _: Caller(http, sleep=lambda _: None))
+    monkeypatch.setattr(verl_wire, "Caller", lambda _, **how: Caller(http, sleep=lambda _: None, **how))
     return Generator(SETTINGS, "a/run/0")
 
 

@@ -201,7 +201,7 @@ def test_earlier_calls_reach_the_template_in_the_form_it_renders() -> None:
     message = f"{where}: this model's chat template needs a JSON object"
     assert refusal(prepare_history, history("[1]"), "object") == (message, "messages")
     assert refusal(prepare_history, history("{"), "object") == (message, "messages")
-    wrong = "messages[0].tool_calls[0].function.arguments: expected str | object, got int"
+    wrong = "messages[0].tool_calls[0].function.arguments: expected str | object | null, got int"
     assert refusal(prepare_history, history(1), "text") == (wrong, "messages")
 
 

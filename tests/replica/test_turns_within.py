@@ -281,6 +281,7 @@ VALUES: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 5,
     "max_completion_tokens": 5,
+    "constrain_reasoning": True,
     "n": 2,
     "stream": True,
     "stream_options": {"include_usage": True},

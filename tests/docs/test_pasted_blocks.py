@@ -87,6 +87,9 @@ class Shell:
             self.said[block.page, block.number] = answer.raise_for_status().text
             return
         python = sys.executable if how.environment == ".venv" else ROOT / how.environment / "bin" / "python"
+        if how.environment != ".venv" and how.how == "python":
+            # The threads of an SDK may crash an interpreter that shuts down, when all was said.
+            text += "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
         command = [python, "-W", "ignore", "-c", text] if how.how == "python" else ["sh", "-e", "-c", text]
         done = subprocess.run(
             command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=300
