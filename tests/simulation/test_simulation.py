@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiers import slow
+from planted import PLANTED
+from tiers import slow, variant
 
 SIMULATE = Path(__file__).with_name("simulate.py")
 #: First and last of each block: 20 histories in the fast tier, 200 in all.
@@ -39,6 +40,17 @@ FOUND = {
     # A target that a stalled gateway had sent before came behind the newer one of another gateway, and was loaded.
     5746: "an older target comes late",
 }
+#: Their seeds have moved, and the new ones are to be searched for: many histories, so only in the tier `all`.
+SEARCHED = frozenset(
+    {
+        "pins_do_not_hold",
+        "bytes_are_not_compared",
+        "log_loses_its_last_event",
+        "half_chunks_pass",
+        "another_boot_is_as_good",
+        "a_kill_at_the_start_is_final",
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +92,8 @@ def test_a_seed_is_one_history(bed: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_planted_fault_is_found(bed: Path) -> None:
-    """The seed that found a fault last is tried first. A change of the histories may move a find to another seed."""
-    said = simulate(bed, "--seeds", "0:200", "--processes", "1", "--prove").splitlines()
-    assert len(said) >= 10
-    assert [line for line in said if ": seed " not in line] == []
+@pytest.mark.parametrize("fault", [variant(name) if name in SEARCHED else name for name in PLANTED])
+def test_a_planted_fault_is_found(bed: Path, fault: str) -> None:
+    """The seed that found it last is tried first. A change of the histories may move a find to another seed."""
+    (said,) = simulate(bed, "--plant", fault, "--seeds", "0:200", "--processes", "1", "--prove").splitlines()
+    assert ": seed " in said
