@@ -300,10 +300,6 @@ class ServerLife(Engine):
     def _work(self) -> Work:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
         prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
-        # A prompt that is scored has no choices yet.
-        prompts += sum(
-            len(run.request.prompt) for run in self._requests.values() if run.open and not run.choices
-        )
         due = not self._paused and any(choice.labels.count for choice in choices)
         return Work(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
 

@@ -126,8 +126,7 @@ def check(
     # The model's own end tokens end such an answer anyway, where its grammar does. Clients that render always send them.
     ends = sorted(set(body.stop_token_ids or ()) - set(info.eos_token_ids))
     if ends and (constrained or (tools is not None and tools.constrained)):
-        message = f"stop_token_ids: only the model's end tokens can end an answer that must match a schema, got {ends}"
-        raise InvalidRequest(message, param="stop_token_ids")
+        raise _only_end_tokens(ends)
     return Checked(
         kind=kind,
         model=body.model,
@@ -163,6 +162,13 @@ def check(
         response_id=body.request_id,
         priority=body.priority or 0,
     )
+
+
+def _only_end_tokens(ends: list[int]) -> InvalidRequest:
+    message = (
+        f"stop_token_ids: only the model's end tokens can end an answer that must match a schema, got {ends}"
+    )
+    return InvalidRequest(message, param="stop_token_ids")
 
 
 def _echo(body: InferenceBody) -> int | None:

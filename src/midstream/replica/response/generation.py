@@ -101,16 +101,20 @@ class Generation:
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
         self.resumable = resumable and continued is None
-        log = ResumeLogWriter(opening, len(self._choices), service.files_of) if self.resumable else None
-        self._resume_log = log
+        self._resume_log = self._resume_log_of(opening)
         if resumable or continued is not None:
             self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
-        head = _head(service, opening)
-        self._encoder = work.wire.encoder(checked, head, service.text.vocabulary, work.details)
+        self._encoder = work.wire.encoder(
+            checked, _head(service, opening), service.text.vocabulary, work.details
+        )
         self._encoder.cached = self._cached
         branches = told_branches(histories)
         if branches is not None and continued is None:
             self._encoder.seam = branch_seam(branches)
+
+    def _resume_log_of(self, opening: Opening) -> ResumeLogWriter | None:
+        files_of = self._service.files_of
+        return ResumeLogWriter(opening, len(self._choices), files_of) if self.resumable else None
 
     def _opening(self, work: Work, resumable: bool) -> Opening:
         prompts = digest(self._prompts) if resumable else ""
