@@ -28,9 +28,7 @@ from midstream.core.text import NOT_JSON
 from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
     LORA_VARIABLE,
-    MAX_LOGPROBS,
     NO_LORA,
-    STRUCTURED,
     WORKER,
     WORKER_DIR,
     WORKER_FLAG,
@@ -52,8 +50,6 @@ HEALTH_POLL_S = 1.0
 #: An attached server is gone when nothing listens there so many times. Another one may be on its way.
 GONE = 3
 START_POLL_S = 0.25
-#: While a server loads its model, it is said so often what is waited for.
-SAY_S = 15.0
 ANSWER_S_MAX = 10.0
 #: For calls that are made once. A server computes /openapi.json for seconds when it is asked for the first time.
 INSPECT_S_MAX = 60.0
@@ -112,11 +108,7 @@ class _OpenApi(msgspec.Struct, frozen=True):
 
 
 class _ModelConfig(msgspec.Struct, frozen=True):
-    """None: the version of vLLM does not tell."""
-
     logprobs_mode: str | None = None
-    max_logprobs: int | None = None
-    seed: int | None = None
     enable_return_routed_experts: bool = False
 
 
@@ -131,11 +123,6 @@ class _LoraConfig(msgspec.Struct, frozen=True):
 
 class _ParallelConfig(msgspec.Struct, frozen=True):
     worker_extension_cls: str = ""
-    api_processes: int = msgspec.field(default=1, name="_api_process_count")
-
-
-class _StructuredConfig(msgspec.Struct, frozen=True):
-    backend: str | None = None
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -143,28 +130,10 @@ class _Config(msgspec.Struct, frozen=True):
     device_config: _DeviceConfig = _DeviceConfig()
     parallel_config: _ParallelConfig = _ParallelConfig()
     lora_config: _LoraConfig | None = None
-    structured_outputs_config: _StructuredConfig = _StructuredConfig()
 
 
 class _Info(msgspec.Struct, frozen=True):
     vllm_config: _Config = _Config()
-
-
-def missing_flags(config: _Config) -> list[str]:
-    """What an attached server has to be started with, and why."""
-    model, backend = config.model_config, config.structured_outputs_config.backend
-    wanted = {
-        "--logprobs-mode raw_logprobs, as midstream reports raw log-probabilities": model.logprobs_mode
-        in (None, "raw_logprobs"),
-        f"--max-logprobs {MAX_LOGPROBS}, for 20 alternatives": model.max_logprobs in (None, -1)
-        or (model.max_logprobs or 0) >= MAX_LOGPROBS,
-        "--seed with a number of its own, as servers of one seed draw the same tokens": model.seed != 0,
-        f"--structured-outputs-config '{STRUCTURED}', for grammars": backend in (None, "guidance"),
-        "--api-server-count 1, as it is unknown with more which tokens came before a switch": (
-            config.parallel_config.api_processes == 1
-        ),
-    }
-    return [flag for flag, there in wanted.items() if not there]
 
 
 class VllmServer:
@@ -323,13 +292,8 @@ class VllmServer:
         self._watchers.append(asyncio.create_task(watch, name="vLLM's exit"))
 
     async def _healthy(self) -> None:
-        """Return when the server answers 200. Raises ServerFailed if it ends instead, or is closed meanwhile."""
-        loop = asyncio.get_running_loop()
-        began = said = loop.time()
+        """Return when the server answers 200. Raises ServerFailed if it ends instead."""
         while True:
-            if (now := loop.time()) - said >= SAY_S:
-                said = now
-                logger.info("%s", self._waits_for(now - began))
             if self._exit is not None and self._exit.done():
                 raise self._failed(f"{self._exit.result()} before it was ready")
             if not self._attached and self._keeper is None:
@@ -340,15 +304,6 @@ class VllmServer:
                 await asyncio.sleep(START_POLL_S)
             else:
                 await asyncio.wait([self._exit], timeout=START_POLL_S)
-
-    def _waits_for(self, waited_s: float) -> str:
-        limit = f"{waited_s:.0f} s so far, {self._settings.load_s_max:g} s at most (vllm.load_s_max)"
-        if self._attached:
-            return f"waiting for the vLLM server at {self.url} to answer /health: {limit}"
-        last = [] if self._log is None else _last_lines(self._log)[-1:]
-        return "; ".join(
-            [f"waiting for vLLM to load the model: {limit}", *(f"its log says: {line}" for line in last)]
-        )
 
     async def health(self, timeout_s: float = ANSWER_S_MAX) -> int:
         """The status of /health; NO_ANSWER, or NOBODY if nothing listens there."""
@@ -381,12 +336,15 @@ class VllmServer:
             await self._inspect_settings(paths)
 
     async def _inspect_settings(self, paths: Container[str]) -> None:
-        """Check the flags of an attached server, and find out whether it returns routes."""
+        """Check that an attached server reports raw log-probabilities, and find out whether it returns routes."""
         info = await self._get("/server_info?config_format=json", _Info, timeout_s=INFO_S_MAX)
+        model = info.vllm_config.model_config
+        if model.logprobs_mode not in (None, "raw_logprobs"):
+            raise self._failed(
+                f"the vLLM server at {self.url} reports {model.logprobs_mode}: start it with --logprobs-mode raw_logprobs"
+            )
+        self.returns_routes = model.enable_return_routed_experts
         config = info.vllm_config
-        if missing := missing_flags(config):
-            raise self._failed(f"the vLLM server at {self.url}: start it with {'; with '.join(missing)}")
-        self.returns_routes = config.model_config.enable_return_routed_experts
         worker = config.parallel_config.worker_extension_cls
         self.on_cpu = config.device_config.device == "cpu"
         self._packs_experts = not self.on_cpu or worker == WORKER
