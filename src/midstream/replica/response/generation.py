@@ -50,6 +50,9 @@ class Sink(Protocol):
 class Generation:
     """One admitted request. Use `stream` or `plain`, once, inside `Service.admitted`."""
 
+    _final_metrics: dict[str, Any] | None = None
+    _replaying = False
+
     def __init__(
         self,
         service: Surroundings,
@@ -74,7 +77,6 @@ class Generation:
         self.timings = timings
         #: Maps a prompt index to the number of reused tokens.
         self._cached: dict[int, int] = {}
-        self._final_metrics: dict[str, Any] | None = None
         opening = self._opening(work, resumable) if continued is None else continued.opening
         #: Of the response, as clients may call it.
         self.ids = {opening.id, opening.id.removeprefix(prefix)}
@@ -95,7 +97,6 @@ class Generation:
         #: What it was like, from its end on.
         self.turn = Turn()
         self._continued = continued
-        self._replaying = False
         #: Choices that a trainer ended.
         self._aborted: set[int] = set()
         #: The tokens of each choice that were generated elsewhere.
