@@ -111,7 +111,9 @@ def test_a_hot_load_on_the_screen_has_the_numbers_of_the_api(server: Server, bro
     assert snapshot[2] == f"{size / 1e6:.3g} MB"
 
     page.keyboard.press("2")
-    [session] = shown.until("session-table", "tour")
+    # The page asks every second: the second turn is shown with its next answer.
+    page.locator("#session-table tr[data-key='tour'] td:nth-child(3):text-is('2')").wait_for()
+    [session] = shown.rows("session-table")
     known = api(server, "/v1/sessions/tour")
     assert session[:3] == ["tour", known["replica"], str(known["turns"])]
     assert session[6] == str(known["generated_tokens"])

@@ -8,19 +8,20 @@ from typing import Any
 import httpx
 from serving import serve
 
+MOST = "this model's maximum context length is 4096 tokens, and"
 LONG = {
-    "21 MB of text": ("/v1/completions", {"prompt": "ab " * 7_000_000}, "prompt: 21000000 bytes of text"),
-    "1 MB of text": ("/v1/completions", {"prompt": "ab " * 333_000}, "prompt: 999000 bytes of text"),
-    "a million tokens": ("/v1/completions", {"prompt": [97] * 1_000_000}, "prompt: 1000000 tokens"),
+    "21 MB of text": ("/v1/completions", {"prompt": "ab " * 7_000_000}, f"prompt: {MOST} 21000000 bytes of text"),
+    "1 MB of text": ("/v1/completions", {"prompt": "ab " * 333_000}, f"prompt: {MOST} 999000 bytes of text"),
+    "a million tokens": ("/v1/completions", {"prompt": [97] * 1_000_000}, f"prompt: {MOST} 1000000 tokens"),
     "100,000 messages": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "hi there"}] * 100_000},
-        "messages: 100000 messages",
+        f"messages: {MOST} 100000 messages",
     ),
     "a long message": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "ab " * 7_000_000}]},
-        "messages[0].content: 20999999 bytes of text",
+        f"messages[0].content: {MOST} 20999999 bytes of text",
     ),
 }
 
@@ -37,7 +38,6 @@ def test_what_cannot_fit_the_context_is_refused_and_every_process_goes_on(tmp_pa
             answer = client.post(server.url + path, json={"model": server.model, "max_tokens": 1, **fields})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["message"].startswith(beginning)
-            assert "the context" in answer.json()["error"]["message"]
         replicas: set[Any] = set()
         for _ in range(4):
             short = client.post(
