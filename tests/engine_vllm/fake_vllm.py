@@ -230,12 +230,15 @@ class FakeRequest:
         self.step(*[1] * (self.sampling["max_tokens"] - len(self.tokens)))
 
     def close(self) -> None:
-        cached = len(self.reused) * BLOCK
-        usage = {"prompt_tokens": len(self.prompt), "prompt_tokens_details": {"cached_tokens": cached}}
+        usage = self._usage(len(self.reused) * BLOCK)
         self.event({"request_id": "x", "usage": usage, "output_mode": "tokens", "choices": []})
         self.raw(b"data: [DONE]\n\n")
         self.writer.write(b"0\r\n\r\n")
         self.over = True
+
+    def _usage(self, cached: int) -> dict[str, Any]:
+        details = {"prompt_tokens_details": {"cached_tokens": cached}} if self.fake.tells_cached else {}
+        return {"prompt_tokens": len(self.prompt), **details}
 
     def event(self, message: dict[str, Any]) -> None:
         self.raw(b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n")
@@ -291,7 +294,7 @@ class FakeRequest:
         return {
             "request_id": "x",
             "choices": [choice],
-            "usage": None,
+            "usage": self._usage(0),
             "prompt_logprobs": scores if asked else None,
         }
 
@@ -320,6 +323,8 @@ class FakeVllm:
         # Bytes in an HTTP chunk; 0: whole events.
         self.cut = 0
         self.healthy = True
+        # It runs with --enable-prompt-tokens-details.
+        self.tells_cached = True
         # Its engine core, or a worker, stands still: only its API process answers.
         self.hung = False
         # Answers of its workers to the engine's watch.

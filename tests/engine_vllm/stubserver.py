@@ -115,6 +115,10 @@ class Handler(BaseHTTPRequestHandler):
         flags: list[str] = self.server.flags  # type: ignore[attr-defined]
         path = self.path.partition("?")[0]
         key = os.environ.get("VLLM_API_KEY")
+
+        def value(flag: str, default: int) -> int:
+            return int(flags[flags.index(f"--{flag}") + 1]) if f"--{flag}" in flags else default
+
         if path.startswith("/v1") and key and self.headers.get("authorization") != f"Bearer {key}":
             self.answer(401, {"error": "Unauthorized"})
         elif path == "/health":
@@ -137,8 +141,15 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/server_info":
             mode = flags[flags.index("--logprobs-mode") + 1] if "--logprobs-mode" in flags else "raw_logprobs"
             routes = "--enable-return-routed-experts" in flags
-            model = {"logprobs_mode": mode, "enable_return_routed_experts": routes}
+            model: dict[str, Any] = {"logprobs_mode": mode, "enable_return_routed_experts": routes}
+            model |= {"seed": value("seed", 0), "max_logprobs": value("max-logprobs", 20)}
             config: dict[str, Any] = {"model_config": model, "lora_config": None}
+            config["parallel_config"] = {"_api_process_count": value("api-server-count", 1)}
+            structured = "--structured-outputs-config"
+            given = (
+                json.loads(flags[flags.index(structured) + 1]) if structured in flags else {"backend": "auto"}
+            )
+            config["structured_outputs_config"] = given
             if "--max-loras" in flags:
                 targets = ["q_proj"] if "--lora-target-modules" in flags else None
                 places = int(flags[flags.index("--max-loras") + 1])

@@ -462,6 +462,18 @@ def test_a_restart_between_requests_is_noticed_before_a_label_is_proved(tmp_path
     asyncio.run(main())
 
 
+def test_an_attached_server_that_does_not_tell_what_was_cached_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            fake.tells_cached = False
+            with pytest.raises(EngineDied, match="--enable-prompt-tokens-details"):
+                await engine.start()
+            fake.tells_cached = True
+            await engine.start()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_is_sick_for_too_long_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         async with attached(tmp_path, silence_s_max=0.2) as (engine, fake):

@@ -355,6 +355,10 @@ class TestHealth:
         with_server(make(fake, silence_s_max=60.0), check)
 
 
+#: What an attached server has to be started with.
+WANTED = ("--seed", "7", "--max-logprobs", "21", "--structured-outputs-config", '{"backend": "guidance"}')
+
+
 class TestAttach:
     @pytest.fixture
     def attached(self, fake: Fake) -> Iterator[Callable[..., str]]:
@@ -363,10 +367,14 @@ class TestAttach:
         # Nobody else is given them meanwhile.
         ports = contextlib.ExitStack()
 
-        def start(*flags: str, name: str = "theirs", scale_out: bool = True, **env: str) -> str:
+        def start(
+            *flags: str, name: str = "theirs", scale_out: bool = True, wanted: bool = True, **env: str
+        ) -> str:
             port = ports.enter_context(server_module._reserve()).getsockname()[1]
             command = [fake.python, "--port", str(port), "--served-model-name", name, *flags]
             command += ["--enable-scale-out"] * scale_out
+            # Of a flag that is given twice, the first one counts here.
+            command += [*WANTED] * wanted
             running_ones.append(
                 subprocess.Popen(command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **env})
             )
@@ -436,6 +444,34 @@ class TestAttach:
         self, fake: Fake, attached: Callable[..., str], flags: tuple[str, ...], hint: str
     ) -> None:
         assert hint in failing(make(fake, attached(*flags)))
+
+    def test_every_flag_that_is_missing_is_named_at_once(
+        self, fake: Fake, attached: Callable[..., str]
+    ) -> None:
+        said = failing(make(fake, attached("--api-server-count", "4", wanted=False)))
+        for flag in ("--max-logprobs 21", "--seed", "--structured-outputs-config", "--api-server-count 1"):
+            assert flag in said
+        assert "--logprobs-mode" not in said
+
+    def test_what_is_waited_for_is_said_while_it_loads(
+        self, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(server_module, "SAY_S", 0.01)
+        caplog.set_level("INFO")
+        (fake.folder / "wait").touch()
+
+        async def run() -> None:
+            server = make(fake)
+            starting = asyncio.create_task(server.start())
+            said = "waiting for vLLM to load the model"
+            await asyncio.to_thread(until, lambda: said in caplog.text, "it is said")
+            (fake.folder / "wait").unlink()
+            await soon(starting)  # type: ignore[arg-type]
+            await server.close()
+
+        asyncio.run(run())
+        assert "30 s at most (vllm.load_s_max)" in caplog.text
+        assert "to answer /health" in make(fake, "http://127.0.0.1:1")._waits_for(3.0)
 
     def test_its_key(self, fake: Fake, attached: Callable[..., str]) -> None:
         url = attached(VLLM_API_KEY="k1")

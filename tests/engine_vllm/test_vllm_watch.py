@@ -111,7 +111,7 @@ def test_a_hung_engine_ends_the_boot_and_every_request(tmp_path: Path, busy: str
             with pytest.raises(EngineDied):
                 await anext(engine.generate(asking("late")))
             assert engine.silent_s() == 0
-            fake.hung = False
+            fake.hung = fake.hold_scores = False
             await engine.start()
             again, (request,) = await begun(engine, fake, asking("again"))
             request.to_the_end()

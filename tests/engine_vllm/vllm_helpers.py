@@ -46,6 +46,7 @@ async def attached(
     try:
         await engine.start()
         fake.calls.clear()
+        fake.scores.clear()
         yield engine, fake
     finally:
         await engine.close()

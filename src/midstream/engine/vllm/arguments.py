@@ -50,6 +50,10 @@ def vllm_card(version: str, *, routes: bool, no_policies: str = NO_LORA) -> Engi
     return EngineCard(kind="vllm", version=version, features=features, why=why)
 
 
+#: One more than clients may ask for: the sampled token has a place of its own.
+MAX_LOGPROBS = 21
+#: Grammars are in the dialect of this backend.
+STRUCTURED = json.dumps({"backend": "guidance"})
 MODULE = "vllm.entrypoints.openai.api_server"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -157,8 +161,8 @@ def command_line(
         "enable-scale-out": None,
         "enable-prompt-tokens-details": None,
         "disable-uvicorn-access-log": None,
-        "structured-outputs-config": json.dumps({"backend": "guidance"}),
-        "max-logprobs": "21",
+        "structured-outputs-config": STRUCTURED,
+        "max-logprobs": str(MAX_LOGPROBS),
         "seed": str(seed),
     }
     if is_cpu_build(python):

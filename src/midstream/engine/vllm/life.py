@@ -20,9 +20,12 @@ from pathlib import Path
 from midstream.core.config import VllmSettings
 from midstream.core.types import (
     BASE_SNAPSHOT,
+    GenerateRequest,
     ModelInfo,
+    SamplingParams,
 )
 from midstream.engine.base import Engine, EngineDied
+from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
 from midstream.engine.vllm.arguments import NO_LORA, vllm_card
 from midstream.engine.vllm.boot import Boot
@@ -33,9 +36,9 @@ from midstream.engine.vllm.proving import Proving
 from midstream.engine.vllm.requests import Scorer, VllmRequest, Weights, WrongWeights
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 from midstream.engine.vllm.staging import Stager, Staging
-from midstream.engine.vllm.swap import Control, NotExact, Refused, prove_reload, score
+from midstream.engine.vllm.swap import Control, NotExact, Refused, proof_prompt, prove_reload, score
 from midstream.engine.vllm.watch import POLL_S, Watch, Work
-from midstream.http.call import CallFailed
+from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ HEALTH_S_MAX = 5.0
 ANSWER_S_MAX = 10.0
 #: The most prompt tokens of one step, unless a prompt may be longer.
 STEP_TOKENS = 8192
+#: For the first answer of a server, which may compile kernels.
+FIRST_S_MAX = 300.0
 #: Instead of a version: the server's KV cache holds numbers that are not finite.
 SPOILT = "not finite"
 #: A server that raises one of these while it starts cannot serve.
@@ -156,6 +161,7 @@ class ServerLife(Engine):
         await self._control.set_version(self._epochs.serving_version)
         if self._attached:
             await self._control.resume()
+            await self._check_usage()
         self._no_policies = self._server.no_adapters
         self._adapters = None if self._no_policies else await self._prove_adapters()
         if not self._attached and self._adapters is None:
@@ -173,6 +179,27 @@ class ServerLife(Engine):
             raise ServerFailed(
                 f"the vLLM server at {self._server.url} computed numbers that are not finite, and its KV cache still holds "
                 "them: restart it"
+            )
+
+    async def _check_usage(self) -> None:
+        """Raises ServerFailed when an attached server does not say how much of a prompt was cached."""
+        prompt = proof_prompt(self._shape.vocab_size, self._server.max_model_len)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = GenerateRequest(request_id="usage", prompt=prompt, sampling=sampling)
+        salt = secrets.token_hex(16)
+        data = protocol.body(request, 0, model=self._server.served_name, salt=salt, stream=False)
+        url, headers = self._server.url, self._server.headers
+        status, answer = await call(url, "POST", protocol.PATH, data, FIRST_S_MAX, headers)
+        if status != 200:
+            raise CallFailed(protocol.error_of(status, answer))
+        try:
+            cached = protocol.read_answer(answer).cached
+        except protocol.InvalidAnswer as error:
+            raise ServerFailed(f"the vLLM server at {url}: {error}") from error
+        if cached is None:
+            raise ServerFailed(
+                f"the vLLM server at {url} does not say how much of a prompt was cached: start it with "
+                "--enable-prompt-tokens-details"
             )
 
     async def _prove_adapters(self) -> Adapters | None:

@@ -27,7 +27,6 @@ from midstream.core.config import VllmSettings
 from midstream.core.text import NOT_JSON
 from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
-    LORA_VARIABLE,
     NO_LORA,
     WORKER,
     WORKER_DIR,
@@ -38,6 +37,8 @@ from midstream.engine.vllm.arguments import (
     given_flags,
     is_cpu_build,
 )
+from midstream.engine.vllm.server_info import PATH as INFO
+from midstream.engine.vllm.server_info import ServerInfo, missing_flags
 from midstream.http.call import CallFailed, NotListening, call
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ HEALTH_POLL_S = 1.0
 #: An attached server is gone when nothing listens there so many times. Another one may be on its way.
 GONE = 3
 START_POLL_S = 0.25
+#: While a server loads its model, it is said so often what is waited for.
+SAY_S = 15.0
 ANSWER_S_MAX = 10.0
 #: For calls that are made once. A server computes /openapi.json for seconds when it is asked for the first time.
 INSPECT_S_MAX = 60.0
@@ -62,7 +65,6 @@ INFO_S_MAX = 120.0
 LOG_LINES = 15
 LOG_BYTES = 64 * 2**10
 SEEDS = 2**31
-LOAD_ADAPTER = "/v1/load_lora_adapter"
 _DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
 #: The endpoints that a server must have, and the flag or variable that gives it each.
 ENDPOINTS = {
@@ -105,35 +107,6 @@ class _Version(msgspec.Struct, frozen=True):
 
 class _OpenApi(msgspec.Struct, frozen=True):
     paths: dict[str, msgspec.Raw]
-
-
-class _ModelConfig(msgspec.Struct, frozen=True):
-    logprobs_mode: str | None = None
-    enable_return_routed_experts: bool = False
-
-
-class _DeviceConfig(msgspec.Struct, frozen=True):
-    device: Any = None
-
-
-class _LoraConfig(msgspec.Struct, frozen=True):
-    max_loras: int = 0
-    target_modules: list[str] | None = None
-
-
-class _ParallelConfig(msgspec.Struct, frozen=True):
-    worker_extension_cls: str = ""
-
-
-class _Config(msgspec.Struct, frozen=True):
-    model_config: _ModelConfig = _ModelConfig()
-    device_config: _DeviceConfig = _DeviceConfig()
-    parallel_config: _ParallelConfig = _ParallelConfig()
-    lora_config: _LoraConfig | None = None
-
-
-class _Info(msgspec.Struct, frozen=True):
-    vllm_config: _Config = _Config()
 
 
 class VllmServer:
@@ -292,8 +265,13 @@ class VllmServer:
         self._watchers.append(asyncio.create_task(watch, name="vLLM's exit"))
 
     async def _healthy(self) -> None:
-        """Return when the server answers 200. Raises ServerFailed if it ends instead."""
+        """Return when the server answers 200. Raises ServerFailed if it ends instead, or is closed meanwhile."""
+        loop = asyncio.get_running_loop()
+        began = said = loop.time()
         while True:
+            if (now := loop.time()) - said >= SAY_S:
+                said = now
+                logger.info("%s", self._waits_for(now - began))
             if self._exit is not None and self._exit.done():
                 raise self._failed(f"{self._exit.result()} before it was ready")
             if not self._attached and self._keeper is None:
@@ -304,6 +282,15 @@ class VllmServer:
                 await asyncio.sleep(START_POLL_S)
             else:
                 await asyncio.wait([self._exit], timeout=START_POLL_S)
+
+    def _waits_for(self, waited_s: float) -> str:
+        limit = f"{waited_s:.0f} s so far, {self._settings.load_s_max:g} s at most (vllm.load_s_max)"
+        if self._attached:
+            return f"waiting for the vLLM server at {self.url} to answer /health: {limit}"
+        last = [] if self._log is None else _last_lines(self._log)[-1:]
+        return "; ".join(
+            [f"waiting for vLLM to load the model: {limit}", *(f"its log says: {line}" for line in last)]
+        )
 
     async def health(self, timeout_s: float = ANSWER_S_MAX) -> int:
         """The status of /health; NO_ANSWER, or NOBODY if nothing listens there."""
@@ -336,26 +323,16 @@ class VllmServer:
             await self._inspect_settings(paths)
 
     async def _inspect_settings(self, paths: Container[str]) -> None:
-        """Check that an attached server reports raw log-probabilities, and find out whether it returns routes."""
-        info = await self._get("/server_info?config_format=json", _Info, timeout_s=INFO_S_MAX)
-        model = info.vllm_config.model_config
-        if model.logprobs_mode not in (None, "raw_logprobs"):
-            raise self._failed(
-                f"the vLLM server at {self.url} reports {model.logprobs_mode}: start it with --logprobs-mode raw_logprobs"
-            )
-        self.returns_routes = model.enable_return_routed_experts
+        """Check the flags of an attached server, and find out whether it returns routes."""
+        info = await self._get(INFO, ServerInfo, timeout_s=INFO_S_MAX)
         config = info.vllm_config
+        if missing := missing_flags(config):
+            raise self._failed(f"the vLLM server at {self.url}: start it with {'; with '.join(missing)}")
+        self.returns_routes = config.model_config.enable_return_routed_experts
         worker = config.parallel_config.worker_extension_cls
         self.on_cpu = config.device_config.device == "cpu"
         self._packs_experts = not self.on_cpu or worker == WORKER
-        lora = config.lora_config or _LoraConfig()
-        self.adapter_places = lora.max_loras
-        if not lora.max_loras:
-            self.no_adapters = NO_LORA
-        elif lora.target_modules:
-            self.no_adapters = "vLLM runs with --lora-target-modules"
-        else:
-            self.no_adapters = "" if LOAD_ADAPTER in paths else f"vLLM runs without {LORA_VARIABLE}=True"
+        self.adapter_places, self.no_adapters = config.adapter_places, config.no_adapters(paths)
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises ServerFailed when the server would compute wrongly with weights that are loaded in place."""

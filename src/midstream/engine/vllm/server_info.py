@@ -1,0 +1,86 @@
+"""What a running vLLM server says about itself in `/server_info`, read where midstream did not choose its flags.
+
+Owns: which settings of vLLM are read, and the flags that an attached server must have been started with.
+Always holds: a setting that a version of vLLM does not report counts as right. Every flag that is missing is named at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from midstream.engine.vllm.arguments import LORA_VARIABLE, MAX_LOGPROBS, NO_LORA, STRUCTURED
+
+PATH = "/server_info?config_format=json"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """None: the version of vLLM does not report it."""
+
+    logprobs_mode: str | None = None
+    max_logprobs: int | None = None
+    seed: int | None = None
+    enable_return_routed_experts: bool = False
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    device: Any = None
+
+
+class LoraConfig(msgspec.Struct, frozen=True):
+    max_loras: int = 0
+    target_modules: list[str] | None = None
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    worker_extension_cls: str = ""
+    api_processes: int = msgspec.field(default=1, name="_api_process_count")
+
+
+class StructuredConfig(msgspec.Struct, frozen=True):
+    backend: str | None = None
+
+
+class Config(msgspec.Struct, frozen=True):
+    model_config: ModelConfig = ModelConfig()
+    device_config: DeviceConfig = DeviceConfig()
+    parallel_config: ParallelConfig = ParallelConfig()
+    lora_config: LoraConfig | None = None
+    structured_outputs_config: StructuredConfig = StructuredConfig()
+
+    @property
+    def adapter_places(self) -> int:
+        """Adapters in one step."""
+        return 0 if self.lora_config is None else self.lora_config.max_loras
+
+    def no_adapters(self, paths: Container[str]) -> str:
+        """Why the server serves no adapters; empty if it does. paths: its endpoints."""
+        if self.lora_config is None or not self.adapter_places:
+            return NO_LORA
+        if self.lora_config.target_modules:
+            return "vLLM runs with --lora-target-modules"
+        return "" if LOAD_ADAPTER in paths else f"vLLM runs without {LORA_VARIABLE}=True"
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    vllm_config: Config = Config()
+
+
+def missing_flags(config: Config) -> list[str]:
+    """The flags that an attached server has to be started with and was not, each with its reason."""
+    model, backend = config.model_config, config.structured_outputs_config.backend
+    wanted = {
+        "--logprobs-mode raw_logprobs, as midstream reports raw log-probabilities": model.logprobs_mode
+        in (None, "raw_logprobs"),
+        f"--max-logprobs {MAX_LOGPROBS}, for 20 alternatives": model.max_logprobs in (None, -1)
+        or (model.max_logprobs or 0) >= MAX_LOGPROBS,
+        "--seed with a number of its own, as servers of one seed draw the same tokens": model.seed != 0,
+        f"--structured-outputs-config '{STRUCTURED}', for grammars": backend in (None, "guidance"),
+        "--api-server-count 1, as it is unknown with more which tokens came before a switch": (
+            config.parallel_config.api_processes == 1
+        ),
+    }
+    return [flag for flag, there in wanted.items() if not there]
