@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import server_logs
 import tiers
-from postgres import REQUIRED, Postgres, find_server, postgres_server
+from postgres import REQUIRED, Postgres, Wire, find_server, postgres_server
 from s3server import S3Server, s3_server
 
 
@@ -84,6 +84,14 @@ def postgres_url(postgres_process: Postgres) -> Iterator[str]:
     name = f"ledger-{secrets.token_hex(6)}"
     yield postgres_process.create(name)
     postgres_process.drop(name)
+
+
+@pytest.fixture
+def wire(postgres_process: Postgres) -> Iterator[Wire]:
+    made = Wire(postgres_process.port)
+    yield made
+    made.heard_again()
+    made.close()
 
 
 @pytest.fixture(scope="session")

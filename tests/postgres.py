@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,41 @@ class Postgres:
     def drop(self, database: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as db:
             db.execute(f'DROP DATABASE "{database}" WITH (FORCE)'.encode())
+
+
+class Wire:
+    """A connection to the database that can go silent without breaking, as one through a firewall does."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def silent(self) -> None:
+        self._flows.clear()
+
+    def heard_again(self) -> None:
+        self._flows.set()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError), one, other:
+            while data := one.recv(65536):
+                self._flows.wait()
+                other.sendall(data)
 
 
 @contextlib.contextmanager

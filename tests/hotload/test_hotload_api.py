@@ -40,11 +40,11 @@ DEPLOYMENT = "accounts/local/deployments/default"
 class Server:
     """The control app with its client, ledger and replicas, within one event loop."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, url: str | None = None) -> None:
         self.bucket = path / "bucket"
         for identity in ("a", "b", "x", "run 1/step-1"):
             self.write(identity)
-        self.ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
+        self.ledger = Ledger(url or sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
         self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(3)])
         self.reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
         names = ServedNames(MODEL, DEPLOYMENT)
@@ -84,9 +84,11 @@ class Server:
         return (await self.ledger.state(DEPLOYMENT)).desired
 
 
-def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
+def serve(path: Path, work: Callable[[Server], Awaitable[None]], url: str | None = None) -> None:
+    """url: of the ledger; None: a file of its own."""
+
     async def run() -> None:
-        server = Server(path)
+        server = Server(path, url)
         try:
             await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, server.bucket.as_uri(), "ASYNC")
             await work(server)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
-from postgres import PASSWORD, Postgres
+from postgres import PASSWORD, Postgres, Wire
 
 from midstream.core.errors import ConfigError
 from midstream.ledger import Ledger, LedgerUnavailable
@@ -130,49 +127,6 @@ def test_what_a_url_asks_for_holds_and_its_secrets_are_shown_nowhere(
     with pytest.raises(ConfigError) as refused:
         Ledger(url.replace("ledger-", "absent-"))
     assert PASSWORD not in str(refused.value) + caplog.text
-
-
-class Wire:
-    """A connection to the database that can go silent without breaking, as one through a firewall does."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._flows = threading.Event()
-        self._flows.set()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def silent(self) -> None:
-        self._flows.clear()
-
-    def heard_again(self) -> None:
-        self._flows.set()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
-
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError), one, other:
-            while data := one.recv(65536):
-                self._flows.wait()
-                other.sendall(data)
-
-
-@pytest.fixture
-def wire(postgres_process: Postgres) -> Iterator[Wire]:
-    made = Wire(postgres_process.port)
-    yield made
-    made.heard_again()
-    made.close()
 
 
 def test_a_database_that_says_nothing_any_more_holds_up_nobody(
