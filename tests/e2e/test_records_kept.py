@@ -21,14 +21,30 @@ from test_failover import running
 
 from midstream.client import HotLoadServer, gaps_in, read_records, traces_of
 from midstream.core.errors import SnapshotMissing
+from midstream.replica.journal import Journal
 
 NAME = "replica-0"
 DURABLE = re.compile(r'midstream_replica_records_durable_total\{replica="replica-0"\} (\d+)')
 
 
+def leave_records(tmp_path: Path, name: str) -> None:
+    """What a replica of an earlier server left: a record, and a part of one."""
+    no_directory = tmp_path / "no directory"
+    no_directory.write_text("")
+    waiting = tmp_path / "state" / "records" / name
+    journal = Journal(waiting, no_directory.as_uri(), name, {"deployment": "rollouts"})
+    journal.start()
+    journal.add(lambda: {"kind": "turn", "left": True})
+    journal.close()
+    (segment,) = waiting.glob("*.jsonl")
+    with segment.open("ab") as file:
+        file.write(b'{"n": 2')
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[tuple[Server, str]]:
     url = (tmp_path / "kept").as_uri()
+    leave_records(tmp_path, "replica-7")
     with serve(tmp_path / "state", "--replicas", "1", "--records", url) as server:
         yield server, url
 
@@ -68,7 +84,10 @@ def test_a_killed_replicas_records_are_in_the_bucket_once(kept: tuple[Server, st
         rollout(client, server, 3, {"x-session-id": "s-3", "x-midstream-records": "none"})
     assert server.stop() == 0
 
-    records = list(read_records(url))
+    found = list(read_records(url))
+    # With one replica this server has no replica-7.
+    assert [record["n"] for record in found if record["replica"] == "replica-7"] == [1]
+    records = [record for record in found if record["replica"] == NAME]
     assert gaps_in(records) == 0
     assert [record["kind"] for record in records] == ["turn"] * 6 + ["reward"] + ["turn"] * 6
     assert len({record["boot"] for record in records}) == 2

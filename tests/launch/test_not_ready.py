@@ -79,6 +79,9 @@ class FakeLauncher:
 
     def remove_caches(self, replica: str, others: Set[str]) -> None: ...
 
+    def upload_stranded(self) -> bool:
+        return True
+
     def set_strange_caches_aside(self, wanted: Set[str]) -> Callable[[], None]:
         return lambda: None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from ray.exceptions import RaySystemError
@@ -43,6 +44,23 @@ def test_replicas_that_come_and_go_leave_no_caches_behind_on_a_node(
             assert {directory.name for directory in caches.iterdir()} == {f"replica-{number}", "replica-9"}
         (caches / "replica-9").joinpath(".lock").unlink(missing_ok=True)
         (caches / "replica-9").rmdir()
+
+
+def test_records_that_a_replica_left_on_a_node_go_to_the_bucket_from_there(
+    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = msgspec.structs.replace(
+        spec("replica-3", tiny_model(), tmp_path),
+        records="s3://kept",
+        records_dir=str(tmp_path / "records" / "replica-3"),
+    )
+    there = on_node(kept, "10.0.0.7", 0, ())
+    assert isinstance(there, ReplicaSpec)
+    asked: list[tuple[Path, str]] = []
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(ray_launcher, "upload_stranded", lambda root, url: asked.append((root, url)) or True)
+    assert ray_launcher.upload_stranded_on(str(tmp_path / "records"), "s3://kept")
+    assert asked == [(Path(there.records_dir).parent, "s3://kept")]
 
 
 def test_a_missing_mount_is_named_and_not_filled_with_the_built_in_model(
@@ -127,8 +145,9 @@ def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
 
     monkeypatch.setattr(ray_launcher, "_connect", lambda settings: None)
     monkeypatch.setattr(ray, "nodes", unwell)
-    launcher = RayLauncher(Settings(state_dir=str(tmp_path)), "s3://bucket")
+    launcher = RayLauncher(Settings(state_dir=str(tmp_path), records="s3://kept"), "s3://bucket")
     launcher.remove_caches("b-replica-0", set())
+    assert not launcher.upload_stranded(), "it is tried again"
     launcher.set_strange_caches_aside({"replica-0"})()
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "ab" * 28, "Alive": True}])
     monkeypatch.setattr(ray, "remote", unwell)
@@ -136,7 +155,9 @@ def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
     monkeypatch.setattr(ray, "nodes", list)
     # No node is left.
     launcher.remove_caches("b-replica-0", set())
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert launcher.upload_stranded()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
+    assert "records of replicas that are gone wait on nodes: System error: the head is gone" in caplog.text
     assert "the head is gone" in caplog.text
 
 

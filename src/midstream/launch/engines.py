@@ -18,6 +18,7 @@ from midstream.core.errors import ConfigError
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
 from midstream.replica.pins import Residency
+from midstream.snapshots.identity import parse_bucket
 from midstream.snapshots.store.bucket import check_settings
 
 
@@ -60,17 +61,28 @@ def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool
     }
 
 
+def records_root(settings: Settings) -> Path:
+    """Where records wait for the bucket: a directory for each replica."""
+    return Path(settings.state_dir).absolute() / "records"
+
+
 def records_fields(settings: Settings, name: str) -> dict[str, Any]:
     """Fields of the ReplicaSpec of the replica of that name. Raises ConfigError."""
     if settings.records is None:
         return {}
+    state = Path(settings.state_dir).absolute()
     try:
         check_settings(settings.records)
+        place = parse_bucket(settings.records)
     except ConfigError as error:
         raise ConfigError(f"--records: {error}") from error
+    if place.kind == "file" and Path(place.path).resolve() == state.resolve():
+        raise ConfigError(
+            f"--records: {place.path} is the state directory, where records wait for the bucket: name another directory"
+        )
     return {
         "records": settings.records,
-        "records_dir": str(Path(settings.state_dir).absolute() / "records" / name),
+        "records_dir": str(records_root(settings) / name),
         "records_bytes": parse_size("records_disk", settings.records_disk),
     }
 

@@ -19,9 +19,10 @@ import msgspec
 from midstream.core.config import EngineSettings, Settings
 from midstream.core.errors import ConfigError
 from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
-from midstream.launch.engines import engine_fields, number_of, usable_cores
+from midstream.launch.engines import engine_fields, number_of, records_root, usable_cores
 from midstream.launch.process import Child, Conversation, StartFailed, Supervised
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.launch.stranded import upload_stranded
 
 
 class Launcher(Protocol):
@@ -46,6 +47,12 @@ class Launcher(Protocol):
         """Rename the caches of deployments none of whose replicas is wanted. Returns what removes them, in a thread.
 
         Keeps any that a process uses. A replica that is wanted only later may lose a cache that it does not use yet.
+        """
+
+    def upload_stranded(self) -> bool:
+        """Upload the records that replicas left where they ran. Returns whether none is left, as far as one can know.
+
+        Only for settings with `records`. Called in a thread of its own; takes as long as the bucket does.
         """
 
 
@@ -74,6 +81,10 @@ class LocalLauncher:
     def set_strange_caches_aside(self, wanted: Set[str]) -> Callable[[], None]:
         aside = set_strange_caches_aside(self._caches, wanted)
         return lambda: remove_all(aside)
+
+    def upload_stranded(self) -> bool:
+        assert self._settings.records is not None
+        return upload_stranded(records_root(self._settings), self._settings.records)
 
 
 def engine_settings(settings: Settings, replicas: int) -> EngineSettings:

@@ -109,17 +109,17 @@ def on_node(
         raise ConfigError(
             f"there is no model in {model_dir}: the nodes need it at the same path as `midstream serve`"
         )
-    cache_dir = take_over(cache_root(snapshots, address), spec.name)
+    cache_dir = take_over(node_root(snapshots, address), spec.name)
     records = Path(spec.records_dir)
     return msgspec.structs.replace(
         spec,
         host=address,
         port=port,
         cache_dir=str(cache_dir),
-        records_dir=str(records.parent / address / records.name) if spec.records_dir else "",
+        records_dir=str(node_root(records.parent, address) / records.name) if spec.records_dir else "",
     )
 
 
-def cache_root(snapshots: Path, address: str) -> Path:
-    """The directory of a node's caches. It is the node's own also where nodes share the state directory."""
-    return snapshots / address
+def node_root(root: Path, address: str) -> Path:
+    """A node's part of the directory of caches, or of records: its own also where nodes share the state directory."""
+    return root / address

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,18 +25,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
 from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
-from midstream.launch.engines import engine_fields, number_of
+from midstream.launch.engines import engine_fields, number_of, records_root
 from midstream.launch.local import LocalLauncher
 from midstream.launch.process import Conversation, Supervised
-from midstream.launch.ray_actor import cache_root
+from midstream.launch.ray_actor import node_root
 from midstream.launch.ray_child import UNWELL, RayChild
 from midstream.launch.ray_demand import gateway_demand, replica_demand
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
+from midstream.launch.stranded import upload_stranded
 from midstream.snapshots.identity import parse_bucket
 
 logger = logging.getLogger(__name__)
 
-#: A stopping server waits so long for caches to be removed. The nodes may go on after that.
+T = TypeVar("T")
+
+#: Waited for caches to be removed, and records to be uploaded. The nodes may go on after that.
 CLEAN_S = 5.0
 CONNECT_S = 5.0
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -101,7 +104,19 @@ class RayLauncher:
 
     def set_strange_caches_aside(self, wanted: Set[str]) -> Callable[[], None]:
         names = frozenset(wanted)
-        return lambda: _on_every_node(remove_strange_on, str(self._snapshots), names)
+
+        def remove() -> None:
+            _on_every_node(remove_strange_on, str(self._snapshots), names)
+
+        return remove
+
+    def upload_stranded(self) -> bool:
+        assert self._settings.records is not None
+        root, url = str(records_root(self._settings)), self._settings.records
+        whole = _on_every_node(
+            upload_stranded_on, root, url, said="records of replicas that are gone wait on nodes"
+        )
+        return whole is not None and all(whole)
 
     def close(self) -> None:
         """Leave the cluster. All actors of this process end."""
@@ -110,12 +125,17 @@ class RayLauncher:
 
 def remove_caches_on(snapshots: str, replica: str, others: Set[str]) -> None:
     """On a node."""
-    remove_caches(cache_root(Path(snapshots), ray.util.get_node_ip_address()) / replica, others)
+    remove_caches(node_root(Path(snapshots), ray.util.get_node_ip_address()) / replica, others)
 
 
 def remove_strange_on(snapshots: str, wanted: Set[str]) -> None:
     """On a node."""
-    remove_all(set_strange_caches_aside(cache_root(Path(snapshots), ray.util.get_node_ip_address()), wanted))
+    remove_all(set_strange_caches_aside(node_root(Path(snapshots), ray.util.get_node_ip_address()), wanted))
+
+
+def upload_stranded_on(root: str, url: str) -> bool:
+    """On a node: what replicas left that ran there."""
+    return upload_stranded(node_root(Path(root), ray.util.get_node_ip_address()), url)
 
 
 def _connect(settings: Settings) -> None:
@@ -153,26 +173,30 @@ def _all_on_this_machine(else_: str) -> None:
         raise ConfigError(else_.format(f"e.g. {elsewhere[0]}"))
 
 
-def _on_every_node(function: Callable[..., None], *arguments: Any) -> None:
-    """Run it on each node. A failure is logged: caches that stay only take room."""
+def _on_every_node(
+    function: Callable[..., T], *arguments: Any, said: str = "caches of nodes were not removed"
+) -> list[T] | None:
+    """Run it on each node; what it returned on each. None: not on all of them. `said` is logged with the reason then."""
     try:
         running = [_on_node(node["NodeID"], function, *arguments) for node in ray.nodes() if node["Alive"]]
         done, late = ray.wait(running, num_returns=len(running), timeout=CLEAN_S) if running else ([], [])
     except UNWELL as error:
-        logger.warning("caches of nodes were not removed: %s", error)
-        return
+        logger.warning("%s: %s", said, error)
+        return None
+    results: list[T] = []
     for reference in done:
         try:
-            ray.get(reference)
+            results.append(ray.get(reference))
         except UNWELL as error:
-            logger.warning("caches of a node were not removed: %s", str(error).splitlines()[-1:])
+            logger.warning("%s: %s", said, str(error).splitlines()[-1:])
     if late:
         logger.warning(
-            "%d nodes have not removed caches within %s s; they may still do so", len(late), CLEAN_S
+            "%s: %d nodes have not done it within %s s; they may still do so", said, len(late), CLEAN_S
         )
+    return results if len(results) == len(running) else None
 
 
-def _on_node(node_id: str, function: Callable[..., None], *arguments: Any) -> Any:
+def _on_node(node_id: str, function: Callable[..., object], *arguments: Any) -> Any:
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
     return remote.remote(*arguments)

@@ -1,7 +1,7 @@
 """One replica process: its engine, its files, and the HTTP app around them.
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.replica` by the supervisor.
-Always holds: one process at a time has a cache directory.
+Always holds: one process at a time has a cache directory, and a directory of records.
 
 A replica without a supervisor and gateways of its own: for gateways on other machines, or several of them.
 
@@ -38,7 +38,7 @@ from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import Listening, ReplicaSpec
 from midstream.launch.tracing import tracer_of
-from midstream.replica.journal import Journal
+from midstream.replica.journal import Journal, records_url
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.swap.companions import Companions
@@ -53,8 +53,8 @@ OTHER_ENDS_S = 2 * STOP_GRACE_S
 
 
 @contextlib.contextmanager
-def alone(cache_dir: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
-    """Hold the cache directory, which belongs to one replica process. Waits for that of a killed server to end.
+def alone(directory: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
+    """Hold a directory that belongs to one replica process. Waits for that of a killed server to end.
 
     Raises ConfigError when it does not end within `wait_s`.
     """
@@ -62,20 +62,26 @@ def alone(cache_dir: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
     with contextlib.ExitStack() as holding:
         while True:
             try:
-                holding.enter_context(held(cache_dir))
+                holding.enter_context(held(directory))
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{cache_dir}: another replica process uses it and does not end"
+                        f"{directory}: another replica process uses it and does not end"
                     ) from error
                 time.sleep(0.05)
         yield
 
 
-def with_its_cache(spec: ReplicaSpec) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def with_its_directories(spec: ReplicaSpec) -> Iterator[None]:
+    """Hold the directories of snapshots and of records. Raises ConfigError as `alone`."""
     os.umask(UMASK)
-    return alone(Path(spec.cache_dir))
+    with contextlib.ExitStack() as holding:
+        holding.enter_context(alone(Path(spec.cache_dir)))
+        if spec.records is not None:
+            holding.enter_context(alone(Path(spec.records_dir)))
+        yield
 
 
 async def serve(spec: ReplicaSpec, channel: Channel) -> None:
@@ -135,7 +141,7 @@ def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
     deployment = spec.deployment.rpartition("/")[2]
     return Journal(
         Path(spec.records_dir),
-        f"{spec.records.rstrip('/')}/records/{deployment}",
+        records_url(spec.records, deployment),
         spec.name or f"{spec.host}:{port}",
         {"deployment": deployment},
         bytes_max=spec.records_bytes,
@@ -143,7 +149,7 @@ def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
 
 
 def main() -> int:
-    return run_child("replica", ReplicaSpec, serve, (EngineDied,), with_its_cache)
+    return run_child("replica", ReplicaSpec, serve, (EngineDied,), with_its_directories)
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

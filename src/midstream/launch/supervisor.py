@@ -36,7 +36,7 @@ from midstream.core.headers import HEADER_TOKEN
 from midstream.core.scopes import PUBLISH
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch.channel import STOP_GRACE_S
-from midstream.launch.engines import records_fields, resident_fields
+from midstream.launch.engines import records_fields, records_root, resident_fields
 from midstream.launch.gateways import Gateways
 from midstream.launch.local import (
     Launcher,
@@ -52,6 +52,7 @@ from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, StartFailed,
 from midstream.launch.replica_processes import ReplicaProcesses
 from midstream.launch.restart import LOCK, Restarts
 from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
+from midstream.launch.stranded import StrandedRecords, say_what_waits
 from midstream.launch.tracing import check as check_tracing
 from midstream.ledger import sqlite_url
 from midstream.proxy.appserver import socket_directory
@@ -70,6 +71,8 @@ NOT_READY_S = 60.0
 REPLICA_STOP_S = 7.0
 #: Its trainer may take half of that to end.
 FRONT_STOP_S = 10.0
+#: For the records of a deployment that is deleted. What is not up by then is uploaded later.
+UPLOAD_S = 5.0
 FRONT_SOCKET = "tinker.sock"
 
 
@@ -131,10 +134,12 @@ class Supervisor:
         #: Removes, once, the caches of deployments that went while no server ran.
         self._cleaning: asyncio.Task[None] | None = None
         self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
+        #: Uploads what replicas leave that are gone. None: no records are kept.
+        self.records = None if settings.records is None else StrandedRecords(launcher.upload_stranded)
         self.replicas = ReplicaProcesses(
             self._replica,
-            lambda replica, others: launcher.remove_caches(replica.name, others),
-            lambda: self.gateways.tell(self.replicas.running()),
+            self._clean,
+            self._replicas_changed,
             stop_s=STOP_GRACE_S + KILL_AFTER_S,
         )
         self._sockets = socket_directory(FRONT_SOCKET) if settings.tinker.enabled else None
@@ -155,6 +160,10 @@ class Supervisor:
         """Until cancelled. Raises StartFailed."""
         engine = self._settings.engine
         logger.info("starting %d replicas of %s (engine %s)", self._settings.replicas, self.model, engine)
+        if self.records is not None:
+            self.records.start()
+        else:
+            say_what_waits(records_root(self._settings))
         self.replicas.want(self._first())
         await self.gateways.start()
         logger.info("the gateway listens on %s", ", ".join(self._urls()))
@@ -172,7 +181,9 @@ class Supervisor:
     async def close(self) -> None:
         """Takes FRONT_STOP_S for the front, STOP_GRACE_S for streams, KILL_AFTER_S for the gateways and REPLICA_STOP_S for the
         replicas, at most. Each part ends before those that it needs: the front is a client of the gateways, and streams end
-        before their replicas do."""
+        before their replicas do. What replicas leave of their records now, the next start uploads."""
+        if self.records is not None:
+            self.records.close()
         if self.front is not None:
             await self.front.stop(FRONT_STOP_S)
         await self.gateways.stop(STOP_GRACE_S + KILL_AFTER_S)
@@ -213,6 +224,17 @@ class Supervisor:
         if self._cleaning is None:
             remove = self._launcher.set_strange_caches_aside({replica.name for replica in wanted.replicas})
             self._cleaning = asyncio.create_task(asyncio.to_thread(remove), name="old caches")
+
+    def _replicas_changed(self) -> None:
+        self.gateways.tell(self.replicas.running())
+        if self.records is not None:
+            self.records.wake()
+
+    def _clean(self, replica: WantedReplica, others: Set[str]) -> None:
+        """In a thread: the replica has ended, and its deployment is gone. Its records go up before its files do."""
+        if self.records is not None:
+            self.records.settled(UPLOAD_S)
+        self._launcher.remove_caches(replica.name, others)
 
     async def _replica(self, wanted: WantedReplica) -> Supervised:
         settings = self._settings

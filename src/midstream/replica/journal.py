@@ -6,6 +6,8 @@ Always holds:
 - Whoever adds a record never waits. A thread encodes it, appends it and syncs it, a batch at a time.
 - A segment has whole lines. One is closed by its size or age, goes into the bucket under its own name, and is removed here
   only when the bucket has it. The next start uploads what a crash left, without a torn last line.
+- One process at a time has the directory (launch/replica.py). What a replica leaves that never starts again, the supervisor
+  uploads (launch/stranded.py).
 - Records have numbers that count up, within one boot. A record that finds no room is counted, its number is left out, and the
   next one that finds room stands behind a record of the gap.
 - Threads share counters alone, and each counter has one writer.
@@ -41,10 +43,17 @@ SEGMENT_AGE_S = 10.0
 QUEUED_MAX = 10_000
 #: For the last uploads. What is not up by then, the next start uploads.
 CLOSE_S = 5.0
+#: The segments of a directory, in the order of their boots.
+SEGMENTS = "*.jsonl"
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
 
 #: Makes the fields of a record; the writer's thread calls it.
 Make = Callable[[], dict[str, Any]]
+
+
+def records_url(url: str, deployment: str) -> str:
+    """Where a deployment's segments lie in the bucket of records. deployment: its bare name."""
+    return f"{url.rstrip('/')}/records/{deployment}"
 
 
 class Journal:
@@ -90,8 +99,8 @@ class Journal:
     def start(self) -> None:
         """Raises ConfigError and OSError when the directory cannot be used."""
         private_directory(self._directory)
-        for path in sorted(self._directory.glob("*.jsonl")):
-            if size := _whole_lines(path):
+        for path in sorted(self._directory.glob(SEGMENTS)):
+            if size := whole_lines(path):
                 self._begun_bytes += size
                 self._sealed.put(path)
         for thread in self._threads:
@@ -248,7 +257,7 @@ class _Segment:
         os.close(self._file)
 
 
-def _whole_lines(path: Path) -> int:
+def whole_lines(path: Path) -> int:
     """Cut a torn last line; an empty segment is removed. How many bytes are left. Raises OSError."""
     data = path.read_bytes()
     size = data.rfind(b"\n") + 1

@@ -4,6 +4,14 @@ from catalogue.mutation import Mutation
 
 FLEET = (
     Mutation(
+        "live_replicas_segment_adopted",
+        "launch/stranded.py",
+        "        with held(directory):\n            for path in",
+        "        if True:\n            for path in",
+        "A segment of a replica that lives is taken by nobody.",
+        ("launch/test_stranded_records.py",),
+    ),
+    Mutation(
         "each_policy_reads_the_ledger_by_itself",
         "fleet/loop.py",
         'again_s = float("inf") if self._told and self._is_read else self._poll_s',
