@@ -479,6 +479,12 @@ def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
         ]
         assert [row["readiness"] for row in rows] == [True, False, True]
         assert rows[0]["midstream"]["error"] == "model.safetensors: truncated"
+        # One that never served has the same error as the reason why it cannot start.
+        error = "model.safetensors: truncated"
+        server.report(
+            1, generation=1, stage=Stage.ERROR, target="a", transitions=why, ready=False, error=error
+        )
+        assert (await server.rows())[0]["midstream"]["error"] == error
 
     serve(tmp_path, work)
 

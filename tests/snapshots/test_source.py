@@ -21,13 +21,14 @@ from midstream.core.errors import (
     SnapshotMissing,
     SnapshotNotFinite,
 )
-from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles
 from midstream.replica.swap.source import CachedSource
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import snapshot_fingerprint
+from midstream.snapshots.store.local import temporary_directory
 
 
 def make_source(tmp_path: Path) -> CachedSource:
@@ -372,6 +373,45 @@ def test_an_adapter_that_cannot_fit_is_refused_before_it_is_fetched(
         asyncio.run(source.fetch(Desired(snapshot="red-1", generation=1, url=adapter.as_uri())))
     left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.name != ".boot"]
     assert left == [], "nothing of it was fetched"
+
+
+def test_a_replica_that_starts_afresh_has_the_adapters_that_the_bucket_lost(tmp_path: Path) -> None:
+    """As it has full snapshots: those whose files are asked for, while they are as they were fetched."""
+    made, lost = write_adapter(tmp_path / "red-1"), tmp_path / "lost"
+    fingerprint = asyncio.run(snapshot_fingerprint(made.as_uri()))
+
+    def desired(**other: object) -> Desired:
+        fields = {"snapshot": "red-1", "generation": 1, "url": made.as_uri(), "fingerprint": fingerprint}
+        return Desired(**{**fields, **other})  # type: ignore[arg-type]
+
+    async def load(what: Desired, policy: str = "red") -> Path:
+        # Each time as a process that has just begun.
+        source = adapter_source(tmp_path).of_policy(policy)
+        path = await source.fetch(what)
+        assert path is not None
+        await source.verify(path, what)
+        await source.close()
+        return path
+
+    first = asyncio.run(load(desired()))
+    leftover = temporary_directory(first.parent)
+    leftover.mkdir()
+    gone = SnapshotCache(tmp_path / "cache" / ".policies" / ("0" * 32))
+    made.rename(lost)
+    assert asyncio.run(load(desired())) == first
+    assert not leftover.exists()
+    assert not gone.root.exists(), "it holds nothing"
+    for other, policy in ((desired(fingerprint="0" * 64), "red"), (desired(), "blue")):
+        with pytest.raises(SnapshotMissing):
+            asyncio.run(load(other, policy))
+    file = FileContent("adapter_model.safetensors", 1, "0" * 64)
+    with pytest.raises(SnapshotMissing):
+        asyncio.run(load(desired(content=(file,))))
+    assert asyncio.run(load(desired())) == first
+    with (first / "adapter_model.safetensors").open("ab") as weights_file:
+        weights_file.write(b"x")
+    with pytest.raises(SnapshotMissing):
+        asyncio.run(load(desired()))
 
 
 def test_the_files_of_an_ended_policy_go_and_others_stay(tmp_path: Path) -> None:

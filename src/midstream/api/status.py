@@ -236,7 +236,8 @@ def _replica_row(
         stage = "unloaded"
     if report is None and view.last_words:
         error = f"{error}: {view.last_words}"
-    if trouble is not None:
+    # A replica that never served has failed to load and cannot start for one reason, which is told once.
+    if trouble is not None and trouble != error:
         error = trouble if error is None else f"{error}: {trouble}"
     timing = report.last_swap if report else None
     on_the_way = report is not None and report.snapshot == state.snapshot and stage not in _AT_REST

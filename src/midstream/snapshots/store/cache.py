@@ -6,7 +6,8 @@ Always holds:
 - A directory appears whole, by a rename. Two contents have two directories, whatever their names.
 - Directories that a user of the cache keeps are never removed. The least recently used one goes first, whoever's it is.
 - Room that was made for one user is nobody else's: what it is for is written or reserved before the next one asks.
-- The root belongs to one replica process. Opening it removes the leftovers of an interruption.
+- The root belongs to one replica process. Opening it removes the leftovers of an interruption, in the caches of policies too.
+  What they hold stays, as full snapshots do, for a policy of that name that asks for these very files.
 - Files are not synced, since the bucket has them. So opening removes all if the machine was started since the last time.
 """
 
@@ -85,6 +86,10 @@ class SnapshotCache:
         for path in root.iterdir():
             if path.is_dir() and not (same_boot and _lasting(path)):
                 self.drop(path)
+        for directory in _directories(root / POLICIES):
+            SnapshotCache(directory, around=self)
+            if not _directories(directory):
+                shutil.rmtree(directory, ignore_errors=True)
         # The last step: after an interruption, the next start removes the rest.
         (root / BOOT_FILE).write_text(now or "")
 
@@ -103,7 +108,7 @@ class SnapshotCache:
         return self.root / entry_name(f"delta-{link.snapshot}", [link])
 
     def of_policy(self, policy: str) -> SnapshotCache:
-        """The cache of one policy's snapshots. It is removed when this one is opened again."""
+        """The cache of one policy's snapshots."""
         return SnapshotCache(self._of_policy(policy), around=self)
 
     def set_policy_aside(self, policy: str) -> Path | None:
@@ -231,7 +236,7 @@ def entry_name(name: str, chain: Sequence[SnapshotFiles]) -> str:
 
 
 def _lasting(path: Path) -> bool:
-    return path.name.startswith(PARTIAL_PREFIX) or not path.name.startswith(".")
+    return path.name.startswith((PARTIAL_PREFIX, POLICIES)) or not path.name.startswith(".")
 
 
 def _noted_boot(root: Path) -> str | None:
