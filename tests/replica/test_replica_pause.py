@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from test_replica_pins import BODY, in_a_loop, streaming
 from midstream.core.types import Pause
 from midstream.engine.base import StagingFailed
 from midstream.replica.gate import HEADER_DRAIN_TIMEOUT
+from midstream.replica.wire.table import GENERATING
 
 
 async def pause(here: Running, serial: int, mode: str | None) -> None:
@@ -261,3 +264,40 @@ async def test_all_means_those_that_wait_too_but_a_pause_ends_none_of_them(tmp_p
         assert here.replica.gate.waiting == 1
         assert (await here.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
         assert (await waits).json()["choices"][0]["finish_reason"] == "abort"
+
+
+class Slow:
+    """A client that takes what it is given one write at a time. between: what happens after the first one."""
+
+    writable = False
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self._between = [between]
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    async def drained(self) -> None:
+        await asyncio.sleep(0)
+        for happens in self._between:
+            happens()
+        self._between.clear()
+
+
+@in_a_loop
+async def test_a_choice_that_ends_while_others_are_told_that_they_did_ends_too(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        service = here.replica.service
+        assert service is not None
+        body = json.dumps(BODY | {"n": 4}).encode()
+        async with service.admitted(GENERATING["completions"], body, {}) as generation:
+            generation.abort([0, 1])
+            client = Slow(lambda: generation.abort([3]))
+            await generation.stream(client)
+        assert [request.choices for request in here.engine.requests] == [(2,)]
+        choices = [event["choices"][0] for event in sse(client.data.decode()) if event != "[DONE]"]
+        assert {c["index"]: c["finish_reason"] for c in choices if c["finish_reason"]} == {
+            **dict.fromkeys((0, 1, 3), "abort"),
+            2: "length",
+        }

@@ -422,10 +422,11 @@ class Generation:
 
     async def _generate(self, prompt: int) -> AsyncGenerator[GenerationEvent, None]:
         request = self._requests[prompt]
-        # Before the engine knew of them.
-        gone = [index for index in request.choices if self._is_aborted(prompt, index)]
-        for index in gone:
-            yield GenerationEvent(index=index, finish="abort")
+        # Before the engine knew of them. Others may be aborted while these are told.
+        gone: list[int] = []
+        while new := [i for i in request.choices if self._is_aborted(prompt, i) and i not in gone]:
+            gone.append(new[0])
+            yield GenerationEvent(index=new[0], finish="abort")
         if len(gone) == len(request.choices):
             return
         if gone:
