@@ -9,7 +9,18 @@ from typing import NamedTuple
 
 import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, run, staged
-from test_resume import BODY, WHOLE, answer, error, numbers, resumes, troubled
+from test_resume import (
+    BODY,
+    WHOLE,
+    WRITES,
+    answer,
+    error,
+    framed,
+    losing,
+    numbers,
+    resumes,
+    troubled,
+)
 
 from midstream.core.errors import (
     AnotherBoot,
@@ -21,7 +32,7 @@ from midstream.core.errors import (
     SnapshotTransition,
 )
 from midstream.core.responses import PreviousNotFound
-from midstream.core.resumption import CannotResume
+from midstream.core.resumption import CannotResume, given_up
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import Refusal, Refused, VersionConstraint
 from midstream.proxy.refusals import answer as answer_of
@@ -211,6 +222,35 @@ def test_a_stream_that_costs_an_engine_wherever_it_goes_on_costs_two_of_six() ->
             assert asked(stage) == 2
             assert (await stage.ask(post(BODY))).status == 422
             assert asked(stage) == 2
+
+    run(main)
+
+
+def test_a_replica_that_gives_a_stream_up_is_not_lost_with_it() -> None:
+    """Its weights failed their check under it. One engine that dies then makes no suspect of the stream."""
+
+    async def gives_up(request: Message, peer: Peer) -> None:
+        if "/replica/resume" in request.start:
+            refuse(Event.ENGINE_LOST, peer)
+        else:
+            await losing(WRITES[0] + WRITES[1] + framed(given_up()))(request, peer)
+
+    async def main() -> None:
+        async with staged(*[gives_up] * 2) as stage:
+            events, complete = await answer(stage)
+            assert (events[:-1], complete) == (numbers(0, 2), False)
+            error(events, "engine_error")
+            assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
+
+    run(main)
+
+
+def test_the_rest_of_a_stream_that_was_given_up_is_asked_for_without_that_word() -> None:
+    async def main() -> None:
+        async with staged(*[losing(WRITES[0] + framed(given_up()), 1)] * 2) as stage:
+            assert await answer(stage) == WHOLE
+            (told,) = resumes(stage)
+            assert "given up" not in told["state"]
 
     run(main)
 

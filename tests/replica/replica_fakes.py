@@ -32,7 +32,7 @@ from midstream.core.types import (
     TopLogprob,
 )
 from midstream.core.versions import ServedNames
-from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.base import Engine, EngineDied, StagingFailed, StreamLost
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.service import Outside
@@ -130,6 +130,7 @@ class FakeEngine(Engine):
         self.fail_after: int | None = None
         self.dead_end_after: int | None = None
         self.die_after: int | None = None
+        self.death: EngineDied | StreamLost = EngineDied("killed by the test")
         self.stop_short = False
         self.starts = 0
         # Of a choice that says something of its own.
@@ -271,7 +272,7 @@ class FakeEngine(Engine):
                     yield GenerationEvent(index=index, finish="dead_end")
                 return
             if done == self.die_after:
-                raise EngineDied("killed by the test")
+                raise self.death
             if self.stop_short and done == 1:
                 return
             for index in request.choices:

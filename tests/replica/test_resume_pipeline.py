@@ -17,7 +17,7 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokenizer
 from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
 
-from midstream.core.errors import HEADER_ANOTHER_BOOT
+from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST
 from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import (
     HEADER_RESUMABLE,
@@ -28,6 +28,7 @@ from midstream.core.resumption import (
     snapshot_to_resume_under,
 )
 from midstream.core.types import GenerationEvent
+from midstream.engine.base import StreamLost
 from midstream.models.tiny_moe import TOKEN_ID
 from midstream.replica.response.resume import Continued
 
@@ -109,7 +110,7 @@ async def until_it_breaks(answer: httpx.Response) -> str:
     try:
         async for data in answer.aiter_raw():
             got += data
-    except httpx.ReadError:
+    except (httpx.ReadError, httpx.RemoteProtocolError):
         return got.decode()
     raise AssertionError(f"the stream ended: {got!r}")
 
@@ -386,6 +387,30 @@ def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resu
         answer = await resume(there, path, body, [got])
         both = by_choice(events(got + answer.text))[0]
         assert [e["choices"] for e in both] == [e["choices"] for e in by_choice(events("".join(whole)))[0]]
+
+    play(tmp_path, scenario)
+
+
+def test_a_request_that_the_engine_gives_up_is_told_as_no_loss(tmp_path: Path) -> None:
+    """Of a stream by its last line, of an answer without a byte by the refusal."""
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, there: Running) -> None:
+        whole = await stream(there, path, body)
+        here.engine.die_after, here.engine.death = 3, StreamLost("the snapshot s failed its check")
+        sent = {"model": MODEL, "stream": True, **body}
+        async with here.http.stream("POST", path, json=sent, headers=RESUMABLE) as broken:
+            got = await until_it_breaks(broken)
+        assert got.endswith(": m given up\n\n")
+        answer = await resume(there, path, body, [got.removesuffix(": m given up\n\n")])
+        both = by_choice(events(got + answer.text))[0]
+        assert [e["choices"] for e in both] == [e["choices"] for e in by_choice(events("".join(whole)))[0]]
+        for more in ({"stream": False}, {}):
+            here.engine.die_after = 0
+            refused = await here.http.post(path, json={"model": MODEL, **body, **more}, headers=RESUMABLE)
+            assert (refused.status_code, HEADER_LOST in refused.headers) == (503, False)
+            assert refused.headers[HEADER_ANOTHER_BOOT] == "1"
+        assert here.replica.ready
 
     play(tmp_path, scenario)
 

@@ -22,6 +22,7 @@
       ReplicaUnavailable 503        retryable: no replica can take it now
         EngineLost                  the engine stopped while it worked on the request
         AnotherBoot                 the boot that the request was placed on is gone
+          StreamGivenUp             its weights failed their check under the request
         PolicyNotLoaded             the replica does not hold the request's policy
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
@@ -258,6 +259,10 @@ class AnotherBoot(ReplicaUnavailable):
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), HEADER_ANOTHER_BOOT: "1"}
+
+
+class StreamGivenUp(AnotherBoot):
+    """The weights that the request ran under failed their check. The request is not the cause, and nobody else may enter."""
 
 
 class PolicyNotLoaded(ReplicaUnavailable):

@@ -31,6 +31,13 @@ PATH_RESUME = "/replica/resume"
 MARK = b": m "
 # The log line that comes with [DONE].
 LAST = b"end"
+# The last line of a stream that its replica gives up through no fault of the request.
+GIVEN_UP = b"given up"
+
+
+def given_up() -> bytes:
+    """The block that tells a gateway that the stream is given up. Nothing follows it."""
+    return MARK + GIVEN_UP + b"\n\n"
 
 
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):

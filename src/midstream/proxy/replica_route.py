@@ -39,7 +39,16 @@ from midstream.proxy import refusals
 from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
 from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, Event, Phase, Ruling, ruling
-from midstream.proxy.resume import END, RESUMABLE, Rest, ResumeLog, failover_mode, has_ended, reason_of
+from midstream.proxy.resume import (
+    END,
+    RESUMABLE,
+    Rest,
+    ResumeLog,
+    failover_mode,
+    has_ended,
+    reason_of,
+    without_giving_up,
+)
 from midstream.proxy.route import (
     ELSEWHERE,
     HEAD,
@@ -433,23 +442,27 @@ class ReplicaRoute(Route):
         if lines is not None and has_ended(lines):
             # Only the end of the response is missing.
             return Judgement(Event.END, rest=END)
-        error = self._lost_with_it(phase)
+        lines, given_up = (lines, False) if lines is None else without_giving_up(lines)
+        error = None if given_up else self._lost_with_it(phase)
         if error is not None:
             return Judgement(Event.FAILED, error)
         if lines is None:
             return self._cut_short(reason)
-        return self._resume(lines, reason)
+        return self._resume(
+            lines, "its weights failed their check" if given_up else reason, lost=not given_up
+        )
 
-    def _resume(self, lines: bytes, reason: str) -> Judgement:
+    def _resume(self, lines: bytes, reason: str, *, lost: bool) -> Judgement:
         """Another replica is to go on behind what the client has. lines: of the log. If there are none, the client has only
-        the head of the response, and the request itself is sent again."""
+        the head of the response, and the request itself is sent again. lost: the replica counts as lost with it."""
         view, request = self._view, self._request
         assert view is not None
         rest = self._rest = Rest(view.name)
         self.log = None
         logger.warning("%s failed in the middle of a stream: %s", view.name, reason, extra=self._named())
-        self._proxy.metrics.upstream_errors[view.name] += 1
-        self._deployment.replicas.failed(view)
+        if lost:
+            self._proxy.metrics.upstream_errors[view.name] += 1
+            self._deployment.replicas.failed(view)
         if lines:
             self.target = PATH_RESUME.encode()
             try:
@@ -459,7 +472,7 @@ class ReplicaRoute(Route):
             self._tried |= rest.lacking(
                 self._deployment.replicas.views, of_policy=bool(self._deployment.policy)
             )
-        judged = self._elsewhere(lost=True)
+        judged = self._elsewhere(lost=lost)
         return Judgement(Event.LOST) if judged is ELSEWHERE else judged
 
     def _failed(self, error: MidstreamError) -> Judgement:

@@ -16,6 +16,7 @@ import msgspec
 from midstream.core.errors import EngineFailed, InvalidRequest, MidstreamError, RequestLostReplicas
 from midstream.core.resumption import (
     FAILOVER_MODES,
+    GIVEN_UP,
     HEADER_FAILOVER,
     HEADER_RESUMABLE,
     LAST,
@@ -39,6 +40,7 @@ _FAILOVER = HEADER_FAILOVER.encode()
 _WHOLE = b"\n\n\r\n"
 _LINE = re.compile(rb"\n: m (.*)")
 _DONE = b"\n" + LAST + b"\n"
+_GIVEN_UP = GIVEN_UP + b"\n"
 
 
 class _Problem(msgspec.Struct):
@@ -178,6 +180,11 @@ def resume_body(target: bytes, lost: str, exact: bool, state: str, body: bytes) 
 def has_ended(lines: bytes) -> bool:
     """Whether the last event of the stream is among them."""
     return lines.endswith(_DONE)
+
+
+def without_giving_up(lines: bytes) -> tuple[bytes, bool]:
+    """The lines to go on behind, and whether the replica said last that it gives the stream up: the request lost nobody."""
+    return lines.removesuffix(_GIVEN_UP), lines.endswith(_GIVEN_UP)
 
 
 def reason_of(body: bytes) -> str:

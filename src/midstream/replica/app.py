@@ -23,11 +23,12 @@ from midstream.core.errors import (
     MidstreamError,
     NotFound,
     ReplicaUnavailable,
+    StreamGivenUp,
     Unauthorized,
 )
 from midstream.core.headers import HEADER_BOOT, HEADER_IGNORED_FIELDS, HEADER_POLICY, HEADER_TOKEN
 from midstream.core.responses import ResponseAsked
-from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, read_resume
+from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
@@ -235,12 +236,15 @@ class InferenceExchange(TaskExchange):
 
     def _fail(self, error: MidstreamError) -> None:
         """A gateway's stream is broken off: the gateway resumes it on another replica or ends it, and counts what was lost with
-        the request."""
+        the request. It is told of one that is given up, which counts as no loss."""
         self._failed = type(error)
         error.shape = self._wire.errors
         if self._started and self._of_gateway and isinstance(error, ReplicaUnavailable):
-            self._outbox.take(self._client)
-            self._client.reset()
+            unwritten = self._outbox.take(self._client)
+            if isinstance(error, StreamGivenUp) and self._generation and self._generation.resumable:
+                self._client.end_short(unwritten + self._framed(given_up()))
+            else:
+                self._client.reset()
         else:
             super()._fail(error)
 

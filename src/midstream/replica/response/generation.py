@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from midstream.core.errors import EngineFailed, EngineLost
+from midstream.core.errors import EngineFailed, EngineLost, StreamGivenUp
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.core.versions import ServedNames
@@ -286,7 +286,7 @@ class Generation:
             self._service.on_engine_death(str(error))
             raise EngineLost("the engine stopped while it served this request") from error
         except StreamLost as error:
-            raise EngineLost(f"the engine gave this request up: {error}") from error
+            raise StreamGivenUp(f"the engine gave this request up: {error}") from error
         raise EngineFailed("the engine ended the request before every choice was complete")
 
     def _ended(self, prompt: int, event: GenerationEvent) -> None:
