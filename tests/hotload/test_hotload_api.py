@@ -625,7 +625,10 @@ def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
     serve(tmp_path, work)
 
 
-def write_adapter(server: Server, identity: str, config: str = "{}") -> None:
+LORA = '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}'
+
+
+def write_adapter(server: Server, identity: str, config: str = LORA) -> None:
     (server.bucket / identity).mkdir(parents=True)
     (server.bucket / identity / "adapter_config.json").write_text(config)
     (server.bucket / identity / "adapter_model.safetensors").write_bytes(b"weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 from openapi_answers import Checked
 from policies_taken_up import take_up_policies
-from test_hotload_api import DEPLOYMENT, Server
+from test_hotload_api import DEPLOYMENT, Server, write_adapter
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
@@ -85,6 +86,63 @@ def test_a_fork_of_files_that_are_gone_leaves_no_policy_and_a_fork_of_files_does
             answer = await server.http.post(POLICIES, json={"policy": name, "from": "red"})
             assert answer.status_code == 400, answer.text
         assert server.policies == ["blue", "green", "red"]
+
+    serve(tmp_path, work)
+
+
+GOOD = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"bias": "all"}, "bias is 'all', which is not served"),
+        ({"use_dora": True}, "use_dora is True, which is not served"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not served"),
+        ({"rank_pattern": {"(q|v)+_proj": 4}}, "rank_pattern has (q|v)+_proj"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', which is not served; 'LORA' is"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not served"),
+        ({"r": 512}, "r is 512, a number from 1 to 256 is expected"),
+        ({"target_modules": ["q_proj", "model.embed_tokens"]}, "target_modules has model.embed_tokens"),
+        ({"target_modules": [["q_proj"]]}, "target_modules has ['q_proj']"),
+        ({"exclude_modules": ["x"] * 10_001}, "exclude_modules has 10001 entries"),
+        (None, "is not valid JSON"),
+    ],
+)
+def test_an_adapter_that_no_engine_takes_is_refused_at_the_signal(
+    tmp_path: Path, said: dict[str, Any] | None, words: str
+) -> None:
+    """With the words that replicas have for it; and nothing is made for it."""
+
+    async def work(server: PolicyServer) -> None:
+        write_adapter(server, "red-1", "{" if said is None else json.dumps({**GOOD, **said}))
+        answer = await server.signal({"identity": "red-1", "policy": "red"})
+        assert refused(answer) == (400, "identity"), answer.text
+        assert "adapter_config.json: " in answer.json()["error"]["message"]
+        assert words in answer.json()["error"]["message"]
+        for path in LOADS:
+            told = {"lora_name": "red", "lora_path": str(server.bucket / "red-1")}
+            answer = await server.http.post(path, json=told)
+            assert refused(answer) == (400, "lora_path"), answer.text
+            assert words in answer.json()["error"]["message"]
+        assert server.policies == []
+        write_adapter(server, "red-2", json.dumps(GOOD))
+        assert (await server.signal({"identity": "red-2", "policy": "red"})).status_code == 200
+        assert server.policies == ["red"]
+
+    serve(tmp_path, work)
+
+
+def test_an_adapter_without_weights_that_are_read_is_refused_at_the_signal(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        write_adapter(server, "red-1", json.dumps(GOOD))
+        weights = server.bucket / "red-1" / "adapter_model.safetensors"
+        # As PEFT writes them where it is told not to use safetensors.
+        weights.rename(weights.with_name("adapter_model.bin"))
+        answer = await server.signal({"identity": "red-1", "policy": "red"})
+        assert refused(answer) == (400, "identity"), answer.text
+        assert "adapter_model.safetensors: is not there" in answer.json()["error"]["message"]
+        assert server.policies == []
 
     serve(tmp_path, work)
 

@@ -40,7 +40,6 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotCorrupt,
     SnapshotError,
-    SnapshotIncompatible,
     SnapshotMissing,
     SnapshotRefused,
 )
@@ -52,7 +51,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import read_body, whole_number
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
 from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
-from midstream.snapshots.adapter import check_sizes, is_adapter_listing
+from midstream.snapshots.adapter import check_found, is_adapter_listing
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
 
@@ -161,7 +160,7 @@ class _Api:
         named = "identity" if place is None or place.param == SOURCE_URL_HEADER else place.param
         found = await _found(url, bucket, named)
         state = await self._ledger.state(deployment.name)
-        _check_adapter(deployment, found, state, named)
+        _check_policy(deployment, found, state)
         signal = Signal(
             identity=body.identity,
             url=url,
@@ -280,9 +279,12 @@ def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
 
 
 async def _found(url: str, bucket: str, param: str = "identity") -> Found:
-    """The files at `url`, which are there before they are signalled. param: the field that names them."""
+    """The files at `url`, which are there before they are signalled. param: the field that names them.
+
+    Raises SnapshotRefused, also for an adapter that no replica would take; and ReplicaUnavailable.
+    """
     try:
-        return await find_snapshot(url, bucket)
+        found = await find_snapshot(url, bucket)
     except SnapshotMissing as error:
         raise SnapshotRefused(
             f"{error}; write the snapshot, then signal it (the server reads {public_url(bucket)})",
@@ -293,16 +295,18 @@ async def _found(url: str, bucket: str, param: str = "identity") -> Found:
         raise SnapshotRefused(str(error), param=param) from error
     except SnapshotError as error:
         raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
+    try:
+        # In a thread: a configuration of 1 MiB takes a while to be read.
+        await asyncio.to_thread(check_found, found.sizes, found.adapter_config)
+    except SnapshotError as error:
+        raise SnapshotRefused(f"{param}: {error}", param=param) from error
+    return found
 
 
-def _check_adapter(deployment: Deployment, found: Found, state: DeploymentState, param: str) -> None:
-    """Raises SnapshotRefused for an adapter that no replica reads, and for one that was meant for a policy."""
+def _check_policy(deployment: Deployment, found: Found, state: DeploymentState) -> None:
+    """Raises SnapshotRefused for an adapter that was meant for a policy."""
     if not is_adapter_listing(found.sizes):
         return
-    try:
-        check_sizes(found.sizes)
-    except SnapshotIncompatible as error:
-        raise SnapshotRefused(f"{param}: {error}", param=param) from error
     content = None if state.desired is None else state.desired.content
     # What is not known is not refused.
     is_one = content is None or is_adapter_listing({file.name for file in content})

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from midstream.core.errors import SnapshotIncompatible
+from midstream.core.errors import SnapshotIncompatible, SnapshotMissing
 from midstream.snapshots.layout import (
     INDEX_FILE,
     WEIGHTS_FILE,
     CheckpointSpec,
     TensorSpec,
+    parse_object,
     read_file_layout,
     read_json,
 )
@@ -127,6 +128,22 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         )
 
 
+def check_found(sizes: Mapping[str, int], config: bytes | None) -> None:
+    """Raise SnapshotError when no replica takes an adapter of these files, whatever its base is.
+
+    sizes: in bytes, by name. config: the configuration's bytes, if they were read. Of the weights nothing is read.
+    """
+    check_sizes(sizes)
+    if not is_adapter_listing(sizes):
+        return
+    if ADAPTER_WEIGHTS_FILE not in sizes:
+        raise SnapshotMissing(
+            f"{ADAPTER_WEIGHTS_FILE}: is not there; PEFT writes it with safe_serialization=True"
+        )
+    if config is not None:
+        _check_config(parse_object(ADAPTER_CONFIG_FILE, config))
+
+
 def is_adapter_listing(names: Collection[str]) -> bool:
     """As is_adapter, of the names of a directory's files."""
     checkpoint = WEIGHTS_FILE in names or INDEX_FILE in names
@@ -189,6 +206,17 @@ def _check_config(config: dict[str, Any]) -> None:
         raise SnapshotIncompatible(
             f"{ADAPTER_CONFIG_FILE}: lora_alpha is {shown_value(alpha)}, a number is expected"
         )
+    _check_patterns(config)
+    for target in _targets(config):
+        if not isinstance(target, str):
+            raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: target_modules has {shown_value(target)}")
+        if target.rpartition(".")[2] == "embed_tokens":
+            raise SnapshotIncompatible(
+                f"{ADAPTER_CONFIG_FILE}: target_modules has {shown(target)}; adapters of embeddings are not served"
+            )
+
+
+def _check_patterns(config: dict[str, Any]) -> None:
     for field in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(field) or {}
         good = _whole if field == "rank_pattern" else _number
@@ -415,20 +443,20 @@ def _of_pattern(patterns: _Patterns, module: str, default: Any) -> Any:
 
 def _check_targets(config: dict[str, Any], maps: Mapping[str, AdaptedMap], base: CheckpointSpec) -> None:
     """Every module that the configuration names by the end of its path is there. A file that was cut lacks some."""
-    targets = config.get("target_modules")
-    limited = any(config.get(field) for field in ("layers_to_transform", "layers_pattern", "exclude_modules"))
-    if not isinstance(targets, list) or limited:
-        return
-    for target in targets:
-        if not isinstance(target, str):
-            raise SnapshotIncompatible(f"{ADAPTER_CONFIG_FILE}: target_modules has {shown_value(target)}")
-    wanted = frozenset(targets)
+    wanted = frozenset(_targets(config))
     absent = [m for m in _linear_modules(base) if m not in maps and not wanted.isdisjoint(_ends(m))]
     if absent:
         raise SnapshotIncompatible(
             f"target_modules has {shown(absent[0].rsplit('.', 1)[-1])}, but the adapter has nothing for "
             f"{shown(absent[0])}{and_more(len(absent) - 1)}"
         )
+
+
+def _targets(config: dict[str, Any]) -> list[Any]:
+    """The modules that are adapted wherever they are, by the ends of their paths; none where the configuration says more."""
+    targets = config.get("target_modules")
+    limited = any(config.get(field) for field in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    return targets if isinstance(targets, list) and not limited else []
 
 
 def _linear_modules(base: CheckpointSpec) -> Iterator[str]:

@@ -202,7 +202,7 @@ def _parse_header(name: str, data: bytes, of_delta: bool) -> dict[str, Any]:
 
     of_delta: the caller says which tensor has metadata that is no text.
     """
-    header = _parse_object(name, data)
+    header = parse_object(name, data)
     if not data.startswith(b"{"):
         raise SnapshotCorrupt(f"{name}: its header does not begin with an object")
     metadata = header.get("__metadata__")
@@ -261,7 +261,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise SnapshotCorrupt(f"{name}: is larger than {MAX_JSON_BYTES} bytes")
-        return _parse_object(name, path.read_bytes())
+        return parse_object(name, path.read_bytes())
     except FileNotFoundError as error:
         raise SnapshotMissing(f"{name}: is not there") from error
     except OSError as error:
@@ -273,7 +273,9 @@ def _whole_number(digits: str) -> float:
     return -0.0 if digits == "-0" else int(digits)
 
 
-def _parse_object(name: str, data: bytes) -> dict[str, Any]:
+def parse_object(name: str, data: bytes) -> dict[str, Any]:
+    """The JSON object in a file's bytes. Raises SnapshotCorrupt, which names the file."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):

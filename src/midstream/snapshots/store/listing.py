@@ -22,6 +22,7 @@ from obstore.store import LocalStore
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.core.types import Content
+from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, CONFIG_BYTES_MAX, is_adapter_listing
 from midstream.snapshots.content import MANIFEST_BYTES_MAX, MANIFEST_FILE, parse_manifest, size_difference
 from midstream.snapshots.identity import file_url_path, parse_bucket, public_url
 from midstream.snapshots.layout import is_snapshot_file
@@ -68,11 +69,15 @@ class Listing:
 
 @dataclass(frozen=True)
 class Found:
-    """What a snapshot's directory holds. sizes: of its files, in bytes. content: by its manifest, if it has one."""
+    """What a snapshot's directory holds. sizes: of its files, in bytes. content: by its manifest, if it has one.
+
+    adapter_config: the bytes of an adapter's configuration. None: it is no adapter, or one whose configuration is too long.
+    """
 
     fingerprint: str
     sizes: Mapping[str, int]
     content: Content | None = None
+    adapter_config: bytes | None = None
 
 
 async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
@@ -144,7 +149,7 @@ async def snapshot_fingerprint(url: str) -> str:
 
 
 async def find_snapshot(url: str, bucket: str | None = None) -> Found:
-    """What the directory at `url` holds now. Reads no file but the manifest.
+    """What the directory at `url` holds now. Reads no file but the manifest and an adapter's configuration.
 
     bucket: no link may lead out of it. Raises SnapshotMissing when no snapshot file is there, SnapshotCorrupt when the
     manifest is invalid or not of these files, SnapshotError when the store does not answer.
@@ -158,9 +163,16 @@ async def find_snapshot(url: str, bucket: str | None = None) -> Found:
             content = await _manifest(listing)
             if content is not None and (other := size_difference(content, sizes)) is not None:
                 raise SnapshotCorrupt(f"{public_url(url)}: is not what its {MANIFEST_FILE} says: {other}")
-            return Found(listing.fingerprint, sizes, content)
+            return Found(listing.fingerprint, sizes, content, await _adapter_config(listing, sizes))
     except TimeoutError:
         raise SnapshotError(f"{public_url(url)}: did not answer within {FINGERPRINT_S_MAX:g} s") from None
+
+
+async def _adapter_config(listing: Listing, sizes: Mapping[str, int]) -> bytes | None:
+    """Raises SnapshotCorrupt, SnapshotError."""
+    if not is_adapter_listing(sizes) or sizes[ADAPTER_CONFIG_FILE] > CONFIG_BYTES_MAX:
+        return None
+    return await read_beginning(listing, ADAPTER_CONFIG_FILE, CONFIG_BYTES_MAX)
 
 
 def check_inside(url: str, bucket: str, names: Iterable[str] | None = None) -> None:
