@@ -323,6 +323,8 @@ class FakeVllm:
         # Bytes in an HTTP chunk; 0: whole events.
         self.cut = 0
         self.healthy = True
+        # It runs with --scheduling-policy priority.
+        self.by_priority = False
         # It runs with --enable-prompt-tokens-details.
         self.tells_cached = True
         # Its engine core, or a worker, stands still: only its API process answers.
@@ -500,6 +502,7 @@ class FakeVllm:
         model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
         lora = {"max_loras": self.places} if self.places else None
         config: dict[str, Any] = {"model_config": model, "lora_config": lora}
+        config["scheduler_config"] = {"policy": "priority" if self.by_priority else "fcfs"}
         if self.cpu:
             config["device_config"] = {"device": "cpu"}
             config["parallel_config"] = {"worker_extension_cls": WORKER}
@@ -530,6 +533,12 @@ class FakeVllm:
     ) -> None:
         if self.refuse is not None:
             _answer(writer, *self.refuse)
+            await reader.read()
+            return
+        if body.get("priority", 0) and not self.by_priority:
+            _answer(
+                writer, 400, {"error": {"message": "Got priority but Priority scheduling is not enabled."}}
+            )
             await reader.read()
             return
         if body["model"] not in (OWN, *self.adapters):

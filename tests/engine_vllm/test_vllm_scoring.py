@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fake_vllm import logprob_at, route_bytes, until, weights_of
+from fake_vllm import FakeVllm, logprob_at, route_bytes, until, weights_of
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import TokenRecord
+from midstream.engine.vllm.protocol import NOT_FINITE
 from midstream.engine.vllm.requests import TRIES
 
 PROMPT = tuple(range(20, 32))
@@ -34,6 +35,31 @@ def test_records_of_the_last_tokens_of_a_prompt(tmp_path: Path, count: int, rout
             assert {r.snapshot for r in records} == {"base"}
             assert {r.sampling_logprob for r in records} == {None}
             assert (reading.finishes, fake.requests) == ({0: "length"}, [])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_a_check_goes_before_all_other_requests_where_the_server_goes_by_priority(
+    tmp_path: Path, by_priority: bool
+) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        fake.by_priority = by_priority
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=set_up) as (engine, fake):
+            for name, urgent in (("canary", True), ("echo", False)):
+                asked = asking(name, PROMPT, max_tokens=0, prompt_records=3, urgent=urgent)
+                assert len(prompt_of(await Reading(engine, asked).ended())) == 1
+            _, (stream,) = await begun(engine, fake, asking())
+            # A token that is not finite is followed by a prompt of the replica's own.
+            stream.sample()
+            stream.write([(0, NOT_FINITE)])
+            await until(lambda: len(fake.scores) == 3)
+            bodies = [request.body for request in (*fake.scores, stream)]
+            assert [body.get("priority") for body in bodies] == (
+                [-1, None, -1, None] if by_priority else [None] * 4
+            )
 
     asyncio.run(main())
 

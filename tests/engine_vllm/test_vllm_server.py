@@ -18,7 +18,7 @@ from stubserver import Fake, running, until
 from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import server as server_module
-from midstream.engine.vllm.arguments import adapter_places, command_line, environment
+from midstream.engine.vllm.arguments import adapter_places, by_priority, command_line, environment
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 
 MODEL = Path("/models/tiny")
@@ -504,7 +504,7 @@ class TestArguments:
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8001"),
             *("--generation-config", "vllm", "--enable-scale-out", "--enable-prompt-tokens-details"),
             *("--disable-uvicorn-access-log", "--structured-outputs-config", '{"backend": "guidance"}'),
-            *("--max-logprobs", "21", "--seed", "7"),
+            *("--max-logprobs", "21", "--seed", "7", "--scheduling-policy", "priority"),
         ]
 
     @pytest.mark.parametrize(
@@ -514,6 +514,7 @@ class TestArguments:
             (("--seed=-3",), "--seed"),
             (("--seed", "-3"), "--seed"),
             (("--max_logprobs", "50"), "--max-logprobs"),
+            (("--scheduling_policy=fcfs",), "--scheduling-policy"),
             (("--structured-outputs-config.backend", "xgrammar"), "--structured-outputs-config"),
             (("--no-disable-uvicorn-access-log",), "--disable-uvicorn-access-log"),
         ],
@@ -522,6 +523,11 @@ class TestArguments:
         line = self.line(*args)
         assert line[-len(args) :] == list(args)
         assert ours not in line[: -len(args)]
+
+    def test_it_goes_by_priority_unless_the_user_says_otherwise(self) -> None:
+        assert by_priority(())
+        assert by_priority(("--scheduling-policy", "priority"))
+        assert not by_priority(("--seed", "3", "--scheduling_policy=fcfs"))
 
     @pytest.mark.parametrize(
         ("args", "said"),

@@ -38,7 +38,7 @@ def faulty(
     with monkeypatch.context() as patch:
         if "hang" in kind:
             patch.setattr(swap_module, "CALL_S_MAX", 0.3)
-            patch.setattr(swap_module, "PAUSE_S_MAX", 0.3)
+            patch.setattr(swap_module, "STEP_S_MAX", 0.3)
             patch.setattr(engine._control, "_load_s_max", 0.3)
         yield
     fake.heal()

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fake_vllm import FakeVllm, until, write_weights
+from fake_vllm import LOAD, FakeVllm, until, write_adapter, write_weights
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.config import VllmSettings
@@ -162,6 +162,48 @@ def test_a_load_that_takes_long_is_no_silence(tmp_path: Path) -> None:
             gate.set()
             assert (await committing).snapshot == "step-1"
             await swap(engine, tmp_path, 2)
+
+    asyncio.run(main())
+
+
+def test_a_long_prompt_that_is_scored_on_a_cpu_takes_its_time(tmp_path: Path) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        fake.cpu = True
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=set_up, silence_s_max=1.0) as (engine, fake):
+            reasons: list[str] = []
+
+            async def died(reason: str) -> None:
+                reasons.append(reason)
+
+            engine.on_death(died)
+            fake.hold_scores = True
+            prompt = [5] * int(2 * CPU_PROMPT_TOKENS_PER_S)
+            scored = Reading(engine, asking("echo", prompt, max_tokens=0, prompt_records=3))
+            await until(lambda: fake.scores)
+            hung(fake)
+            await until(lambda: reasons or engine.silent_s() > 1.8, "longer than it may be silent")
+            assert reasons == []
+            fake.hung = False
+            fake.scores[0].gate.set()
+            assert (await scored.ended()).finishes == {0: "length"}
+
+    asyncio.run(main())
+
+
+def test_an_adapter_is_loaded_behind_a_step_that_takes_longer_than_the_load_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=4, silence_s_max=4.0) as (engine, fake):
+            monkeypatch.setattr("midstream.engine.vllm.swap.LOAD_S", 0.1)
+            fake.gates[LOAD] = step = asyncio.Event()
+            staging = asyncio.create_task(engine.slot("p").stage("a", write_adapter(tmp_path / "a", 3)))
+            await until(lambda: staging.done() or engine.silent_s() > 0.5, "longer than a load may take")
+            step.set()
+            await staging
+            assert (await engine.slot("p").commit("a")).snapshot == "a"
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ LACKS = {
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws anew",
     "near_ties": "vLLM does not return what a router or a filter chose by",
-    "priorities": "its scheduler goes by arrival, unless its own flags say otherwise",
+    "priorities": "only midstream's own checks go before others there",
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "frozen_check": "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens",
     "policy_crossing": "vLLM ends a request with the adapter that it began with",
@@ -54,6 +54,8 @@ def vllm_card(version: str, *, routes: bool, no_policies: str = NO_LORA) -> Engi
 MAX_LOGPROBS = 21
 #: Grammars are in the dialect of this backend.
 STRUCTURED = json.dumps({"backend": "guidance"})
+#: vLLM takes requests in the order of their priorities, lower ones first, and equal ones in the order of arrival.
+POLICY_FLAG, BY_PRIORITY = "scheduling-policy", "priority"
 MODULE = "vllm.entrypoints.openai.api_server"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -134,6 +136,11 @@ def adapter_places(args: Sequence[str]) -> int:
     return int(value)
 
 
+def by_priority(args: Sequence[str]) -> bool:
+    """Whether a server that is started with these further flags goes by priority."""
+    return dict(given_flags(args)).get(POLICY_FLAG, BY_PRIORITY) == BY_PRIORITY
+
+
 def _is_flag(arg: str) -> bool:
     return arg.startswith("-") and not arg[1:2].isdigit() and len(arg) > 1
 
@@ -164,6 +171,7 @@ def command_line(
         "structured-outputs-config": STRUCTURED,
         "max-logprobs": str(MAX_LOGPROBS),
         "seed": str(seed),
+        POLICY_FLAG: BY_PRIORITY,
     }
     if is_cpu_build(python):
         ours[WORKER_FLAG] = WORKER

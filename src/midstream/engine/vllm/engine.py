@@ -88,12 +88,15 @@ class VllmEngine(ServerLife):
     async def _score(self, run: VllmRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or the reason why there are none."""
         scorer = self._scorer(run.weights)
+        run.scoring = len(run.request.prompt)
         try:
             return await self._boot.while_alive(scorer.score(run.request, self._salt(run)[0]))
         except (CallFailed, WrongWeights) as error:
             reason = f"vLLM did not score the prompt: {error}"
             await self._check_alive(reason)
             return reason
+        finally:
+            run.scoring = 0
 
     async def _begin(self, run: VllmRequest, index: int, prompt: tuple[TokenRecord, ...] | None) -> None:
         """Send one choice to the server, unless it was ended meanwhile."""

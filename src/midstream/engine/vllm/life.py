@@ -239,7 +239,8 @@ class ServerLife(Engine):
         self._staging.close()
 
     def _scorer(self, weights: Weights) -> Scorer:
-        return Scorer(self._server.url, self._server.headers, weights.epochs, self._shape, weights.name)
+        server, epochs, name = self._server, weights.epochs, weights.name
+        return Scorer(server.url, server.headers, epochs, self._shape, name, by_priority=server.by_priority)
 
     async def _check_finite(self, reason: str) -> None:
         """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
@@ -300,6 +301,7 @@ class ServerLife(Engine):
     def _work(self) -> Work:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
         prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
+        prompts += sum(run.scoring for run in self._requests.values())
         due = not self._paused and any(choice.labels.count for choice in choices)
         return Work(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
 

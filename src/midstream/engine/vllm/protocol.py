@@ -22,6 +22,8 @@ PATH = "/inference/v1/generate"
 GREEDY_BELOW, TEMPERATURE_MIN = 1e-5, 1e-2
 #: vLLM's value for a log-probability that is NaN or -inf.
 NOT_FINITE = -9999.0
+#: Of midstream's own checks, at a server that goes by priority. Other requests have 0.
+URGENT = -1
 #: In bytes. The routes of a long sequence take some 20 MB.
 LINE_MAX = 1 << 28
 #: Characters of an error that are shown.
@@ -291,12 +293,14 @@ def body(
     prompt_logprobs: int | None = None,
     max_tokens: int | None = None,
     routes_start: int | None = None,
+    by_priority: bool = False,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
     salt: of the prefix cache, or "". vLLM takes at most 128 characters, none of them @ / \\ or NUL.
     prompt_logprobs: score the prompt with that many alternatives, not in a stream. vLLM then reads nothing from its cache.
     max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
+    by_priority: the server goes by priority; one that does not refuses them.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -318,6 +322,8 @@ def body(
         fields["stream_options"] = {"include_usage": True}
     if salt:
         fields["cache_salt"] = salt
+    if by_priority and request.urgent:
+        fields["priority"] = URGENT
     if request.grammar is not None:
         # The grammar holds from the first token, also where vLLM has a reasoning parser.
         fields["reasoning_ended"] = True

@@ -39,9 +39,12 @@ class WrongWeights(Exception):
 
 
 class Scorer:
-    """model: its name at the server."""
+    """model: its name at the server. by_priority: the server goes by priority."""
 
-    def __init__(self, url: str, headers: str, epochs: Epochs, shape: Shape, model: str) -> None:
+    def __init__(
+        self, url: str, headers: str, epochs: Epochs, shape: Shape, model: str, *, by_priority: bool = False
+    ) -> None:
+        self._by_priority = by_priority
         self._url = url
         self._headers = headers
         self._epochs = epochs
@@ -65,6 +68,7 @@ class Scorer:
             prompt_logprobs=request.top_logprobs,
             max_tokens=1,
             routes_start=first if request.want_routes else None,
+            by_priority=self._by_priority,
         )
         for _ in range(TRIES):
             epoch = self._epochs.now
@@ -314,6 +318,8 @@ class VllmRequest(RequestEvents):
         super().__init__(request)
         self.weights = weights
         self.choices: dict[int, ChoiceStream] = {}
+        # Prompt tokens that are being scored.
+        self.scoring = 0
         # Events that nobody may see yet; None when all may be seen.
         self._kept_back: list[GenerationEvent] | None = None
 

@@ -32,6 +32,7 @@ from midstream.engine.vllm.arguments import (
     WORKER_DIR,
     WORKER_FLAG,
     adapter_places,
+    by_priority,
     command_line,
     environment,
     given_flags,
@@ -155,6 +156,8 @@ class VllmServer:
         self.adapter_places, self.no_adapters = 0, NO_LORA
         self._packs_experts = True
         self.on_cpu = False
+        # Requests may have priorities.
+        self.by_priority = False
 
     def __repr__(self) -> str:
         kind = "attached" if self._attached else f"pid={self.pid}"
@@ -236,7 +239,7 @@ class VllmServer:
         command = command_line(self._python, self._model_dir, self.served_name, port, seed, args)
         self.adapter_places = adapter_places(args)
         self.no_adapters = "" if self.adapter_places else NO_LORA
-        self.on_cpu = is_cpu_build(self._python)
+        self.on_cpu, self.by_priority = is_cpu_build(self._python), by_priority(args)
         own = self._settings.env
         env = environment(
             os.environ, own, self._python, self._cores, self._gpus, adapters=bool(self.adapter_places)
@@ -333,6 +336,7 @@ class VllmServer:
         self.on_cpu = config.device_config.device == "cpu"
         self._packs_experts = not self.on_cpu or worker == WORKER
         self.adapter_places, self.no_adapters = config.adapter_places, config.no_adapters(paths)
+        self.by_priority = config.by_priority
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises ServerFailed when the server would compute wrongly with weights that are loaded in place."""

@@ -1,7 +1,7 @@
 """What a running vLLM server says about itself in `/server_info`, read where midstream did not choose its flags.
 
 Owns: which settings of vLLM are read, and the flags that an attached server must have been started with.
-Always holds: a setting that a version of vLLM does not report counts as right. Every flag that is missing is named at once.
+Always holds: a flag whose setting a version of vLLM does not report counts as given. All that are missing are named at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.engine.vllm.arguments import LORA_VARIABLE, MAX_LOGPROBS, NO_LORA, STRUCTURED
+from midstream.engine.vllm.arguments import BY_PRIORITY, LORA_VARIABLE, MAX_LOGPROBS, NO_LORA, STRUCTURED
 
 PATH = "/server_info?config_format=json"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
@@ -44,12 +44,22 @@ class StructuredConfig(msgspec.Struct, frozen=True):
     backend: str | None = None
 
 
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    policy: str = ""
+
+
 class Config(msgspec.Struct, frozen=True):
     model_config: ModelConfig = ModelConfig()
     device_config: DeviceConfig = DeviceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     lora_config: LoraConfig | None = None
     structured_outputs_config: StructuredConfig = StructuredConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def by_priority(self) -> bool:
+        """Whether requests may have priorities. Elsewhere vLLM refuses them."""
+        return self.scheduler_config.policy == BY_PRIORITY
 
     @property
     def adapter_places(self) -> int:

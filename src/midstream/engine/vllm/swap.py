@@ -63,6 +63,7 @@ async def score(scorer: Scorer, vocab_size: int, context: int) -> list[float]:
         prompt=prompt,
         sampling=SamplingParams(max_tokens=0),
         prompt_records=len(prompt),
+        urgent=True,
     )
     records = await scorer.score(request, secrets.token_hex(16))
     if isinstance(records, str):
@@ -74,8 +75,9 @@ logger = logging.getLogger(__name__)
 
 #: For calls that the server answers at once.
 CALL_S_MAX = 10.0
-#: A pause waits for the running step, at worst that of a long prompt. Once the server serves, watch.py ends one that hangs.
-PAUSE_S_MAX = 60.0
+#: What vLLM does between two steps waits for the running one, at worst that of a long prompt. Once the server serves, watch.py
+#: ends one that hangs.
+STEP_S_MAX = 60.0
 #: A load of files may take a fixed time, and the time to read them from a slow disk.
 LOAD_S, LOAD_BYTES_PER_S = 8.0, 50e6
 #: Round trips through vLLM's API process and its engine, between the pause and the switch. Before it answers the first one, the
@@ -118,7 +120,7 @@ class Control:
         Returns when nothing is computed any more and everything that was sampled has been sent.
         """
         clear = "true" if clear_cache else "false"
-        await self._post(f"/pause?mode=keep&clear_cache={clear}", None, PAUSE_S_MAX)
+        await self._post(f"/pause?mode=keep&clear_cache={clear}", None, STEP_S_MAX)
         for _ in range(BARRIER):
             status, body = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
             if status != 200 or _read(body).get("is_paused") is not True:
@@ -138,6 +140,7 @@ class Control:
         await self._post("/resume", None, CALL_S_MAX)
 
     async def reload(self, directory: Path) -> None:
+        """In a pause, or before anything runs."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._load("/collective_rpc", body, directory)
 
@@ -147,7 +150,7 @@ class Control:
     async def load_adapter(self, name: str, directory: Path) -> None:
         """vLLM reads the files of `directory` between two steps, and perhaps again later."""
         body = {"lora_name": name, "lora_path": str(directory)}
-        await self._load("/v1/load_lora_adapter", body, directory)
+        await self._load("/v1/load_lora_adapter", body, directory, STEP_S_MAX)
 
     async def unload_adapter(self, name: str) -> None:
         """No request can name it any more; those that run go on."""
@@ -158,10 +161,11 @@ class Control:
         body = json.dumps({"method": "check_health"}).encode()
         await call(self._url, "POST", "/collective_rpc", body, timeout_s, self._headers)
 
-    async def _load(self, path: str, body: object, directory: Path) -> None:
+    async def _load(self, path: str, body: object, directory: Path, step_s_max: float = 0.0) -> None:
+        """step_s_max: how long the running step may take first."""
         seconds = await asyncio.to_thread(load_s, directory, self._load_s_max)
         with self._held_up(seconds):
-            await self._post(path, body, seconds)
+            await self._post(path, body, step_s_max + seconds)
 
     async def _post(self, path: str, body: object, timeout_s: float) -> None:
         data = b"" if body is None else json.dumps(body).encode()
