@@ -307,3 +307,19 @@ def test_an_engine_that_dies_while_it_is_checked_is_a_new_boot(tmp_path: Path) -
         )
 
     play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
+def test_a_swap_opens_no_gate_of_a_replica_that_takes_no_more_requests(
+    tmp_path: Path, transition: str
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.stage_gate.clear()
+        replica.desire(wanted("v1", 7, transition=transition))
+        await until(replica, lambda: replica.driver.machine.stage is Stage.STAGING)
+        await replica.drained()
+        engine.stage_gate.set()
+        await at(replica, "v1", Stage.IDLE)
+        assert replica.gate.door is Door.DOWN
+
+    play(tmp_path, scenario)

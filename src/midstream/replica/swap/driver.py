@@ -349,20 +349,24 @@ class SwapDriver:
             await self._turn.wait()
 
     def _open(self) -> None:
-        """Newcomers may enter, unless what serves failed its check. A gate that is down stays so: the boot is over."""
+        """Newcomers may enter, unless what serves failed its check."""
+        self._move_door(Door.OPEN if self.machine.sound else Door.UNSOUND)
+
+    def _move_door(self, door: Door) -> None:
+        """A gate that is down stays so: the boot is over, or the replica takes no more requests."""
         if self._gate.door is not Door.DOWN:
-            self._gate.set(Door.OPEN if self.machine.sound else Door.UNSOUND)
+            self._gate.set(door)
 
     async def _switch(self, desired: Desired, contents: tuple[SnapshotContent, ...]) -> SwapTiming:
         """Sync: close the gate and wait for all requests. Async: wait for pinned ones in the way. Then hold newcomers until
         the engine has switched, and where it could not prove the weights before, until they are checked."""
         try:
             if desired.transition == "SYNC":
-                self._gate.set(Door.CLOSED)
+                self._move_door(Door.CLOSED)
                 await self._drained(desired)
             else:
                 await self._unpinned(desired)
-                self._gate.set(Door.HELD)
+                self._move_door(Door.HELD)
             self._made(Event.COMMIT)
             # As it was told last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
