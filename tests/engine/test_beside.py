@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -21,11 +22,13 @@ from transformers import AutoModelForCausalLM
 from midstream.core.config import EngineSettings
 from midstream.core.errors import SnapshotNotFinite
 from midstream.core.types import EngineStats, SwapTiming
+from midstream.engine.base import StagingFailed
 from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded import loading
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.background import DROPPED, NICENESS, Background, Stager, digest
 from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.engine import _PolicySlot
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
 from midstream.engine.embedded.loop import CALM_STEPS, EngineLoop
 from midstream.engine.embedded.model_runner import dispose
@@ -201,7 +204,7 @@ class Steps:
     def stage(self, directory: Path) -> Any:
         return None
 
-    def commit(self, snapshot: str, policy: str) -> SwapTiming:
+    def commit(self, snapshot: str, *_: object) -> SwapTiming:
         self.log.append("commit")
         self.retired.append("old")
         return SwapTiming(snapshot=snapshot, pause_ms=0.0, streams_crossed=1)
@@ -274,3 +277,24 @@ def test_an_urgent_request_is_the_replicas_own_and_no_users_tokens(tiny_model: C
     assert (core.stats().prompt_tokens, core.stats().cached_prompt_tokens) == (0, 0)
     run(core, [request("user", range(1, 9), max_tokens=2)])
     assert (core.stats().prompt_tokens, core.stats().generated_tokens) == (8, 2)
+
+
+def test_what_was_announced_for_a_commit_that_is_refused_holds_for_no_later_one() -> None:
+    """Labels of other snapshots would change with it."""
+    made: list[m.Command] = []
+
+    async def call(build: Callable[[int], m.Command]) -> m.Done:
+        made.append(build(len(made) + 1))
+        if len(made) == 1:
+            raise StagingFailed("it is not the staged snapshot")
+        return m.Done(len(made), timing=SwapTiming(snapshot="s3", pause_ms=0.0))
+
+    async def main() -> None:
+        slot = _PolicySlot("p", call, made.append)
+        slot.announce("its files", [("s2", "s2@1")])
+        with pytest.raises(StagingFailed):
+            await slot.commit("s2")
+        await slot.commit("s3")
+
+    asyncio.run(main())
+    assert made == [m.Commit(1, "s2", "p", "its files", (("s2", "s2@1"),)), m.Commit(2, "s3", "p")]

@@ -473,9 +473,9 @@ def test_kv_of_several_loads_of_one_snapshot_is_one_span_unless_its_files_were_o
         )
     )
 
-    def commit(name: str, seed: int) -> None:
+    def commit(name: str, seed: int, *renamed: tuple[str, str]) -> None:
         core.set_staged(core.stage(tiny_model(seed=seed)))
-        core.commit(name)
+        core.commit(name, "", f"files {seed}", renamed)
 
     commit("s2", 1)
     told, step = [], 0
@@ -485,13 +485,13 @@ def test_kv_of_several_loads_of_one_snapshot_is_one_span_unless_its_files_were_o
         if step == 5:
             # Nothing is computed under it.
             commit("s1", 2)
-            if overwritten:
-                core.store.overwritten("", "s2", "s2@1")
-            assert core.snapshots == ["base", "s2", "s1"], "a label changes with the next commit"
-            commit("s2", 3 if overwritten else 1)
+            assert core.snapshots == ["base", "s2", "s1"]
+            commit("s2", 3 if overwritten else 1, *[("s2", "s2@1")] * overwritten)
     spans = [("s2@1", 0, 24), ("s2", 24, 39)] if overwritten else [("s2", 0, 39)]
     assert list(told[-1].kv_snapshots or ()) == spans
     assert [event.renamed for event in told if event.renamed] == [(("s2", "s2@1"),)] * overwritten
+    files = [event.kv_files for event in told]
+    assert (files[0], files[-1]) == ("files 1", "files 3" if overwritten else "files 1")
     # What a later request is told is of the new files from its first event on.
     core.add(msgspec.structs.replace(request("later", prompt, max_tokens=2), want_kv_snapshots=True))
     while not core.idle:

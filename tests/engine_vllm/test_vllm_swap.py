@@ -309,3 +309,30 @@ def test_repr_says_what_serves(tmp_path: Path) -> None:
             assert "step-1" in repr(engine)
 
     asyncio.run(main())
+
+
+def test_events_say_of_which_files_kv_is_and_what_a_refused_commit_announced_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+
+            async def files(name: str) -> list[str]:
+                reading, (request,) = await begun(
+                    engine, fake, asking(name, salt=name.encode(), want_kv_snapshots=True)
+                )
+                request.to_the_end()
+                return [event.kv_files for event in (await reading.ended()).events if event.kv_snapshots]
+
+            assert set(await files("base")) == {""}
+            engine.announce("refused", ())
+            with pytest.raises(StagingFailed):
+                await engine.commit("nothing is staged")
+            await swap(engine, tmp_path, 1)
+            assert set(await files("not announced")) == {""}
+            await engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+            engine.announce("its files", ())
+            await engine.commit("step-2")
+            assert set(await files("announced")) == {"its files"}
+
+    asyncio.run(main())

@@ -129,6 +129,8 @@ class FakeEngine(Engine):
         self.cached_tokens = 3
         self.fail_after: int | None = None
         self.dead_end_after: int | None = None
+        #: What the files of what serves are.
+        self.files = self._announced = ""
         self.die_after: int | None = None
         self.death: EngineDied | StreamLost = EngineDied("killed by the test")
         self.stop_short = False
@@ -248,6 +250,7 @@ class FakeEngine(Engine):
                 index=index,
                 cached_tokens=self.cached_tokens,
                 kv_snapshots=((request.snapshot or self.serving, 0, known),) if tells_kv else None,
+                kv_files=self.files if tells_kv else "",
                 queued_s=0.25,
                 prompt=tuple(
                     record(request.prompt[p], p, request, request.snapshot or self.serving, prompt=True)
@@ -347,6 +350,10 @@ class FakeEngine(Engine):
     def drop_staged(self) -> None:
         self.staged = None
 
+    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
+        self.calls += [f"overwritten {name} {label}" for name, label in overwritten]
+        self._announced = files
+
     async def commit(self, snapshot: str) -> SwapTiming:
         self.calls.append(f"commit {snapshot}")
         self.committing.set()
@@ -357,7 +364,7 @@ class FakeEngine(Engine):
             raise EngineDied("closed")
         if self.staged != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
-        self.serving, self.staged = snapshot, None
+        self.serving, self.staged, self.files = snapshot, None, self._announced
         self.holds.add(snapshot)
         self._free()
         self.switches.append(snapshot)

@@ -89,21 +89,17 @@ def test_what_a_name_means_changes_when_the_switch_is_made_and_is_the_same_on_ev
     assert other.files("s2") == before
     one.switching(wanted("s2", 6, B), (), machine)
     assert one.files("s2") == before, "the engine may refuse to switch"
+    assert one.coming("s2") not in ("", before)
     one.switched()
     assert one.files("s2") not in ("", before)
     assert one.files("s9") == ""
-
-
-class Renaming(FakeEngine):
-    def overwritten(self, snapshot: str, label: str) -> None:
-        self.calls.append(f"overwritten {snapshot} {label}")
 
 
 def test_an_engine_hears_of_an_overwritten_snapshot_right_before_it_commits_the_next(
     tmp_path: Path,
 ) -> None:
     async def main() -> list[str]:
-        engine, source = Renaming("hello"), FakeSource()
+        engine, source = FakeEngine("hello"), FakeSource()
         replica = make_replica(tmp_path, engine, source)
         await replica.start()
         for name, generation, content in (("s2", 1, A), ("s1", 2, B), ("s2", 3, A), ("s2", 4, B)):

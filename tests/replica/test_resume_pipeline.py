@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, write_tokenizer
+from test_replica_meanings import A, B, wanted
 from test_replica_tool_api import CALLS, TOOLS, USER, tokens, write_tool_model
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST
@@ -27,7 +28,7 @@ from midstream.core.resumption import (
     ResumeLogReader,
     snapshot_to_resume_under,
 )
-from midstream.core.types import GenerationEvent
+from midstream.core.types import GenerateRequest, GenerationEvent, SwapTiming
 from midstream.engine.base import StreamLost
 from midstream.models.tiny_moe import TOKEN_ID
 from midstream.replica.response.resume import Continued
@@ -570,3 +571,67 @@ def test_kv_of_two_snapshots_cannot_be_computed_again(other: str) -> None:
     with pytest.raises(CannotResume, match="swapped behind"):
         snapshot_to_resume_under(crossed)
     assert snapshot_to_resume_under(crossed + '\n{"c":0,"finish":"stop","over":true}') is None
+
+
+class SlowToSay(FakeEngine):
+    """It has switched before it says so. first: what the first event of every request waits for."""
+
+    def __init__(self) -> None:
+        super().__init__("hello ")
+        self.tells_kv = True
+        self.says, self.first = asyncio.Event(), asyncio.Event()
+        self.says.set()
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        timing = await super().commit(snapshot)
+        await self.says.wait()
+        return timing
+
+    async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        await self.first.wait()
+        async for event in super()._events(request):
+            yield event
+
+
+def test_the_log_says_of_which_files_kv_is_before_the_engine_has_told_of_its_switch(tmp_path: Path) -> None:
+    """Of a stream that waits in the engine while other files come under the name of what serves."""
+    path, body = BODIES["text"]
+
+    async def scenario(here: Running, _: Running) -> None:
+        engine, replica = cast(SlowToSay, here.engine), here.replica
+
+        async def loaded(generation: int) -> str:
+            await here.until(lambda: replica.report().generation == generation and replica.driver.resting)
+            return replica.driver.meanings.files("s")
+
+        replica.desire(wanted("s", 1, A))
+        old = await loaded(1)
+        engine.says.clear()
+        asked = asyncio.create_task(stream(here, path, body))
+        await here.until(lambda: engine.requests)
+        replica.desire(wanted("s", 2, B))
+        await here.until(lambda: engine.switches == ["s", "s"])
+        engine.first.set()
+        told = ResumeLogReader(state_of(await asked)).files([])
+        engine.says.set()
+        new = await loaded(2)
+        assert (told, old != new) == ({new}, True)
+
+    play(tmp_path, scenario, SlowToSay)
+
+
+def test_kv_that_is_computed_again_under_other_files_of_the_name_is_refused() -> None:
+    """The engine had switched to them before the replica, which looked before, heard of it."""
+    opening = '{"id":"i","created":1,"seed":7,"prompts":"d"}'
+    state = f'{opening}\n{{"c":0,"t":[1],"s":"a","kv":[["a",0,4]],"files":"x"}}'
+    checked = SimpleNamespace(stream=True, cumulative=False, raw_output=False)
+    resume = Resume("/v1/completions", "replica-0", True, state, msgspec.Raw(b"{}"))
+    for files in ("x", "", "y"):
+        continued = Continued(resume, cast(Any, checked), 1)
+        continued.check_snapshot("a", "x", [])
+        event = GenerationEvent(kv_snapshots=(("a", 0, 5),), kv_files=files)
+        if files == "y":
+            with pytest.raises(CannotResume, match="other files of 'a', which was overwritten"):
+                continued.check_kv(0, event, 4)
+        else:
+            continued.check_kv(0, event, 4)

@@ -13,7 +13,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -64,7 +64,7 @@ class Step(
 
     snapshot: the label of the tokens; "" for the same one as before. kv: which snapshots computed the choice's KV, as in
     GenerationEvent.kv_snapshots. over: the event was the last one of its choice. renamed: as in GenerationEvent. files: with
-    kv, what the files of its last span's snapshot are, comparable between replicas; "": not known.
+    kv, GenerationEvent.kv_files, which is comparable between replicas.
     """
 
     choice: int
@@ -99,11 +99,7 @@ _resume = msgspec.json.Decoder(Resume)
 class ResumeLogWriter:
     """Makes the lines of one stream."""
 
-    def __init__(
-        self, opening: Opening, choices: int, files_of: Callable[[str], str] = lambda snapshot: ""
-    ) -> None:
-        """files_of: of a snapshot, see Step.files."""
-        self._files_of = files_of
+    def __init__(self, opening: Opening, choices: int) -> None:
         self._opening: Opening | None = opening
         self._labels = [""] * choices
 
@@ -141,8 +137,7 @@ class ResumeLogWriter:
         label, ids = runs[-1] if runs else ("", [])
         changed = self._changed_label(choice, label)
         told = (event.cached_tokens, event.kv_snapshots, event.finish)
-        files = self._files_of(event.kv_snapshots[-1][0]) if event.kv_snapshots else ""
-        yield Step(choice, tuple(ids), changed, *told, over, event.renamed, files)
+        yield Step(choice, tuple(ids), changed, *told, over, event.renamed, event.kv_files)
 
     def _changed_label(self, choice: int, label: str) -> str:
         """The label, or "" if it is that of the tokens before."""
@@ -185,6 +180,7 @@ class ResumeLogReader:
                     tokens=tokens,
                     cached_tokens=step.cached,
                     kv_snapshots=step.kv,
+                    kv_files=step.files,
                     finish=step.finish,
                     renamed=step.renamed,
                 ),

@@ -146,7 +146,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return (self.emitted[choice] or ()) if self.emitted else ()
 
 
-class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine reports for one choice after a step.
 
     `finish` is set on the last event of the choice and only there. `error` ends the whole request: a message for the user; no
@@ -159,6 +159,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
         over prompt and generated tokens from position 0, end exclusive. It comes with the first event, with the last one,
         and after a change that is more than growth of the last span (a swap, a recomputation). The token reported last has
         no KV yet. Commits of one snapshot are one span.
+    kv_files: with kv_snapshots, what the files of the last span's snapshot are (Slot.announce); "": not known.
     renamed: (name, label) of snapshots whose weights are others by now: what was told under the name means the label.
     """
 
@@ -170,6 +171,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     error: str | None = None
     kv_snapshots: tuple[tuple[str, int, int], ...] | None = None
+    kv_files: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
 
 

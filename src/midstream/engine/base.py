@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
@@ -66,10 +66,14 @@ class Slot(abc.ABC):
         EngineDied. The timing's pause_ms runs from the end of the last step before the switch to the switch.
         """
 
-    def overwritten(self, snapshot: str, label: str) -> None:  # noqa: B027 - optional to override
-        """From the next commit on, what was committed under this name so far is told as `label`: its weights were others.
+    def announce(  # noqa: B027 - optional to override
+        self, files: str, overwritten: Sequence[tuple[str, str]]
+    ) -> None:
+        """What the next commit means; it is forgotten when that fails. Call it right before the commit. Returns at once.
 
-        Call it right before that commit. Returns at once. Events say it to running requests (GenerationEvent.renamed).
+        files: what the committed files are, for GenerationEvent.kv_files; equal for equal bytes. overwritten: (name, label) of
+        names whose weights were others so far: these are told as the label from the commit on. Events say it to running
+        requests (GenerationEvent.renamed).
         """
 
     def retain(self, snapshots: Collection[str]) -> None:  # noqa: B027 - optional to override

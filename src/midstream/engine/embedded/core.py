@@ -205,14 +205,23 @@ class EngineCore:
         """What neither serves nor will. Free it with `dispose`, on another thread, once nothing reads it."""
         return self.store.take_retired()
 
-    def commit(self, snapshot: str, policy: str = "") -> SwapTiming:
-        """Switch a policy's weights between two steps; its running sequences keep their KV."""
+    def commit(
+        self,
+        snapshot: str,
+        policy: str = "",
+        files: str = "",
+        overwritten: SequenceOf[tuple[str, str]] = (),
+    ) -> SwapTiming:
+        """Switch a policy's weights between two steps; its running sequences keep their KV.
+
+        files, overwritten: see engine.base.Slot.announce.
+        """
         track = self.store.policies.get(policy)
         crossed = sum(seq.track is track for seq in self.scheduler.running)
         # Frozen sequences stood still anyway.
         waited = crossed and not self.scheduler.frozen
         started = self._step_ended if waited else time.perf_counter()
-        self.store.commit(snapshot, policy)
+        self.store.commit(snapshot, policy, files, overwritten)
         pause_ms = (time.perf_counter() - started) * 1e3
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
 
@@ -385,7 +394,7 @@ class EngineCore:
         logger.info("%s/%d has come to a dead end: %s", seq.request.request_id, seq.index, seq.matcher.error)
         announced = seq.announced
         prompt, cached = (None, None) if announced else self._announce(seq)
-        kv_snapshots = self._provenance(seq, "dead_end") if seq.request.want_kv_snapshots else None
+        kv_snapshots, kv_files = self._provenance(seq, "dead_end")
         renamed = self._renamed(seq) if seq.request.want_kv_snapshots else ()
         self._finish(seq)
         return GenerationEvent(
@@ -395,6 +404,7 @@ class EngineCore:
             queued_s=None if announced else seq.queued_s,
             finish="dead_end",
             kv_snapshots=kv_snapshots,
+            kv_files=kv_files,
             renamed=renamed,
         )
 
@@ -422,7 +432,7 @@ class EngineCore:
         if announced and finish is None and kv_reported:
             # Nearly all events end here.
             return GenerationEvent(index=seq.index, tokens=tokens)
-        kv_snapshots = self._provenance(seq, finish) if request.want_kv_snapshots else None
+        kv_snapshots, kv_files = self._provenance(seq, finish)
         renamed = self._renamed(seq) if request.want_kv_snapshots else ()
         if finish is not None:
             self._finish(seq)
@@ -434,6 +444,7 @@ class EngineCore:
             queued_s=None if announced else seq.queued_s,
             finish=finish,
             kv_snapshots=kv_snapshots,
+            kv_files=kv_files,
             renamed=renamed,
         )
 
@@ -447,11 +458,11 @@ class EngineCore:
 
     def _provenance(
         self, seq: Sequence, finish: FinishReason | None
-    ) -> tuple[tuple[str, int, int], ...] | None:
-        """The snapshots that computed the sequence's KV; None when the last report still holds. Commits of one snapshot
-        are one span."""
-        if finish is None and seq.reported_epoch == seq.now:
-            return None
+    ) -> tuple[tuple[tuple[str, int, int], ...] | None, str]:
+        """The snapshots that computed the sequence's KV, and what the last one's files are; None and "" when the last report
+        still holds, or none is asked for. Commits of one snapshot are one span."""
+        if not seq.request.want_kv_snapshots or (finish is None and seq.reported_epoch == seq.now):
+            return None, ""
         size = self.pool.block_size
         slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
         # The last token's KV is there only where a choice ended without another token.
@@ -464,7 +475,8 @@ class EngineCore:
         starts = [at for n, at in enumerate(changes) if n == 0 or labels[n] != labels[n - 1]]
         ends = [*starts[1:], told]
         spans = zip(starts, ends, strict=True)
-        return tuple((self.snapshots[ordinals[start]], start, end) for start, end in spans)
+        named = tuple((self.snapshots[ordinals[start]], start, end) for start, end in spans)
+        return named, self.store.files[ordinals[-1]]
 
     def _append(
         self, seq: Sequence, record: TokenRecord, route: bytes | None, router_tie: int

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from midstream.core.config import EngineSettings
@@ -67,6 +67,7 @@ class _PolicySlot(Slot):
         self._policy = policy
         self._call = call
         self._send = send
+        self._announced: tuple[str, tuple[tuple[str, str], ...]] = ("", ())
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory), self._policy))
@@ -74,13 +75,14 @@ class _PolicySlot(Slot):
     def drop_staged(self) -> None:
         self._send(m.DropStaged(self._policy))
 
+    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
+        self._announced = (files, tuple(overwritten))
+
     async def commit(self, snapshot: str) -> SwapTiming:
-        done = await self._call(lambda call: m.Commit(call, snapshot, self._policy))
+        announced, self._announced = self._announced, ("", ())
+        done = await self._call(lambda call: m.Commit(call, snapshot, self._policy, *announced))
         assert done.timing is not None
         return done.timing
-
-    def overwritten(self, snapshot: str, label: str) -> None:
-        self._send(m.Overwritten(self._policy, snapshot, label))
 
     def retain(self, snapshots: Collection[str]) -> None:
         self._send(m.Retain(self._policy, tuple(snapshots)))
@@ -180,8 +182,8 @@ class EmbeddedEngine(Engine):
     async def commit(self, snapshot: str) -> SwapTiming:
         return await self._own.commit(snapshot)
 
-    def overwritten(self, snapshot: str, label: str) -> None:
-        self._own.overwritten(snapshot, label)
+    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
+        self._own.announce(files, overwritten)
 
     def retain(self, snapshots: Collection[str]) -> None:
         self._own.retain(snapshots)

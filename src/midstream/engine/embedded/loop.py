@@ -178,8 +178,6 @@ class EngineLoop:
                 self._answer(self._stager.drop(policy))
             case m.Commit():
                 self._commit(command)
-            case m.Overwritten(policy, snapshot, label):
-                self._core.store.overwritten(policy, snapshot, label)
             case m.Retain(policy, snapshots):
                 self._core.retain(policy, snapshots)
             case m.EndPolicy(policy):
@@ -240,7 +238,7 @@ class EngineLoop:
             self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({staged})"))
             return
         del self._staged[command.policy]
-        timing = self._core.commit(snapshot, command.policy)
+        timing = self._core.commit(snapshot, command.policy, command.files, command.overwritten)
         # The reply to a commit in the step before, of another policy, goes out first.
         self._send_committed()
         self._committed = m.Done(call, timing=timing)

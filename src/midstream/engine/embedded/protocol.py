@@ -63,17 +63,13 @@ class DropStaged(msgspec.Struct, tag=True, frozen=True):
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
+    """files, overwritten: see engine.base.Slot.announce."""
+
     call: int
     snapshot: str
     policy: str = ""
-
-
-class Overwritten(msgspec.Struct, tag=True, frozen=True):
-    """The label of what the policy committed under this name so far, from its next commit on. No Done answers it."""
-
-    policy: str
-    snapshot: str
-    label: str
+    files: str = ""
+    overwritten: tuple[tuple[str, str], ...] = ()
 
 
 class Retain(msgspec.Struct, tag=True, frozen=True):
@@ -109,7 +105,6 @@ Command = (
     | StageSnapshot
     | DropStaged
     | Commit
-    | Overwritten
     | Retain
     | EndPolicy
     | Pause

@@ -10,7 +10,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,7 +59,8 @@ class Weights:
 
 class WeightStore:
     """policies: the track of each; "" is the default one. labels: by commit, the snapshot's name; of one whose weights were
-    others than the name's now, another label. renamed: policy, name and label of each such change, in order.
+    others than the name's now, another label. renamed: policy, name and label of each such change, in order. files: by commit,
+    what its files are; "": not known.
 
     in_use: the commits that sequences stay with, as it is at the moment it is asked.
     """
@@ -67,11 +68,11 @@ class WeightStore:
     def __init__(self, base: LoadedModel, in_use: Callable[[], set[int]]) -> None:
         self._in_use = in_use
         self.labels = [BASE_SNAPSHOT]
+        self.files = [""]
         self.policies: dict[str, Track] = {"": Track(0)}
         self._held: dict[int, Weights] = {0: Weights(base)}
         self._owner = {0: ""}
         self.renamed: list[tuple[str, str, str]] = []
-        self._renames: dict[str, list[tuple[str, str]]] = {}
         self._staged: dict[str, Weights] = {}
         self._retained: dict[str, frozenset[str]] = {}
         # The base weights, while something holds them, and the adapters that are being read for them.
@@ -132,22 +133,21 @@ class WeightStore:
         """Weights that were read in vain."""
         self._retire(weights)
 
-    def overwritten(self, policy: str, snapshot: str, label: str) -> None:
-        """From the policy's next commit on, what it committed under this name so far has this label."""
-        self._renames.setdefault(policy, []).append((snapshot, label))
-
     def _rename(self, policy: str, snapshot: str, label: str) -> None:
         self.renamed.append((policy, snapshot, label))
         for epoch, owner in self._owner.items():
             if (owner, self.labels[epoch]) == (policy, snapshot):
                 self.labels[epoch] = label
 
-    def commit(self, snapshot: str, policy: str) -> None:
-        """Serve what is staged for the policy."""
-        for name, label in self._renames.pop(policy, ()):
+    def commit(
+        self, snapshot: str, policy: str, files: str = "", overwritten: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Serve what is staged for the policy. files, overwritten: see engine.base.Slot.announce."""
+        for name, label in overwritten:
             self._rename(policy, name, label)
         epoch = len(self.labels)
         self.labels.append(snapshot)
+        self.files.append(files)
         self._owner[epoch] = policy
         self._held[epoch] = self._staged.pop(policy)
         if policy in self.policies:
@@ -163,7 +163,6 @@ class WeightStore:
 
     def end(self, policy: str) -> None:
         self._retained.pop(policy, None)
-        self._renames.pop(policy, None)
         self.policies.pop(policy, None)
         self.set_staged(None, policy)
         self.sweep()

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,12 @@ class Adapters:
         if (version := self._coming.get(policy)) is not None:
             self._give_up(version)
 
-    def commit(self, policy: str, snapshot: str) -> SwapTiming:
+    def commit(self, policy: str, snapshot: str, files: str = "") -> SwapTiming:
         new = self._coming.get(policy)
         if new is None or new.snapshot != snapshot or not new.loaded:
             raise StagingFailed(f"snapshot {snapshot!r} is not staged")
         del self._coming[policy]
+        new.weights.epochs.announced(files)
         old = self._serving.get(policy)
         self._serving[policy] = new
         if old is not None:
@@ -253,6 +254,7 @@ class AdapterSlot(Slot):
         self._while_alive = while_alive
         # Of the boot in which something was staged.
         self._staged_in: Adapters | None = None
+        self._announced = ""
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self._staged_in = adapters = self._adapters()
@@ -265,8 +267,13 @@ class AdapterSlot(Slot):
     async def until_computing(self) -> None:
         await self._computing()
 
+    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
+        """Requests keep the adapter that they began with, so nothing that was told means another one."""
+        self._announced = files
+
     async def commit(self, snapshot: str) -> SwapTiming:
-        return self._adapters().commit(self._policy, snapshot)
+        files, self._announced = self._announced, ""
+        return self._adapters().commit(self._policy, snapshot, files)
 
 
 def kind_of(module: str) -> str:

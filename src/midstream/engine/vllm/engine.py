@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -205,7 +205,12 @@ class VllmEngine(ServerLife):
         if self._adapters is not None:
             self._adapters.end_policy(policy)
 
+    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
+        """Of a choice that crosses a switch no KV is told, so nothing that was told means other weights."""
+        self._announced = files
+
     async def commit(self, snapshot: str) -> SwapTiming:
+        files, self._announced = self._announced, ""
         async with self._control_lock:
             self._boot.check()
             staged = self._stager.staged
@@ -215,7 +220,7 @@ class VllmEngine(ServerLife):
                 await self._renew()
             started = time.perf_counter()
             try:
-                crossed = await self._switch(snapshot, staged.fast)
+                crossed = await self._switch(snapshot, staged.fast, files)
             finally:
                 self.drop_staged()
             self._serving_dir = staged.directory
@@ -254,18 +259,20 @@ class VllmEngine(ServerLife):
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
-    async def _switch(self, snapshot: str, files: Path) -> int:
-        """Switch, and return how many choices crossed the switch. Raises StagingFailed, EngineDied."""
+    async def _switch(self, snapshot: str, directory: Path, files: str) -> int:
+        """Switch, and return how many choices crossed the switch. files: as announced. Raises StagingFailed, EngineDied."""
         crossed = 0
         version = self._coming_version = self._epochs.version(self._epochs.now + 1, snapshot)
 
         def on_switch() -> None:
             nonlocal crossed
-            crossed = self._begin_epoch(snapshot)
+            crossed = self._begin_epoch(snapshot, files)
 
         try:
             await self._boot.while_alive(
-                switch(self._control, files, self._serving_dir, version, on_switch, resume=not self._paused)
+                switch(
+                    self._control, directory, self._serving_dir, version, on_switch, resume=not self._paused
+                )
             )
         except Unchanged as error:
             raise StagingFailed(str(error)) from error
@@ -279,12 +286,12 @@ class VllmEngine(ServerLife):
             self._coming_version = None
         return crossed
 
-    def _begin_epoch(self, snapshot: str) -> int:
+    def _begin_epoch(self, snapshot: str, files: str) -> int:
         """Begin the epoch of `snapshot`, and return how many choices go on in it.
 
         A choice without a token that may find KV that is too old now is sent again.
         """
-        self._epochs.begin(snapshot)
+        self._epochs.begin(snapshot, files)
         self._proving.switched(snapshot)
         crossed = 0
         for run in self._requests.values():

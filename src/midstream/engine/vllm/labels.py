@@ -66,6 +66,8 @@ class Epochs:
 
     def __init__(self, snapshot: str) -> None:
         self._snapshots = [snapshot]
+        # Of each, what its files are; "": not known.
+        self._files = [""]
 
     def __repr__(self) -> str:
         return f"Epochs({self.now}: {self.snapshot})"
@@ -89,9 +91,17 @@ class Epochs:
     def serving_version(self) -> str:
         return self.version(self.now, self.snapshot)
 
-    def begin(self, snapshot: str) -> None:
-        """Tokens that arrive from now on are of `snapshot`."""
+    def begin(self, snapshot: str, files: str = "") -> None:
+        """Tokens that arrive from now on are of `snapshot`. files: see engine.base.Slot.announce."""
         self._snapshots.append(snapshot)
+        self._files.append(files)
+
+    def announced(self, files: str) -> None:
+        """What the files of the snapshot that serves are, before anything is computed with it."""
+        self._files[-1] = files
+
+    def files_of(self, epoch: int) -> str:
+        return self._files[epoch]
 
 
 class OneEpoch(Epochs):
@@ -152,3 +162,7 @@ class ChoiceLabels:
         """The snapshots that computed the KV of all positions but the last token's, as far as they are known."""
         end = self._prompt + max(self.count - 1, 0)
         return ((UNKNOWN if self._kv is None else self._epochs.snapshot_of(self._kv), 0, end),)
+
+    def kv_files(self) -> str:
+        """What the files of that snapshot are; "": not known."""
+        return "" if self._kv is None else self._epochs.files_of(self._kv)

@@ -103,6 +103,8 @@ class ServerLife(Engine):
         self._computing = asyncio.Event()
         # The KV cache of the attached server holds numbers that are not finite.
         self._spoilt = False
+        # What the files of the next commit are.
+        self._announced = ""
         self._stager = Stager(self._staging, self._boot.while_alive)
         # Of a boot that serves policies.
         self._adapters: Adapters | None = None

@@ -296,9 +296,9 @@ class ChoiceStream:
     def _send(self) -> None:
         tokens, self._held = tuple(self._held), []
         prompt, self.prompt = self.prompt, None
-        kv = None
+        kv, files = None, ""
         if not self._kv_reported:
-            kv, self._kv_reported = self.labels.kv(), True
+            kv, files, self._kv_reported = self.labels.kv(), self.labels.kv_files(), True
         self._emit(
             GenerationEvent(
                 index=self._index,
@@ -307,6 +307,7 @@ class ChoiceStream:
                 cached_tokens=self._cached if self.over else None,
                 finish=self._finish if self.over else None,
                 kv_snapshots=kv,
+                kv_files=files,
             )
         )
 

@@ -102,7 +102,7 @@ class Generation:
         #: The tokens of each choice that were generated elsewhere.
         self._had = [0] * len(self._choices)
         self.resumable = resumable and continued is None
-        self._resume_log = self._resume_log_of(opening)
+        self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
         if resumable or continued is not None:
             self._requests = [replace(request, want_kv_snapshots=True) for request in requests]
         self._encoder = work.wire.encoder(
@@ -112,10 +112,6 @@ class Generation:
         branches = told_branches(histories)
         if branches is not None and continued is None:
             self._encoder.seam = branch_seam(branches)
-
-    def _resume_log_of(self, opening: Opening) -> ResumeLogWriter | None:
-        files_of = self._service.files_of
-        return ResumeLogWriter(opening, len(self._choices), files_of) if self.resumable else None
 
     def _opening(self, work: Work, resumable: bool) -> Opening:
         prompts = digest(self._prompts) if resumable else ""

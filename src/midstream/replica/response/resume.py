@@ -45,6 +45,8 @@ class Continued:
         self._choices = choices
         #: The snapshot that must have computed all KV.
         self._snapshot: str | None = None
+        #: What its files were, as far as the log says.
+        self._files: set[str] = set()
         #: Choices whose KV is proved to be of it.
         self._proved: set[int] = set()
 
@@ -79,18 +81,25 @@ class Continued:
         self._snapshot = self._told.snapshot(finished) if self._exact else None
         if self._snapshot not in (None, serving):
             raise CannotResume(f"its KV is of snapshot {self._snapshot!r}, and {serving!r} serves here")
-        told = self._told.files(finished) if self._snapshot is not None and files else set()
-        if not told <= {files}:
+        self._files = set() if self._snapshot is None else self._told.files(finished)
+        self._check_files(files)
+
+    def _check_files(self, files: str) -> None:
+        if files and not self._files <= {files}:
             raise CannotResume(f"its KV is of other files of {self._snapshot!r}, which was overwritten")
 
     def check_kv(self, choice: int, event: GenerationEvent, again: int) -> None:
-        """Raises CannotResume when a swap came between: positions below `again` are what was computed again."""
+        """Raises CannotResume when a swap came between: positions below `again` are what was computed again.
+
+        The engine may have switched to other files of the same name before the replica heard of it.
+        """
         if self._snapshot is None or choice in self._proved or event.kv_snapshots is None:
             return
         self._proved.add(choice)
         found = {snapshot for snapshot, start, _ in event.kv_snapshots if start < again}
         if not found <= {self._snapshot}:
             raise CannotResume("weights were swapped while the stream's KV was computed again")
+        self._check_files(event.kv_files)
 
     def seam(self, tokens: list[int]) -> dict[str, Any]:
         """What the first chunk says; `tokens`: how many of each choice the client had before."""

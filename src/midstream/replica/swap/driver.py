@@ -371,8 +371,8 @@ class SwapDriver:
             # As it was told last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
             self._pins.switching(self.machine, desired)
-            for name, label in self.meanings.switching(desired, contents, self.machine):
-                self._engine.overwritten(name, label)
+            overwritten = self.meanings.switching(desired, contents, self.machine)
+            self._engine.announce(self.meanings.coming(desired.snapshot), overwritten)
             timing = await self._engine.commit(desired.snapshot)
             self.meanings.switched()
             self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)

@@ -32,6 +32,10 @@ class Meanings:
         """What the name means here, comparable between replicas; "": it was not loaded in this boot."""
         return self._known.get(name, ("", 0))[0]
 
+    def coming(self, name: str) -> str:
+        """As `files`, once the switch that was announced has been made."""
+        return self._next.get(name, ("", 0))[0]
+
     def switching(
         self, desired: Desired, found: Sequence[SnapshotContent], machine: SwapMachine
     ) -> list[tuple[str, str]]:
