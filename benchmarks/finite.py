@@ -15,8 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from document import table, write_part
 from hardware import provenance, write_result
 
 from midstream.client.weights import write_weights
@@ -93,10 +95,31 @@ def measured(place: Path, dtype: str, rounds: int) -> dict[str, object]:
     return {"dtype": dtype, "bytes": TENSORS * TENSOR_BYTES, **medians, "after_over_before": ratio}
 
 
+def render(result: dict[str, Any]) -> str:
+    """The marked part of docs/benchmarks.md."""
+    hardware = result["hardware"]
+    head = ["1 GiB of", "CPU s without the search", "with it", "ratio", "wall s without", "with", "ratio"]
+    body = []
+    for found in result["results"]:
+        cells = [found["dtype"]]
+        for clock in ("cpu", "wall"):
+            sides = [
+                sum(found[side][f"{step}_{clock}_s"] for step in ("fetch", "verify"))
+                for side in ("before", "after")
+            ]
+            cells += [*(f"{seconds:.2f}" for seconds in sides), f"{found['after_over_before'][clock]:.2f}"]
+        body.append(cells)
+    words = (
+        f"{result['at'][:10]}, commit {result['commit'][:10]}{result['commit'][40:]}; {hardware['cores']} cores of an "
+        f"{hardware['cpu']}; {result['rounds']} rounds."
+    )
+    return f"{words}\n\n{table(head, body)}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="results/finite.json")
+    parser.add_argument("--write", action="store_true", help="results/finite.json and docs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         found = [measured(Path(place), dtype, arguments.rounds) for dtype in ("bfloat16", "float32")]
@@ -104,6 +127,7 @@ def main() -> None:
     print(json.dumps(body, indent=2))
     if arguments.write:
         write_result("finite", body)
+        write_part("finite", render(body))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The published figures of policies are the ones their JSON gives."""
+"""The published figures of policies, and of the search for NaN, are the ones their JSON gives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import json
 from typing import Any
 
 import document
+import finite
+import many_policies
 import policies_table
+import pytest
 from hardware import RESULTS
 
 
-def test_the_document_holds_what_the_results_render_to() -> None:
-    result = json.loads((RESULTS / "policies.json").read_text())
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("policies", policies_table), ("many-policies", many_policies), ("finite", finite)],
+)
+def test_the_document_holds_what_the_results_render_to(name: str, module: Any) -> None:
+    result = json.loads((RESULTS / f"{name}.json").read_text())
     text = document.DOCUMENT.read_text()
-    assert document.replaced(text, "policies", policies_table.render(result)) == text
+    assert document.replaced(text, name, module.render(result)) == text
 
 
 def test_ratios_stand_beside_their_own_engines_speeds() -> None:
