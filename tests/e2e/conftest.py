@@ -12,10 +12,17 @@ if TYPE_CHECKING:
     from policy_helpers import Adapters
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two replicas of the tiny MoE in float32 weights' own dtype (bfloat16), shared by a module's tests."""
-    with serve(tmp_path_factory.mktemp("served") / "state") as running:
+    """Two replicas of the tiny MoE, of all tests that publish nothing to it and stop no part of it."""
+    with serve(tmp_path_factory.mktemp("served") / "state", "--no-tinker") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Another one, of a module whose tests publish to it."""
+    with serve(tmp_path_factory.mktemp("published") / "state", "--no-tinker") as running:
         yield running
 
 

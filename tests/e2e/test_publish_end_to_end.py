@@ -23,7 +23,7 @@ def run(server: Server, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_delta_published_from_a_shell_serves_the_very_weights_of_its_checkpoint(
-    server: Server, tiny_model: Callable[..., Path], tmp_path: Path
+    published: Server, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Scored by the server, the same snapshot sent as a delta and sent whole must be the same to the last bit."""
     first = tiny_model(seed=31, dtype="bfloat16")
@@ -39,19 +39,19 @@ def test_a_delta_published_from_a_shell_serves_the_very_weights_of_its_checkpoin
     safetensors.torch.save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
     work = ("--work-dir", str(tmp_path / "work"))
 
-    code, out, err = run(server, "publish", str(first), "--identity", "shell-0", *work)
+    code, out, err = run(published, "publish", str(first), "--identity", "shell-0", *work)
     assert (code, "shell-0: full" in out) == (0, True), err
-    code, out, err = run(server, "publish", str(second), "--identity", "shell-1", *work)
+    code, out, err = run(published, "publish", str(second), "--identity", "shell-1", *work)
     assert (code, "shell-1: a delta on shell-0" in out) == (0, True), err
-    as_delta = scores(server)
-    code, out, err = run(server, "publish", str(second), "--identity", "shell-2", "--full", *work)
+    as_delta = scores(published)
+    code, out, err = run(published, "publish", str(second), "--identity", "shell-2", "--full", *work)
     assert (code, "shell-2: full" in out) == (0, True), err
-    assert scores(server) == as_delta
+    assert scores(published) == as_delta
 
-    code, out, _ = run(server, "status", "--json")
+    code, out, _ = run(published, "status", "--json")
     assert code == 0
     assert [row["snapshot"] for row in json.loads(out)["replicas"]] == ["shell-2", "shell-2"]
-    code, out, _ = run(server, "ledger")
+    code, out, _ = run(published, "ledger")
     rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     assert rows["shell-1"][1:4] == ["delta", "shell-0", "all"]
     assert rows["shell-2"][1] == "full"
@@ -68,13 +68,13 @@ def scores(server: Server) -> list[float]:
 
 
 def test_after_the_ledger_is_reset_the_publisher_goes_on_with_a_full_snapshot(
-    server: Server, tiny_model: Callable[..., Path], tmp_path: Path
+    published: Server, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoint = tiny_model(seed=32, dtype="bfloat16")
-    with SnapshotPublisher(server.url, server.bucket.as_uri(), work_dir=tmp_path / "work") as publisher:
+    with SnapshotPublisher(published.url, published.bucket.as_uri(), work_dir=tmp_path / "work") as publisher:
         assert publisher.publish("reset-0", checkpoint).kind == "full"
         assert publisher.publish("reset-1", checkpoint).kind == "delta"
         (name,) = [row["name"] for row in publisher.server.deployments()]
-        httpx.delete(f"{server.url}/v1/{name}/ledger", timeout=60).raise_for_status()
+        httpx.delete(f"{published.url}/v1/{name}/ledger", timeout=60).raise_for_status()
         assert publisher.publish("reset-2", checkpoint).kind == "full"
         assert publisher.publish("reset-3", checkpoint).kind == "delta"
