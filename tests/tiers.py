@@ -32,9 +32,9 @@ def slow(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def variant(value: object) -> Any:
-    """A parameter of a test or fixture that only the tier `all` has."""
-    return pytest.param(value, marks=pytest.mark.variant)
+def variant(*values: object) -> Any:
+    """A parameter of a test or fixture, or a row of parameters, that only the tier `all` has."""
+    return pytest.param(*values, marks=pytest.mark.variant)
 
 
 def of_tier(*, fast: int, test: int, all: int) -> int:

@@ -16,6 +16,8 @@ from gateway.routers import Midstream
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.types import ReplicaReport
 
+pytestmark = pytest.mark.variant
+
 MOCKS = 3
 
 

@@ -14,6 +14,8 @@ import pytest
 from gpu_check import ALL_MINUTES_MAX, FIGURES, PIECE_MINUTES_MAX, PIECES, Piece, check, continued, missing
 from servers import alive, family
 
+pytestmark = pytest.mark.variant
+
 ROOT = Path(__file__).parents[2]
 TORCH = {"versions": {"torch": "2.13.0"}, "device": {"cuda": "13.0", "gpu": "One"}}
 #: Its child has a session of its own, as servers that a benchmark starts do, and its pid is told.

@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.variant
+
 ROOT = Path(__file__).parents[2]
 SAID = re.compile(
     r"first token ([\d.]+) s after the command: installed in ([\d.]+) s, "

@@ -102,6 +102,7 @@ class PuttingBack:
             await self.may.wait()
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("stuck", ["pause", "transition", "weights"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_first_interruption_also_while_it_puts_back_does_not_keep_it_from_that(
@@ -160,6 +161,7 @@ class Deaf(Fault):
         return None
 
 
+@pytest.mark.variant
 def test_weights_that_cannot_be_put_back_are_no_success(
     server: Server, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +186,7 @@ class NoWayBack(Fault):
         return None
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(("times", "put_back"), [(1, True), (99, False)])
 def test_a_transition_that_stays_is_a_failure(
     server: Server,
@@ -224,6 +227,7 @@ class NoResuming(Fault):
         return None
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(("times", "put_back"), [(1, True), (99, False)])
 def test_a_pause_that_stays_is_a_failure(
     server: Server,
@@ -258,6 +262,7 @@ def another_model(server: Server, checkpoint: Path, tmp_path: Path) -> tuple[str
     return server.bucket.as_uri(), tmp_path / "other"
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("places", [another_bucket, another_model])
 def test_a_bucket_or_checkpoint_that_is_another_one_is_no_failure_of_the_endpoint(
     server: Server,
@@ -323,6 +328,7 @@ class BearerOnly(Fault):
         return None
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(
     "fault",
     [
@@ -349,6 +355,7 @@ class NoRoutes(Fault):
         return JSONResponse({"error": {"message": message, "code": "invalid_request_error"}}, 400)
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("with_checkpoint", [True, False])
 def test_an_endpoint_without_router_replay_fails(
     server: Server, options: list[str], tmp_path: Path, with_checkpoint: bool

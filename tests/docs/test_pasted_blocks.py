@@ -108,7 +108,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
         yield Shell(server, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.timeout(900)
 def test_every_block_runs_as_pasted_in_the_order_of_the_pages(shell: Shell) -> None:
     for page, kinds in BLOCKS.items():

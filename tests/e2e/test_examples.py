@@ -10,23 +10,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 from serving import Server, serve
 
 from midstream.client import RolloutClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+# Of a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 
 def run(name: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_rollout_example_hits_the_cache_on_its_second_turn(server: Server) -> None:
-    out = run("rollout.py", server.url)
+def test_the_rollout_example_hits_the_cache_on_its_second_turn(published: Server) -> None:
+    out = run("rollout.py", published.url)
     turns = [line for line in out.splitlines() if line.startswith("turn")]
     assert turns[0].endswith(" 0 from the cache")
     assert not turns[1].endswith(" 0 from the cache")
@@ -34,24 +38,25 @@ def test_the_rollout_example_hits_the_cache_on_its_second_turn(server: Server) -
 
 
 def test_the_hot_load_example_ends_with_every_replica_on_the_snapshot(
-    server: Server, tiny_model: Callable[..., Path]
+    published: Server, tiny_model: Callable[..., Path]
 ) -> None:
     checkpoint = tiny_model(seed=8, dtype="bfloat16")
-    out = run("hot_load.py", server.url, server.bucket.as_uri(), str(checkpoint), "step-1")
+    out = run("hot_load.py", published.url, published.bucket.as_uri(), str(checkpoint), "step-1")
     served = [line for line in out.splitlines() if "serves step-1" in line]
     assert [line.split()[0] for line in sorted(served)] == ["replica-0", "replica-1"]
 
 
 def test_the_publishing_example_sends_deltas_between_full_snapshots(
-    server: Server, tiny_model: Callable[..., Path]
+    published: Server, tiny_model: Callable[..., Path]
 ) -> None:
     checkpoint = tiny_model(seed=9, dtype="bfloat16")
-    out = run("publish.py", server.url, server.bucket.as_uri(), str(checkpoint), "6")
+    out = run("publish.py", published.url, published.bucket.as_uri(), str(checkpoint), "6")
     kinds = [line.split()[1].rstrip(",") for line in out.splitlines()]
     assert kinds == ["full", "delta", "delta", "delta", "delta", "full"]
     assert out.count("2 replicas serve it") == 6
 
 
+@pytest.mark.variant
 def test_the_self_play_example_plays_the_learner_against_what_it_was(
     tmp_path: Path, adapter_base: Path
 ) -> None:
@@ -75,6 +80,7 @@ def test_the_self_play_example_plays_the_learner_against_what_it_was(
     }
 
 
+@pytest.mark.variant
 def test_the_plain_loop_learns_from_data_that_are_one_snapshot_old(tmp_path: Path) -> None:
     with serve(tmp_path / "state") as server:
         base = str(server.state_dir / "models" / "tiny-moe")
@@ -99,7 +105,7 @@ def test_the_loop_in_publishing_md_runs_as_it_stands(tmp_path: Path) -> None:
         told = code.replace("http://127.0.0.1:8080", server.url)
         assert told != code
         done = subprocess.run(
-            [sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=400
         )
         # Routes, as the page says they are asked for.
         with RolloutClient(server.url, num_experts_per_tok=2) as client:
@@ -116,6 +122,7 @@ def test_the_loop_in_publishing_md_runs_as_it_stands(tmp_path: Path) -> None:
     assert [line and (line[1], line[2]) for line in lines] == [("0", "0"), ("1", "1"), ("2", "2")]
 
 
+@pytest.mark.variant
 def test_the_multi_tenant_example_trains_every_team_by_its_own_snapshots_alone(
     tmp_path: Path, adapter_base: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_tests_run_on_the_copy_and_are_ended_when_they_take_too_long(tmp_path: P
     assert not run.run_tests(hang, tmp_path, tmp_path / "src", 0.5, tmp_path / "log")
 
 
+@pytest.mark.variant
 def test_the_script_tells_a_fault_that_is_noticed_from_one_that_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
