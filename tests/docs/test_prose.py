@@ -1,4 +1,4 @@
-"""How the documents are written: lines of at most 100 columns, links that lead somewhere, one meaning for each word."""
+"""How the documents are written: lines of at most 100 columns, no paragraphs in bullets, links that lead somewhere, one meaning for each word."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COLUMNS_MAX = 100
+#: A list of so many items has items of so many words on average, at most.
+LONG_LIST, ITEM_WORDS_MAX = 5, 40
 PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", *PAGES]
 GLOSSARY = "docs/glossary.md"
@@ -47,6 +49,21 @@ def too_long(text: str) -> list[str]:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_prose_is_wrapped(document: str) -> None:
     assert too_long(text_of(document)) == []
+
+
+def lists_of_paragraphs(text: str) -> list[str]:
+    """The first words of each list of several items that have the length of paragraphs."""
+    found = []
+    for part in re.findall(r"(?:^- .+\n(?:(?:  .*)?\n)*)+", prose(text), re.MULTILINE):
+        items = re.split(r"^- ", part, flags=re.MULTILINE)[1:]
+        if len(items) >= LONG_LIST and len(part.split()) / len(items) > ITEM_WORDS_MAX:
+            found.append(" ".join(part.split()[:8]))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_list_of_paragraphs_is_prose(document: str) -> None:
+    assert lists_of_paragraphs(text_of(document)) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
