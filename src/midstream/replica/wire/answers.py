@@ -246,6 +246,8 @@ class Told(msgspec.Struct):
     resumed: dict[str, Any] | UnsetType = UNSET
     #: Why the request continues no turn of its session.
     branch: dict[str, Any] | UnsetType = UNSET
+    #: The same of several prompts, one for each; null for those that continue a turn.
+    branches: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class RawRoutes(msgspec.Struct):

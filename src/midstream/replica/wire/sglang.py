@@ -320,6 +320,7 @@ class SGLangEncoder(RecordEncoder):
                 meta.output_top_logprobs = made.tops
         if self.seam is not UNSET:
             told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
+            told.branches = self.seam.get("branches", UNSET)
             self.seam = UNSET
         output = SglangAnswer(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
         if not details.single:
