@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -474,3 +475,62 @@ def test_content_nobody_knows_is_never_taken_from_the_cache(local: World) -> Non
     put_directory(local.bucket, "s0", other, overwrite=True)
     put_directory(local.bucket, "s1", local.deltas / "s1b", overwrite=True)
     local.load(fetcher, chain)
+
+
+def test_what_a_fetch_has_found_in_the_cache_is_nobody_elses_to_evict(
+    local: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two policies: one finds its snapshot there, and the other one needs room before the first has gone on."""
+    chain = local.publish(1)
+    one = local.fetcher(bytes_max=10 * 2**20)
+    path = local.load(one, chain)
+    local.run(one.release([]))
+    look = ChainFetcher._newest_whole
+
+    def looked(fetcher: ChainFetcher, links: tuple[SnapshotFiles, ...]) -> int:
+        found = look(fetcher, links)
+        with pytest.raises(SnapshotError, match="do not fit"):
+            local.cache.make_room(11 * 2**20, (), "another one")
+        return found
+
+    monkeypatch.setattr(ChainFetcher, "_newest_whole", looked)
+    assert local.run(one.fetch(chain)) == path
+    assert weights(path) == weights(local.sources / "s0")
+    monkeypatch.undo()
+    local.run(one.release([]))
+    with pytest.raises(SnapshotError, match="do not fit"):
+        local.cache.make_room(11 * 2**20, (), "another one")
+    assert not path.exists(), "nobody keeps it any more"
+
+
+class SlowCache(SnapshotCache):
+    """asked, may: it was asked for room, and may make some."""
+
+    def __init__(self, root: Path) -> None:
+        self.asked, self.may = threading.Event(), threading.Event()
+        super().__init__(root)
+
+    def make_room(self, *args: Any, **more: Any) -> None:
+        self.asked.set()
+        assert self.may.wait(60)
+        super().make_room(*args, **more)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_fetch_that_is_cancelled_has_ended_when_it_says_so(local: World, anew: bool) -> None:
+    """Its thread would evict entries and reserve the disk beside the next fetch, and for nobody."""
+    chain = local.publish(1)
+
+    async def main() -> None:
+        cache = SlowCache(local.cache_root)
+        fetching = asyncio.create_task(ChainFetcher(cache, threads=1).fetch(chain, anew=anew))
+        assert await asyncio.to_thread(cache.asked.wait, 60)
+        fetching.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not fetching.done()
+        cache.may.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+
+    local.run(main())

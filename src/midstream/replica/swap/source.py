@@ -131,7 +131,7 @@ class CachedSource(SnapshotSource):
                 file.truncate(sizes[ADAPTER_WEIGHTS_FILE])
             read_adapter(scratch, self._base)
 
-        await asyncio.to_thread(look)
+        await finished(look)
 
     async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
         return await self._chains.fetch(desired.files, anew=anew)

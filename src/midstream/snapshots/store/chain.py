@@ -108,8 +108,7 @@ class ChainFetcher:
                 f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
             )
         self._anew = tuple(chain) if anew else ()
-        start = -1 if anew else await asyncio.to_thread(self._newest_whole, chain)
-        self._attempting = frozenset(self._attempt(chain, start))
+        start = await self._claim(chain, -1 if anew else None)
         if start == len(chain) - 1:
             path = self._cache.whole(chain)
             self._cache.touch(path)
@@ -124,8 +123,7 @@ class ChainFetcher:
     async def rebuild(self, chain: Chain) -> Path:
         """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
         anew = self._anew == tuple(chain)
-        start = 0 if anew else await asyncio.to_thread(self._newest_whole, chain)
-        self._attempting = frozenset(self._attempt(chain, start))
+        start = await self._claim(chain, 0 if anew else None)
         found = self._cache.whole(chain[: max(start, 0) + 1])
         try:
             await self._rebuild_from(chain, start)
@@ -176,6 +174,24 @@ class ChainFetcher:
             *(partial_directory(self._cache.root, link.url) for link in (*links, *chain[:1])),
         }
 
+    async def _claim(self, chain: Chain, start: int | None = None) -> int:
+        """Keep what making `chain` touches. Returns the index of the newest link to start from, as `_newest_whole`.
+
+        start: that index, where it is not to be looked for.
+        """
+        if start is None:
+            # All of them, before one is looked at: nobody may evict it between the look and the claim.
+            prefixes = range(len(chain))
+            self._attempting = frozenset().union(*(self._attempt(chain[: i + 1], -1) for i in prefixes))
+            start = await finished(self._look_for_whole, chain)
+        self._attempting = frozenset(self._attempt(chain, start))
+        return start
+
+    def _look_for_whole(self, chain: Chain) -> int:
+        """What was being evicted is gone by now, and what is kept by now is not evicted."""
+        with self._cache.users.lock:
+            return self._newest_whole(chain)
+
     def _newest_whole(self, chain: Chain) -> int:
         """Index of the newest link whose whole files are cached; -1 for none. Links of unknown content do not count."""
         for i in reversed(range(len(chain))):
@@ -197,7 +213,7 @@ class ChainFetcher:
         ]
         if start < 0 and listed and listed[0][0] == wanted[0][0]:
             await self._look_at(listed[0][1])
-        await asyncio.to_thread(self._make_room_for, chain, start, [listing for _, listing, _ in listed])
+        await finished(self._make_room_for, chain, start, [listing for _, listing, _ in listed])
         done, total = [0] * len(listed), sum(listing.size for _, listing, _ in listed)
 
         def advance(i: int, count: int, _: int) -> None:
@@ -234,7 +250,7 @@ class ChainFetcher:
             return
         scratch = temporary_directory(self._cache.root)
         try:
-            await asyncio.to_thread(scratch.mkdir)
+            await finished(scratch.mkdir)
             await self.before(listing, scratch)
         except OSError as error:
             raise SnapshotError(
@@ -266,7 +282,7 @@ class ChainFetcher:
         full = self._cache.whole(chain[:1])
         listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
         await self._look_at(listing)
-        await asyncio.to_thread(self._make_room_for, chain, -1, [listing])
+        await finished(self._make_room_for, chain, -1, [listing])
         fresh = temporary_directory(self._cache.root)
         try:
             await fetch_listed(listing, fresh, slots=self._slots, content=chain[0].content)
