@@ -1,4 +1,4 @@
-"""The generated parts of docs/client.md, configuration.md, errors.md and http.md. Run as a script it writes them."""
+"""The generated parts of docs/client.md, configuration.md, errors.md, http.md and modules.md. As a script it writes them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from midstream.api import openapi
 from midstream.core import config, errors
 
 DOCS = Path(__file__).parents[2] / "docs"
+SOURCE = Path(__file__).parents[2] / "src" / "midstream"
 BEGIN, END = "<!-- begin: {} -->\n", "<!-- end: {} -->\n"
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none"}
 _SECTIONS = ("embedded", "gateway", "tinker", "vllm", "ray", "tracing")
@@ -132,11 +133,32 @@ def http() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def opening(module: Path) -> str:
+    """The first paragraph of its docstring."""
+    words = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return " ".join(words.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+def modules() -> str:
+    """Of each package the modules that open with what they are."""
+    packages: dict[str, list[str]] = {}
+    for module in sorted(SOURCE.rglob("*.py")):
+        if words := opening(module):
+            place = module.relative_to(SOURCE)
+            package = place.parts[0] if len(place.parts) > 1 else "midstream"
+            inside = place.relative_to(package) if len(place.parts) > 1 else place
+            packages.setdefault(package, []).append(f"| `{inside}` | {words} |")
+    head = "| module | what it is |\n|---|---|\n"
+    parts = [f"## {package}\n\n{head}" + "\n".join(rows) for package, rows in sorted(packages.items())]
+    return "\n\n".join(parts) + "\n"
+
+
 TABLES = {
     "client": client_reference.client,
     "configuration": configuration,
     "errors": error_table,
     "http": http,
+    "modules": modules,
 }
 
 

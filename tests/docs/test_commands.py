@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     file
     for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md"))
-    # Made of the parsers themselves.
-    if file.name != "cli.md"
+    # Made of the parsers themselves, and of what modules say.
+    if file.name not in ("cli.md", "modules.md")
 )
 #: What follows a command in a shell.
 _ENDS = re.compile(r"\s(?:\||>|&|&&|;)(?:\s|$)|\s#\s")
