@@ -1,4 +1,7 @@
-"""How the documents are written: lines of at most 100 columns, no paragraphs in bullets, links that lead somewhere, one meaning for each word."""
+"""How the documents are written: lines of at most 100 columns, no paragraphs in bullets, links that lead somewhere.
+
+And one meaning for each word.
+"""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def test_headings_stand_out_from_the_text(site: Path, browser: Any, scheme: str)
         at = f".md-content {heading}"
         assert int(style(opened, at, "fontWeight")) >= 600
         assert contrast(colour(opened, at, "color"), background) >= 7, "WCAG's AAA"
-        assert float(style(opened, at, "fontSize")[:-2]) > float(style(opened, ".md-content p", "fontSize")[:-2])
+        assert float(style(opened, at, "fontSize")[:-2]) > float(
+            style(opened, ".md-content p", "fontSize")[:-2]
+        )
     opened.close()
 
 

@@ -172,6 +172,20 @@ def test_a_bucket_that_fails_is_tried_again_until_nothing_is_left(
     assert not records.settled(30), "nobody uploads any more"
 
 
+def test_a_directory_that_cannot_be_held_keeps_no_other_waiting(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.leave("replica-0", 1)
+    disk.leave("replica-1", 2)
+    (disk.root / "replica-0" / ".lock").mkdir()
+    assert not disk.upload()
+    assert values(disk.kept()) == [2]
+    assert "replica-0" in caplog.text
+    (disk.root / "replica-0" / ".lock").rmdir()
+    assert disk.upload()
+    assert values(disk.kept()) == [1, 2]
+
+
 def test_a_file_that_is_no_segment_is_said_and_kept(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     disk.leave("replica-1", 1)
     for name, line in (("a", "[1]"), ("b", json.dumps({"deployment": "../x"})), ("c", "{")):

@@ -51,13 +51,13 @@ def upload_stranded(root: Path, url: str) -> bool:
                 try:
                     while directory != adopted and _taken(directory, adopted):
                         _put_all(adopted, url)
-                except OSError as error:
-                    # The others need not wait for this one.
+                except (ConfigError, OSError) as error:
+                    # It cannot be held or read. The others need not wait for it.
                     logger.warning("records of a replica that is gone stay in %s: %s", directory, error)
                     whole = False
     except BlockingIOError:
         return False
-    except (SnapshotError, ConfigError, OSError) as error:
+    except (ConfigError, SnapshotError, OSError) as error:
         logger.warning("records of replicas that are gone wait for the bucket: %s", error)
         return False
     return whole

@@ -4,6 +4,22 @@ from catalogue.mutation import Mutation
 
 SNAPSHOTS = (
     Mutation(
+        "adapters_gone_at_a_start",
+        "snapshots/store/cache.py",
+        "path.name.startswith((PARTIAL_PREFIX, POLICIES))",
+        "path.name.startswith(PARTIAL_PREFIX)",
+        "A replica that starts afresh has the adapters in its cache.",
+        ("snapshots/test_source.py",),
+    ),
+    Mutation(
+        "adapter_judged_by_replicas_alone",
+        "api/hotload.py",
+        "await asyncio.to_thread(check_found, found.sizes, found.adapter_config)",
+        "assert check_found is not None",
+        "An adapter that no engine takes is refused at its signal.",
+        ("hotload/test_policy_calls_api.py",),
+    ),
+    Mutation(
         "numbers_not_read",
         "replica/swap/source.py",
         "        await finished(check, on_cancel=stop.set)",
