@@ -237,8 +237,8 @@ REPLICA = (
     Mutation(
         "open_after_a_failed_check",
         "replica/swap/driver.py",
-        "self._gate.set(Door.OPEN if self.machine.sound else Door.UNSOUND)",
-        "self._gate.set(Door.OPEN)",
+        "self._move_door(Door.OPEN if self.machine.sound else Door.UNSOUND)",
+        "self._move_door(Door.OPEN)",
         "Nobody enters under weights that failed their check.",
         ("replica/test_replica_check.py",),
     ),
