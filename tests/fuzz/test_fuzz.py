@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from tiers import variant
 from midstream.ledger import database
 
 SCRIPT = Path(fuzz.__file__)
-PULSE = logging.getLogger("midstream.replica.pulse")
 SECONDS = 60
 #: Of the planted faults, those that `make test` looks for.
 FOUND_FAST = ("ranges_unbounded", "frames_unchecked")
@@ -32,7 +30,6 @@ def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Other tests of this process count the children that stay, and want ledgers on the disk and logs that are heard."""
     # Targets change both, for a process of their own.
     monkeypatch.setattr(database, "SYNCHRONOUS", database.SYNCHRONOUS)
-    monkeypatch.setattr(PULSE, "disabled", PULSE.disabled)
     yield
     while rollout_requests._checks:
         rollout_requests._checks.pop().close()

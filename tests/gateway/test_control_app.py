@@ -336,6 +336,7 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             stage.views[0].report = replace(report, engine=EngineStats(kv_blocks_total=10))
             for name in ("routes", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
+            stage.metrics.stall_s["gateway"].observe(0.07)
             await stage.ask(post())
             text = (await stage.ask(get("/metrics"))).body.decode()
             found = {}
@@ -346,5 +347,9 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             assert found == {name: (one.kind, frozenset(one.labels)) for name, one in FAMILIES.items()}
             assert f'finished_reason="stop",{VLLM.partition(",")[2]}}} 6.0' in text
             assert 'midstream_swap_pause_seconds_bucket{le="+Inf",replica="replica-0"} 16.0' in text
+            for le, count in (("0.05", 0.0), ("0.1", 1.0), ("+Inf", 1.0)):
+                sample = f'midstream_event_loop_stall_seconds_bucket{{le="{le}",process="gateway"}} {count}'
+                assert sample in text
+            assert 'midstream_event_loop_stall_seconds_sum{process="replica-0"} 2.0' in text
 
     run(main)

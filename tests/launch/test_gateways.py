@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from midstream.fleet.desired_state import Running, RunningReplica, Wanted, WantedReplica
-from midstream.fleet.tally import GatewayReport, Siblings, Tally
+from midstream.fleet.tally import STALLS, GatewayReport, Siblings, Tally, stalled
 from midstream.launch.gateways import Gateways, union
 from midstream.launch.process import Conversation, StartFailed, Supervised, ignore
 from midstream.launch.specs import Listening
@@ -325,5 +325,20 @@ def test_what_a_gateway_counted_stays_counted_once_when_it_ends_or_is_replaced()
         assert two.siblings.tally.requests == [("completions", 200, 9)]
         assert two.siblings.listening == 1
         supervising.cancel()
+
+    played(2, scene)
+
+
+def test_every_gateway_shows_the_stalls_of_processes_that_are_no_gateways() -> None:
+    async def scene(bed: Bed) -> None:
+        await bed.started()
+        for process, seconds in (("tinker", 0.07), ("supervisor", 0.3), ("tinker", 2.0)):
+            bed.gateways.count(stalled(process, seconds))
+        for member in bed.members:
+            stalls = member.siblings.tally.histograms[STALLS]
+            assert {process: (sum(counts), total) for process, (counts, total) in stalls.items()} == {
+                "tinker": (2, 2.07),
+                "supervisor": (1, 0.3),
+            }
 
     played(2, scene)

@@ -133,7 +133,9 @@ SWAP_MEASURES: dict[str, tuple[float, ...]] = {
     "swap_streams_crossed": (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0),
     **{f"swap_{stage}_seconds": BUCKETS_S for stage in SWAP_STAGES},
 }
-MEASURES = TURN_MEASURES | SWAP_MEASURES
+#: What the replica's process did to its event loop.
+PROCESS_MEASURES: dict[str, tuple[float, ...]] = {"event_loop_stall_seconds": BUCKETS_S}
+MEASURES = TURN_MEASURES | SWAP_MEASURES | PROCESS_MEASURES
 #: What replicas count, with all values that it is counted by. finishes: choices, by why they ended; abort stands also for
 #: one whose client left or whose engine failed. swaps: superseded by a newer target; stopped, as the
 #: engine died or the policy was ended meanwhile.

@@ -5,10 +5,16 @@ Always holds: what a process counted stays in the sum when it has ended, so a su
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import msgspec
+
+from midstream.core.sessions import BUCKETS_S
+
+#: The histogram of stalled event loops, by process, in the buckets of BUCKETS_S.
+STALLS = "stall_s"
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +38,8 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Siblings(msgspec.Struct, frozen=True, kw_only=True):
-    """The other gateway processes of the server, as the supervisor heard of them last. tally: also of those that have ended.
+    """The other gateway processes of the server, as the supervisor heard of them last. tally: also of those that have ended,
+    and of the server's processes that are no gateways.
     changes: of all reports, so that another one says that the ledger changed."""
 
     listening: int = 0
@@ -61,6 +68,13 @@ def merged(tallies: Iterable[Tally]) -> Tally:
         counters={name: dict(counts) for name, counts in counters.items()},
         histograms=dict(histograms),
     )
+
+
+def stalled(process: str, seconds: float) -> Tally:
+    """One stall of that process's event loop."""
+    counts = [0] * (len(BUCKETS_S) + 1)
+    counts[bisect_left(BUCKETS_S, seconds)] = 1
+    return Tally(histograms={STALLS: {process: (counts, seconds)}})
 
 
 def siblings_of(own: str | None, reports: Iterable[GatewayReport], ended: Tally) -> Siblings:

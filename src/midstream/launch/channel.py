@@ -25,6 +25,7 @@ import uvloop
 
 from midstream.core import logs
 from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.pulse import Pulse
 from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec, TinkerSpec
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Channel:
         os.dup2(2, 1)
         #: A message was sent.
         self.answered = False
+        #: Of the event loop that the process serves in. Whoever serves starts it.
+        self.pulse = Pulse("")
 
     def receive(self, kind: type[T]) -> T:
         """The settings. Blocks. Raises msgspec.DecodeError."""
@@ -103,6 +106,7 @@ def run_child(
     channel = Channel()
     spec = channel.receive(kind)
     own = getattr(spec, "name", "")
+    channel.pulse = Pulse(own or name)
     fields = {"replica": own} if own else {}
     logs.configure(own or name, logs.Logging(level=spec.log_level, format=spec.log_format, fields=fields))
     raise_file_limit()

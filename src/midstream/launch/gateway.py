@@ -80,6 +80,8 @@ async def serve(spec: GatewaySpec, channel: Channel) -> None:
         starts_alone = spec.takes_over is None and not spec.shares_port
         port = await gateway.start(spec.host, spec.port) if starts_alone else spec.port
         channel.send(Listening(port=port, offer=offer.path))
+        channel.pulse.on_stall = gateway.proxy.metrics.stall_s["gateway"].observe
+        channel.pulse.start()
         background.append(asyncio.create_task(desired_state.run()))
         if spec.takes_over is not None:
             await _take_over(spec, spec.takes_over, gateway, desired_state)

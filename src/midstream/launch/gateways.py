@@ -41,7 +41,7 @@ class Gateways:
         """want: gets the union of all lists, whenever it may have changed. running: all replicas that run."""
         self._want = want
         self._running = running
-        #: What the processes that have ended counted, and which they are.
+        #: What the processes that have ended counted, and which they are. And what others of the server counted.
         self._ended, self._ended_boots = Tally(), set[str]()
         #: By name, what each was told of the others last, and what each said last, since it ended last.
         self._told: dict[str, Siblings] = {}
@@ -94,6 +94,11 @@ class Gateways:
     def tell(self, running: Running) -> None:
         for member in self._members:
             member.tell(self._message(member.name, running))
+
+    def count(self, tally: Tally) -> None:
+        """Of a process that is no gateway: every gateway shows it."""
+        self._ended = merged((self._ended, tally))
+        self._changed()
 
     def places(self) -> dict[str, str]:
         """Where the gateways run that do not run on this machine, by name."""

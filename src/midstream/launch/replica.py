@@ -123,6 +123,8 @@ async def serve(spec: ReplicaSpec, channel: Channel) -> None:
         gc.collect()
         gc.freeze()
         channel.send(Listening(port=sock.getsockname()[1]))
+        replica.watch(channel.pulse)
+        channel.pulse.start()
         await channel.stop_requested()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):

@@ -123,6 +123,12 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     offer: str | None = None
 
 
+class Stalled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A child's event loop stood still by its own doing."""
+
+    stalled_s: float
+
+
 class Accepting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A successor accepts connections from now on."""
 

@@ -33,8 +33,10 @@ from midstream.core.config import (
 )
 from midstream.core.errors import ConfigError
 from midstream.core.headers import HEADER_TOKEN
+from midstream.core.pulse import Pulse
 from midstream.core.scopes import PUBLISH
 from midstream.fleet.desired_state import Wanted, WantedReplica
+from midstream.fleet.tally import stalled
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.engines import records_fields, records_root, resident_fields
 from midstream.launch.gateways import Gateways
@@ -48,10 +50,10 @@ from midstream.launch.local import (
     until_stopped,
 )
 from midstream.launch.models import model_directory
-from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, StartFailed, Supervised
+from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, Conversation, StartFailed, Supervised
 from midstream.launch.replica_processes import ReplicaProcesses
 from midstream.launch.restart import LOCK, Restarts
-from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec, Stalled, TinkerSpec
 from midstream.launch.stranded import StrandedRecords, say_what_waits
 from midstream.launch.tracing import check as check_tracing
 from midstream.ledger import sqlite_url
@@ -155,6 +157,8 @@ class Supervisor:
             self.replicas.running,
         )
         self.front: Child | None = None
+        self._pulse = Pulse("supervisor")
+        self._pulse.on_stall = lambda seconds: self.gateways.count(stalled("supervisor", seconds))
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
@@ -166,10 +170,11 @@ class Supervisor:
             say_what_waits(records_root(self._settings))
         self.replicas.want(self._first())
         await self.gateways.start()
+        self._pulse.start()
         logger.info("the gateway listens on %s", ", ".join(self._urls()))
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
-            self.front = Child("tinker", "midstream.launch.tinker", spec)
+            self.front = Child("tinker", "midstream.launch.tinker", spec, Conversation(self._hear_front))
             await self.front.begin()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateways.supervise())
@@ -184,6 +189,7 @@ class Supervisor:
         before their replicas do. What replicas leave of their records now, the next start uploads."""
         if self.records is not None:
             self.records.close()
+        self._pulse.stop()
         if self.front is not None:
             await self.front.stop(FRONT_STOP_S)
         await self.gateways.stop(STOP_GRACE_S + KILL_AFTER_S)
@@ -261,6 +267,14 @@ class Supervisor:
             tracing=settings.tracing,
         )
         return await self._launcher.replica(spec, len(self.replicas))
+
+    def _hear_front(self, line: bytes) -> None:
+        try:
+            said = msgspec.json.decode(line, type=Stalled)
+        except msgspec.DecodeError as error:
+            logger.warning("the Tinker front said %r: %s", line[:200], error)
+        else:
+            self.gateways.count(stalled("tinker", said.stalled_s))
 
     def _urls(self) -> list[str]:
         """Of the gateways, as they listened last; one for those that share a port."""

@@ -15,7 +15,7 @@ import msgspec
 
 from midstream.core.errors import ConfigError
 from midstream.launch.channel import Channel, run_child
-from midstream.launch.specs import Listening, TinkerSpec
+from midstream.launch.specs import Listening, Stalled, TinkerSpec
 from midstream.proxy.appserver import AppServer
 from midstream.proxy.auth import Authenticator
 from midstream.tinker.adapters import Adapters
@@ -89,6 +89,8 @@ async def serve(spec: TinkerSpec, channel: Channel) -> None:
         gc.collect()
         gc.freeze()
         channel.send(Listening())
+        channel.pulse.on_stall = lambda seconds: channel.send(Stalled(stalled_s=seconds))
+        channel.pulse.start()
         await channel.stop_requested()
     finally:
         futures.close()

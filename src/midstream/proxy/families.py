@@ -46,6 +46,13 @@ GATEWAY: dict[str, Family] = {
     "midstream_gateway_replica_usable": Family("gauge", "1 when placement may use it", _REPLICA),
     "midstream_gateway_workers": Family("gauge", "gateway processes that listen"),
 }
+PROCESSES: dict[str, Family] = {
+    "midstream_event_loop_stall_seconds": Family(
+        "histogram",
+        "steps longer than 50 ms that held up an event loop: gateway, supervisor, tinker, or a replica",
+        ("process",),
+    ),
+}
 DEPLOYMENTS: dict[str, Family] = {
     "midstream_deployment_replicas_wanted": Family("gauge", "replicas that it should have", _DEPLOYMENT),
     "midstream_deployment_replicas_usable": Family("gauge", "replicas that placement may use", _DEPLOYMENT),
@@ -166,6 +173,7 @@ VLLM: dict[str, Family] = {
 #: By heading of docs/metrics.md.
 SECTIONS: dict[str, dict[str, Family]] = {
     "Gateway": GATEWAY,
+    "Processes": PROCESSES,
     "Deployments": DEPLOYMENTS,
     "Replicas": REPLICAS,
     "Turns": TURNS,

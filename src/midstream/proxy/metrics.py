@@ -35,7 +35,7 @@ from midstream.core.sessions import (
 )
 from midstream.core.types import RecordsStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.tally import Siblings, Tally, merged
+from midstream.fleet.tally import STALLS, Siblings, Tally, merged
 from midstream.fleet.view import ReplicaView
 from midstream.proxy.families import FAMILIES
 
@@ -97,6 +97,7 @@ _VLLM_MEASURED = {
     "vllm:request_prompt_tokens": "prompt_tokens",
     "vllm:request_generation_tokens": "generated_tokens",
 }
+_STALLS_OF_REPLICA = "event_loop_stall_seconds"
 _NOTHING = Trajectories(
     measures={name: Distribution([0] * (len(bounds) + 1)) for name, bounds in MEASURES.items()},
     counts={name: dict.fromkeys(values, 0) for name, values in COUNTS.items()},
@@ -155,6 +156,8 @@ class GatewayMetrics:
         # By path class.
         self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
+        # By process.
+        self.stall_s: defaultdict[str, Histogram] = defaultdict(Histogram)
 
     @property
     def workers(self) -> int:
@@ -173,7 +176,7 @@ class GatewayMetrics:
 
     @property
     def _histograms(self) -> dict[str, defaultdict[str, Histogram]]:
-        return {"first_byte_s": self.first_byte_s, "total_s": self.total_s}
+        return {"first_byte_s": self.first_byte_s, "total_s": self.total_s, STALLS: self.stall_s}
 
     def tally(self) -> Tally:
         return Tally(
@@ -213,6 +216,7 @@ class GatewayMetrics:
         yield _durations("midstream_gateway_time_to_first_byte_seconds", total.first_byte_s)
         yield _durations("midstream_gateway_request_seconds", total.total_s)
         yield _samples("midstream_gateway_workers", [((), self.workers)])
+        yield self._stalls(total.stall_s)
         yield from self._deployment_metrics()
         yield from self._replicas()
         yield from self._measured()
@@ -280,6 +284,15 @@ class GatewayMetrics:
             for name, measure in names.items():
                 found = [(labels(d, view), own[measure]) for d, view, own in told if measure in own]
                 yield _distributions(name, measure, found)
+
+    def _stalls(self, of_others: Mapping[str, Histogram]) -> HistogramMetricFamily:
+        """Of replicas as they told, and of all other processes of the server."""
+        stalls = {process: Distribution(one.counts, one.sum_s) for process, one in of_others.items()}
+        for _, view, told in self._told():
+            if _STALLS_OF_REPLICA in told.measures:
+                stalls[view.name] = told.measures[_STALLS_OF_REPLICA]
+        found = [((process,), one) for process, one in stalls.items()]
+        return _distributions("midstream_event_loop_stall_seconds", _STALLS_OF_REPLICA, found)
 
     def _ended(self) -> Iterator[Metric]:
         """How turns and swaps ended, as replicas counted."""

@@ -14,10 +14,12 @@ import logging
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from midstream.core.errors import AnotherBoot, InvalidRequest
+from midstream.core.pulse import Pulse
 from midstream.core.sessions import Trajectories
 from midstream.core.text import declared
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
@@ -40,7 +42,6 @@ from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
 from midstream.replica.journal import Journal
 from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
 from midstream.replica.policies import Boot, Parts, Policies
-from midstream.replica.pulse import Pulse
 from midstream.replica.service import REAL, Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S, Sessions
 from midstream.replica.spans import trace_swap
@@ -120,8 +121,8 @@ class Replica:
         self._files = Files(source, self._hints, base_directory)
         self._checker = Checker(engine, outside.new_boot)
         self._jobs = TextJobs()
-        self._pulse = Pulse(name, self._changed, monotonic)
-        self._beating: asyncio.Task[None] | None = None
+        #: Of the process, once it is watched.
+        self._pulse = Pulse(name)
         self._grammars = GrammarChecks()
         self.responses = StoredResponses(name, self.trees.close)
         self._journal: Journal | None = None
@@ -152,6 +153,12 @@ class Replica:
         self.trees.on_turn = self._turn_ended
         # Who keeps records wants all of them, also of clients that cannot ask.
         self._kept = replace(self._kept, records="routes")
+
+    def watch(self, pulse: Pulse) -> None:
+        """Report what that says of the process's event loop."""
+        self._pulse = pulse
+        pulse.on_change = self._changed
+        pulse.on_stall = partial(self.sessions.measures.observe, "event_loop_stall_seconds")
 
     def _parts(self, bounds: Bounds) -> Parts:
         return Parts(
@@ -264,8 +271,6 @@ class Replica:
         self._driving = asyncio.create_task(self.driver.run(), name="swap driver")
         self._driving.add_done_callback(lambda task: self._driver_ended(boot, task))
         self._down = None
-        if self._beating is None:
-            self._beating = asyncio.create_task(self._pulse.run(), name="pulse")
         self.ready = True
         self.gate.set(Door.OPEN)
         self._changed()
@@ -286,7 +291,7 @@ class Replica:
         await self._hints.close()
         self._jobs.close()
         self._grammars.close()
-        for task in (self._recovery, self._beating, self._pausing):
+        for task in (self._recovery, self._pausing):
             await _cancel(task)
         await self._end_boot()
         self._changed()

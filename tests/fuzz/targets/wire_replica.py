@@ -207,8 +207,6 @@ class WireReplica:
         self._failures = Failures()
         self._log = logging.getLogger("midstream.replica.exchange")
         self._log.addHandler(self._failures)
-        # Its clock is moved between inputs.
-        logging.getLogger("midstream.replica.pulse").disabled = True
         self._loop.run_until_complete(self.replica.start())
 
     def ask(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:

@@ -1,0 +1,119 @@
+"""Measures how long a process's event loop stands still. A loop that stands still cannot report it, so the report follows.
+
+Owns: one timer of the loop, and how late it comes.
+Always holds:
+- A delay of any cause is reported for KEPT_S after it ended, from LATE_S on. The log names each.
+- A stall is the process's own doing: a step that computed or blocked for longer than STALL_S. Each is counted once. Time in
+  which the loop's thread was ready and had no core is subtracted, because a busy machine takes that from any process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+#: A stall is seen when it is longer than STALL_S and this together.
+BEAT_S = 0.02
+STALL_S = 0.05
+LATE_S = 0.5
+KEPT_S = 30.0
+_SCHEDULER = "/proc/thread-self/schedstat"
+
+
+def own_s(late_s: float, computed_s: float, unserved_s: float | None) -> float:
+    """How much of a delay the process caused. computed_s: CPU time of the loop's thread meanwhile.
+
+    unserved_s: how long the thread was ready and had no core; None where the system does not tell. Then only computing counts.
+    """
+    if unserved_s is None:
+        return min(late_s, computed_s)
+    return max(0.0, late_s - unserved_s)
+
+
+class Scheduler:
+    """What the system says of the calling thread. To be used from that thread alone."""
+
+    def __init__(self) -> None:
+        # Linux alone has this file.
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(_SCHEDULER, os.O_RDONLY | os.O_CLOEXEC)
+
+    def unserved_s(self) -> float | None:
+        """How long it was ready and had no core, in all; None where the system does not tell."""
+        if self._file is None:
+            return None
+        # Nanoseconds on a core, nanoseconds ready without one, turns on a core.
+        return int(os.pread(self._file, 80, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class Pulse:
+    """on_change: `stalled_s` is another one. on_stall: gets the seconds of each stall."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._scheduler: Scheduler | None = None
+        #: By the last beat: when the next one is due, and the thread's times then.
+        self._due = self._computed_s = 0.0
+        self._unserved_s: float | None = None
+        #: The longest delay of KEPT_S, in seconds; 0: none.
+        self.stalled_s = 0.0
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_stall: Callable[[float], None] = lambda seconds: None
+
+    def __repr__(self) -> str:
+        return f"Pulse({self._name}, stalled {self.stalled_s:g} s)"
+
+    def start(self) -> None:
+        """Measure the running loop, whose thread calls this. What stood still before is nobody's business."""
+        self._scheduler = Scheduler()
+        self._next(self._scheduler)
+
+    def stop(self) -> None:
+        if self._timer is not None and self._scheduler is not None:
+            self._timer.cancel()
+            self._scheduler.close()
+            self._timer = self._scheduler = None
+
+    def _next(self, scheduler: Scheduler) -> None:
+        self._computed_s, self._unserved_s = time.thread_time(), scheduler.unserved_s()
+        self._due = time.monotonic() + BEAT_S
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(BEAT_S, self._beat, scheduler)
+
+    def _beat(self, scheduler: Scheduler) -> None:
+        now, unserved_s = time.monotonic(), scheduler.unserved_s()
+        if unserved_s is not None and self._unserved_s is not None:
+            unserved_s -= self._unserved_s
+        self.look(now, now - self._due, time.thread_time() - self._computed_s, unserved_s)
+        self._next(scheduler)
+
+    def look(self, now_s: float, late_s: float, computed_s: float, unserved_s: float | None) -> None:
+        """One beat, so late. computed_s, unserved_s: as own_s() takes them. now_s: on a clock that does not jump."""
+        if late_s > STALL_S:
+            stall_s = own_s(late_s, computed_s, unserved_s)
+            if late_s >= LATE_S:
+                log.warning("%s: the event loop stood still for %.1f s", self._name, late_s)
+            if stall_s > STALL_S:
+                told = "%s: a step of %.0f ms, %.0f ms of them computing"
+                log.info(told, self._name, 1000 * stall_s, 1000 * min(computed_s, stall_s))
+                self.on_stall(stall_s)
+        if late_s >= LATE_S:
+            self.stalled_s, self._until = max(self.stalled_s, round(late_s, 1)), now_s + KEPT_S
+            self.on_change()
+        elif self.stalled_s and now_s >= self._until:
+            self.stalled_s = 0.0
+            self.on_change()
