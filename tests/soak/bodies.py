@@ -23,14 +23,17 @@ from urllib.parse import urlsplit
 import serving
 
 from midstream.core.pulse import STALL_S
-from midstream.tinker import codec, json_losses, serving as tinker_limits
+from midstream.tinker import codec
+from midstream.tinker import serving as tinker_limits
 
 MB = 2**20
 #: gateway.max_body_bytes, less what is around the part that is large.
 LARGE = 64 * MB - 4096
 #: A replica tells what it measured once a second.
 TOLD_S = 2.5
-_STALL = re.compile(r'^midstream_event_loop_stall_seconds_(sum|count)\{process="([^"]+)"\} (\S+)$', re.MULTILINE)
+_STALL = re.compile(
+    r'^midstream_event_loop_stall_seconds_(sum|count)\{process="([^"]+)"\} (\S+)$', re.MULTILINE
+)
 
 
 class Sent(NamedTuple):
@@ -68,7 +71,9 @@ def inference() -> dict[str, Callable[[], Sent]]:
         ),
         "many stops": lambda: Sent(post, "/v1/completions", filled(text + '"x","stop":[', b'"a",', "]}")),
         "one large message": lambda: Sent(
-            post, "/v1/chat/completions", chat(b'{"role":"user","content":"' + b"word " * (LARGE // 5) + b'"}')
+            post,
+            "/v1/chat/completions",
+            chat(b'{"role":"user","content":"' + b"word " * (LARGE // 5) + b'"}'),
         ),
         "many messages": lambda: Sent(
             post, "/v1/chat/completions", chat((message * (LARGE // len(message))).rstrip(b","))
@@ -142,16 +147,18 @@ def control() -> dict[str, Callable[[], Sent]]:
 def protobuf(kind: str) -> bytes:
     message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     if kind == "large tensors":
-        for _ in range(60):
+        for _ in range(30):
             _datum(message, 16, MB // 4)
     if kind == "one datum":
-        _datum(message, 16, 15 * MB)
+        _datum(message, 16, 15 * MB // 2)
     if kind == "one prompt":
-        _datum(message, 15 * MB, 4)
+        _datum(message, 15 * MB // 2, 4)
+    if kind == "a prompt of two million tokens":
+        _datum(message, 2 * MB, 4)
     if kind == "sparse":
         datum = _datum(message, 16, 4)
         tensor = datum.loss_fn_inputs["sparse"]
-        tensor.dtype, tensor.shape[:] = codec.FLOAT32, [1000, 60_000]
+        tensor.dtype, tensor.shape[:] = codec.FLOAT32, [1000, 16_000]
         tensor.sparse_csr.crow_indices = bytes(8 * 1001)
     if kind == "a batch":
         for _ in range(1024):
@@ -187,7 +194,14 @@ def tinker() -> dict[str, Callable[[], Sent]]:
         ),
         **{
             kind: lambda kind=kind: Sent("POST", path, protobuf(kind), proto)  # type: ignore[misc]
-            for kind in ("a batch", "large tensors", "one datum", "one prompt", "sparse")
+            for kind in (
+                "a prompt of two million tokens",
+                "a batch",
+                "large tensors",
+                "one datum",
+                "one prompt",
+                "sparse",
+            )
         },
         "losses in JSON": lambda: Sent("POST", path, filled(loss, b"1.5,", "]}}}]}}", json_size)),
         "losses in JSON, ids": lambda: Sent(
@@ -266,7 +280,9 @@ def rows(probe: Probe, chosen: list[str]) -> Iterator[tuple[str, bool]]:
         begun = time.monotonic()
         status, answer, found = probe.measured(sent)
         took_s = time.monotonic() - begun - TOLD_S
-        stalls = ", ".join(f"{process} {seconds:.3f} s in {count}" for process, (seconds, count) in found.items())
+        stalls = ", ".join(
+            f"{process} {seconds:.3f} s in {count}" for process, (seconds, count) in found.items()
+        )
         said = "" if status == 200 else answer[:90].decode(errors="replace").replace("\n", " ")
         yield (
             f"{kind:36} {len(sent.body) / MB:7.2f} MB  {status:3}  {took_s:6.2f} s  {stalls or '-':50} {said}",

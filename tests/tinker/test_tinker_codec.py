@@ -199,7 +199,7 @@ def test_sparse_inputs_that_do_not_fit_are_refused(
 
 def test_sparse_inputs_share_one_limit() -> None:
     message = request()
-    side = 5000
+    side = 2500
     sparse(message, [side, side], [0] * (side + 1), [], [])
     message.data.add().CopyFrom(message.data[0])
     message.data.add().CopyFrom(message.data[0])

@@ -40,10 +40,13 @@ def refused(body: bytes, into: type[Body]) -> TinkerError:
 
 
 @pytest.mark.parametrize("into", [SampleBody, RetrieveBody, OptimStepBody, CreateSessionBody])
-@pytest.mark.parametrize("before", [b"", b'{"x":', b'{"model_id":"m","seq_id":1,"x":'])
-def test_a_body_nested_too_deeply_is_refused(before: bytes, into: type[Body]) -> None:
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [(b"", "Expected `object`"), (b'{"x":', "nested"), (b'{"model_id":"m","seq_id":1,"x":', "nested")],
+)
+def test_a_body_nested_too_deeply_is_refused(before: bytes, why: str, into: type[Body]) -> None:
     body = before + b"[" * 5_000
-    assert "nested" in refused(body, into).detail
+    assert why in refused(body, into).detail
     assert types.addressee(body) is None
 
 

@@ -216,13 +216,13 @@ class World:
         assert found is not None
         return found
 
-    async def ended(self, request_id: str) -> Future:
-        future = self.future(request_id)
+    async def ended(self, request_id: str, tenant: str = TENANT) -> Future:
+        future = self.future(request_id, tenant)
         await future.wait()
         return future
 
-    async def result(self, request_id: str) -> dict[str, Any]:
-        future = await self.ended(request_id)
+    async def result(self, request_id: str, tenant: str = TENANT) -> dict[str, Any]:
+        future = await self.ended(request_id, tenant)
         assert future.outcome is not None
         assert future.outcome.media_type == "application/json"
         body: dict[str, Any] = json.loads(future.outcome.body)

@@ -4,7 +4,8 @@ Owns: one timer of the loop, and how late it comes.
 Always holds:
 - A delay of any cause is reported for KEPT_S after it ended, from LATE_S on. The log names each.
 - A stall is the process's own doing: a step that computed or blocked for longer than STALL_S. Each is counted once. Time in
-  which the loop's thread was ready and had no core is subtracted, because a busy machine takes that from any process.
+  which a thread of the process was ready and had no core is subtracted, because a busy machine takes that from any process. The
+  loop's thread may wait for a lock that such a thread holds. What the loop's thread computed always counts.
 """
 
 from __future__ import annotations
@@ -23,39 +24,64 @@ BEAT_S = 0.02
 STALL_S = 0.05
 LATE_S = 0.5
 KEPT_S = 30.0
-_SCHEDULER = "/proc/thread-self/schedstat"
+#: Threads that began are looked for once in so many beats.
+LOOKS = 25
+_THREADS = "/proc/self/task"
 
 
 def own_s(late_s: float, computed_s: float, unserved_s: float | None) -> float:
     """How much of a delay the process caused. computed_s: CPU time of the loop's thread meanwhile.
 
-    unserved_s: how long the thread was ready and had no core; None where the system does not tell. Then only computing counts.
+    unserved_s: how long its threads were ready and had no core. None: the system does not tell, and only computing counts.
     """
-    if unserved_s is None:
-        return min(late_s, computed_s)
-    return max(0.0, late_s - unserved_s)
+    blocked_s = 0.0 if unserved_s is None else late_s - unserved_s
+    return max(blocked_s, min(late_s, computed_s))
 
 
 class Scheduler:
-    """What the system says of the calling thread. To be used from that thread alone."""
+    """What the system says of this process's threads. Linux alone does."""
 
     def __init__(self) -> None:
-        # Linux alone has this file.
-        self._file: int | None = None
-        with contextlib.suppress(OSError):
-            self._file = os.open(_SCHEDULER, os.O_RDONLY | os.O_CLOEXEC)
+        # By thread: its file, and what that said last, in nanoseconds.
+        self._files: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._looks = 0
 
     def unserved_s(self) -> float | None:
-        """How long it was ready and had no core, in all; None where the system does not tell."""
-        if self._file is None:
+        """How long the threads together were ready and had no core, since the last call. None: the system does not tell."""
+        if self._looks % LOOKS == 0:
+            self._find()
+        self._looks += 1
+        if not self._files:
             return None
-        # Nanoseconds on a core, nanoseconds ready without one, turns on a core.
-        return int(os.pread(self._file, 80, 0).split()[1]) / 1e9
+        found = 0
+        for thread, file in list(self._files.items()):
+            try:
+                # Nanoseconds on a core, nanoseconds ready without one, turns on a core.
+                told = int(os.pread(file, 80, 0).split()[1])
+            except (OSError, IndexError):
+                # The thread has ended.
+                self._forget(thread)
+            else:
+                found += told - self._told.get(thread, told)
+                self._told[thread] = told
+        return found / 1e9
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        for thread in list(self._files):
+            self._forget(thread)
+
+    def _find(self) -> None:
+        """Threads that began."""
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(_THREADS):
+                if thread not in self._files:
+                    path = f"{_THREADS}/{thread}/schedstat"
+                    self._files[thread] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _forget(self, thread: str) -> None:
+        os.close(self._files.pop(thread))
+        self._told.pop(thread, None)
 
 
 class Pulse:
@@ -66,9 +92,8 @@ class Pulse:
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._scheduler: Scheduler | None = None
-        #: By the last beat: when the next one is due, and the thread's times then.
+        #: By the last beat: when the next one is due, and the CPU time of the thread then.
         self._due = self._computed_s = 0.0
-        self._unserved_s: float | None = None
         #: The longest delay of KEPT_S, in seconds; 0: none.
         self.stalled_s = 0.0
         self.on_change: Callable[[], None] = lambda: None
@@ -80,6 +105,7 @@ class Pulse:
     def start(self) -> None:
         """Measure the running loop, whose thread calls this. What stood still before is nobody's business."""
         self._scheduler = Scheduler()
+        self._scheduler.unserved_s()
         self._next(self._scheduler)
 
     def stop(self) -> None:
@@ -89,16 +115,15 @@ class Pulse:
             self._timer = self._scheduler = None
 
     def _next(self, scheduler: Scheduler) -> None:
-        self._computed_s, self._unserved_s = time.thread_time(), scheduler.unserved_s()
+        self._computed_s = time.thread_time()
         self._due = time.monotonic() + BEAT_S
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(BEAT_S, self._beat, scheduler)
 
     def _beat(self, scheduler: Scheduler) -> None:
-        now, unserved_s = time.monotonic(), scheduler.unserved_s()
-        if unserved_s is not None and self._unserved_s is not None:
-            unserved_s -= self._unserved_s
-        self.look(now, now - self._due, time.thread_time() - self._computed_s, unserved_s)
+        now = time.monotonic()
+        computed_s = time.thread_time() - self._computed_s
+        self.look(now, now - self._due, computed_s, scheduler.unserved_s())
         self._next(scheduler)
 
     def look(self, now_s: float, late_s: float, computed_s: float, unserved_s: float | None) -> None:

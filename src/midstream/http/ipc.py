@@ -32,14 +32,16 @@ Message = TypeVar("Message")
 AnyLink = TypeVar("AnyLink", bound="Link[Any]")
 
 
-def frame(message: object) -> bytes:
+def frame(message: object) -> bytearray:
     """Raises ValueError when the message is longer than a frame can say."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(
-            f"{type(message).__name__} of {len(body)} bytes is over the {MAX_FRAME_BYTES} of a frame"
-        )
-    return HEADER.pack(len(body)) + body
+    # Encoded behind its header: a large message is not copied again.
+    framed = bytearray(HEADER.size)
+    _encoder.encode_into(message, framed, HEADER.size)
+    size = len(framed) - HEADER.size
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"{type(message).__name__} of {size} bytes is over the {MAX_FRAME_BYTES} of a frame")
+    HEADER.pack_into(framed, 0, size)
+    return framed
 
 
 class Frames(Generic[Message]):
@@ -57,7 +59,8 @@ class Frames(Generic[Message]):
             end = HEADER.size + length
             if len(self._buffer) < end:
                 return
-            body = bytes(self._buffer[HEADER.size : end])
+            with memoryview(self._buffer) as buffer:
+                body = bytes(buffer[HEADER.size : end])
             del self._buffer[:end]
             yield self._decoded(body)
 

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from midstream.core.beside import beside, stepwise_json
 from midstream.core.errors import MidstreamError
 from midstream.fleet.access import behind
 from midstream.proxy.auth import Authenticator
@@ -251,7 +252,7 @@ class _Front:
 
     async def _create_session(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
-        body = decode(await body_of(request), CreateSessionBody)
+        body = await _decoded(request, CreateSessionBody)
         session = self._store.create_session(
             tenant, display_name=body.display_name, user_metadata=body.user_metadata
         )
@@ -259,7 +260,7 @@ class _Front:
 
     async def _heartbeat(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
-        body = decode(await body_of(request), SessionBody)
+        body = await _decoded(request, SessionBody)
         if not self._store.touch_session(tenant, body.session_id):
             error = no_session(body.session_id)
             # A 410 ends the client's heartbeats.
@@ -298,7 +299,7 @@ class _Front:
 
     async def _create_sampling_session(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
-        body = decode(await body_of(request), CreateSamplingSessionBody)
+        body = await _decoded(request, CreateSamplingSessionBody)
         if body.model_path is not None:
             made = await self._training.create_sampling_session(tenant, api_key, body)
         else:
@@ -333,7 +334,7 @@ class _Front:
 
     async def _asample(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
-        body = decode(await body_of(request, serving.MAX_SAMPLE_BYTES), SampleBody)
+        body = await _decoded(request, SampleBody, serving.MAX_SAMPLE_BYTES)
         request_id, sequence_ids = await self._sampling.submit(tenant, api_key, body)
         return answer({"request_id": request_id, "sample_sequence_ids": sequence_ids})
 
@@ -346,9 +347,10 @@ class _Front:
             tenant, api_key = self._caller(request)
             sent = await body_of(request)
             try:
-                body = decode(sent, into)
+                body = await beside.run(len(sent), lambda: decode(sent, into))
             except TinkerError as error:
-                return self._refused(tenant, addressee(sent), error)
+                to = await beside.run(len(sent), lambda: addressee(sent))
+                return self._refused(tenant, to, error)
             request_id = await submit(tenant, api_key, body)
             return answer({"request_id": request_id, "model_id": getattr(body, "model_id", None)})
 
@@ -362,14 +364,15 @@ class _Front:
             read, to, limit = json_losses.forward_backward, addressee, serving.MAX_JSON_LOSS_BYTES
         sent = await body_of(request, limit)
         try:
-            body = read(sent)
+            # A small request behind this one may be submitted first: its seq_id keeps the order.
+            body = await beside.run(len(sent), lambda: read(sent))
             if request.url.path.endswith("/forward") and not body.forward_only:
                 message = (
                     "this path takes a pass without gradients: forward_input, or forward_only in protobuf"
                 )
                 raise TinkerError(400, message, "forward_input")
         except TinkerError as error:
-            return self._refused(tenant, to(sent), error)
+            return self._refused(tenant, await beside.run(len(sent), lambda: to(sent)), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
         return answer({"request_id": request_id, "model_id": body.model_id})
 
@@ -395,7 +398,7 @@ class _Front:
 
     async def _retrieved(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
-        body = decode(await body_of(request), RetrieveBody)
+        body = await _decoded(request, RetrieveBody)
         future = self._futures.find(tenant, body.request_id)
         if future is None:
             message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
@@ -429,7 +432,7 @@ class _Front:
 
     async def _cancel_future(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
-        body = decode(await body_of(request), CancelBody)
+        body = await _decoded(request, CancelBody)
         future = self._futures.find(tenant, body.request_id)
         if future is not None:
             future.cancel()
@@ -466,8 +469,14 @@ async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:
         raise TinkerError(406, message, "accept")
     if form == outcome.media_type:
         return outcome.body, form
-    made = await asyncio.to_thread(outcome.as_json, outcome.body)
-    return msgspec.json.encode(made), JSON
+    as_json = outcome.as_json
+    return await beside.run(len(outcome.body), lambda: stepwise_json(as_json(outcome.body))), JSON
+
+
+async def _decoded(request: Request, into: type[_B], limit: int = serving.MAX_JSON_BYTES) -> _B:
+    """Its body. Raises TinkerError."""
+    sent = await body_of(request, limit)
+    return await beside.run(len(sent), lambda: decode(sent, into))
 
 
 def _printable(value: str) -> str:

@@ -12,7 +12,7 @@ messages are in a pool of their own, so that the SDK may be imported into the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, islice, pairwise
 from math import prod
 from typing import Any, Final
@@ -25,6 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from midstream.tinker.serving import TinkerError
 from midstream.tinker.types import SampleResult
+from midstream.tinker.walk import fields
 from midstream.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
 
 STOP: Final = 0
@@ -90,10 +91,10 @@ _SCALARS = {
 
 def _file() -> FileDescriptorProto:
     file = FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3")
-    for name, fields in _MESSAGES.items():
+    for name, described in _MESSAGES.items():
         message = file.message_type.add(name=name)
         optional = []
-        for line in filter(None, map(str.strip, fields.splitlines())):
+        for line in filter(None, map(str.strip, described.splitlines())):
             number, field_name, kind = line.split()
             field = message.field.add(name=field_name, number=int(number))
             if _set_type(message, field, kind):
@@ -151,16 +152,32 @@ def _message(name: str) -> Any:
 SampleResponse = _message("SampleResponse")
 ForwardBackwardOutput = _message("ForwardBackwardOutput")
 ForwardBackwardRequest = _message("ForwardBackwardRequest")
+DatumMessage = _message("Datum")
+_EntryMessage = DatumMessage.DESCRIPTOR.fields_by_name["loss_fn_inputs"].message_type
+_TensorMessage = _EntryMessage.fields_by_name["value"].message_type
 
 
-MAX_MADE_BYTES = 1 << 28
+def _tag(message: Any, field: str) -> int:
+    """Of a field that is a message, or numbers packed together."""
+    number: int = message.fields_by_name[field].number
+    return number << 3 | 2
+
+
+MAX_MADE_BYTES = 1 << 26
 MAX_DIMENSIONS = 8
 # Of a tensor, with sizes of 0 counted as 1.
 MAX_ITEMS = 1 << 48
-_DATA = ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+_DATA = _tag(ForwardBackwardRequest.DESCRIPTOR, "data")
+_INPUT = _tag(DatumMessage.DESCRIPTOR, "loss_fn_inputs")
+_VALUE, _SHAPE = _tag(_EntryMessage, "value"), _tag(_TensorMessage, "shape")
 _NO_REQUEST = "the body is not a ForwardBackwardRequest in protobuf"
-# Fields of a request and of its datums. An empty one of two bytes takes far more memory than that.
-MAX_PARTS = 1 << 20
+# Fields of a request and of its datums, each of which takes time and memory, however few bytes it has. The SDK sends at most
+# 1024 datums together, or 5 MB. With 50 chunks (one for each message of a rollout) and 12 tensors a datum that is 1024 * 63.
+MAX_PARTS = 1 << 16
+# Of all prompts of a request. The SDK's 5 MB have 1.3 million; one datum alone may be longer than that.
+MAX_TOKENS = 1 << 21
+# So many numbers become Python's own in one step, which holds the interpreter's lock.
+STEP = 1 << 16
 # With token 0: an empty cell of a top-k table.
 EMPTY_LOGPROB = -99999.0
 _DTYPES: dict[int, Dtype] = {FLOAT32: "float32", INT64: "int64", INT32: "int32"}
@@ -280,22 +297,25 @@ def _read_record(record: Any) -> list[dict[str, Any]]:
 
 
 def forward_backward(body: bytes) -> ForwardBackward:
-    """A ForwardBackwardRequest. Raises TinkerError (400)."""
-    _check_parts(body)
+    """A ForwardBackwardRequest, of which one datum is read after another. Raises TinkerError (400)."""
+    rest, datums = _split(body)
+    return read_request(_parsed(ForwardBackwardRequest, rest), [body[start:end] for start, end in datums])
+
+
+def _parsed(kind: Any, data: bytes) -> Any:
     try:
-        message = ForwardBackwardRequest.FromString(body)
+        return kind.FromString(data)
     except DecodeError as error:
         raise TinkerError(400, _NO_REQUEST) from error
-    return read_request(message)
 
 
-def read_request(message: Any) -> ForwardBackward:
-    """Of a ForwardBackwardRequest. Raises TinkerError (400)."""
+def read_request(message: Any, datums: Sequence[bytes]) -> ForwardBackward:
+    """Of a ForwardBackwardRequest without its datums, and these as messages of their own. Raises TinkerError (400)."""
     if not message.model_id:
         raise TinkerError(400, "model_id is missing", "model_id")
     if message.seq_id < 0:
         raise TinkerError(400, f"seq_id is {message.seq_id}; it counts from 1", "seq_id")
-    if not message.data:
+    if not datums:
         raise TinkerError(400, "there is no datum in the request", "data")
     budget = _Budget(MAX_MADE_BYTES)
     config: dict[str, float | str] = dict(message.loss_fn_config)
@@ -304,7 +324,10 @@ def read_request(message: Any) -> ForwardBackward:
     return ForwardBackward(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        data=tuple(_datum(datum, f"data[{index}]", budget) for index, datum in enumerate(message.data)),
+        data=tuple(
+            _datum(_parsed(DatumMessage, datum), f"data[{index}]", budget)
+            for index, datum in enumerate(datums)
+        ),
         loss_fn=message.loss_fn,
         config=config,
         forward_only=message.forward_only,
@@ -314,63 +337,69 @@ def read_request(message: Any) -> ForwardBackward:
 def addressee(body: bytes) -> tuple[str, int] | None:
     """The model_id and seq_id of a request that is refused, if they can be read."""
     try:
-        _check_parts(body)
-        message = ForwardBackwardRequest.FromString(body)
-    except (DecodeError, TinkerError):
+        message = _parsed(ForwardBackwardRequest, _split(body)[0])
+    except TinkerError:
         return None
     return (message.model_id, message.seq_id) if message.model_id and message.seq_id > 0 else None
 
 
-def _check_parts(body: bytes) -> None:
-    """Raises TinkerError (400) for a body of more than MAX_PARTS, before anything is made of them."""
-    parts = 0
+def _split(body: bytes) -> tuple[bytes, list[tuple[int, int]]]:
+    """The request without its datums, and where each of these starts and ends.
+
+    Raises TinkerError (400), also for a body of more than MAX_PARTS, before anything is made of them.
+    """
+    left, rest, datums, at = MAX_PARTS, [], [], 0
     try:
-        for number, start, end in _fields(body, 0, len(body)):
-            within = _fields(body, start, end) if number == _DATA else ()
-            parts += 1 + sum(1 for _ in islice(within, MAX_PARTS))
-            if parts > MAX_PARTS:
+        for tag, start, end in fields(body, 0, len(body)):
+            left -= 1
+            if tag == _DATA:
+                datums.append((start, end))
+                left -= _parts(body, start, end, left + 1)
+            else:
+                rest.append(body[at:end])
+            at = end
+            if left < 0:
                 raise TinkerError(400, f"the body has more than {MAX_PARTS} datums and inputs", "data")
     except (IndexError, ValueError) as error:
         raise TinkerError(400, _NO_REQUEST) from error
+    return b"".join(rest), datums
 
 
-def _fields(body: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Of a message in body[at:end]: number, start and end of each. Raises IndexError, ValueError."""
-    while at < end:
-        tag, at = _varint(body, at)
-        start = at
-        match tag & 7:
-            case 0:
-                _, at = _varint(body, at)
-            case 2:
-                size, start = _varint(body, at)
-                at = start + size
-            case 1 | 5 as kind:
-                at += 8 if kind == 1 else 4
-            case kind:
-                raise ValueError(f"wire type {kind}")
-        if at > end:
-            raise ValueError("a field goes beyond its message")
-        yield tag >> 3, start, at
+def _parts(body: bytes, start: int, end: int, most: int) -> int:
+    """How many a datum has, counted up to `most`. Raises TinkerError (400), IndexError, ValueError."""
+    parts = 0
+    for tag, begin, over in islice(fields(body, start, end), max(most, 0)):
+        parts += 1
+        if tag == _INPUT and over - begin > STEP:
+            _check_shape(body, begin, over)
+    return parts
 
 
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """It, and what comes after it."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = body[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a number of more than ten bytes")
+def _check_shape(body: bytes, start: int, end: int) -> None:
+    """Raises TinkerError (400) for a large tensor whose bytes are its shape: numbers of eight bytes each are made of these."""
+    error = TinkerError(400, f"a tensor has more than {MAX_DIMENSIONS} dimensions", "data")
+    for number, (entry, begin, over) in enumerate(fields(body, start, end)):
+        if number == 2 * MAX_DIMENSIONS:
+            raise error
+        for count, (tag, at, after) in enumerate(fields(body, begin, over) if entry == _VALUE else ()):
+            # A number in a packed field has ten bytes at most.
+            if count == 2 * MAX_DIMENSIONS or (tag == _SHAPE and after - at > 10 * MAX_DIMENSIONS):
+                raise error
 
 
 class _Budget:
-    """Bytes that may still be made of sparse tensors."""
+    """Bytes that may still be made of sparse tensors, and tokens that the prompts may still have."""
 
     def __init__(self, left: int) -> None:
         self._left = left
+        self._tokens = MAX_TOKENS
+
+    def take_tokens(self, count: int, where: str) -> None:
+        self._tokens -= count
+        if self._tokens < 0:
+            raise TinkerError(
+                400, f"{where}: the prompts of a request have more than {MAX_TOKENS} tokens", where
+            )
 
     def take(self, size: int, where: str) -> None:
         self._left -= size
@@ -380,7 +409,7 @@ class _Budget:
 
 
 def _datum(message: Any, where: str, budget: _Budget) -> Datum:
-    tokens = _tokens(message.model_input, f"{where}.model_input")
+    tokens = _tokens(message.model_input, f"{where}.model_input", budget)
     inputs = {
         name: _tensor(tensor, f"{where}.loss_fn_inputs.{name}", budget)
         for name, tensor in message.loss_fn_inputs.items()
@@ -388,16 +417,21 @@ def _datum(message: Any, where: str, budget: _Budget) -> Datum:
     return Datum(tokens=tokens, inputs=inputs)
 
 
-def _tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
+def _tokens(chunks: Iterable[Any], where: str, budget: _Budget) -> tuple[int, ...]:
     tokens: list[int] = []
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             message = f"{where}: {kind or 'empty'} chunks are not supported here, only encoded_text"
             raise TinkerError(400, message, f"{where}.chunks[{index}]")
-        tokens += _numbers(chunk.encoded_text.tokens, "int32", where).tolist()
-    if not tokens or min(tokens) < 0:
-        raise TinkerError(400, f"{where} has {'no tokens' if not tokens else 'a negative token id'}", where)
+        numbers = _numbers(chunk.encoded_text.tokens, "int32", where)
+        budget.take_tokens(len(numbers), where)
+        if numbers.size and numbers.min() < 0:
+            raise TinkerError(400, f"{where} has a negative token id", where)
+        for at in range(0, len(numbers), STEP):
+            tokens += numbers[at : at + STEP].tolist()
+    if not tokens:
+        raise TinkerError(400, f"{where} has no tokens", where)
     return tuple(tokens)
 
 
@@ -441,7 +475,10 @@ def _dense(csr: Any, dtype: Dtype, shape: tuple[int, ...], where: str, budget: _
         raise TinkerError(400, f"{where}: its sparse indices do not fit its shape {list(shape)}", where)
     made = np.zeros(shape, dtype=values.dtype)
     made[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
-    return Tensor(dtype=dtype, shape=shape, data=made.tobytes())
+    # In pieces, each of which is copied under the interpreter's lock; they are joined without it.
+    flat = made.reshape(-1)
+    data = b"".join(flat[at : at + STEP].tobytes() for at in range(0, len(flat), STEP))
+    return Tensor(dtype=dtype, shape=shape, data=data)
 
 
 def _numbers(data: bytes, dtype: Dtype, where: str) -> np.ndarray[Any, np.dtype[Any]]:

@@ -62,16 +62,17 @@ def forward_backward(body: bytes) -> ForwardBackward:
     message.seq_id = asked.seq_id or 0
     message.forward_only = asked.forward_backward_input is None
     message.loss_fn_config.update(given.loss_fn_config or {})
-    for index, datum in enumerate(given.data):
-        _write_datum(message.data.add(), datum, f"data[{index}]")
-    return codec.read_request(message)
+    datums = [_written(datum, f"data[{index}]") for index, datum in enumerate(given.data)]
+    return codec.read_request(message, datums)
 
 
-def _write_datum(message: Any, datum: DatumBody, where: str) -> None:
+def _written(datum: DatumBody, where: str) -> bytes:
+    message = codec.DatumMessage()
     tokens = datum.model_input.token_ids(f"{where}.model_input")
     message.model_input.add().encoded_text.tokens = np.asarray(tokens, dtype="<i4").tobytes()
     for name, tensor in datum.loss_fn_inputs.items():
         _write_tensor(message.loss_fn_inputs[name], tensor, f"{where}.loss_fn_inputs.{name}")
+    return bytes(message.SerializeToString())
 
 
 def _write_tensor(message: Any, tensor: TensorBody, where: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.beside import beside
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT, POLICY_INFIX
@@ -122,8 +123,8 @@ logger = logging.getLogger(__name__)
 KIND = "Sample"
 # Prompt tokens of one tenant's unfinished samples. A token takes some 50 bytes.
 MAX_WAITING_TOKENS = 1 << 26
-# A completion of this size is read off the event loop.
-_LARGE_BYTES = 256 * 1024
+# Of a token id in JSON, about.
+ID_BYTES = 6
 # How often an adapter that somebody else ends is loaded again for one sample, and the pause before.
 LOADS_MAX = 8
 LOAD_PAUSE_S = 0.5
@@ -170,7 +171,8 @@ class Sampling:
     async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
         """request_id and an id per sequence. Raises TinkerError: 400, 404 (no such session or model), 429."""
         key = routing_key(body.sampling_session_id, body.seq_id)
-        sample = check(body)
+        tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+        sample = await beside.run(ID_BYTES * tokens, lambda: check(body))
         model, weights = self._weights(tenant, body)
         self._check_room(tenant, len(sample.prompt))
         future = self._futures.new(tenant, KIND)
@@ -243,7 +245,9 @@ class Sampling:
                 if weights.policy == "adapter":
                     answer = await self._of_adapter(sample, weights, headers)
                 else:
-                    answer = await self._complete(sample.completion(self._deployment), weights, headers)
+                    answer = await self._complete(
+                        await _completion(sample, self._deployment), weights, headers
+                    )
             except NotServed as refused:
                 raise weights.superseded(refused.serving) from refused
             done, encoded = await _read(sample, answer, key)
@@ -271,7 +275,7 @@ class Sampling:
     async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> Answer:
         """Raises Failed, NotServed."""
         snapshot = weights.snapshot or ""
-        body = sample.completion(f"{self._deployment}{POLICY_INFIX}{policy_of(snapshot)}")
+        body = await _completion(sample, f"{self._deployment}{POLICY_INFIX}{policy_of(snapshot)}")
         async with self._adapters.use(snapshot):
             for _ in range(LOADS_MAX):
                 try:
@@ -294,7 +298,11 @@ async def _read(sample: Sample, answer: Answer, key: str | None) -> tuple[Sample
         done = sampled(sample, answer.body, answer.headers, key)
         return done, codec.sample_response(done.result)
 
-    return read() if len(answer.body) < _LARGE_BYTES else await asyncio.to_thread(read)
+    return await beside.run(len(answer.body), read)
+
+
+async def _completion(sample: Sample, model: str) -> bytes:
+    return await beside.run(ID_BYTES * len(sample.prompt), lambda: sample.completion(model))
 
 
 def _headers(done: Sampled) -> dict[str, str]:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from midstream.core.beside import beside
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, TINKER_ROUTES, Grant, forbidden, need_of
 from midstream.fleet.access import log_refusal
@@ -48,9 +49,10 @@ class TinkerError(Exception):
 
 PREFIX = "/api/v1"
 MAX_JSON_BYTES = 1 << 20
-MAX_SAMPLE_BYTES = 32 << 20
-MAX_TRAINING_BYTES = 512 << 20
-# A number in JSON takes up to 24 times its own size in memory, and is read while others wait: half a second.
+MAX_SAMPLE_BYTES = 16 << 20
+# The SDK sends 5 MB together; one datum alone may have more.
+MAX_TRAINING_BYTES = 32 << 20
+# A number in JSON takes up to 24 times its own size in memory.
 MAX_JSON_LOSS_BYTES = 8 << 20
 
 logger = logging.getLogger(__name__)
@@ -113,7 +115,7 @@ async def body_of(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
         if size > limit:
             raise TinkerError(413, f"the body has more than {limit >> 20} MiB")
         parts.append(part)
-    return b"".join(parts)
+    return await beside.run(size, lambda: b"".join(parts))
 
 
 def answer(

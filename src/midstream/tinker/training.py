@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
+from midstream.core.beside import beside
 from midstream.core.clock import steady
 from midstream.core.private import private_directory
 from midstream.tinker import weights as names
@@ -50,6 +52,13 @@ SAMPLER_KINDS = ("snapshot", "inflight")
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 Act = Callable[[Future], Awaitable[None]]
+
+
+class Mark(NamedTuple):
+    """What a request that comes again is known by, and its size in bytes."""
+
+    digest: bytes
+    size: int
 
 
 class _Model:
@@ -176,14 +185,19 @@ class Training:
 
     async def submit_forward_backward(self, tenant: str, api_key: str | None, body: ForwardBackward) -> str:
         """Raises TinkerError."""
+        self._model(tenant, body.model_id)
+        seq_id = _given(body.seq_id)
+        mark = await beside.run(body.size, lambda: mark_of(body))
         model = self._model(tenant, body.model_id)
 
         async def run(future: Future) -> None:
             losses: m.Losses = await self._loaded.call(model.row.id, m.RunForwardBackward(body))
-            future.resolve(loss_outputs(losses.result), PROTOBUF, as_json=loss_outputs_json)
+            result = losses.result
+            encoded = await beside.run(result.size, lambda: loss_outputs(result))
+            future.resolve(encoded, PROTOBUF, as_json=loss_outputs_json)
 
         kind = "forward" if body.forward_only else "forward_backward"
-        return self._submit(model, kind, _given(body.seq_id), body, run)
+        return self._submit(model, kind, seq_id, mark, run)
 
     async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str:
         """Raises TinkerError."""
@@ -383,14 +397,13 @@ class Training:
                 model.turns.close()
 
     def _submit(self, model: _Model, kind: str, seq_id: int, body: object, act: Act) -> str:
-        """Its request_id. Raises TinkerError: 400 the seq_id had another body, 429 too much is waiting."""
-        encoded = _encoder.encode(body)
-        digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        known = model.turns.known(kind, seq_id, digest)
+        """Its request_id. body: or its mark. Raises TinkerError: 400 the seq_id had another body, 429 too much is waiting."""
+        mark = body if isinstance(body, Mark) else mark_of(body)
+        known = model.turns.known(kind, seq_id, mark.digest)
         if known is not None:
             return known
         waiting = model.turns.waiting_bytes
-        if waiting + len(encoded) > MAX_WAITING_BYTES and not model.turns.is_next(seq_id):
+        if waiting + mark.size > MAX_WAITING_BYTES and not model.turns.is_next(seq_id):
             raise TinkerError(
                 429,
                 f"requests of {waiting} bytes wait for their turn with {model.row.id}",
@@ -398,7 +411,7 @@ class Training:
             )
         self._store.touch_session(model.row.tenant, model.row.session_id)
         future = self._futures.new(model.row.tenant, kind)
-        model.turns.add(Turn(kind, seq_id, digest, future, lambda: act(future), len(encoded)))
+        model.turns.add(Turn(kind, seq_id, mark.digest, future, lambda: act(future), mark.size))
         return future.request_id
 
     async def _work(self, model: _Model) -> None:
@@ -419,6 +432,27 @@ class Training:
             return False
         session = self._store.session(model.row.tenant, model.row.session_id)
         return session is None or (full and self._clock() - session.seen > SILENT_S)
+
+
+def mark_of(body: object) -> Mark:
+    """Tensors are not encoded: to copy a large one holds the interpreter's lock for long, to digest it does not."""
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    parts: Iterable[bytes] = (_encoder.encode(body),)
+    if isinstance(body, ForwardBackward):
+        parts = _parts(body)
+    for part in parts:
+        digest.update(part)
+        size += len(part)
+    return Mark(digest.digest(), size)
+
+
+def _parts(body: ForwardBackward) -> Iterator[bytes]:
+    yield _encoder.encode(msgspec.structs.replace(body, data=()))
+    for datum in body.data:
+        tensors = sorted(datum.inputs.items())
+        described = [(name, tensor.dtype, tensor.shape, len(tensor.data)) for name, tensor in tensors]
+        yield _encoder.encode((datum.tokens, described))
+        yield from (tensor.data for _, tensor in tensors)
 
 
 def _given(seq_id: int | None) -> int:

@@ -22,6 +22,9 @@ CheckpointKind = Literal["weights", "sampler_weights"]
 MAX_TEXT = 1024
 # Objects and arrays in a body. Each takes far more memory than its two bytes.
 MAX_PARTS = 100_000
+# Numbers, texts and names in a body: more than a prompt of any context has tokens, or a batch of SDK 0.18 numbers. One call
+# decodes them all, and holds the interpreter's lock for as long: 20 to 60 ms.
+MAX_VALUES = 1 << 20
 # Nesting of a client's own notes, which the server does not read.
 MAX_NESTED = 32
 # Size of these notes as JSON.
@@ -269,10 +272,11 @@ def decode(body: bytes, into: type[_T]) -> _T:
     """Read a JSON body. Raises TinkerError (400) that names the field at fault."""
     if body.count(b"{") + body.count(b"[") > MAX_PARTS:
         raise TinkerError(400, f"the body has more than {MAX_PARTS} objects and arrays")
+    if body.count(b",") > MAX_VALUES:
+        raise TinkerError(400, f"the body has more than {MAX_VALUES} values")
     try:
-        value = _json(body, into)
-        refuse_unknown(value, into)
-        made = msgspec.convert(value, into)
+        refuse_unknown(body, into)
+        made = msgspec.json.decode(body, type=into)
     except msgspec.ValidationError as error:
         where = _WHERE.search(str(error))
         raise TinkerError(400, str(error), (where[1] or None) if where else None) from error
@@ -286,15 +290,6 @@ def decode(body: bytes, into: type[_T]) -> _T:
         if notes is not None and len(msgspec.json.encode(notes)) > MAX_NOTES_BYTES:
             raise TinkerError(400, f"{name} is longer than {MAX_NOTES_BYTES} bytes", name)
     return made
-
-
-def _json(body: bytes, into: type[Body]) -> Any:
-    """Raises msgspec.DecodeError, with the field's name where a number is none that is known."""
-    try:
-        return msgspec.json.decode(body)
-    except msgspec.ValidationError:
-        msgspec.json.decode(body, type=into)
-        raise
 
 
 def _check_notes(value: Any, where: str, left: int = MAX_NESTED) -> None:
@@ -324,23 +319,41 @@ def addressee(body: bytes) -> tuple[str, int] | None:
     return found.model_id, found.seq_id
 
 
-def refuse_unknown(value: Any, struct: type[msgspec.Struct], path: str = "") -> None:
-    """Raises TinkerError (400) when `value`, of JSON, has a field that `struct` does not know and must not leave out."""
-    if not isinstance(value, dict):
-        return
+def refuse_unknown(value: msgspec.Raw | bytes, struct: type[msgspec.Struct], path: str = "") -> None:
+    """Raises TinkerError (400) when `value`, an object in JSON, has a field that `struct` does not know and must not leave out.
+
+    Makes nothing of the fields' values. Raises msgspec.DecodeError, also when it is no object.
+    """
     fields = _fields(struct)
     ignores_unknown = issubclass(struct, Body) and not issubclass(struct, Exact)
-    for name, item in value.items():
+    for name, item in msgspec.json.decode(value, type=dict[str, msgspec.Raw]).items():
         where = f"{path}.{name}" if path else name
-        if name in fields:
-            within = fields[name]
-            if within is not None and isinstance(item, list):
-                for index, one in enumerate(item):
+        within = fields.get(name)
+        if name not in fields:
+            if not ignores_unknown and _says_something(item):
+                raise TinkerError(400, f"the field {where} is not supported here", where)
+        elif within is not None and _begins(item, b"["):
+            for index, one in enumerate(msgspec.json.decode(item, type=list[msgspec.Raw])):
+                if _begins(one, b"{"):
                     refuse_unknown(one, within, f"{where}[{index}]")
-            elif within is not None:
-                refuse_unknown(item, within, where)
-        elif not ignores_unknown and item not in (None, False, 0, "", [], {}):
-            raise TinkerError(400, f"the field {where} is not supported here", where)
+        elif within is not None and _begins(item, b"{"):
+            refuse_unknown(item, within, where)
+
+
+def _begins(value: msgspec.Raw, with_: bytes) -> bool:
+    return memoryview(value)[:1] == with_
+
+
+def _says_something(value: msgspec.Raw) -> bool:
+    """Whether a value is none of those that a field may have which is left out."""
+    return memoryview(value).nbytes > MAX_TEXT or msgspec.json.decode(value) not in (
+        None,
+        False,
+        0,
+        "",
+        [],
+        {},
+    )
 
 
 _KNOWN: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct] | None]] = {}

@@ -14,6 +14,7 @@ import subprocess
 from collections import deque
 from typing import overload
 
+from midstream.core.beside import beside
 from midstream.http import ipc
 from midstream.trainer import protocol as m
 from midstream.trainer.types import Failed
@@ -43,10 +44,14 @@ class _TrainerLink(ipc.Link[m.Reply]):
             future.set_result(message)
 
     async def call(self, command: m.Command) -> m.Reply:
+        size = command.request.size if isinstance(command, m.RunForwardBackward) else 0
         try:
-            self.send(command)
+            framed = await beside.run(size, lambda: ipc.frame(command))
         except ValueError as error:
             raise Failed(str(error)) from error
+        if self.lost.is_set():
+            raise TrainerDied(NOT_RUNNING)
+        self.transport.write(framed)
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self.calls.append(future)
         return await future

@@ -48,6 +48,11 @@ class Datum(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     inputs: dict[str, Tensor]
 
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return 4 * len(self.tokens) + sum(len(tensor.data) for tensor in self.inputs.values())
+
 
 class ForwardBackward(msgspec.Struct, frozen=True, kw_only=True):
     """seq_id 0: not given."""
@@ -59,12 +64,22 @@ class ForwardBackward(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, float | str]
     forward_only: bool
 
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return sum(datum.size for datum in self.data)
+
 
 class LossOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """Per datum, in order, its tensors by name; metrics are named `name:reduction`."""
 
     outputs: tuple[dict[str, Tensor], ...]
     metrics: dict[str, float]
+
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return sum(len(tensor.data) for datum in self.outputs for tensor in datum.values())
 
 
 class AdamParams(msgspec.Struct, frozen=True, kw_only=True):

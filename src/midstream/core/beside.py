@@ -1,0 +1,65 @@
+"""Work on large bodies and results, done beside the event loop.
+
+Owns: the one thread that does it.
+Always holds: one job runs at a time, in the order in which they came. So jobs take no more of the interpreter than one thread
+does. A thread helps where a job is many short steps: one call into C may hold the interpreter's lock as long as it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
+#: Reading as much takes a millisecond or two.
+SMALL_BYTES = 2**16
+
+
+#: So many items are written in one step.
+STEP_ITEMS = 2**14
+
+
+def stepwise_json(value: Any) -> bytes:
+    """As msgspec.json.encode(value) writes it. A long list is written in steps, none of which holds the lock for long."""
+    return b"".join(_pieces(value))
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        yield b"{"
+        for number, (name, item) in enumerate(value.items()):
+            yield b"," * bool(number) + msgspec.json.encode(name) + b":"
+            yield from _pieces(item)
+        yield b"}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+        for number, item in enumerate(value):
+            yield b"," if number else b"["
+            yield from _pieces(item)
+        yield b"]"
+    elif isinstance(value, list):
+        yield b"["
+        for at in range(0, len(value), STEP_ITEMS):
+            yield b"," * bool(at) + msgspec.json.encode(value[at : at + STEP_ITEMS])[1:-1]
+        yield b"]"
+    else:
+        yield msgspec.json.encode(value)
+
+
+class Beside:
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="beside")
+
+    async def run(self, size: int, job: Callable[[], _T]) -> _T:
+        """`job()`, which works on about `size` bytes: at once where that is little. A caller that is cancelled leaves it
+        running."""
+        if size <= SMALL_BYTES:
+            return job()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+
+#: Of this process.
+beside = Beside()
