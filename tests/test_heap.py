@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from collections.abc import Mapping
 
 import pytest
 
 from midstream.http import heap as module
 from midstream.http.heap import LARGE, Heap
+from midstream.http.reader import Limits, Request, RequestReader
 
 
 def test_small_bodies_trim_nothing_and_there_is_a_trim_after_the_last_large_one(
@@ -55,3 +58,33 @@ def test_a_trim_that_a_loop_ended_with_does_not_hold_up_those_of_the_next_loop(
     assert trims == []
     asyncio.run(lets_go_and_stays())
     assert trims == ["trim"]
+
+
+class Reading(RequestReader):
+    """Keeps the requests that come."""
+
+    def __init__(self) -> None:
+        super().__init__(Limits(max_body_bytes=2**30, max_header_bytes=2**16, keep_alive_s=1.0))
+        self.requests: list[Request] = []
+
+    def _message_begins(self) -> None: ...
+    def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None: ...
+    def _hold_more(self, more: int) -> None: ...
+
+    def _take_request(self, request: Request) -> None:
+        self.requests.append(request)
+
+
+def test_a_large_body_is_not_copied_when_it_is_whole() -> None:
+    size, piece = 2**24, bytes(range(256)) * 256
+    reader = Reading()
+    reader.feed(b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % size)
+    tracemalloc.start()
+    try:
+        for _ in range(size // len(piece)):
+            reader.feed(piece)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert reader.requests[0].body == piece * (size // len(piece))
+    assert most < 1.5 * size

@@ -16,6 +16,7 @@ from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, w
 from tokenizers import AddedToken
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT, InvalidRequest, Overloaded
+from midstream.replica.request import schema
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
 from midstream.replica.text import chat as textjobs
 from midstream.replica.text.chat import PIECE_CHARACTERS, Leave, Left, TextJobs, TextModel
@@ -382,3 +383,44 @@ def test_nothing_of_a_job_that_failed_waits_for_a_collection(leaves: bool) -> No
         asyncio.run(main())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a" * 300_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 300_000}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a" * 300_000}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * 300_000}]}),
+        ("/v1/responses", {"input": "a" * 300_000, "unknown": 1}),
+        ("/tokenize", {"prompt": "a" * 300_000}),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "a" * 300_000}]}),
+    ],
+)
+def test_a_long_body_is_decoded_beside_the_loop_on_every_wire(
+    path: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    real = schema._check_values
+
+    def spied(body: bytes) -> None:
+        threads.append(threading.get_ident())
+        real(body)
+
+    monkeypatch.setattr(schema, "_check_values", spied)
+
+    async def scenario(here: Running) -> None:
+        answer = await here.http.post(path, json={"model": MODEL, **fields})
+        assert answer.status_code == 400, answer.text
+        assert threads
+        assert threading.get_ident() not in threads
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize(("sign", "what"), [("{},", "opening brackets"), ('"a":1,', "members of objects")])
+def test_a_body_of_too_many_objects_or_members_is_refused_undecoded(sign: str, what: str) -> None:
+    value = "[%s0]" if sign == "{}," else '{%s"b":1}'
+    body = '{"model": "m", "prompt": %s}' % (value % (sign * schema.PARTS_MAX))
+    with pytest.raises(InvalidRequest, match=rf"the body holds \d+ {what}, at most {schema.PARTS_MAX}"):
+        parse_completion(body.encode())

@@ -10,6 +10,7 @@ import soakpath  # noqa: F401
 
 # isort: split
 import http.client
+import itertools
 import json
 import re
 import sys
@@ -31,6 +32,8 @@ MB = 2**20
 LARGE = 64 * MB - 4096
 #: A replica tells what it measured once a second.
 TOLD_S = 2.5
+#: Of training requests whose model can be read: refused ones take their turn, too.
+SEQ_IDS = itertools.count(1)
 _STALL = re.compile(
     r'^midstream_event_loop_stall_seconds_(sum|count)\{process="([^"]+)"\} (\S+)$', re.MULTILINE
 )
@@ -50,12 +53,12 @@ def filled(before: str, unit: bytes, after: str, size: int = LARGE) -> bytes:
 
 
 def chat(content: bytes) -> bytes:
-    return b'{"model":"sim","max_tokens":1,"messages":[' + content + b"]}"
+    return b'{"model":"tiny-moe","max_tokens":1,"messages":[' + content + b"]}"
 
 
 def inference() -> dict[str, Callable[[], Sent]]:
     """What a replica reads."""
-    post, text = "POST", '{"model":"sim","max_tokens":1,"prompt":'
+    post, text = "POST", '{"model":"tiny-moe","max_tokens":1,"prompt":'
     message = b'{"role":"user","content":"x"},'
     return {
         "prompt of one text": lambda: Sent(post, "/v1/completions", filled(text + '"', b"word ", '"}')),
@@ -90,7 +93,7 @@ def inference() -> dict[str, Callable[[], Sent]]:
             post,
             "/v1/chat/completions",
             filled(
-                '{"model":"sim","messages":[{"role":"user","content":"x"}],"tools":[',
+                '{"model":"tiny-moe","messages":[{"role":"user","content":"x"}],"tools":[',
                 b'{"type":"function","function":{"name":"f","parameters":{"type":"object"}}},',
                 "]}",
             ),
@@ -99,7 +102,7 @@ def inference() -> dict[str, Callable[[], Sent]]:
             post,
             "/v1/chat/completions",
             (
-                '{"model":"sim","messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema",'
+                '{"model":"tiny-moe","messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema",'
                 '"json_schema":{"name":"s","schema":{"type":"object","properties":{'
                 + ",".join(f'"p{n}":{{"type":"string"}}' for n in range(500_000))
                 + "}}}}}"
@@ -108,19 +111,25 @@ def inference() -> dict[str, Callable[[], Sent]]:
         "messages": lambda: Sent(
             post,
             "/v1/messages",
-            filled('{"model":"sim","max_tokens":1,"messages":[', b'{"role":"user","content":"x"},', "]}"),
+            filled(
+                '{"model":"tiny-moe","max_tokens":1,"messages":[', b'{"role":"user","content":"x"},', "]}"
+            ),
         ),
         "responses": lambda: Sent(
-            post, "/v1/responses", filled('{"model":"sim","input":[', b'{"role":"user","content":"x"},', "]}")
+            post,
+            "/v1/responses",
+            filled('{"model":"tiny-moe","input":[', b'{"role":"user","content":"x"},', "]}"),
         ),
         "generate": lambda: Sent(post, "/generate", filled('{"input_ids":[', b"11,", "]}")),
-        "tokenize": lambda: Sent(post, "/tokenize", filled('{"model":"sim","prompt":"', b"word ", '"}')),
+        "tokenize": lambda: Sent(post, "/tokenize", filled('{"model":"tiny-moe","prompt":"', b"word ", '"}')),
         "tokenize 1 MB": lambda: Sent(
-            post, "/tokenize", filled('{"model":"sim","prompt":"', b"word ", '"}', MB)
+            post, "/tokenize", filled('{"model":"tiny-moe","prompt":"', b"word ", '"}', MB)
         ),
-        "detokenize": lambda: Sent(post, "/detokenize", filled('{"model":"sim","tokens":[', b"11,", "]}")),
+        "detokenize": lambda: Sent(
+            post, "/detokenize", filled('{"model":"tiny-moe","tokens":[', b"11,", "]}")
+        ),
         "detokenize 1 MB": lambda: Sent(
-            post, "/detokenize", filled('{"model":"sim","tokens":[', b"11,", "]}", MB)
+            post, "/detokenize", filled('{"model":"tiny-moe","tokens":[', b"11,", "]}", MB)
         ),
         "not JSON": lambda: Sent(post, "/v1/chat/completions", b"[" * LARGE),
     }
@@ -139,13 +148,13 @@ def control() -> dict[str, Callable[[], Sent]]:
         "deployment": lambda: Sent("POST", made, filled('{"displayName":"', b"word ", '"}', small)),
         "openapi": lambda: Sent("GET", "/openapi.json"),
         "metrics": lambda: Sent("GET", "/metrics"),
-        "board": lambda: Sent("GET", "/dashboard/board"),
+        "dashboard": lambda: Sent("GET", "/dashboard"),
         "deployments": lambda: Sent("GET", made),
     }
 
 
-def protobuf(kind: str) -> bytes:
-    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+def protobuf(kind: str, model_id: str) -> bytes:
+    message = codec.ForwardBackwardRequest(model_id=model_id, seq_id=next(SEQ_IDS), loss_fn="cross_entropy")
     if kind == "large tensors":
         for _ in range(30):
             _datum(message, 16, MB // 4)
@@ -174,26 +183,29 @@ def _datum(message: object, tokens: int, items: int) -> object:
     return datum
 
 
-def tinker() -> dict[str, Callable[[], Sent]]:
+def tinker(model_id: str) -> dict[str, Callable[[], Sent]]:
     """What the Tinker front reads."""
     path, proto = "/api/v1/forward_backward", "application/x-protobuf"
-    empty = b"\x0a\x02m1"
+    empty = b"\x0a" + bytes([len(model_id)]) + model_id.encode()
     data = codec.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
     tag = bytes([data << 3 | 2])
-    sample = '{"base_model":"sim","sampling_params":{"max_tokens":1},"num_samples":1,"prompt":{"chunks":[{"tokens":['
+    sample = '{"base_model":"tiny-moe","sampling_params":{"max_tokens":1},"num_samples":1,"prompt":{"chunks":[{"tokens":['
     json_size, sample_size = tinker_limits.MAX_JSON_LOSS_BYTES - 4096, tinker_limits.MAX_SAMPLE_BYTES - 4096
     loss = (
-        '{"model_id":"m","seq_id":1,"forward_backward_input":{"loss_fn":"cross_entropy","data":[{"model_input":'
+        f'{{"model_id":"{model_id}","seq_id":%d,'
+        '"forward_backward_input":{"loss_fn":"cross_entropy","data":[{"model_input":'
         '{"chunks":[{"type":"encoded_text","tokens":[1]}]},"loss_fn_inputs":{"w":{"dtype":"float32","data":['
     )
     return {
         "a million empty parts": lambda: Sent("POST", path, empty + (tag + b"\x00") * 1_000_000, proto),
-        "empty parts": lambda: Sent("POST", path, empty + (tag + b"\x00") * (LARGE // 2), proto),
+        "empty parts": lambda: Sent(
+            "POST", path, empty + (tag + b"\x00") * (tinker_limits.MAX_TRAINING_BYTES // 2 - 64), proto
+        ),
         "parts of one datum": lambda: Sent(
             "POST", path, empty + tag + b"\x80\x80\x80\x0f" + b"\x0a\x00" * (15 * MB), proto
         ),
         **{
-            kind: lambda kind=kind: Sent("POST", path, protobuf(kind), proto)  # type: ignore[misc]
+            kind: lambda kind=kind: Sent("POST", path, protobuf(kind, model_id), proto)  # type: ignore[misc]
             for kind in (
                 "a prompt of two million tokens",
                 "a batch",
@@ -203,9 +215,13 @@ def tinker() -> dict[str, Callable[[], Sent]]:
                 "sparse",
             )
         },
-        "losses in JSON": lambda: Sent("POST", path, filled(loss, b"1.5,", "]}}}]}}", json_size)),
+        "losses in JSON": lambda: Sent(
+            "POST", path, filled(loss % next(SEQ_IDS), b"1.5,", "]}}}]}}", json_size)
+        ),
         "losses in JSON, ids": lambda: Sent(
-            "POST", path, filled(loss.replace("float32", "int64"), b"11,", "]}}}]}}", json_size)
+            "POST",
+            path,
+            filled((loss % next(SEQ_IDS)).replace("float32", "int64"), b"11,", "]}}}]}}", json_size),
         ),
         "a sample": lambda: Sent("POST", "/api/v1/asample", filled(sample, b"11,", "]}]}}", sample_size)),
         "a sample of 250,000 tokens": lambda: Sent(
@@ -225,10 +241,10 @@ def tinker() -> dict[str, Callable[[], Sent]]:
     }
 
 
-def kinds() -> dict[str, Callable[[], Sent]]:
+def kinds(model_id: str) -> dict[str, Callable[[], Sent]]:
     return {
         f"{part}: {kind}": make
-        for part, of in (("replica", inference()), ("control", control()), ("tinker", tinker()))
+        for part, of in (("replica", inference()), ("control", control()), ("tinker", tinker(model_id)))
         for kind, make in of.items()
     }
 
@@ -271,9 +287,30 @@ class Probe:
                 found[process] = (seconds, int(count))
         return status, answer, found
 
+    def model(self) -> str:
+        """The id of a Tinker model that is in the trainer."""
+        api = "/api/v1"
+
+        def post(path: str, **body: object) -> dict[str, str]:
+            answer: dict[str, str] = json.loads(
+                self.ask(Sent("POST", f"{api}/{path}", json.dumps(body).encode()))[1]
+            )
+            return answer
+
+        session = post("create_session")["session_id"]
+        made = post(
+            "create_model", session_id=session, model_seq_id=0, base_model="tiny-moe", lora_config={"rank": 4}
+        )
+        while True:
+            told = post("retrieve_future", request_id=made["request_id"])
+            if "queue_state" not in told:
+                return told["model_id"]
+
 
 def rows(probe: Probe, chosen: list[str]) -> Iterator[tuple[str, bool]]:
-    for kind, make in kinds().items():
+    # The first request to each process is not what is measured.
+    probe.ask(Sent("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()))
+    for kind, make in kinds(probe.model()).items():
         if chosen and not any(one in kind for one in chosen):
             continue
         sent = make()
@@ -297,7 +334,6 @@ def main() -> int:
         config.write_text('[tinker]\nbase_model_clients = "serving"\n')
         with serving.serve(Path(place) / "state", "--replicas", "1", "--config", str(config)) as server:
             probe = Probe(server)
-            probe.ask(Sent("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()))
             for row, stalled in rows(probe, sys.argv[1:]):
                 print(row, flush=True)
                 bad += stalled

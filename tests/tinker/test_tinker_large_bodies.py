@@ -109,17 +109,14 @@ def proto(body: bytes) -> dict[str, Any]:
     return {"content": body, "headers": {"content-type": PROTOBUF}}
 
 
-def test_a_large_training_request_is_read_beside_the_loop_and_a_small_one_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_request_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one too: its sparse tensors may be large."""
     walked, read = Threads(monkeypatch, codec, "fields"), Threads(monkeypatch, codec, "read_request")
 
     async def test(front: Front) -> None:
         url = "/api/v1/forward_backward"
         assert (await front.client.post(url, **proto(datums(1)))).json()["model_id"] == "known"
-        assert not walked.beside()
-        walked.seen.clear()
-        read.seen.clear()
+        assert walked.beside()
         assert (await front.client.post(url, **proto(datums(4000)))).json()["model_id"] == "known"
         assert walked.beside()
         assert read.beside()

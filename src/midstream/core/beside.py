@@ -56,8 +56,10 @@ class Beside:
     async def run(self, size: int, job: Callable[[], _T]) -> _T:
         """`job()`, which works on about `size` bytes: at once where that is little. A caller that is cancelled leaves it
         running."""
-        if size <= SMALL_BYTES:
-            return job()
+        return job() if size <= SMALL_BYTES else await self.always(job)
+
+    async def always(self, job: Callable[[], _T]) -> _T:
+        """As `run`, for what may take long whatever its size says."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
 

@@ -364,7 +364,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _arrived(self) -> int:
         """Bytes of the body under way."""
-        return len(self._body)
+        return self._body_bytes
 
     def _too_slow(self) -> RequestTimeout:
         limits = self._limits

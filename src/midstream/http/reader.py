@@ -14,6 +14,7 @@ Always holds: a refusal has the one error shape of core/errors.py, with its Retr
 
 from __future__ import annotations
 
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,9 @@ class RequestReader(ABC):
         self._in_message = False
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
-        self._body: bytes | bytearray
+        # One buffer, however small the pieces are. It gives its bytes away without a copy, which a bytearray cannot.
+        self._body: bytes | io.BytesIO
+        self._body_bytes: int
         self._start_message()
 
     # -- what a connection does with it
@@ -215,7 +218,7 @@ class RequestReader(ABC):
         self._target = b""
         self._headers = []
         self._first = {}
-        self._body = b""
+        self._drop_body()
         self._http10 = False
 
     # -- the parser's calls
@@ -267,16 +270,20 @@ class RequestReader(ABC):
 
     def on_body(self, body: bytes) -> None:
         self._owes_continue = False
-        if len(self._body) + len(body) > self._limits.max_body_bytes:
+        if self._body_bytes + len(body) > self._limits.max_body_bytes:
             raise self._body_too_large()
         self._hold_more(len(body))
-        if not self._body:
+        if not self._body_bytes:
             self._body = body
-        elif isinstance(self._body, bytearray):
-            self._body += body
         else:
-            # One buffer, however small the pieces are.
-            self._body = bytearray(self._body + body)
+            if isinstance(self._body, bytes):
+                self._body = io.BytesIO(self._body)
+                self._body.seek(0, io.SEEK_END)
+            self._body.write(body)
+        self._body_bytes += len(body)
+
+    def _drop_body(self) -> None:
+        self._body, self._body_bytes = b"", 0
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -287,12 +294,12 @@ class RequestReader(ABC):
             self._target,
             self._headers,
             self._first,
-            bytes(self._body),
+            self._body if isinstance(self._body, bytes) else self._body.getvalue(),
             self._http10,
             not self._http10 and self._parser.should_keep_alive(),
         )
         # An idle connection holds no body.
-        self._body = b""
+        self._drop_body()
         self._take_request(request)
 
     @property
@@ -313,7 +320,7 @@ class RequestReader(ABC):
 
     def _check_chunk_framing(self) -> None:
         most = self._limits.max_header_bytes
-        if self._chunked_fed - len(self._body) - self._chunk_framing_max > most:
+        if self._chunked_fed - self._body_bytes - self._chunk_framing_max > most:
             raise PayloadTooLarge(f"the body's chunk extensions and trailers are over {most} bytes")
 
     def _take_absolute_form(self) -> None:

@@ -155,12 +155,9 @@ class Service(Surroundings):
         """
         shelf = Shelf(self.kept.responses, headers.get(HEADER_TENANT, ""), resume is not None)
         reads = partial(_read_from, wire, shelf)
-        if resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore":
-            # A stream that was let in goes on, whatever the setting says by now.
-            read, ignored = read_known(reads, body)
-            read = read._replace(ignored=ignored)
-        else:
-            read = reads(body)
+        # A stream that was let in goes on, whatever the setting says by now.
+        passes_over = resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore"
+        read = await self.beside(body, partial(_read_as, reads, passes_over), headers)
         try:
             async with self._admitted(wire, read, len(body), headers, resume) as generation:
                 yield generation
@@ -346,6 +343,12 @@ class Service(Surroundings):
         special = checked.template.special_tokens is not False
         return size, partial(self._read_prompts, split, special, histories)
 
+    async def beside(self, body: bytes, read: Callable[[bytes], _Made], headers: Mapping[str, str]) -> _Made:
+        """`read(body)`: of a long body in a thread. Raises what it raises, and Overloaded."""
+        if len(body) <= LONG_BODY:
+            return read(body)
+        return await self.kept.jobs.run(headers.get(HEADER_TENANT, ""), lambda leave: read(body))
+
     async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
         if size < _LONG_TEXT:
             return read(Leave())
@@ -497,6 +500,14 @@ def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     )
     key = unquote(given) if given else session_key(named)
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
+
+
+def _read_as(reads: Callable[[bytes], Read], passes_over: bool, body: bytes) -> Read:
+    """passes_over: unknown fields."""
+    if not passes_over:
+        return reads(body)
+    read, ignored = read_known(reads, body)
+    return read._replace(ignored=ignored)
 
 
 def _read_from(wire: Wire, shelf: Shelf, body: bytes) -> Read:

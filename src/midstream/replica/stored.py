@@ -9,6 +9,7 @@ Always holds:
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -98,7 +99,8 @@ class StoredResponses:
         found = self._held.get((tenant, id))
         if found is not None:
             for node in found.line:
-                if (tenant, node.id) in self._held:
+                # A long body is read in a thread: another one may go meanwhile.
+                with contextlib.suppress(KeyError):
                     self._held.move_to_end((tenant, node.id))
         return found
 

@@ -364,15 +364,16 @@ class _Front:
             read, to, limit = json_losses.forward_backward, addressee, serving.MAX_JSON_LOSS_BYTES
         sent = await body_of(request, limit)
         try:
-            # A small request behind this one may be submitted first: its seq_id keeps the order.
-            body = await beside.run(len(sent), lambda: read(sent))
+            # Sparse tensors may be large in a small body. A request behind this one may be submitted first: the seq_id keeps
+            # the order.
+            body = await beside.always(lambda: read(sent))
             if request.url.path.endswith("/forward") and not body.forward_only:
                 message = (
                     "this path takes a pass without gradients: forward_input, or forward_only in protobuf"
                 )
                 raise TinkerError(400, message, "forward_input")
         except TinkerError as error:
-            return self._refused(tenant, await beside.run(len(sent), lambda: to(sent)), error)
+            return self._refused(tenant, await beside.always(lambda: to(sent)), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
         return answer({"request_id": request_id, "model_id": body.model_id})
 

@@ -9,7 +9,7 @@ it was asked for, and `end`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import UnsetType
 
@@ -24,6 +24,8 @@ from midstream.replica.response.shapes import Extras, RawOutput
 from midstream.replica.stored import Shelf
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary
+
+_Made = TypeVar("_Made")
 
 
 class ResponseHead(NamedTuple):
@@ -110,6 +112,9 @@ class Texts(Protocol):
     info: ModelInfo
     text: TextModel
     names: ServedNames
+
+    async def beside(self, body: bytes, read: Callable[[bytes], _Made], headers: Mapping[str, str]) -> _Made:
+        """`read(body)`: of a long body in a thread. Raises what it raises, and Overloaded."""
 
     async def prompts(
         self, parsed: CompletionBody | ChatBody, size: int, headers: Mapping[str, str]

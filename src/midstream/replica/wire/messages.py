@@ -79,7 +79,7 @@ def read(body: bytes) -> Read:
 
 
 async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, int]:
-    given = _as_chat(decode(body, _count))
+    given = await texts.beside(body, lambda body: _as_chat(decode(body, _count)), headers)
     parsed, places = given.body, given.details
     try:
         texts.names.wanted(texts.names.model if parsed.model is None else parsed.model)

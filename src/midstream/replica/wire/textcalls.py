@@ -23,7 +23,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-    asked = decode(body, _tokenize)
+    asked = await texts.beside(body, lambda body: decode(body, _tokenize), headers)
     model = texts.names.model if asked.model is None else asked.model
     texts.names.wanted(model, "")
     given = _body(asked, model)
@@ -57,7 +57,7 @@ def _refused(param: str, expected: str) -> InvalidRequest:
 
 
 async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-    asked = decode(body, _detokenize)
+    asked = await texts.beside(body, lambda body: decode(body, _detokenize), headers)
     texts.names.wanted(texts.names.model if asked.model is None else asked.model, "")
     size, context = len(asked.tokens), texts.info.max_model_len
     if size > context:

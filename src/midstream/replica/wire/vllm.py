@@ -328,12 +328,14 @@ def _routes_of(tokens: Sequence[Scored]) -> list[bytes]:
 
 
 async def render_chat(texts: Texts, body: bytes, headers: Mapping[str, str]) -> RenderedRequest:
-    (rendered,) = await _render(texts, parse_chat(body), len(body), headers)
+    parsed = await texts.beside(body, parse_chat, headers)
+    (rendered,) = await _render(texts, parsed, len(body), headers)
     return rendered
 
 
 async def render_completions(texts: Texts, body: bytes, headers: Mapping[str, str]) -> list[RenderedRequest]:
-    return await _render(texts, parse_completion(body), len(body), headers)
+    parsed = await texts.beside(body, parse_completion, headers)
+    return await _render(texts, parsed, len(body), headers)
 
 
 async def _render(
