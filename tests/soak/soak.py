@@ -50,6 +50,8 @@ BODY_MAX = 16 * 2**20
 PATIENCE_S = 150.0
 #: For requests that run at the end, and for the numbers that are still to be judged.
 ENDING_S = 180.0
+#: After the last trouble, until what it did to event loops has been told.
+SETTLED_S = 15.0
 
 #: Bounds that are reached within minutes, and patience with a machine that has few cores for all of this.
 CONFIG = f"""\
@@ -234,7 +236,7 @@ class Soak:
         self.outcome.lines.append("")
         with (plan.out / "samples.jsonl").open("w") as out:
             watch = Watch(server, port, state, oracle, out)
-            over = asyncio.Event()
+            over, settled = asyncio.Event(), None
             tasks = [asyncio.create_task(client.run()) for client in clients]
             tasks += [asyncio.create_task(self._sampled(sampler)) for sampler in samplers]
             tasks.append(asyncio.create_task(trainer.run(plan.swap_every_s)))
@@ -246,9 +248,13 @@ class Soak:
                 await trouble.run((plan.storm[1] - plan.storm[0]) * seconds, plan.trouble_every_s)
                 calm_from = asyncio.get_running_loop().time() - (ends_at - seconds)
                 self.say("quiet from here on")
+                # A process that was stopped or starved of its disk stood still by no fault of its own.
+                settled = asyncio.get_running_loop().call_later(SETTLED_S, watch.judge_stalls, outcome.found)
                 await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
             finally:
                 over.set()
+                if settled is not None:
+                    settled.cancel()
                 for one in (*clients, *samplers, trainer):
                     one.over = True
             _, hanging = await asyncio.wait(tasks, timeout=ENDING_S)

@@ -258,7 +258,7 @@ class Hostile:
     async def run(self, pause_s: float) -> None:
         kinds = (
             self._declared, self._large, self._values, self._numbers, self._deep, self._malformed, self._schema, self._framing,
-            self._left, self._slow,
+            self._left, self._slow, self._parts, self._sample, self._records,
         )  # fmt: skip
         for kind in itertools.cycle(kinds):
             if self.over:
@@ -266,9 +266,11 @@ class Hostile:
             await self._one(kind.__name__.strip("_"), *kind())
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
 
-    def _post(self, body: bytes, length: int | None = None) -> bytes:
+    def _post(
+        self, body: bytes, length: int | None = None, path: str = "/v1/completions", kind: str = "json"
+    ) -> bytes:
         size = len(body) if length is None else length
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: soak\r\ncontent-length: {size}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: soak\r\ncontent-type: application/{kind}\r\ncontent-length: {size}\r\n\r\n"
         return head.encode() + body
 
     # Each: what is sent, how long to wait before the connection is left, and bytes/s.
@@ -312,6 +314,21 @@ class Hostile:
 
     def _slow(self) -> tuple[bytes, float, int]:
         return self._post(b"x" * 40, 10_000), 45.0, 1
+
+    def _parts(self) -> tuple[bytes, float, int]:
+        """A million datums without anything, for a model that nobody knows."""
+        body = b"\x0a\x01m\x10\x01" + b"\x1a\x00" * 1_000_000
+        return self._post(body, path="/api/v1/forward_backward", kind="x-protobuf"), 60.0, 0
+
+    def _sample(self) -> tuple[bytes, float, int]:
+        tokens = b"1," * 1_000_000 + b"1"
+        body = b'{"sampling_params":{},"prompt":{"chunks":[{"tokens":[' + tokens + b"]}]}}"
+        return self._post(body, path="/api/v1/asample"), 60.0, 0
+
+    def _records(self) -> tuple[bytes, float, int]:
+        message = b'{"role": "user", "content": "x", "name": "n"},'
+        body = b'{"model": "sim", "messages": [' + message * 100_000 + b"{}]}"
+        return self._post(body, path="/v1/chat/completions"), 60.0, 0
 
     async def _one(self, kind: str, data: bytes, wait_s: float, rate: int) -> None:
         clock = asyncio.get_running_loop().time

@@ -39,6 +39,36 @@ _METRICS = {
 }
 
 
+_STALLS = re.compile(
+    r'^midstream_event_loop_stall_seconds_(count|sum)\{process="([^"]+)"\} (\S+)$', re.MULTILINE
+)
+
+
+class Stalls:
+    """The stalls of event loops, as /metrics tells them by process."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, dict[str, float]] = {}
+
+    def look(self, text: str) -> list[str]:
+        """What came since the last look. A process that began anew counts from nothing."""
+        told: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for what, process, value in _STALLS.findall(text):
+            told[process][what] = float(value)
+        found = []
+        for process, now in told.items():
+            before = self._told.get(process, {})
+            if now["count"] < before.get("count", 0.0):
+                before = {}
+            count, seconds = (now[what] - before.get(what, 0.0) for what in ("count", "sum"))
+            if count > 0:
+                found.append(
+                    f"the event loop of {process} stood still for {seconds:.3f} s, in {count:.0f} steps"
+                )
+        self._told.update(told)
+        return found
+
+
 def of_process(pid: int) -> dict[str, float]:
     """Raises OSError when it has ended."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -85,6 +115,8 @@ class Watch:
         self._server, self._port, self._state, self._oracle, self._out = server, port, state, oracle, out
         #: By what is measured ("replica 123"), and kind.
         self.series: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        self._stalls = Stalls()
+        self._found: list[str] | None = None
 
     async def run(self, every_s: float, over: Callable[[], bool]) -> None:
         clock = asyncio.get_running_loop().time
@@ -99,6 +131,10 @@ class Watch:
             await self._see_who_left_the_base()
             await asyncio.sleep(every_s)
 
+    def judge_stalls(self, found: list[str]) -> None:
+        """From now on each stall is told there."""
+        self._found = found
+
     async def _sample(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         there = processes(self._server)
@@ -109,7 +145,11 @@ class Watch:
         with contextlib.suppress(Broken):
             answer = await exchange(self._port, "GET", "/metrics")
             if answer.status == 200:
-                found["server"] |= of_metrics(answer.body.decode())
+                text = answer.body.decode()
+                found["server"] |= of_metrics(text)
+                stalls = self._stalls.look(text)
+                for stall in stalls if self._found is not None else ():
+                    self._found.append(stall)
         return found
 
     async def _see_who_left_the_base(self) -> None:

@@ -59,6 +59,32 @@ def test_what_has_come_to_rest_does_not_grow(value: Callable[[float], float]) ->
     assert not grows(value)
 
 
+def told(**stalls: tuple[int, float]) -> str:
+    """As /metrics tells them: how many, and their sum in seconds."""
+    name = "midstream_event_loop_stall_seconds"
+    lines = [f"# TYPE {name} histogram"]
+    for process, (count, seconds) in stalls.items():
+        lines += [
+            f'{name}_bucket{{le="+Inf",process="{process}"}} {float(count)}',
+            f'{name}_count{{process="{process}"}} {float(count)}',
+            f'{name}_sum{{process="{process}"}} {seconds}',
+        ]
+    return "\n".join(lines)
+
+
+def test_a_stalled_event_loop_is_found_once_and_a_process_that_began_anew_counts_from_nothing() -> None:
+    stalls = soakwatch.Stalls()
+    stalls.look(told(gateway=(2, 0.2), replica=(1, 0.3)))
+    assert stalls.look(told(gateway=(2, 0.2), replica=(1, 0.3))) == []
+    assert stalls.look(told(gateway=(4, 0.5), replica=(0, 0.0), tinker=(1, 0.06))) == [
+        "the event loop of gateway stood still for 0.300 s, in 2 steps",
+        "the event loop of tinker stood still for 0.060 s, in 1 steps",
+    ]
+    assert stalls.look(told(replica=(1, 0.4))) == [
+        "the event loop of replica stood still for 0.400 s, in 1 steps"
+    ]
+
+
 def test_few_samples_are_said_to_be_too_few() -> None:
     samples = [(WARM_UP_S + 4.0 * at, 100.0 * at) for at in range(SAMPLES_MIN - 1)]
     verdict = judged("engine 1", "rss_mb", [(0.0, 0.0), *samples], WARM_UP_S, RSS_MB)
