@@ -24,7 +24,7 @@ BEAT_S = 0.02
 STALL_S = 0.05
 LATE_S = 0.5
 KEPT_S = 30.0
-#: Threads that began are looked for once in so many beats.
+#: What the system says of threads is read once in so many beats, and after a late one: it takes as long as many beats.
 LOOKS = 25
 _THREADS = "/proc/self/task"
 
@@ -45,13 +45,10 @@ class Scheduler:
         # By thread: its file, and what that said last, in nanoseconds.
         self._files: dict[str, int] = {}
         self._told: dict[str, int] = {}
-        self._looks = 0
 
     def unserved_s(self) -> float | None:
         """How long the threads together were ready and had no core, since the last call. None: the system does not tell."""
-        if self._looks % LOOKS == 0:
-            self._find()
-        self._looks += 1
+        self._find()
         if not self._files:
             return None
         found = 0
@@ -94,6 +91,7 @@ class Pulse:
         self._scheduler: Scheduler | None = None
         #: By the last beat: when the next one is due, and the CPU time of the thread then.
         self._due = self._computed_s = 0.0
+        self._beats = 0
         #: The longest delay of KEPT_S, in seconds; 0: none.
         self.stalled_s = 0.0
         self.on_change: Callable[[], None] = lambda: None
@@ -105,7 +103,6 @@ class Pulse:
     def start(self) -> None:
         """Measure the running loop, whose thread calls this. What stood still before is nobody's business."""
         self._scheduler = Scheduler()
-        self._scheduler.unserved_s()
         self._next(self._scheduler)
 
     def stop(self) -> None:
@@ -115,6 +112,9 @@ class Pulse:
             self._timer = self._scheduler = None
 
     def _next(self, scheduler: Scheduler) -> None:
+        if self._beats % LOOKS == 0:
+            scheduler.unserved_s()
+        self._beats += 1
         self._computed_s = time.thread_time()
         self._due = time.monotonic() + BEAT_S
         loop = asyncio.get_running_loop()
@@ -122,8 +122,10 @@ class Pulse:
 
     def _beat(self, scheduler: Scheduler) -> None:
         now = time.monotonic()
-        computed_s = time.thread_time() - self._computed_s
-        self.look(now, now - self._due, computed_s, scheduler.unserved_s())
+        late_s, computed_s = now - self._due, time.thread_time() - self._computed_s
+        # Since it was read last, which may be some beats ago: what a busy machine takes is rather counted too high.
+        unserved_s = scheduler.unserved_s() if late_s > STALL_S else None
+        self.look(now, late_s, computed_s, unserved_s)
         self._next(scheduler)
 
     def look(self, now_s: float, late_s: float, computed_s: float, unserved_s: float | None) -> None:
