@@ -88,6 +88,16 @@ def test_a_body_without_a_session_field_is_not_parsed(monkeypatch: pytest.Monkey
         session_key({}, b'{"metadata":{"user":"u"}}')
 
 
+def test_a_name_that_often_stands_for_a_role_is_a_field_only_with_a_colon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roles = b'{"role": "user", "content": "x"},' * 200_000
+    body = b'{"messages": [' + roles + b'{}], "user" \n: "me"}'
+    assert session_key({}, body) == "me"
+    monkeypatch.setattr(sessions, "_decoder", None)
+    assert session_key({}, b'{"messages": [' + roles + b"{}]}") is None
+
+
 @pytest.mark.parametrize("value", [b'"\xff"', b"[" * 200_000, b"3", b'"\\ud800"'])
 @pytest.mark.parametrize("field", [b"user", b"model", b"x"])
 def test_a_body_that_cannot_be_read_names_nothing_and_is_the_replicas_to_refuse(
