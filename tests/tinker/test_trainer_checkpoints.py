@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,20 @@ def train(model: TrainedModel, steps: int) -> None:
     for _ in range(steps):
         model.forward_backward(request(DATA))
         model.optim_step(ADAM)
+
+
+def test_a_disk_that_takes_no_more_is_an_error_of_the_disk_and_leaves_nothing(
+    tiny_model: Models, tmp_path: Path
+) -> None:
+    model = new_model(base_of(tiny_model()), FULL)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_state(model, tmp_path / "state", optimizer=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 @BOTH

@@ -244,6 +244,9 @@ def write_directory(directory: Path, write: Callable[[Path], None], *, replace: 
         with _aside(directory):
             staging.rename(directory)
         sync_directory(directory.parent)
+    except SafetensorError as error:
+        # Its writer says of a full disk in this way.
+        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return size
