@@ -170,7 +170,6 @@ class Supervisor:
             say_what_waits(records_root(self._settings))
         self.replicas.want(self._first())
         await self.gateways.start()
-        self._pulse.start()
         logger.info("the gateway listens on %s", ", ".join(self._urls()))
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
@@ -181,6 +180,7 @@ class Supervisor:
             if self.front is not None:
                 group.create_task(self.front.supervise())
             count = await self._all_usable()
+            self._pulse.start()
             on_ready(self._ready(count))
 
     async def close(self) -> None:
