@@ -82,7 +82,7 @@ def test_a_step_that_computes_or_blocks_is_counted_once(
         pulse.on_stall = hear
         pulse.start()
         try:
-            step(3 * STALL_S)
+            step(4 * STALL_S)
             await heard.wait()
         finally:
             pulse.stop()

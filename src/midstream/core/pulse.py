@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 #: A stall is seen when it is longer than STALL_S and this together.
 BEAT_S = 0.02
+#: A process that computed less than IDLE_S between two beats is idle, and beats so seldom: to wake up costs it a tenth of a
+#: millisecond.
+IDLE_S, IDLE_BEAT_S = 0.002, 0.1
 STALL_S = 0.05
 LATE_S = 0.5
 KEPT_S = 30.0
@@ -103,7 +106,7 @@ class Pulse:
     def start(self) -> None:
         """Measure the running loop, whose thread calls this. What stood still before is nobody's business."""
         self._scheduler = Scheduler()
-        self._next(self._scheduler)
+        self._next(self._scheduler, BEAT_S)
 
     def stop(self) -> None:
         if self._timer is not None and self._scheduler is not None:
@@ -111,14 +114,14 @@ class Pulse:
             self._scheduler.close()
             self._timer = self._scheduler = None
 
-    def _next(self, scheduler: Scheduler) -> None:
+    def _next(self, scheduler: Scheduler, beat_s: float) -> None:
         if self._beats % LOOKS == 0:
             scheduler.unserved_s()
         self._beats += 1
         self._computed_s = time.thread_time()
-        self._due = time.monotonic() + BEAT_S
+        self._due = time.monotonic() + beat_s
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(BEAT_S, self._beat, scheduler)
+        self._timer = loop.call_later(beat_s, self._beat, scheduler)
 
     def _beat(self, scheduler: Scheduler) -> None:
         now = time.monotonic()
@@ -126,7 +129,7 @@ class Pulse:
         # Since it was read last, which may be some beats ago: what a busy machine takes is rather counted too high.
         unserved_s = scheduler.unserved_s() if late_s > STALL_S else None
         self.look(now, late_s, computed_s, unserved_s)
-        self._next(scheduler)
+        self._next(scheduler, IDLE_BEAT_S if computed_s < IDLE_S else BEAT_S)
 
     def look(self, now_s: float, late_s: float, computed_s: float, unserved_s: float | None) -> None:
         """One beat, so late. computed_s, unserved_s: as own_s() takes them. now_s: on a clock that does not jump."""
