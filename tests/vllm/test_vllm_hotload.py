@@ -10,14 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_bed import BLOCK, Bed, cmdline, load, logprobs_of
+from vllm_bed import BLOCK, DEADLINE_S, Bed, load, logprobs_of
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
+from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.vllm import protocol
+from midstream.engine.vllm.life import NAME
 from midstream.engine.vllm.swap import Control, Unchanged, switch
 
 STREAMS = 32
@@ -32,6 +36,9 @@ TOLERANCE = (
     # Nats, in float32, of every token: what was measured is 6e-6; another weight or token makes 0.1.
     1e-4
 )
+
+#: Requests that vLLM for CPUs runs at once, at most, and how many are sent.
+RUNNING_MAX, WAITING = 256, 456
 
 # By the session that cached it, by a new one.
 Cached = tuple[int, int]
@@ -199,8 +206,7 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
 
     def fail_to_load() -> None:
         for replica in ("replica-0", "replica-1"):
-            words = cmdline(bed.process_of(replica, "api_server")).split(b"\0")
-            control = Control(f"http://127.0.0.1:{int(words[words.index(b'--port') + 1])}", "", 120.0)
+            control = Control(bed.server_url(replica), "", 120.0)
             loading: Any = switch(
                 control, bad, checkpoints["full-3"], "never", lambda: switched.append("never")
             )
@@ -220,3 +226,33 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
         expected = logprobs_of(model, stream.ids)[len(stream.prompt) - 1 :]
         off = np.abs(np.subtract([logprob for _, logprob, _ in stream.tokens], expected))
         assert off.max() <= TOLERANCE, (stream.session, off.argmax(), off.max())
+
+
+def test_a_check_goes_before_the_requests_that_wait_in_vllm(bed: Bed) -> None:
+    """At a replica's own server, which is given more than it runs at once. Their lengths differ, so they end one by one."""
+
+    def body(number: int, **more: Any) -> bytes:
+        sampling = SamplingParams(max_tokens=40 + number, temperature=0.0)
+        asked = GenerateRequest(
+            request_id="r", prompt=tuple(random_prompt(f"waits {number}", 20)), sampling=sampling, **more
+        )
+        scored = {"prompt_logprobs": 0, "max_tokens": 1} if asked.urgent else {}
+        return protocol.body(asked, 0, model=NAME, salt="", stream=False, by_priority=True, **scored)
+
+    async def main() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=bed.server_url("replica-0"), timeout=DEADLINE_S, limits=limits
+        ) as http:
+            asked = [asyncio.create_task(http.post(protocol.PATH, content=body(i))) for i in range(WAITING)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            before = sum(one.done() for one in asked)
+            answer = await http.post(protocol.PATH, content=body(0, urgent=True))
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["prompt_logprobs"]) == 20
+            assert sum(one.done() for one in asked) - before < (WAITING - RUNNING_MAX) / 2
+            for one in asked:
+                one.cancel()
+            await asyncio.wait(asked)
+
+    asyncio.run(main())

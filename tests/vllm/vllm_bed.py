@@ -76,6 +76,11 @@ class Bed:
                 return pid
         raise AssertionError(f"{replica} has no process {what}")
 
+    def server_url(self, replica: str) -> str:
+        """Of its vLLM server."""
+        words = cmdline(self.process_of(replica, "api_server")).split(b"\0")
+        return f"http://127.0.0.1:{int(words[words.index(b'--port') + 1])}"
+
     def family(self) -> dict[int, str]:
         """All processes below the server, each with the time it was started at, which makes it another if it differs."""
         return {pid: started_at(pid) for pid in self.server.children()}
