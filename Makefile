@@ -185,10 +185,10 @@ test-fast: setup
 test: setup setup-fireworks setup-harness .venv-tinker/.installed
 	$(PYTEST) --tier=test --ignore tests/vllm $(TEST_ARGS)
 
-test-variants: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed)
+test-variants: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP)
 	$(PYTEST) --share=$(SHARE) --ignore tests/vllm $(TEST_ARGS)
 
-test-all: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed) test-vllm test-ray-vllm
+test-all: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP) test-vllm test-ray-vllm
 	$(PYTEST) --tier=all --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook
