@@ -188,18 +188,17 @@ def test_a_directory_that_cannot_be_held_keeps_no_other_waiting(
 
 def test_a_file_that_is_no_segment_is_said_and_kept(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     disk.leave("replica-1", 1)
-    for name, line in (("a", "[1]"), ("b", json.dumps({"deployment": "../x"})), ("c", "{")):
-        (disk.root / "replica-1" / f"{name}.jsonl").write_text(f"{line}\n")
+    deep = b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    lines = (b"[1]", b'{"deployment": "../x"}', b"{", b'{"deployment": "\xff"}', deep)
+    for name, line in zip("abcde", lines, strict=True):
+        (disk.root / "replica-1" / f"{name}.jsonl").write_bytes(line + b"\n")
     with caplog.at_level(logging.ERROR):
         assert disk.upload()
         assert disk.upload()
     assert values(disk.kept()) == [1]
-    assert {p.name for p in (disk.root / stranded.ADOPTED).glob("*.unreadable")} == {
-        "a.jsonl.unreadable",
-        "b.jsonl.unreadable",
-        "c.jsonl.unreadable",
-    }
-    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 3, "once each"
+    aside = (disk.root / stranded.ADOPTED).glob("*.unreadable")
+    assert {path.name for path in aside} == {f"{name}.jsonl.unreadable" for name in "abcde"}
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 5, "once each"
 
 
 def test_a_replica_process_holds_the_directory_of_its_records(disk: Disk, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.text import NOT_JSON
 from midstream.launch.caches import LOCK, held
 from midstream.replica.journal import SEGMENTS, records_url, whole_lines
 from midstream.snapshots.store.bucket import put_file
@@ -174,6 +175,6 @@ def _deployment(path: Path) -> str | None:
         line = file.readline()
     try:
         name = msgspec.json.decode(line, type=_Record).deployment
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return None
     return name if _DEPLOYMENT.fullmatch(name) else None
