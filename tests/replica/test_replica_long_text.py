@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, write_tokenizer
 from tokenizers import AddedToken
 
-from midstream.core.errors import HEADER_ANOTHER_BOOT, InvalidRequest, Overloaded
+from midstream.core.errors import HEADER_ANOTHER_BOOT, AnotherBoot, InvalidRequest, Overloaded
 from midstream.replica.request import schema
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
 from midstream.replica.text import chat as textjobs
@@ -337,6 +337,30 @@ def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPat
         go_on.set()
         await first
         jobs.close()
+
+    asyncio.run(main())
+
+
+def test_texts_that_wait_when_a_replica_ends_are_refused_and_their_requests_may_begin_elsewhere() -> None:
+    """One that waits for a thread was never answered, one that waits for its tenant's turn was a 500."""
+
+    async def main() -> None:
+        jobs, go_on = TextJobs(), threading.Event()
+
+        def job(_: Leave) -> str:
+            go_on.wait()
+            return "read"
+
+        tenants = "abcab"
+        tasks = [asyncio.create_task(jobs.run(tenant, job)) for tenant in tenants]
+        await asyncio.sleep(0)
+        jobs.close()
+        go_on.set()
+        done = await asyncio.gather(*tasks, jobs.run("d", job), return_exceptions=True)
+        assert done[:2] == ["read", "read"], "those that ran have ended"
+        assert [type(end) for end in done[2:]] == [AnotherBoot] * 4
+        await asyncio.sleep(0)
+        assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
 
     asyncio.run(main())
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.core.errors import ConfigError, ContextExceeded, InvalidRequest, Overloaded
+from midstream.core.errors import AnotherBoot, ConfigError, ContextExceeded, InvalidRequest, Overloaded
 from midstream.replica.text import messageformat, reasoning
 from midstream.replica.text.messageformat import MessageFormat
 from midstream.replica.text.reasoning import ReasoningFormat
@@ -75,12 +75,13 @@ class TextJobs:
         self._turns: dict[str, _Turn] = {}
         #: Jobs that run or wait.
         self.jobs = 0
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"TextJobs({self.jobs} jobs of {len(self._turns)} tenants)"
 
     async def run(self, tenant: str, job: Callable[[Leave], _T]) -> _T:
-        """The job's result, from a thread. Raises what it raises, and Overloaded."""
+        """The job's result, from a thread. Raises what it raises, Overloaded, and AnotherBoot once they are closed."""
         if self.jobs >= WAITING_MAX:
             raise Overloaded(f"{self.jobs} long texts wait to be tokenized; retry it later")
         turn = self._turns.setdefault(tenant, _Turn())
@@ -90,7 +91,8 @@ class TextJobs:
         try:
             await turn.lock.acquire()
             try:
-                working = self._threads.submit(job, leave)
+                self._check_open()
+                working = self._threads.submit(self._begun, job, leave)
             except BaseException:
                 turn.lock.release()
                 raise
@@ -124,8 +126,18 @@ class TextJobs:
         if not turn.users:
             del self._turns[tenant]
 
+    def _begun(self, job: Callable[[Leave], _T], leave: Leave) -> _T:
+        self._check_open()
+        return job(leave)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise AnotherBoot("the replica is ending; retry this request")
+
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Jobs that run go on; those that wait end with AnotherBoot, as their requests may begin elsewhere."""
+        self._closed = True
+        self._threads.shutdown(wait=False)
 
 
 PIECE_CHARACTERS = 2**16
