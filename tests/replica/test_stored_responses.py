@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 
 import pytest
 
@@ -35,3 +37,30 @@ def test_the_bound_is_of_all_that_is_held(seed: int) -> None:
     for key in list(store._held):
         store.delete(*key)
     assert store.size == 0
+
+
+def test_a_thread_may_look_for_responses_while_others_come_and_go() -> None:
+    """A long body is read in a thread. The loop failed as it dropped the oldest response, after the answer had been made."""
+    count = 40
+    store = StoredResponses("r", bytes_max=count * 1024)
+    for number in range(count):
+        store.keep("t", Stored(f"resp_{number}", None, None, b"", b""))
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            for tenant, key in list(store._held):
+                store.find(tenant, key)
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=look)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for number in range(count, 20_000):
+            store.keep("t", Stored(f"resp_{number}", None, None, b"", b""))
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert (len(store), store.size) == (count, count * 1024)

@@ -117,12 +117,20 @@ class StoredResponses:
             self.size += node.size
             node = node.parent
         while self.size > self._bytes_max and self._held:
-            self.delete(*next(iter(self._held)))
+            # In one step: a thread that reads a body may move an entry meanwhile.
+            (owner, _), oldest = self._held.popitem(last=False)
+            self._let_go(owner, oldest)
 
     def delete(self, tenant: str, id: str) -> bool:
         """Whether it was there. What continues from it still does."""
-        node: Stored | None = self._held.pop((tenant, id), None)
-        found = node is not None
+        found = self._held.pop((tenant, id), None)
+        if found is not None:
+            self._let_go(tenant, found)
+        return found is not None
+
+    def _let_go(self, tenant: str, found: Stored) -> None:
+        """The table has it no more."""
+        node: Stored | None = found
         while node is not None:
             node.uses -= 1
             if node.uses:
@@ -131,7 +139,6 @@ class StoredResponses:
             if node.thread == node.id:
                 self._on_gone((tenant, node.id))
             node = node.parent
-        return found
 
 
 class Shelf(NamedTuple):
