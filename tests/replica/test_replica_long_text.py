@@ -16,6 +16,7 @@ from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, w
 from tokenizers import AddedToken
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT, AnotherBoot, InvalidRequest, Overloaded
+from midstream.replica import service
 from midstream.replica.request import schema
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
 from midstream.replica.text import chat as textjobs
@@ -330,15 +331,28 @@ def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         monkeypatch.setattr(textjobs, "WAITING_MAX", 1)
         jobs, go_on = TextJobs(), threading.Event()
-        first = asyncio.create_task(jobs.run("a", lambda leave: go_on.wait()))
+        first = asyncio.create_task(jobs.read("a", lambda leave: go_on.wait()))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="1 long texts wait to be tokenized; retry it later"):
-            await jobs.run("b", lambda leave: None)
+            await jobs.read("b", lambda leave: None)
+        assert await jobs.run("b", lambda leave: "no text") == "no text"
         go_on.set()
         await first
         jobs.close()
 
     asyncio.run(main())
+
+
+def test_long_bodies_of_token_ids_are_no_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding them takes milliseconds. A burst of long prompts, as a trainer sends it after a hot load, was a 429."""
+    monkeypatch.setattr(textjobs, "WAITING_MAX", 1)
+    monkeypatch.setattr(service, "LONG_BODY", 10)
+
+    async def scenario(here: Running) -> None:
+        asked = [ask(here, prompt=[1, 2, number]) for number in range(8)]
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
+
+    play(tmp_path, FakeEngine(), scenario)
 
 
 def test_texts_that_wait_when_a_replica_ends_are_refused_and_their_requests_may_begin_elsewhere() -> None:

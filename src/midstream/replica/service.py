@@ -256,7 +256,7 @@ class Service(Surroundings):
             asked.check(self.serving(), self.kept.pins)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         told = continued is not None and not given.whole
-        prompts = [] if told else await self._prompts(read, size, headers)
+        prompts = [] if told else await self._prompts(read, size, body_size, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             prompts, seed = continued.prompts(prompts), continued.opening.seed
@@ -279,7 +279,7 @@ class Service(Surroundings):
             check_template(checked.tools, self.text.tools)
         check_room(checked, parsed, self.info, self.text)
         characters, read = self._unread(parsed, checked, size)
-        return await self._prompts(read, characters, headers)
+        return await self._prompts(read, characters, size, headers)
 
     def _histories(
         self,
@@ -339,20 +339,23 @@ class Service(Surroundings):
             history = histories[0] if histories else None
             return body_size, partial(self._read_chat, messages, tools, options, history)
         split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
-        size = body_size if body_size > LONG_BODY else _characters(split())
         special = checked.template.special_tokens is not False
-        return size, partial(self._read_prompts, split, special, histories)
+        return _characters(body.prompt), partial(self._read_prompts, split, special, histories)
 
     async def beside(self, body: bytes, read: Callable[[bytes], _Made], headers: Mapping[str, str]) -> _Made:
-        """`read(body)`: of a long body in a thread. Raises what it raises, and Overloaded."""
+        """`read(body)`: of a long body in a thread. Raises what it raises."""
         if len(body) <= LONG_BODY:
             return read(body)
         return await self.kept.jobs.run(headers.get(HEADER_TENANT, ""), lambda leave: read(body))
 
-    async def _prompts(self, read: ReadPrompts, size: int, headers: Mapping[str, str]) -> list[Prompt]:
-        if size < _LONG_TEXT:
-            return read(Leave())
-        return await self.kept.jobs.run(headers.get(HEADER_TENANT, ""), read)
+    async def _prompts(
+        self, read: ReadPrompts, size: int, body_size: int, headers: Mapping[str, str]
+    ) -> list[Prompt]:
+        """size: the characters to tokenize. Many token ids take a thread, too, but never long."""
+        tenant = headers.get(HEADER_TENANT, "")
+        if size >= _LONG_TEXT:
+            return await self.kept.jobs.read(tenant, read)
+        return read(Leave()) if body_size <= LONG_BODY else await self.kept.jobs.run(tenant, read)
 
     def _messages(self, body: ChatBody) -> list[dict[str, Any]]:
         messages = check_messages(body.messages)
@@ -368,7 +371,7 @@ class Service(Surroundings):
         wanted = checked.answer
         given = (wanted.schema, checked.tools, tool_format, self.text, eos)
         problem_of, own = self.kept.grammars.of_request, (wanted.rule, wanted.param)
-        return await self.kept.jobs.run(
+        return await self.kept.jobs.read(
             tenant, lambda leave: grammar.build(*given, problem_of(leave.check), *own)
         )
 
@@ -532,8 +535,13 @@ def _now_if_short(make: Callable[[], _Made], body_size: int) -> Callable[[], _Ma
     return lambda: made
 
 
-def _characters(prompts: list[str | tuple[int, ...]]) -> int:
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+def _characters(prompt: str | list[str | int | list[int]]) -> int:
+    """Of a completions body's texts."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if prompt and isinstance(prompt[0], int):
+        return 0
+    return sum(len(one) for one in prompt if isinstance(one, str))
 
 
 def _not_empty(prompts: list[Prompt]) -> list[Prompt]:

@@ -75,15 +75,24 @@ class TextJobs:
         self._turns: dict[str, _Turn] = {}
         #: Jobs that run or wait.
         self.jobs = 0
+        self._texts = 0
         self._closed = False
 
     def __repr__(self) -> str:
         return f"TextJobs({self.jobs} jobs of {len(self._turns)} tenants)"
 
+    async def read(self, tenant: str, job: Callable[[Leave], _T]) -> _T:
+        """As `run`, of a text, which may take long. Raises Overloaded, too, while WAITING_MAX texts are read or wait."""
+        if self._texts >= WAITING_MAX:
+            raise Overloaded(f"{self._texts} long texts wait to be tokenized; retry it later")
+        self._texts += 1
+        try:
+            return await self.run(tenant, job)
+        finally:
+            self._texts -= 1
+
     async def run(self, tenant: str, job: Callable[[Leave], _T]) -> _T:
-        """The job's result, from a thread. Raises what it raises, Overloaded, and AnotherBoot once they are closed."""
-        if self.jobs >= WAITING_MAX:
-            raise Overloaded(f"{self.jobs} long texts wait to be tokenized; retry it later")
+        """The job's result, from a thread. Raises what it raises, and AnotherBoot once they are closed."""
         turn = self._turns.setdefault(tenant, _Turn())
         turn.users += 1
         self.jobs += 1

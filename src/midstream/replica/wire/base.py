@@ -114,7 +114,7 @@ class Texts(Protocol):
     names: ServedNames
 
     async def beside(self, body: bytes, read: Callable[[bytes], _Made], headers: Mapping[str, str]) -> _Made:
-        """`read(body)`: of a long body in a thread. Raises what it raises, and Overloaded."""
+        """`read(body)`: of a long body in a thread. Raises what it raises."""
 
     async def prompts(
         self, parsed: CompletionBody | ChatBody, size: int, headers: Mapping[str, str]
