@@ -8,7 +8,7 @@ import httpx
 from replica_fakes import FakeEngine, Running, record, running, sse
 from test_replica_pins import BODY, in_a_loop, labels
 
-from midstream.core.errors import HEADER_NOT_LOADED
+from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_NOT_LOADED
 from midstream.core.headers import HEADER_POLICY
 from midstream.core.types import GenerateRequest, GenerationEvent, Stage, SwapTiming
 from midstream.engine.base import Slot, StagingFailed
@@ -171,6 +171,19 @@ async def test_a_drain_waits_for_the_requests_of_a_policy_that_was_just_ended(tm
         here.engine.allow(6)
         assert labels((await stream).text) == ["red-1"] * 6
         await drained
+
+
+@in_a_loop
+async def test_a_replica_that_takes_no_more_requests_takes_none_of_a_new_policy_either(
+    tmp_path: Path,
+) -> None:
+    """Two gateways may differ for a second on whether it is to go. The new policy's gate was open, so its requests were cut."""
+    async with running(tmp_path, ManyPolicies()) as here:
+        await here.replica.drained()
+        body = {"policy": "red", "made": 1.0, "snapshot": "red-1", "generation": 1, "url": "file:///b/red-1"}
+        answer = await here.http.post("/replica/desired", json=body)
+        assert (answer.status_code, HEADER_ANOTHER_BOOT in answer.headers) == (503, True)
+        assert list(here.replica.policies) == []
 
 
 @in_a_loop

@@ -297,13 +297,15 @@ class Replica:
         self._changed()
 
     def desire(self, desired: Desired) -> None:
-        """Raises InvalidRequest for a policy that this engine does not serve."""
+        """Raises InvalidRequest for a policy that this engine does not serve, AnotherBoot while the replica takes none."""
         if not desired.policy:
             self.driver.desire(desired)
             return
         info = None if self.service is None else self.service.info
         if info is None or not self.ready:
             raise AnotherBoot("the engine is starting; retry this request")
+        if self.gate.door is Door.DOWN:
+            raise AnotherBoot("the replica is ending; retry this request")
         if not info.card.has("policies"):
             raise InvalidRequest("policy: this engine serves one policy", param="policy")
         self.policies.desire(desired, Boot(self.boot, info, lambda: self.boot))
