@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import random
 import re
 import statistics
@@ -19,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hardware import provenance, write_result
+from hardware import commit_of, provenance, source_of, write_result
 
 READY = re.compile(r"midstream ready on http://127\.0\.0\.1:(\d+)")
 BLOCK = 16
@@ -27,13 +28,19 @@ WORDS = ("the", "door", "lamp", "is", "open", "we", "look", "at", "it", "and", "
 
 
 class Serving:
-    """A server of one replica. Gone when its `with` block is left."""
+    """A server of one replica, of this source or of another checkout's. Gone when its `with` block is left."""
+
+    def __init__(self, checkout: Path | None = None) -> None:
+        self._environment = {} if checkout is None else source_of(checkout)
 
     def __enter__(self) -> Serving:
         self._folder = tempfile.TemporaryDirectory()
         command = [sys.executable, "-m", "midstream.cli", "serve", "--replicas", "1", "--port", "0"]
         state = ["--state-dir", f"{self._folder.name}/state", "--log-level", "warning"]
-        self._process = subprocess.Popen([*command, *state], stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, **self._environment}
+        self._process = subprocess.Popen(
+            [*command, *state], stdout=subprocess.PIPE, text=True, env=environment
+        )
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if found := READY.search(line):
@@ -128,6 +135,31 @@ def measure(rounds: int, chats: int, turns: int, words: int) -> dict[str, Any]:
     return row
 
 
+def against(checkout: Path, rounds: int, chats: int, turns: int, words: int) -> dict[str, Any]:
+    """The same turns of sessions at this source's server and at another checkout's, one after the other in each round."""
+    costs: dict[str, list[float]] = {"after": [], "before": []}
+    with Serving() as after, Serving(checkout) as before:
+        sides = {"after": after, "before": before}
+        for serving in sides.values():
+            chat(serving, 0, None, turns, words)
+        for number in range(rounds):
+            for name in sorted(sides, reverse=bool(number % 2)):
+                serving, begun = sides[name], sides[name].cpu_us()
+                for at in range(chats):
+                    seed = 1000 * (number * chats + at + 1)
+                    chat(serving, seed, f"s-{seed}", turns, words)
+                costs[name].append((serving.cpu_us() - begun) / (chats * turns))
+    row: dict[str, Any] = {
+        "words_a_turn": words,
+        "cpu_us_a_turn": {name: statistics.median(found) for name, found in costs.items()},
+        "after_over_before": statistics.median(
+            a / b for a, b in zip(costs["after"], costs["before"], strict=True)
+        ),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=6)
@@ -135,12 +167,25 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/turns.json")
+    parser.add_argument(
+        "--before",
+        metavar="DIR",
+        type=Path,
+        help="a checkout of another commit, measured beside this one alone; --write: results/turns-before.json",
+    )
     options, _ = parser.parse_known_args()
     rounds = 2 if options.quick else options.rounds
+    configuration = {"rounds": rounds, "chats": options.chats, "turns": options.turns}
+    if options.before is not None:
+        checkout = options.before.resolve()
+        found = [against(checkout, rounds, options.chats, options.turns, words) for words in (12, 60)]
+        if options.write:
+            about = {**provenance(**configuration), "before": commit_of(checkout)}
+            print("wrote", write_result("turns-before", {**about, "rows": found}))
+        return
     rows = [measure(rounds, options.chats, options.turns, words) for words in (12, 60)]
     if options.write:
-        configuration = {"rounds": rounds, "chats": options.chats, "turns": options.turns, "block": BLOCK}
-        print("wrote", write_result("turns", {**provenance(**configuration), "rows": rows}))
+        print("wrote", write_result("turns", {**provenance(**configuration, block=BLOCK), "rows": rows}))
 
 
 if __name__ == "__main__":
