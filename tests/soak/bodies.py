@@ -198,9 +198,7 @@ def tinker(model_id: str) -> dict[str, Callable[[], Sent]]:
     )
     return {
         "a million empty parts": lambda: Sent("POST", path, empty + (tag + b"\x00") * 1_000_000, proto),
-        "empty parts": lambda: Sent(
-            "POST", path, empty + (tag + b"\x00") * (tinker_limits.MAX_TRAINING_BYTES // 2 - 64), proto
-        ),
+        "empty parts": lambda: Sent("POST", path, empty + (tag + b"\x00") * (32 * MB - 64), proto),
         "parts of one datum": lambda: Sent(
             "POST", path, empty + tag + b"\x80\x80\x80\x0f" + b"\x0a\x00" * (15 * MB), proto
         ),

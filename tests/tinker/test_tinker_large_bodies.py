@@ -32,7 +32,8 @@ SDK_DATUMS = 1024
 CHUNKS, TENSORS = 32, 12
 
 
-def datums(count: int, chunks: int = 1, tensors: int = 1, items: int = 2) -> bytes:
+def datums(count: int, chunks: int = 1, tensors: int = 1, items: int = 2, values: int | None = None) -> bytes:
+    """values: of each tensor; None: as many as tokens of a chunk."""
     message = codec.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy")
     for _ in range(count):
         datum = message.data.add()
@@ -40,7 +41,7 @@ def datums(count: int, chunks: int = 1, tensors: int = 1, items: int = 2) -> byt
             datum.model_input.add().encoded_text.tokens = np.arange(items, dtype="<i4").tobytes()
         for number in range(tensors):
             tensor = datum.loss_fn_inputs[f"input-{number}"]
-            tensor.dtype, tensor.dense = codec.FLOAT32, bytes(4 * items)
+            tensor.dtype, tensor.dense = codec.FLOAT32, bytes(4 * (items if values is None else values))
     return bytes(message.SerializeToString())
 
 
@@ -128,6 +129,18 @@ def test_a_training_request_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPa
         )
         assert walked.beside()
 
+    play(test)
+
+
+def test_the_routes_of_one_long_datum_are_taken() -> None:
+    """12,000 tokens through 48 layers of 8 experts, as 64-bit integers."""
+    body = datums(1, values=12_000 * 48 * 8 * 2)
+
+    async def test(front: Front) -> None:
+        answer = await front.client.post("/api/v1/forward_backward", **proto(body))
+        assert (answer.status_code, answer.json()["model_id"]) == (200, "known")
+
+    assert len(body) > 36_000_000
     play(test)
 
 
