@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from servers import Endpoint, Model, Server, ServerFailed, alive, family
 
+pytestmark = pytest.mark.variant
 PARENT = """
 import subprocess, sys, time
-
-pytestmark = pytest.mark.variant
 program = "import time; print('child', flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
 time.sleep(600)
