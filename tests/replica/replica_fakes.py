@@ -129,8 +129,9 @@ class FakeEngine(Engine):
         self.cached_tokens = 3
         self.fail_after: int | None = None
         self.dead_end_after: int | None = None
-        #: What the files of what serves are.
+        #: What the files of what serves are, and of each snapshot that was switched to.
         self.files = self._announced = ""
+        self.files_of: dict[str, str] = {}
         self.die_after: int | None = None
         self.death: EngineDied | StreamLost = EngineDied("killed by the test")
         self.stop_short = False
@@ -241,6 +242,10 @@ class FakeEngine(Engine):
                 self.aborted.append(request.request_id)
                 self.any_aborted.set()
 
+    def _files_for(self, snapshot: str | None) -> str:
+        """None: of what serves."""
+        return self.files if snapshot in (None, self.serving) else self.files_of.get(snapshot or "", "")
+
     async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         size, limit = len(request.prompt), request.sampling.max_tokens
         tells_kv = request.want_kv_snapshots and self.tells_kv
@@ -250,7 +255,7 @@ class FakeEngine(Engine):
                 index=index,
                 cached_tokens=self.cached_tokens,
                 kv_snapshots=((request.snapshot or self.serving, 0, known),) if tells_kv else None,
-                kv_files=self.files if tells_kv else "",
+                kv_files=self._files_for(request.snapshot) if tells_kv else "",
                 queued_s=0.25,
                 prompt=tuple(
                     record(request.prompt[p], p, request, request.snapshot or self.serving, prompt=True)
@@ -365,6 +370,7 @@ class FakeEngine(Engine):
         if self.staged != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
         self.serving, self.staged, self.files = snapshot, None, self._announced
+        self.files_of[snapshot] = self.files
         self.holds.add(snapshot)
         self._free()
         self.switches.append(snapshot)
