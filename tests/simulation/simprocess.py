@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 from simloop import PROCESS, SimLoop
 
+from midstream.core.pulse import Pulse
+
 #: Of what a child and its supervisor say to each other.
 PIPE_S = 0.001
 
@@ -137,6 +139,7 @@ class SimChannel:
     def __init__(self, processes: Processes, process: Process) -> None:
         self._processes, self._process = processes, process
         self.answered = False
+        self.pulse = Pulse(process.name)
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
         self._text = b""
 

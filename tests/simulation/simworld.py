@@ -38,6 +38,7 @@ import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.listing as listing_module
 from midstream.core.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.pulse import Pulse
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied
 from midstream.launch.local import LocalLauncher
@@ -282,6 +283,8 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(replica_module, "socket", SimpleNamespace(create_server=create_server))
     put(replica_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
     put(tinker_module, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+    # It reads the thread's real CPU time, which differs from run to run.
+    put(Pulse, "start", lambda pulse: None)
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
