@@ -26,7 +26,6 @@ SKIPPED = {
     "status.key": "none are set",
     "messages.key": "none are set",
     "responses.key": "none are set",
-    "trainer.keep": "has no freeze",
 }
 LIMIT_S = 600
 
