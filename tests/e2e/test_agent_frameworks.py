@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from exact_traces import exact_turns
 from serving import Server
+from tiers import variant
 
 VENV = Path(__file__).parents[2] / ".venv-harness"
 SCRIPT = Path(__file__).with_name("agent_frameworks.py")
@@ -34,7 +35,8 @@ def run(framework: str, server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "framework", ["openai-agents", "openai-agents-responses", "pydantic-ai", "pydantic-ai-messages"]
+    "framework",
+    ["openai-agents", *map(variant, ("openai-agents-responses", "pydantic-ai", "pydantic-ai-messages"))],
 )
 def test_a_frameworks_tool_loop_leaves_an_exact_trace(server: Server, framework: str) -> None:
     said = run(framework, server)

@@ -26,7 +26,7 @@ from recompute import Passes, Recomputer
 from serving import Server, serve
 from test_failover import engine, itself, running
 from test_policies_served import HOT_LOAD, Adapters
-from tiers import of_tier, variant
+from tiers import of_tier
 
 torch.set_num_threads(1)
 POLICIES = of_tier(fast=8, test=32, all=32)
@@ -223,7 +223,8 @@ def judge(storm: Storm, adapters: Adapters) -> int:
 
 
 #: Of a replica. Of the fewer, policies come and go all the time.
-@pytest.mark.parametrize("places", [256, variant(12)])
+@pytest.mark.variant
+@pytest.mark.parametrize("places", [256, 12])
 def test_a_storm_of_policies_fails_nothing_and_every_label_is_borne_out(
     tmp_path: Path, tiny_model: Callable[..., Path], places: int
 ) -> None:

@@ -29,7 +29,7 @@ from serving import Server, serve
 from test_exact_sessions import TOOLS
 from test_failover import engine, itself, running
 from test_swap_storm import HOT_LOAD, Trainer, events
-from tiers import of_tier, variant
+from tiers import of_tier
 
 from midstream.client import decode_routing_matrix, gaps_in, read_records, snapshot_of, traces_of
 
@@ -424,7 +424,8 @@ MODES = {
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("mode", ["async", variant("sync"), variant("two gateways")])
+@pytest.mark.variant
+@pytest.mark.parametrize("mode", ["async", "sync", "two gateways"])
 def test_a_session_storm_loses_nothing_and_every_number_is_borne_out(
     tmp_path: Path, tiny_model: Callable[..., Path], mode: str
 ) -> None:

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Server, serve
 
 # Scripts may take 400.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.variant, pytest.mark.timeout(600)]
 
 DEMO = ROOT / "examples" / "session_routing" / "demo.py"
 TRAJECTORIES, TURNS = 6, 4

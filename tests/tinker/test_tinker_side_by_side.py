@@ -17,7 +17,7 @@ from sdk_venvs import API_KEY, SDKS, run_sdk
 from serving import Server, serve
 
 # Scripts may take 400.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.variant, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 SAMPLING_KEY = "tml-rollouts"
