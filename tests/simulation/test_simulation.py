@@ -68,7 +68,6 @@ UNFOUND = frozenset(
         "half_chunks_pass",
         "another_boot_is_as_good",
         "old_by_the_clock",
-        "a_kill_at_the_start_is_final",
         "ends_are_forgotten",
         "ended_under_its_requests",
     }
