@@ -276,10 +276,11 @@ def test_every_body_that_the_tinker_front_decodes_is_told() -> None:
     read = set()
     for name in ("app", "runs"):
         for node in ast.walk(ast.parse((SOURCE / "tinker" / f"{name}.py").read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("decode", "self._submitting"):
-                at = 1 if ast.unparse(node.func) == "decode" else 0
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and called in ("decode", "_decoded", "self._submitting"):
+                at = 0 if called == "self._submitting" else 1
                 read.add(ast.unparse(node.args[at]))
-    # Of the helper that the submissions share.
+    # Of the helpers that others share.
     assert read - {"into"} == {body.__name__ for body in tinker.BODIES.values()}
     assert {f"/api/v1/{path}" for path in tinker.BODIES} <= DOCUMENT["paths"].keys()
 
