@@ -176,7 +176,8 @@ def test_a_bad_adapter_is_named_and_what_served_goes_on(
         expected = "the adapter has nothing for lm_head"
     elif case == "dora":
         config.write_text(text.replace('"use_dora": false', '"use_dora": true'))
-        expected = "use_dora is True, which is not served"
+        answer = signalled(server, f"wrong-{case}", policy)
+        assert (answer.status_code, "use_dora is True, which is not served" in answer.text) == (400, True)
     elif case == "escape":
         answer = signalled(server, "../outside", policy)
         assert answer.status_code == 400
