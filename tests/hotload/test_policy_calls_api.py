@@ -63,6 +63,32 @@ def refused(answer: httpx.Response) -> tuple[int, str | None]:
     return answer.status_code, answer.json()["error"]["param"]
 
 
+@pytest.mark.parametrize("step", ["state", "signal"])
+def test_a_signal_that_the_end_of_its_policy_overtakes_is_a_conflict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A 404 would say that the policy was never there."""
+
+    async def work(server: PolicyServer) -> None:
+        write_adapter(server, "v1")
+        name = f"{DEPLOYMENT}{POLICY_INFIX}red"
+        body = {"identity": "v1", "policy": "red"}
+        assert (await server.http.post(HOT_LOAD_PATH, json=body)).status_code == 200
+        real = getattr(server.ledger, step)
+
+        async def overtaken(of: str, *arguments: Any, **named: Any) -> Any:
+            if of == name:
+                await server.ledger.delete_deployment(name)
+            return await real(of, *arguments, **named)
+
+        monkeypatch.setattr(server.ledger, step, overtaken)
+        answer = await server.http.post(HOT_LOAD_PATH, json=body)
+        assert refused(answer) == (409, "policy")
+        assert "is being ended" in answer.json()["error"]["message"]
+
+    serve(tmp_path, work)
+
+
 def test_a_fork_that_cannot_be_leaves_no_policy(tmp_path: Path) -> None:
     async def work(server: PolicyServer) -> None:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200

@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 from midstream.api.adapter_calls import Adapters
 from midstream.api.addons import AddonApi
 from midstream.api.deployments import lies_in
-from midstream.api.policies import PolicyApi
+from midstream.api.policies import PolicyApi, ending
 from midstream.api.signals import (
     SOURCE_URL_HEADER,
     Place,
@@ -37,6 +37,7 @@ from midstream.api.status import check_signal, ledger_body, replica_rows, unload
 from midstream.api.trainer_calls import trainer_routes
 from midstream.api.updates import Take, Updates
 from midstream.core.errors import (
+    NotFound,
     ReplicaUnavailable,
     SnapshotCorrupt,
     SnapshotError,
@@ -159,6 +160,23 @@ class _Api:
         # A signal names the snapshot beside its place, other calls name the place alone.
         named = "identity" if place is None or place.param == SOURCE_URL_HEADER else place.param
         found = await _found(url, bucket, named)
+        try:
+            return await self._take_found(deployment, body, url, found, overwrite, parents)
+        except NotFound as error:
+            if not deployment.policy:
+                raise
+            # It was there when the call began.
+            raise ending(deployment.policy) from error
+
+    async def _take_found(
+        self,
+        deployment: Deployment,
+        body: SignalBody,
+        url: str,
+        found: Found,
+        overwrite: bool,
+        parents: tuple[SnapshotFiles, ...],
+    ) -> SignalResult:
         state = await self._ledger.state(deployment.name)
         _check_policy(deployment, found, state)
         signal = Signal(

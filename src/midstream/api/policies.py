@@ -85,7 +85,7 @@ class PolicyApi:
             found = await self._made(request, deployment, name)
         row = await self._row(found.name)
         if row is None:
-            raise _ends(name)
+            raise ending(name)
         # The ledger looks again as it takes the signal. Nothing is read for one that it would refuse.
         check_takes(row)
         return found
@@ -141,9 +141,9 @@ class PolicyApi:
             row = await self._ledger.deployment(policy.name)
             shown = await self._shown(policy, row)
         except NotFound as error:
-            raise _ends(asked.policy) from error
+            raise ending(asked.policy) from error
         if row.deleting:
-            raise _ends(asked.policy)
+            raise ending(asked.policy)
         return JSONResponse(shown, headers={HEADER_MADE: policy.name})
 
     async def list(self, request: Request) -> Response:
@@ -215,7 +215,7 @@ class PolicyApi:
         await self._changed()
         found = self._deployments.known(names.deployment)
         if found is None:
-            raise _ends(name)
+            raise ending(name)
         return found
 
     async def _there(self, name: str) -> Deployment | None:
@@ -261,7 +261,8 @@ def _size(desired: Desired | None) -> int | None:
     return sum(file.size for file in desired.content)
 
 
-def _ends(name: str) -> Conflict:
+def ending(name: str) -> Conflict:
+    """What a call for a policy gets that another call ends meanwhile."""
     return Conflict(f"policy {name!r} is being ended; make it again once it is gone", param="policy")
 
 
