@@ -383,7 +383,7 @@ GATEWAY = (
     Mutation(
         "a_policy_that_ends_is_frozen",
         "api/policies.py",
-        "        if row.deleting:\n            raise _ends(asked.policy)\n        return",
+        "        if row.deleting:\n            raise ending(asked.policy)\n        return",
         "        return",
         "A policy that is being ended is not made and not frozen.",
         ("hotload/test_policy_calls_api.py",),
