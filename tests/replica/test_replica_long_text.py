@@ -16,7 +16,7 @@ from replica_fakes import MODEL, FakeEngine, Running, byte_tokenizer, running, w
 from tokenizers import AddedToken
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT, AnotherBoot, InvalidRequest, Overloaded
-from midstream.replica import service
+from midstream.replica import prompting
 from midstream.replica.request import schema
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
 from midstream.replica.text import chat as textjobs
@@ -346,7 +346,7 @@ def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPat
 def test_long_bodies_of_token_ids_are_no_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding them takes milliseconds. A burst of long prompts, as a trainer sends it after a hot load, was a 429."""
     monkeypatch.setattr(textjobs, "WAITING_MAX", 1)
-    monkeypatch.setattr(service, "LONG_BODY", 10)
+    monkeypatch.setattr(prompting, "LONG_BODY", 10)
 
     async def scenario(here: Running) -> None:
         asked = [ask(here, prompt=[1, 2, number]) for number in range(8)]

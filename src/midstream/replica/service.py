@@ -1,8 +1,8 @@
 """Checks and admits one inference request; response/generation.py runs it on the engine.
 
 Always holds: an invalid request is refused before it waits at the gate, and one that the gate would refuse is refused before
-it is tokenized. Long text is tokenized beside the event loop (text/chat.py); text that cannot fit the context is refused
-unread. A request takes its salt in the step in which it passes the gate, and the snapshot it asks for serves in that step.
+it is tokenized (prompting.py). A request takes its salt in the step in which it passes the gate, and the snapshot it asks for
+serves in that step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from msgspec.structs import replace
@@ -48,20 +48,19 @@ from midstream.replica import gate
 from midstream.replica.aborts import Called, called_as, names_of_choices
 from midstream.replica.gate import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
+from midstream.replica.prompting import PromptReader
 from midstream.replica.request.checked import (
     MAX_PROMPTS,
     Checked,
     Prompt,
     check,
     check_choices,
-    check_messages,
     check_room,
     sampling_for,
-    split_prompts,
 )
-from midstream.replica.request.fields import PromptOptions, bad_tokens, template_variables
+from midstream.replica.request.fields import bad_tokens
 from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume
-from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
+from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation
 from midstream.replica.response.resume import Continued, can_be_resumed
@@ -70,20 +69,17 @@ from midstream.replica.response.work import Surroundings, Timings, Work, scored_
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar
-from midstream.replica.text.chat import Leave, TextJobs
+from midstream.replica.text.chat import TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.toolformat import ToolFormat
-from midstream.replica.text.tools import check_template, prepare_history
+from midstream.replica.text.tools import check_template
 from midstream.replica.turns.history import History, policy_of
 from midstream.replica.turns.tree import Trees
 from midstream.replica.wire.base import Read, Wire
 
-HEADER_ISOLATION = "x-prompt-cache-isolation-key"
-#: Longer prompts, in characters of all together, are tokenized beside the event loop.
-_LONG_TEXT = 16_384
-
 _Made = TypeVar("_Made")
-ReadPrompts = Callable[[Leave], list[Prompt]]
+
+HEADER_ISOLATION = "x-prompt-cache-isolation-key"
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,10 @@ class Service(Surroundings):
     random_seed: Callable[[], int]
     #: The requests that wait at the gate or are inside, as clients may call them.
     called: dict[Called, None] = field(default_factory=dict)
+    _reader: PromptReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reader = PromptReader(self.text, self.info, self.kept.jobs)
 
     def abort(self, ids: Collection[str] | None = None, *, held: bool = True) -> int:
         """Ends requests and choices with what they have; None: all of them. held: also those that wait at the gate.
@@ -157,7 +157,7 @@ class Service(Surroundings):
         reads = partial(_read_from, wire, shelf)
         # A stream that was let in goes on, whatever the setting says by now.
         passes_over = resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore"
-        read = await self.beside(body, partial(_read_as, reads, passes_over), headers)
+        read = await self._reader.beside(body, partial(_read_as, reads, passes_over), headers)
         try:
             async with self._admitted(wire, read, len(body), headers, resume) as generation:
                 yield generation
@@ -247,7 +247,7 @@ class Service(Surroundings):
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
         count = check_room(checked, parsed, self.info, self.text)
         histories = self._histories(checked, session, given, headers, count, resumed=resume is not None)
-        size, read = self._unread(parsed, checked, body_size, histories)
+        unread = self._reader.unread(parsed, checked, body_size, histories)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
@@ -256,7 +256,7 @@ class Service(Surroundings):
             asked.check(self.serving(), self.kept.pins)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         told = continued is not None and not given.whole
-        prompts = [] if told else await self._prompts(read, size, body_size, headers)
+        prompts = [] if told else await self._reader.prompts(unread, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             prompts, seed = continued.prompts(prompts), continued.opening.seed
@@ -278,8 +278,11 @@ class Service(Surroundings):
         if checked.tools is not None:
             check_template(checked.tools, self.text.tools)
         check_room(checked, parsed, self.info, self.text)
-        characters, read = self._unread(parsed, checked, size)
-        return await self._prompts(read, characters, size, headers)
+        return await self._reader.prompts(self._reader.unread(parsed, checked, size), headers)
+
+    async def beside(self, body: bytes, read: Callable[[bytes], _Made], headers: Mapping[str, str]) -> _Made:
+        """As PromptReader.beside."""
+        return await self._reader.beside(body, read, headers)
 
     def _histories(
         self,
@@ -320,49 +323,6 @@ class Service(Surroundings):
         admitted = None if given is None else from_header(given, Admitted)
         return Asked(self.names.model, constraint, admitted, judged=judged)
 
-    def _unread(
-        self,
-        body: CompletionBody | ChatBody,
-        checked: Checked,
-        body_size: int,
-        histories: Sequence[History] = (),
-    ) -> tuple[int, ReadPrompts]:
-        """About how many characters to tokenize, and what does it; any thread may call it."""
-        if isinstance(body, ChatBody):
-            prepare = partial(self._messages, body)
-            tools = checked.listed_tools
-            options = checked.template
-            knows = self.text.template_names("reasoning_effort")
-            variables = template_variables(options, body.reasoning_effort, knows)
-            options = replace(options, variables=variables)
-            messages = _now_if_short(prepare, body_size)
-            history = histories[0] if histories else None
-            return body_size, partial(self._read_chat, messages, tools, options, history)
-        split = _now_if_short(partial(split_prompts, body.prompt, self.info.vocab_size), body_size)
-        special = checked.template.special_tokens is not False
-        return _characters(body.prompt), partial(self._read_prompts, split, special, histories)
-
-    async def beside(self, body: bytes, read: Callable[[bytes], _Made], headers: Mapping[str, str]) -> _Made:
-        """`read(body)`: of a long body in a thread. Raises what it raises."""
-        if len(body) <= LONG_BODY:
-            return read(body)
-        return await self.kept.jobs.run(headers.get(HEADER_TENANT, ""), lambda leave: read(body))
-
-    async def _prompts(
-        self, read: ReadPrompts, size: int, body_size: int, headers: Mapping[str, str]
-    ) -> list[Prompt]:
-        """size: the characters to tokenize. Many token ids take a thread, too, but never long."""
-        tenant = headers.get(HEADER_TENANT, "")
-        if size >= _LONG_TEXT:
-            return await self.kept.jobs.read(tenant, read)
-        return read(Leave()) if body_size <= LONG_BODY else await self.kept.jobs.run(tenant, read)
-
-    def _messages(self, body: ChatBody) -> list[dict[str, Any]]:
-        messages = check_messages(body.messages)
-        if any("tool_calls" in message or "function_call" in message for message in messages):
-            messages = prepare_history(messages, self.text.tools.arguments)
-        return messages
-
     async def _grammar(self, checked: Checked, tool_format: ToolFormat | None, tenant: str) -> str | None:
         """What the answer must match, compiled once so that the client sees a mistake in it."""
         if not checked.constrained and (checked.tools is None or not checked.tools.constrained):
@@ -374,68 +334,6 @@ class Service(Surroundings):
         return await self.kept.jobs.read(
             tenant, lambda leave: grammar.build(*given, problem_of(leave.check), *own)
         )
-
-    def _read_chat(
-        self,
-        messages: Callable[[], list[dict[str, Any]]],
-        tools: list[dict[str, Any]] | None,
-        options: PromptOptions,
-        history: History | None,
-        leave: Leave,
-    ) -> list[Prompt]:
-        given = messages()
-        leave.check()
-
-        def render(part: list[dict[str, Any]], prompted: bool) -> str:
-            return self.text.render(
-                part,
-                tools,
-                generation_prompt=prompted and options.generation_prompt,
-                continued=prompted and options.continued,
-                variables=options.variables,
-            )
-
-        def check(text: str) -> None:
-            where, context = "messages: the rendered chat template", self.info.max_model_len
-            self.text.check_size(text, where, "messages", context)
-            self.text.check_pieces(text, where, "messages", context, leave.check)
-            leave.check()
-
-        special = bool(options.special_tokens)
-        prompt, others = None, [tools, options.variables, special]
-        if history is not None:
-            behind = partial(self.text.encode_behind, special=special)
-            own = (self.text, render, given, others, check, behind)
-            prompt = history.prompt(*own, goes_on=options.continued)
-        sampled = 0 if history is None or prompt is None else history.sampled
-        self.text.message_format(tools=tools is not None).check(given, sampled)
-        if prompt is None:
-            text = render(given, True)
-            check(text)
-            encode = self.text.encode if special else self.text.encode_rendered
-            prompt = Prompt(encode(text), text)
-        return _not_empty([prompt])
-
-    def _read_prompts(
-        self,
-        split: Callable[[], list[str | tuple[int, ...]]],
-        special: bool,
-        histories: Sequence[History],
-        leave: Leave,
-    ) -> list[Prompt]:
-        encode = self.text.encode if special else self.text.encode_rendered
-        prompts, context = [], self.info.max_model_len
-        for number, prompt in enumerate(split()):
-            leave.check()
-            if isinstance(prompt, str):
-                self.text.check_pieces(prompt, "prompt", "prompt", context, leave.check)
-            if histories:
-                prompts.append(histories[number].raw(self.text, encode, prompt, special))
-            elif isinstance(prompt, str):
-                prompts.append(Prompt(encode(prompt), prompt))
-            else:
-                prompts.append(Prompt(prompt))
-        return _not_empty(prompts)
 
     def _requests(
         self,
@@ -525,26 +423,3 @@ def _ending_at(
     ends = sampling.stop_token_ids
     more = sorted(set(tokens) - set(ends))
     return replace(sampling, stop_token_ids=(*ends, *more)) if more else sampling
-
-
-def _now_if_short(make: Callable[[], _Made], body_size: int) -> Callable[[], _Made]:
-    """`make`, called at once for a short body: it takes no time, and mistakes are found before the request waits."""
-    if body_size > LONG_BODY:
-        return make
-    made = make()
-    return lambda: made
-
-
-def _characters(prompt: str | list[str | int | list[int]]) -> int:
-    """Of a completions body's texts."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if prompt and isinstance(prompt[0], int):
-        return 0
-    return sum(len(one) for one in prompt if isinstance(one, str))
-
-
-def _not_empty(prompts: list[Prompt]) -> list[Prompt]:
-    if any(not prompt.token_ids for prompt in prompts):
-        raise InvalidRequest("prompt: must hold at least one token", param="prompt")
-    return prompts
