@@ -16,10 +16,13 @@ from typing import Any
 import httpx
 import msgspec
 
-from midstream.api.openapi import _plain, document, operations
+from midstream.api.endpoints import Operation, operations
+from midstream.api.openapi import _plain
 from midstream.core.wires import WIRES
-from midstream.launch.reference import behind
+from midstream.launch.reference import behind, document
 
+#: Each endpoint under each of its paths.
+SHOWN = tuple(operations(behind()[2]))
 #: How many answers were held against a schema, by operation.
 HELD: Counter[tuple[str, str]] = Counter()
 #: What the validator knows beside types and objects. Bounds of texts are not checked.
@@ -37,8 +40,13 @@ _LOOSE = {
 
 @functools.cache
 def the_document() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(msgspec.json.encode(document(*behind())))
+    made: dict[str, Any] = json.loads(msgspec.json.encode(document()))
     return made
+
+
+def is_of_front(one: Operation) -> bool:
+    """Whether the Tinker front serves it."""
+    return one.endpoint.errors == "tinker"
 
 
 def resolved(reference: str) -> Any:
@@ -110,15 +118,16 @@ def _misfit_of_object(value: dict[str, Any], of: Mapping[str, Any], where: str, 
 def _paths() -> list[tuple[str, re.Pattern[str], str]]:
     """(method, of targets as they are asked for, path in the document), those with the most letters of their own first."""
     found = []
-    for method, path, _, _ in operations():
-        parts = re.split(r"({\w+(?::path)?})", path)
+    for one in SHOWN:
+        parts = re.split(r"({\w+(?::path)?})", one.path)
         pattern = "".join(
-            (".+" if ":path" in one else "[^/]+") if one.startswith("{") else re.escape(one) for one in parts
+            (".+" if ":path" in part else "[^/]+") if part.startswith("{") else re.escape(part)
+            for part in parts
         )
-        own = sum(len(one) for one in parts if not one.startswith("{"))
-        found.append((own, method, re.compile(pattern), _plain(path)))
-    found.sort(key=lambda one: -one[0])
-    return [one[1:] for one in found]
+        own = sum(len(part) for part in parts if not part.startswith("{"))
+        found.append((own, one.method, re.compile(pattern), _plain(one.path)))
+    found.sort(key=lambda at: -at[0])
+    return [at[1:] for at in found]
 
 
 def misfit_of_answer(method: str, target: str, status: int, kind: str, body: bytes) -> str | None:

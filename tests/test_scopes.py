@@ -1,42 +1,44 @@
-"""The grammar of scopes, what a grant allows, and that every route there is has an entry in the table."""
+"""The grammar of scopes, what a grant allows, and what becomes of an endpoint's record."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from midstream.api.app import control_app
 from midstream.api.board import Board
-from midstream.api.dashboard import dashboard_routes
-from midstream.api.deployments import deployment_routes
-from midstream.api.hotload import hotload_routes
-from midstream.api.reference import reference_routes
+from midstream.api.dashboard import DashboardApi
+from midstream.api.deployments import DeploymentsApi
+from midstream.api.hotload import hotload_apis
+from midstream.api.reference import ReferenceApi
+from midstream.core.endpoints import Endpoint, Nothing, serves
 from midstream.core.errors import ConfigError
 from midstream.core.scopes import (
+    ANY,
     EVERYTHING,
-    GATEWAY_ROUTES,
     NOTHING,
     OBSERVE,
-    OPERATE,
-    PUBLIC,
     PUBLISH,
     SAMPLE,
     SCOPES,
-    TINKER_ROUTES,
-    need_of,
     parse_grant,
     parse_scope,
 )
 from midstream.core.settings import load_settings
 from midstream.core.versions import ServedNames
+from midstream.fleet import access
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.membership import membership_routes
+from midstream.fleet.membership import MembershipApi
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.launch.reference import document
 from midstream.proxy.auth import Authenticator
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.tinker.app import tinker_app
@@ -59,14 +61,14 @@ def whole_gateway() -> Starlette:
     names, replicas = ServedNames(f"{A}/models/m", f"{A}/deployments/default"), ReplicaSet([])
     deployments = Deployments(Deployment(names, replicas, Reconciler(nothing, replicas, names.deployment)))
     metrics = GatewayMetrics(deployments)
-    routes = [
-        *deployment_routes(nothing, deployments, bucket="file:///b", changed=nothing),
-        *membership_routes(nothing, deployments, allowed=(), changed=nothing),
-        *hotload_routes(nothing, deployments),
-        *dashboard_routes(Board(deployments, metrics), lambda: True),
-        *reference_routes(lambda: ({}, {})),
+    apis = [
+        DeploymentsApi(nothing, deployments, bucket="file:///b", changed=nothing),
+        MembershipApi(nothing, deployments, allowed=(), changed=nothing),
+        *hotload_apis(nothing, deployments),
+        DashboardApi(Board(deployments, metrics), lambda: True),
+        ReferenceApi(document),
     ]
-    return control_app(deployments, metrics, keyed=True, extra_routes=routes)
+    return control_app(deployments, metrics, keyed=True, apis=apis)
 
 
 def whole_front() -> Starlette:
@@ -85,30 +87,44 @@ class _Anything:
         return None
 
 
-def test_every_route_of_the_gateway_and_of_the_tinker_front_is_in_the_table_and_nothing_else_is() -> None:
-    assert routes_of(whole_gateway()) - PUBLIC == set(GATEWAY_ROUTES)
-    assert routes_of(whole_front()) - PUBLIC == set(TINKER_ROUTES)
+def test_a_handler_without_an_endpoint_is_not_served() -> None:
+    class Api:
+        @serves(Endpoint("GET", "/served", ANY, "Is served."))
+        async def served(self, request: Request) -> Nothing:
+            return Nothing()
+
+        async def other(self, request: Request) -> Nothing:
+            return Nothing()
+
+    (route,) = access.routes_of([Api()], lambda request, endpoint: None)
+    assert isinstance(route, Route)
+    assert route.path == "/served"
 
 
-def test_the_gateway_that_is_served_has_no_further_routes() -> None:
-    """A module that adds routes in launch/gateway.py belongs into whole_gateway() above."""
-    wiring = Path(control_app.__code__.co_filename).parents[1] / "launch" / "gateway.py"
-    made = {word.partition("(")[0].strip("*") for word in wiring.read_text().split() if "_routes(" in word}
-    assert made == {
-        "deployment_routes",
-        "membership_routes",
-        "hotload_routes",
-        "dashboard_routes",
-        "reference_routes",
+def test_of_two_paths_that_match_the_more_specific_one_is_served_wherever_it_stands() -> None:
+    class Api:
+        @serves(Endpoint("GET", "/v1/sessions/{key:path}", None, "Shows a session."))
+        async def get(self, request: Request) -> Nothing:
+            raise AssertionError("the trace was asked for")
+
+        @serves(Endpoint("GET", "/v1/sessions/{key:path}/trace", None, "Shows a trace."))
+        async def trace(self, request: Request) -> Nothing:
+            return Nothing()
+
+    app = Starlette(routes=access.routes_of([Api()], lambda request, endpoint: None))
+    assert TestClient(app).get("/v1/sessions/a/b/trace").json() == {}
+
+
+def test_the_gateway_that_is_served_has_the_apis_of_these_tests() -> None:
+    """A module that adds an API in launch/gateway.py belongs into whole_gateway() above."""
+    wiring = (Path(control_app.__code__.co_filename).parents[1] / "launch" / "gateway.py").read_text()
+    assert set(re.findall(r"\b(\w+(?:Api|_apis))\(", wiring)) == {
+        "DashboardApi",
+        "DeploymentsApi",
+        "MembershipApi",
+        "ReferenceApi",
+        "hotload_apis",
     }
-
-
-def test_a_route_that_is_not_in_the_table_needs_operate_on_every_deployment() -> None:
-    need = need_of(GATEWAY_ROUTES, "GET", "/new")
-    assert need is not None
-    assert (need.scopes, need.on) == ((OPERATE,), "every")
-    assert need_of(GATEWAY_ROUTES, "HEAD", "/metrics") == GATEWAY_ROUTES["GET", "/metrics"]
-    assert need_of(GATEWAY_ROUTES, "HEAD", "/health") is None
 
 
 def test_a_scope_is_for_every_deployment_or_for_one() -> None:

@@ -15,7 +15,10 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from midstream.api import openapi
+from midstream.api.endpoints import groups as endpoint_groups
+from midstream.api.endpoints import operations
 from midstream.core import config, errors
+from midstream.launch.reference import behind
 
 DOCS = Path(__file__).parents[2] / "docs"
 SOURCE = Path(__file__).parents[2] / "src" / "midstream"
@@ -120,15 +123,16 @@ def error_table() -> str:
 def http() -> str:
     """Each group's operations. The prefixed ones are told of by the page."""
     groups: dict[str, list[str]] = {}
-    for method, path, group, operation in openapi.operations():
-        shown = re.sub(r":path}", "}", path)
-        row = f"| `{method}` | `{shown}` | {openapi.need_in_words(method, path)} | {operation.summary} |"
-        groups.setdefault(group, []).append(row)
+    _, _, front = behind()
+    for one in operations(front):
+        shown = re.sub(r":path}", "}", one.path)
+        need, summary = openapi.need_in_words(one.endpoint), one.endpoint.summary
+        groups.setdefault(one.group, []).append(f"| `{one.method}` | `{shown}` | {need} | {summary} |")
     head = "| method | path | scope | what it does |\n|---|---|---|---|\n"
     parts = [
         f"## {one.name}\n\n{one.words} More in [{one.page}.md]({one.page}.md).\n\n{head}"
         + "\n".join(groups[one.name])
-        for one in openapi.GROUPS
+        for one in endpoint_groups(front)
     ]
     return "\n\n".join(parts) + "\n"
 

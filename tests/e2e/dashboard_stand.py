@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 from gateway_harness import reconciler
 
 from midstream.api.board import Board
-from midstream.api.dashboard import dashboard_routes
+from midstream.api.dashboard import DashboardApi
 from midstream.core.sessions import Distribution, Rewarded, Trajectories
 from midstream.core.types import EngineStats, ReplicaReport, Stage, SwapTiming, Transition
 from midstream.core.versions import ServedNames
@@ -185,7 +185,7 @@ class Stand:
 
     def app(self) -> Starlette:
         routes = [
-            *guarded(dashboard_routes(self.board, lambda: self.listening), self.deployments, keyed=False),
+            *guarded([DashboardApi(self.board, lambda: self.listening)], self.deployments, keyed=False),
             Route("/v1/sessions", self.list_sessions),
             Route("/v1/sessions/{key:path}/trace", self.trace),
             Route("/detokenize", self.detokenize, methods=["POST"]),

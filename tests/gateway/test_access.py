@@ -13,35 +13,46 @@ from typing import Any
 
 import pytest
 from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
-from openapi_answers import Checked
+from openapi_answers import SHOWN, Checked, is_of_front
 
+from midstream.api.adapter_calls import AdapterCallsApi
 from midstream.api.app import control_app
 from midstream.api.board import Board
-from midstream.api.dashboard import dashboard_routes
-from midstream.api.deployments import deployment_routes
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
-from midstream.api.reference import reference_routes
+from midstream.api.dashboard import DashboardApi
+from midstream.api.deployments import DeploymentsApi
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.reference import ReferenceApi
+from midstream.api.trainer_calls import TrainerApi
 from midstream.core.config import GatewaySettings, KeySettings
-from midstream.core.scopes import DASHBOARD_EVENTS, GATEWAY_ROUTES, PAGES_OPEN
+from midstream.core.endpoints import endpoints_of
+from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.core.wires import (
-    TRAINER_CHANGES,
-    TRAINER_CHANGES_BY_GET,
-    TRAINER_READS,
+    CHANGES_BY_GET,
+    TRAINER_REFUSED,
     TRAINER_TRANSFERS,
     TRAINER_UNSERVED,
     WIRES,
 )
-from midstream.fleet.membership import membership_routes
+from midstream.fleet.membership import MembershipApi
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.launch.reference import behind
+from midstream.launch.reference import document
 from midstream.ledger import Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
 
 A = "accounts/local"
+#: Trainers' calls that change something by POST, and those that read.
+TRAINER_CHANGES = [
+    one.path
+    for one in endpoints_of(TrainerApi, AdapterCallsApi)
+    if one.method == "POST" and one.path not in TRAINER_REFUSED
+]
+TRAINER_READS = [
+    one.path for one in endpoints_of(TrainerApi) if one.method == "GET" and one.path not in CHANGES_BY_GET
+]
 DEPLOYMENTS = f"/v1/{A}/deployments"
 TOKEN = "token-of-the-replicas"
 #: Kinds of keys; each key is called as its kind, with `key-` before it.
@@ -144,16 +155,16 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
 
         async def changed() -> None: ...
 
-        routes = [
-            *deployment_routes(ledger, deployments, bucket=bucket.as_uri(), changed=changed),
-            *membership_routes(ledger, deployments, allowed=("127.0.0.1",), changed=changed),
-            *hotload_routes(ledger, deployments),
-        ]
         metrics = GatewayMetrics(deployments)
-        # Its streams end at once, as those of a process that listens no more.
-        routes += dashboard_routes(Board(deployments, metrics), lambda: False)
-        routes += reference_routes(behind)
-        app = Checked(control_app(deployments, metrics, keyed=bool(keys), extra_routes=routes))
+        apis = [
+            DeploymentsApi(ledger, deployments, bucket=bucket.as_uri(), changed=changed),
+            MembershipApi(ledger, deployments, allowed=("127.0.0.1",), changed=changed),
+            *hotload_apis(ledger, deployments),
+            # Its streams end at once, as those of a process that listens no more.
+            DashboardApi(Board(deployments, metrics), lambda: False),
+            ReferenceApi(document),
+        ]
+        app = Checked(control_app(deployments, metrics, keyed=bool(keys), apis=apis))
         gateway = Gateway(GatewaySettings(api_keys=keys), deployments, metrics, app, replica_token=TOKEN)
         stage = Stage(gateway, await gateway.start("127.0.0.1", 0), made[0].replicas, mocks)
         try:
@@ -248,7 +259,7 @@ for path in TRAINER_UNSERVED:
 for path in (*TRAINER_CHANGES, *TRAINER_TRANSFERS):
     asked = path + ("?mode=x" if path == "/pause" else "")
     TRAINERS += of_each_deployment(path, "POST", asked, WRONG.get(path, {}), PUBLISHES, "publish")
-for path in TRAINER_CHANGES_BY_GET:
+for path in CHANGES_BY_GET:
     TRAINERS += of_each_deployment(path, "GET", path, None, PUBLISHES, "publish")
 for path in (HOT_LOAD_PATH, *TRAINER_READS):
     CASES += of_each_deployment(path, "GET", path, None, READS, "publish")[:1]
@@ -320,7 +331,9 @@ CASES += [
 
 def test_the_cases_are_of_every_route_in_the_table() -> None:
     asked = {(method, route) for route, method, *_ in CASES if method != "HEAD"}
-    assert asked == set(GATEWAY_ROUTES)
+    assert asked == {
+        (one.method, one.path) for one in SHOWN if one.endpoint.need is not None and not is_of_front(one)
+    }
 
 
 def test_pages_need_no_key_and_say_nothing_of_the_server() -> None:
@@ -395,7 +408,7 @@ def test_every_kind_of_key_on_every_route() -> None:
                         # Nobody takes up what the ledger has of policies here.
                         or path.endswith("/mine")
                         # Of several deployments they want one named.
-                        or (path in (*TRAINER_READS, *TRAINER_CHANGES_BY_GET) and not headers)
+                        or (path in (*TRAINER_READS, *CHANGES_BY_GET) and not headers)
                     )
             assert await here.state() != before
 

@@ -26,9 +26,9 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from midstream.api.app import control_app
+from midstream.core.endpoints import Endpoint, serves
 from midstream.core.sessions import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
 from midstream.core.types import EngineStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
@@ -100,12 +100,14 @@ def test_the_one_account_and_its_models_as_the_control_plane_shows_them() -> Non
 
 def test_errors_have_the_apis_shape() -> None:
     async def main() -> None:
-        async def explode(request: Request) -> Response:
-            raise RuntimeError("secret detail")
+        class Exploding:
+            @serves(Endpoint("GET", "/explode", None, "Fails."))
+            async def explode(self, request: Request) -> Response:
+                raise RuntimeError("secret detail")
 
         replicas = ReplicaSet([])
         deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
-        app = control_app(deployments, GatewayMetrics(deployments), extra_routes=[Route("/explode", explode)])
+        app = control_app(deployments, GatewayMetrics(deployments), apis=[Exploding()])
         async with staged(respond_ok, app=app) as stage:
             cases = [
                 (get("/pause"), 404, "not_found_error"),

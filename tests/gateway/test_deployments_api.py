@@ -12,8 +12,8 @@ from gateway_harness import reconciler
 from openapi_answers import Checked
 
 from midstream.api.app import control_app
-from midstream.api.deployments import deployment_routes, lies_in
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.api.deployments import DeploymentsApi, lies_in
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
@@ -47,17 +47,17 @@ class Server:
         self.desired_state = DesiredState(
             ledger, self.deployments, run_time, self._tell, monotonic=lambda: self.now
         )
-        routes = [
-            *deployment_routes(
+        apis = [
+            DeploymentsApi(
                 ledger,
                 self.deployments,
                 bucket=self.bucket.as_uri(),
                 allowed_buckets=("s3://allowed/here",),
                 changed=self.desired_state.look_once,
             ),
-            *hotload_routes(ledger, self.deployments),
+            *hotload_apis(ledger, self.deployments),
         ]
-        app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
+        app = control_app(self.deployments, GatewayMetrics(self.deployments), apis=apis)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
 
     def _tell(self, wanted: Wanted) -> None:

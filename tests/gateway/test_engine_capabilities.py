@@ -13,7 +13,7 @@ import pytest
 from openapi_answers import Checked
 
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
@@ -44,8 +44,8 @@ class Server:
         self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(2)])
         reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
         deployments = Deployments(Deployment(ServedNames(MODEL, DEPLOYMENT), self.replicas, reconciler))
-        routes = hotload_routes(self.ledger, deployments)
-        app = control_app(deployments, GatewayMetrics(deployments), extra_routes=routes)
+        apis = hotload_apis(self.ledger, deployments)
+        app = control_app(deployments, GatewayMetrics(deployments), apis=apis)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
 
     def report(self, index: int, engine: EngineCard | None, **more: Any) -> None:

@@ -19,9 +19,9 @@ from midstream.core.types import ReplicaReport
 from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.membership import (
+    MembershipApi,
     Resolver,
     entries_of_settings,
-    membership_routes,
     merged,
     replica_name,
 )
@@ -52,10 +52,10 @@ class Server:
             settings=settings,
             monotonic=lambda: self.now,
         )
-        routes = membership_routes(
+        api = MembershipApi(
             ledger, self.deployments, allowed=("10.0.0.7", "other:1"), changed=self.desired_state.look_once
         )
-        app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
+        app = control_app(self.deployments, GatewayMetrics(self.deployments), apis=[api])
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
 
     def _tell(self, wanted: Wanted) -> None:

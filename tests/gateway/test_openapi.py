@@ -14,21 +14,22 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_harness import run
-from openapi_answers import misfit, resolved, the_document
+from openapi_answers import SHOWN, is_of_front, misfit, resolved, the_document
 from test_access import world
 from test_scopes import routes_of, whole_front, whole_gateway
 
 import midstream
 from midstream.api import addons, hotload, openapi, policies, resource, trainer_calls
-from midstream.api.openapi import errors_by_status, need_in_words, operations
-from midstream.api.operations import FILES
+from midstream.api.openapi import errors_by_status, need_in_words
+from midstream.api.signals import parse_signal
 from midstream.core.errors import ContextExceeded, InvalidRequest, MidstreamError, UnknownField
-from midstream.core.scopes import DOCS_FILES, GATEWAY_ROUTES, PUBLIC, TINKER_ROUTES
+from midstream.core.pages import DOCS_FILES
 from midstream.core.traces import RewardGiven
 from midstream.core.wires import NO_ROLLOUTS, SESSION_BASES, TRAINER_REFUSED, WIRES, split_session, wire_of
 from midstream.fleet.membership import ReplicaBody
 from midstream.http.bodies import fields_of
 from midstream.launch.reference import request_bodies
+from midstream.proxy.service import _OPEN
 from midstream.replica import gate, service
 from midstream.replica.request import schema
 from midstream.replica.stored import Shelf, StoredResponses
@@ -36,7 +37,7 @@ from midstream.replica.turns.history import policy_of
 from midstream.replica.wire import messages, responses, sglang, textcalls, vllm
 from midstream.replica.wire.bodies import BODIES
 from midstream.replica.wire.table import GENERATING
-from midstream.tinker import types as tinker
+from midstream.tinker.json_losses import LossesBody
 
 SOURCE = Path(midstream.__file__).parent
 BODIES_OF = request_bodies()
@@ -122,29 +123,33 @@ def test_every_operation_has_one_sentence() -> None:
 
 
 def test_it_has_every_route_of_gateway_and_front_and_no_other_one() -> None:
-    served = routes_of(whole_gateway()) | routes_of(whole_front())
-    told = set()
-    for method, path, _, _ in operations():
-        files = FILES.get(path)
-        told |= {(method, path)} if files is None else {(method, path.replace("{file}", f)) for f in files}
-    assert told == served
+    assert {(one.method, one.path) for one in SHOWN} == routes_of(whole_gateway()) | routes_of(whole_front())
     shown = {(method.upper(), path) for path, method, _ in OPERATIONS}
-    assert shown == {(method, re.sub(r":path}", "}", path)) for method, path, _, _ in operations()}
+    assert shown == {(one.method, re.sub(r":path}", "}", one.path)) for one in SHOWN}
+    assert len(shown) == len(SHOWN), "a path is in two groups"
     assert {path for path, item in DOCUMENT["paths"].items() if "post" in item} >= WIRES.keys()
 
 
-def test_the_roles_of_an_operation_are_the_scopes_of_its_route() -> None:
+def test_the_roles_of_an_operation_are_the_scopes_of_its_endpoint() -> None:
     by_id = {one["operationId"]: one for _, _, one in OPERATIONS}
-    for method, path, _, _ in operations():
-        one = by_id[openapi._operation_id(method, path)]
-        need = (GATEWAY_ROUTES | TINKER_ROUTES).get((method, path))
+    for shown in SHOWN:
+        one, need = by_id[openapi.operation_id(shown)], shown.endpoint.need
         asked = {role for choice in one["security"] for roles in choice.values() for role in roles}
-        assert asked == set(need.scopes if need else ()), path
+        assert asked == set(need.scopes if need else ()), shown.path
         # The data path asks for a key, if for no scope.
-        open_to_all = need is None and path != "/api/v1/healthz"
+        open_to_all = need is None and shown.path != "/api/v1/healthz"
         assert (one["security"] == []) == open_to_all
-        assert open_to_all == (need_in_words(method, path) == "for everybody")
-        assert open_to_all <= ((method, path) in PUBLIC or path in FILES)
+        assert open_to_all == (need_in_words(shown.endpoint) == "for everybody")
+
+
+def test_what_needs_no_scope_is_what_the_data_path_lets_through_without_a_key() -> None:
+    open_to_all = {
+        one.path.replace("{file}", file)
+        for one in SHOWN
+        if one.endpoint.need is None and not is_of_front(one)
+        for file in one.endpoint.files or ("",)
+    }
+    assert open_to_all == {path.decode() for path in _OPEN}
 
 
 def test_a_base_url_that_names_a_session_is_a_server_of_the_paths_below_it() -> None:
@@ -163,8 +168,8 @@ def queries_of_code() -> set[str]:
     """The names of query parameters that are read."""
     reads = {"whole_number", "_flag", "_count"}
     found = set()
-    files = [file for file in (SOURCE / "api").glob("*.py") if file.name != "operations.py"]
-    files += [
+    files = [
+        *(SOURCE / "api").glob("*.py"),
         SOURCE / "fleet" / "membership.py",
         SOURCE / "tinker" / "runs.py",
     ]
@@ -243,7 +248,7 @@ def body_schema(path: str, method: str = "post") -> dict[str, Any]:
 
 def structs() -> dict[str, type[msgspec.Struct]]:
     """By the name of its schema, each body."""
-    given = [*BODIES_OF.values(), *(one.body for _, _, _, one in operations() if one.body is not None)]
+    given = [*BODIES_OF.values(), *(one.endpoint.body for one in SHOWN if one.endpoint.body is not None)]
     return {one.__name__: one for one in given}
 
 
@@ -277,12 +282,11 @@ def test_every_body_that_the_tinker_front_decodes_is_told() -> None:
     for name in ("app", "runs"):
         for node in ast.walk(ast.parse((SOURCE / "tinker" / f"{name}.py").read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and called in ("decode", "_decoded", "self._submitting"):
-                at = 0 if called == "self._submitting" else 1
-                read.add(ast.unparse(node.args[at]))
+            if isinstance(node, ast.Call) and called in ("decode", "_decoded", "self._submitted"):
+                read.add(ast.unparse(node.args[1]))
+    told = {one.endpoint.body for one in SHOWN if is_of_front(one)} - {None, LossesBody}
     # Of the helpers that others share.
-    assert read - {"into"} == {body.__name__ for body in tinker.BODIES.values()}
-    assert {f"/api/v1/{path}" for path in tinker.BODIES} <= DOCUMENT["paths"].keys()
+    assert read - {"into"} == {body.__name__ for body in told if body is not None}
 
 
 CHAT = {
@@ -357,11 +361,11 @@ def test_a_signal_and_a_deployment_fit() -> None:
         "reset_prompt_cache": {"max_age": 3},
         "validation": {"extra_fields_ignore": ["a"]},
     }
-    hotload.parse_signal(json.dumps(signal).encode())
+    parse_signal(json.dumps(signal).encode())
     assert misfit(signal, body_schema(hotload.HOT_LOAD_PATH)) is None
     for inner in ({"reset_prompt_cache": {"max_age": 3, "other": 1}}, {"validation": {"other": 1}}):
         with pytest.raises(UnknownField):
-            hotload.parse_signal(json.dumps(signal | inner).encode())
+            parse_signal(json.dumps(signal | inner).encode())
         assert misfit(signal | inner, body_schema(hotload.HOT_LOAD_PATH)) is not None
     deployment = {
         "baseModel": "m",
@@ -413,11 +417,9 @@ def test_a_start_makes_no_document_and_making_it_takes_no_tokenizer() -> None:
     program = """
 import sys
 import midstream.launch.gateway
-from midstream.api.reference import _Document
-from midstream.launch.reference import behind
-made = _Document(behind)
+from midstream.launch.reference import document
 before = sys.modules.keys() & {"midstream.api.openapi", "midstream.replica", "midstream.tinker"}
-made._make()
+document()
 heavy = sys.modules.keys() & {"torch", "tokenizers", "transformers", "jinja2", "llguidance", "safetensors"}
 print(sorted(before), sorted(heavy), "midstream.api.openapi" in sys.modules)
 """

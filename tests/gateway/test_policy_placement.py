@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, post, run
+from msgspec import to_builtins
 from session_holders import until
 
+from midstream.api.answers import HotLoadRow
 from midstream.api.app import control_app
 from midstream.api.status import replica_rows, unloaded
 from midstream.client.status import read_status
@@ -254,7 +255,7 @@ def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_wait
             gone = next(p for p in here.deployments.policies() if not here.where(p.policy))
             await until(lambda: not gone.replicas.holders)
             assert await shown(here, gone) == {"unloaded"}
-            status = read_status({"replicas": await rows_of(here, gone)})
+            status = read_status({"replicas": to_builtins(await rows_of(here, gone))})
             assert status.serves(f"{gone.policy}-1")
             assert not status.serves("another")
             assert unloaded(gone.replicas) == ["replica-0", "replica-1"]
@@ -273,7 +274,7 @@ def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_wait
     run(main)
 
 
-async def rows_of(here: World, policy: Deployment) -> list[dict[str, Any]]:
+async def rows_of(here: World, policy: Deployment) -> list[HotLoadRow]:
     return replica_rows(await here.ledger.state(policy.name), policy)
 
 
@@ -281,7 +282,7 @@ async def shown(here: World, policy: Deployment) -> set[str]:
     """The stages of its rows."""
     rows = await rows_of(here, policy)
     assert rows
-    return {row["loading_state"]["stage"] for row in rows}
+    return {row.loading_state.stage for row in rows}
 
 
 def test_a_replica_that_gave_up_a_policy_since_its_report_refuses_and_the_client_sees_nothing(

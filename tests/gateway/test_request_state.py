@@ -284,7 +284,7 @@ class Requests(RuleBasedStateMachine):
         asked = Request(b"POST", b"/v1/completions", headers, dict(headers), body, False, True)
         client = FakeClient()
 
-        route = ReplicaRoute(self.proxy, asked, Wire("completions"))
+        route = ReplicaRoute(self.proxy, asked, Wire("completions", "Completes."))
         request = ProxiedRequest(self.proxy, asked, cast(Any, client), route)
         self.requests.append((request, client))
         self.happens(request.start)

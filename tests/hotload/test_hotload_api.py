@@ -13,7 +13,7 @@ from openapi_answers import Checked
 
 from midstream.api import hotload
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.client.status import read_status
 from midstream.core.errors import SnapshotError
 from midstream.core.types import (
@@ -52,7 +52,7 @@ class Server:
         self.app = control_app(
             self.deployments,
             GatewayMetrics(self.deployments),
-            extra_routes=hotload_routes(self.ledger, self.deployments),
+            apis=hotload_apis(self.ledger, self.deployments),
         )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(Checked(self.app)), base_url="http://gateway"

@@ -11,7 +11,7 @@ import pytest
 from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
 
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.types import SnapshotFiles, Stage
 from midstream.ledger import Disagreement
 from midstream.proxy.metrics import GatewayMetrics
@@ -86,8 +86,8 @@ def test_the_chain_rules_are_applied_to_what_the_replicas_report(tmp_path: Path)
 
 def test_the_limit_of_a_chain_is_a_setting(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
-        routes = hotload_routes(server.ledger, server.deployments, chain_max=1)
-        app = control_app(server.deployments, GatewayMetrics(server.deployments), extra_routes=routes)
+        apis = hotload_apis(server.ledger, server.deployments, chain_max=1)
+        app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
         server.http._transport.app = app  # type: ignore[attr-defined]
         await server.signal({"identity": "a"})
         await server.signal({"identity": "b", **on("a")})
@@ -119,8 +119,8 @@ def test_a_source_url_is_taken_inside_the_allowed_buckets_only(tmp_path: Path) -
         response = await server.http.post(HOT_LOAD_PATH, json={"identity": "mine"}, headers={SOURCE: source})
         assert refusal(response) == (400, SOURCE)
         assert server.bucket.as_uri() in response.json()["error"]["message"]
-        routes = hotload_routes(server.ledger, server.deployments, allowed_buckets=[elsewhere.as_uri()])
-        app = control_app(server.deployments, GatewayMetrics(server.deployments), extra_routes=routes)
+        apis = hotload_apis(server.ledger, server.deployments, allowed_buckets=[elsewhere.as_uri()])
+        app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
         server.http._transport.app = app  # type: ignore[attr-defined]
         response = await server.http.post(HOT_LOAD_PATH, json={"identity": "mine"}, headers={SOURCE: source})
         assert response.status_code == 200

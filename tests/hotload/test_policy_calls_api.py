@@ -16,7 +16,7 @@ from policies_taken_up import take_up_policies
 from test_hotload_api import DEPLOYMENT, Server, write_adapter
 
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_routes
+from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.versions import POLICY_INFIX
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -30,8 +30,8 @@ class PolicyServer(Server):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        routes = hotload_routes(self.ledger, self.deployments, changed=self.changed)
-        self.app = control_app(self.deployments, GatewayMetrics(self.deployments), extra_routes=routes)
+        apis = hotload_apis(self.ledger, self.deployments, changed=self.changed)
+        self.app = control_app(self.deployments, GatewayMetrics(self.deployments), apis=apis)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(Checked(self.app)), base_url="http://gateway"
         )

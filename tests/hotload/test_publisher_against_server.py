@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from midstream.api.app import control_app
-from midstream.api.hotload import hotload_routes
+from midstream.api.hotload import hotload_apis
 from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher, Status
 from midstream.core.types import ReplicaReport, Stage, Transition
 from midstream.core.versions import ServedNames
@@ -55,8 +55,8 @@ def test_a_published_snapshot_is_loaded_reported_and_a_failure_reaches_the_train
         reconciler = Reconciler(ledger, replicas, DEPLOYMENT)
         names = ServedNames(MODEL, DEPLOYMENT)
         deployments = Deployments(Deployment(names, replicas, reconciler))
-        routes = hotload_routes(ledger, deployments)
-        app = control_app(deployments, GatewayMetrics(deployments), extra_routes=routes)
+        apis = hotload_apis(ledger, deployments)
+        app = control_app(deployments, GatewayMetrics(deployments), apis=apis)
         served: list[str] = []
 
         def work(status: Status) -> None:

@@ -11,11 +11,10 @@ import httpx
 import pytest
 
 from midstream.core.config import KeySettings
-from midstream.core.scopes import TINKER_ROUTES
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import app as module
 from midstream.tinker import codec, serving
-from midstream.tinker.app import INLINE_BYTES, tinker_app
+from midstream.tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app
 from midstream.tinker.codec import sample_json, sample_response
 from midstream.tinker.futures import PROTOBUF, Futures
 from midstream.tinker.serving import TinkerError
@@ -737,7 +736,7 @@ SCOPED = {
 
 def test_what_a_key_may_do_here_follows_from_its_scopes(caplog: pytest.LogCaptureFixture) -> None:
     async def test(front: Front) -> None:
-        for method, path in sorted(TINKER_ROUTES):
+        for method, path in sorted((one.method, one.path) for one in ENDPOINTS if one.need is not None):
             name = path.removeprefix("/api/v1/")
             served = {"tml-both", "tml-operate"}
             if name not in SAMPLING:

@@ -13,11 +13,14 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
-from midstream.api.policies import PolicyApi
-from midstream.api.updates import Update, Updates, body_of, only
+from midstream.api.answers import Done
+from midstream.api.policies import PoliciesApi
+from midstream.api.updates import Update, Updates, only
+from midstream.core.endpoints import PLAIN_TEXT, Endpoint, serves
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotMissing
+from midstream.core.scopes import SIGNAL
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
 
@@ -43,7 +46,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True):
 class Adapters:
     """Loads adapters as policies, whatever API asks for it."""
 
-    def __init__(self, deployments: Deployments, policies: PolicyApi, updates: Updates) -> None:
+    def __init__(self, deployments: Deployments, policies: PoliciesApi, updates: Updates) -> None:
         self._deployments = deployments
         self._policies = policies
         self._updates = updates
@@ -78,25 +81,50 @@ class Adapters:
         return policy
 
 
-class AdapterCalls:
-    def __init__(self, deployments: Deployments, policies: PolicyApi, adapters: Adapters) -> None:
+class AdapterCallsApi:
+    def __init__(self, deployments: Deployments, policies: PoliciesApi, adapters: Adapters) -> None:
         self._deployments = deployments
         self._policies = policies
         self._adapters = adapters
 
-    async def load(self, request: Request) -> Response:
-        deployment, body = only(self._deployments, request), await body_of(request, LoadAdapter)
+    @serves(
+        Endpoint(
+            "POST",
+            "/v1/load_lora_adapter",
+            SIGNAL,
+            "Loads a LoRA adapter as a policy, as vLLM does.",
+            kinds=PLAIN_TEXT,
+        )
+    )
+    async def load(self, request: Request, body: LoadAdapter) -> Response:
+        deployment = only(self._deployments, request)
         await self._load(request, deployment, body, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def load_in_place(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "POST",
+            "/load_lora_adapter",
+            SIGNAL,
+            "Loads a LoRA adapter in place, as prime-rl asks for it.",
+        )
+    )
+    async def load_in_place(self, request: Request, body: LoadAdapter) -> Done:
         """prime-rl loads each step's adapter under one name."""
-        deployment, body = only(self._deployments, request), await body_of(request, LoadAdapter)
-        await self._load(request, deployment, body, in_place=True)
-        return JSONResponse({"status": "ok"})
+        await self._load(request, only(self._deployments, request), body, in_place=True)
+        return Done("ok")
 
-    async def unload(self, request: Request) -> Response:
-        deployment, body = only(self._deployments, request), await body_of(request, UnloadAdapter)
+    @serves(
+        Endpoint(
+            "POST",
+            "/v1/unload_lora_adapter",
+            SIGNAL,
+            "Unloads a LoRA adapter, as vLLM does.",
+            kinds=PLAIN_TEXT,
+        )
+    )
+    async def unload(self, request: Request, body: UnloadAdapter) -> Response:
+        deployment = only(self._deployments, request)
         if not body.lora_name:
             raise InvalidRequest(
                 "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"

@@ -9,22 +9,21 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from midstream.api.adapter_calls import Adapters
-from midstream.api.deployments import PAGE_SIZE, PAGE_SIZE_MAX
-from midstream.api.policies import PolicyApi
-from midstream.api.resource import timestamp
+from midstream.api.deployments import PAGE_ROWS, PAGE_ROWS_MAX
+from midstream.api.policies import PoliciesApi
+from midstream.api.resource import Status, timestamp
+from midstream.api.resource_answers import DeployedModel, DeployedModels
 from midstream.api.status import SERVED_STAGES, replica_rows
-from midstream.api.updates import Update, body_of
+from midstream.api.updates import Update
+from midstream.core.endpoints import PAGE_AFTER, PAGE_SIZE, Endpoint, Nothing, flag, serves, text
 from midstream.core.errors import Conflict, InvalidRequest, NotFound
-from midstream.core.scopes import OBSERVE, PUBLISH
+from midstream.core.scopes import OBSERVE, PUBLISH, Need
 from midstream.fleet.access import grant_of, meant
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import whole_number
@@ -32,6 +31,9 @@ from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 
 COLLECTION = "/v1/accounts/{account}/deployedModels"
 REPLACE = "replaceMergedAddon"
+_ONE = COLLECTION + "/{model}"
+#: Their deployments are named in bodies, or follow from the add-on.
+_READ, _PUBLISH = Need((PUBLISH, OBSERVE), "some"), Need((PUBLISH,), "some")
 #: Field of the row of a policy that was loaded here.
 _ADDON = "_addon"
 _TEXTS = ("displayName", "description")
@@ -63,27 +65,25 @@ class DeployedModelBody(msgspec.Struct, frozen=True):
         return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
 
 
-class AddonApi:
+class AddonsApi:
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, policies: PolicyApi, adapters: Adapters
+        self, ledger: Ledger, deployments: Deployments, policies: PoliciesApi, adapters: Adapters
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._policies = policies
         self._adapters = adapters
 
-    def routes(self) -> list[BaseRoute]:
-        one = COLLECTION + "/{model}"
-        return [
-            Route(COLLECTION, self.list, methods=["GET"]),
-            Route(COLLECTION, self.load, methods=["POST"]),
-            Route(one, self.get, methods=["GET"]),
-            Route(one, self.patch, methods=["PATCH"]),
-            Route(one, self.unload, methods=["DELETE"]),
-        ]
-
-    async def load(self, request: Request) -> Response:
-        body = await body_of(request, DeployedModelBody)
+    @serves(
+        Endpoint(
+            "POST",
+            COLLECTION,
+            _PUBLISH,
+            "Loads a LoRA add-on onto a deployment, as a policy of its name.",
+            (flag(REPLACE, "It takes the place of the add-ons that were loaded before."),),
+        )
+    )
+    async def load(self, request: Request, body: DeployedModelBody) -> DeployedModel:
         deployment = self._deployment(request, body.deployment)
         self._check_account(request)
         body.check()
@@ -101,9 +101,23 @@ class AddonApi:
         row = await self._ledger.update_deployment(policy.name, fields={_ADDON: True, **body.texts})
         if replaces == "true":
             await self._end_others(policy)
-        return JSONResponse(await self._shown(policy, row))
+        return await self._shown(policy, row)
 
-    async def list(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "GET",
+            COLLECTION,
+            _READ,
+            "Lists the add-ons that are loaded.",
+            (
+                PAGE_SIZE,
+                PAGE_AFTER,
+                text("filter", "Refused: all are listed."),
+                text("orderBy", "Refused: they are listed by name."),
+            ),
+        )
+    )
+    async def list(self, request: Request) -> DeployedModels:
         """In the order of names; a page's token is the last name on it."""
         self._check_account(request)
         for field in ("filter", "orderBy"):
@@ -119,34 +133,36 @@ class AddonApi:
             for policy in self._deployments.policies(of)
         }
         after = request.query_params.get("pageToken", "")
-        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS_MAX)
         rest = [name for name in sorted(found) if name > after]
         page = {found[name].name: found[name] for name in rest[:size]}
-        shown = [_shown(page[row.name], row, state) for row, state in await self._ledger.listed(list(page))]
+        shown = [_shown(page[row.name], row, state) for row, state in await self._ledger.listed([*page])]
         token = rest[size - 1] if len(rest) > size else ""
-        return JSONResponse({"deployedModels": shown, "nextPageToken": token, "totalSize": len(found)})
+        return DeployedModels(shown, token, len(found))
 
-    async def get(self, request: Request) -> Response:
+    @serves(Endpoint("GET", _ONE, _READ, "Shows an add-on."))
+    async def get(self, request: Request) -> DeployedModel:
         policy = await self._one(request, (PUBLISH, OBSERVE))
-        return JSONResponse(await self._shown(policy, await self._ledger.deployment(policy.name)))
+        return await self._shown(policy, await self._ledger.deployment(policy.name))
 
-    async def patch(self, request: Request) -> Response:
+    @serves(Endpoint("PATCH", _ONE, _PUBLISH, "Changes the texts that describe an add-on."))
+    async def patch(self, request: Request, body: DeployedModelBody) -> DeployedModel:
         """Its texts change; where it is loaded does not."""
         policy = await self._one(request, (PUBLISH,))
-        body = await body_of(request, DeployedModelBody)
         body.check()
         if body.model is not None and self._name(body.model) != policy.policy:
             raise InvalidRequest("model: cannot be changed; load the other one", param="model")
         if body.deployment is not None and self._deployment(request, body.deployment) is not policy.host:
             raise InvalidRequest("deployment: cannot be changed; load the model there", param="deployment")
         row = await self._ledger.update_deployment(policy.name, fields=body.texts)
-        return JSONResponse(await self._shown(policy, row))
+        return await self._shown(policy, row)
 
-    async def unload(self, request: Request) -> Response:
+    @serves(Endpoint("DELETE", _ONE, _PUBLISH, "Unloads an add-on."))
+    async def unload(self, request: Request) -> Nothing:
         policy = await self._one(request, (PUBLISH,))
         await self._policies.end(policy)
         await self._policies.gone(policy)
-        return JSONResponse({})
+        return Nothing()
 
     # -- inside
 
@@ -206,25 +222,24 @@ class AddonApi:
             raise InvalidRequest("model: name the add-on's model", param="model")
         return model.removeprefix(f"{self._deployments.default.names.account}/models/")
 
-    async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
+    async def _shown(self, policy: Deployment, row: DeploymentRow) -> DeployedModel:
         return _shown(policy, row, await self._ledger.state(row.name))
 
 
-def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> dict[str, Any]:
+def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> DeployedModel:
     rows = replica_rows(state, policy)
-    errors = [row["midstream"]["error"] for row in rows if row["loading_state"]["stage"] == "error"]
-    loaded = bool(rows) and all(row["loading_state"]["stage"] in SERVED_STAGES for row in rows)
-    told: Mapping[str, Any] = {name: row.fields[name] for name in _TEXTS if name in row.fields}
-    return {
-        "name": f"{policy.names.account}/deployedModels/{policy.policy}",
-        "model": policy.model,
-        "deployment": policy.host.name,
-        "default": True,
-        "public": False,
-        "serverless": False,
-        "state": "UNDEPLOYING" if row.deleting else "DEPLOYED" if loaded else "DEPLOYING",
-        "status": {"code": "FAILED_PRECONDITION" if errors else "OK", "message": (*errors, "")[0] or ""},
-        "createTime": timestamp(row.created_at),
-        "updateTime": timestamp(row.updated_at),
-        **told,
-    }
+    errors = [row.midstream.error for row in rows if row.loading_state.stage == "error"]
+    loaded = bool(rows) and all(row.loading_state.stage in SERVED_STAGES for row in rows)
+    return DeployedModel(
+        name=f"{policy.names.account}/deployedModels/{policy.policy}",
+        model=policy.model,
+        deployment=policy.host.name,
+        default=True,
+        public=False,
+        serverless=False,
+        state="UNDEPLOYING" if row.deleting else "DEPLOYED" if loaded else "DEPLOYING",
+        status=Status("FAILED_PRECONDITION" if errors else "OK", (*errors, "")[0] or ""),
+        createTime=timestamp(row.created_at),
+        updateTime=timestamp(row.updated_at),
+        **{name: row.fields[name] for name in _TEXTS if name in row.fields},
+    )

@@ -17,40 +17,56 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 
 from midstream.api.board import Board
-from midstream.api.pages import page_file
-from midstream.core.scopes import DASHBOARD, DASHBOARD_EVENTS, DASHBOARD_FILES, Grant
+from midstream.api.pages import Pages, kinds_of
+from midstream.core.endpoints import HTML, Endpoint, serves
+from midstream.core.pages import DASHBOARD, DASHBOARD_EVENTS, DASHBOARD_FILES
+from midstream.core.scopes import OBSERVE, Grant, Need
 from midstream.fleet.access import grant_of
 
 LOOK_EVERY_S = 1.0
 #: A stream on which nothing changes says so, so that whatever is between knows that it is alive.
 QUIET_S = 15.0
-_PACKAGE = "midstream.dashboard"
 
 
-def dashboard_routes(board: Board, listening: Callable[[], bool]) -> list[BaseRoute]:
-    """Routes for the control app. listening: whether this process takes new connections."""
-    stream = _Events(board, listening)
-    return [
-        Route(DASHBOARD, page_file(_PACKAGE, "index.html"), methods=["GET"]),
-        *(
-            Route(f"{DASHBOARD}/{name}", page_file(_PACKAGE, name), methods=["GET"])
-            for name in DASHBOARD_FILES
-        ),
-        Route(DASHBOARD_EVENTS, stream.get, methods=["GET"]),
-    ]
+class DashboardApi:
+    """listening: whether this process takes new connections."""
 
-
-class _Events:
     def __init__(self, board: Board, listening: Callable[[], bool]) -> None:
+        self._pages = Pages("midstream.dashboard", ("index.html", *DASHBOARD_FILES))
         self._board, self._listening = board, listening
         self._looked_at = float("-inf")
         # What is shown to a grant, encoded once for all pages of such keys.
         self._shown: dict[Grant, dict[str, bytes]] = {}
 
-    async def get(self, request: Request) -> Response:
+    @serves(Endpoint("GET", DASHBOARD, None, "Shows the dashboard.", kinds=HTML))
+    async def page(self, request: Request) -> Response:
+        return self._pages.shown(request, "index.html")
+
+    @serves(
+        Endpoint(
+            "GET",
+            DASHBOARD + "/{file}",
+            None,
+            "Gives a file of the dashboard.",
+            kinds=kinds_of(DASHBOARD_FILES),
+            files=DASHBOARD_FILES,
+        )
+    )
+    async def file(self, request: Request) -> Response:
+        return self._pages.shown(request, request.path_params["file"])
+
+    @serves(
+        Endpoint(
+            "GET",
+            DASHBOARD_EVENTS,
+            Need((OBSERVE,), "some"),
+            "Streams what the dashboard shows.",
+            kinds=("text/event-stream",),
+        )
+    )
+    async def events(self, request: Request) -> Response:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(
             self._stream(grant_of(request)), media_type="text/event-stream", headers=headers

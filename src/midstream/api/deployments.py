@@ -14,71 +14,68 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
 
 from midstream.api import resource
 from midstream.api.status import loading_state
+from midstream.core.endpoints import ONE_DEPLOYMENT as ONE
+from midstream.core.endpoints import PAGE_AFTER, PAGE_SIZE, Endpoint, Nothing, flag, serves, text
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.headers import HEADER_MADE
-from midstream.core.scopes import OBSERVE, OPERATE, PUBLISH, forbidden
+from midstream.core.scopes import CHANGE_ONE, OBSERVE, OPERATE, PUBLISH, READ_ONE, Need, forbidden
 from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
-from midstream.http.bodies import read_body, whole_number
+from midstream.http.bodies import answered, read_body, whole_number
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.deployments import NameTaken
 from midstream.ledger.records import DeploymentChange
 from midstream.snapshots.identity import file_url_path, parse_bucket
 
-PAGE_SIZE = 50
-PAGE_SIZE_MAX = 200
+#: Rows of a page, unless the client asks for more or fewer.
+PAGE_ROWS = 50
+PAGE_ROWS_MAX = 200
 _COLLECTION = "/v1/accounts/{account}/deployments"
 
 
-def deployment_routes(
-    ledger: Ledger,
-    deployments: Deployments,
-    *,
-    bucket: str,
-    allowed_buckets: Collection[str] = (),
-    changed: Callable[[], Awaitable[None]],
-) -> list[BaseRoute]:
-    """Routes for the control app.
+class DeploymentsApi:
+    """bucket: the URL of the server's own; a deployment that names none gets a place of its name in it.
 
-    bucket: the URL of the server's own; a deployment that names none gets
-    a place of its name in it. allowed_buckets: others that may be named. changed: takes up a change of the ledger.
+    allowed_buckets: others that may be named. changed: takes up a change of the ledger.
     """
-    api = _Api(ledger, deployments, bucket, tuple(allowed_buckets), changed)
-    one = _COLLECTION + "/{name}"
-    return [
-        Route(_COLLECTION, api.list, methods=["GET"]),
-        Route(_COLLECTION, api.create, methods=["POST"]),
-        Route(one + ":scale", api.scale, methods=["PATCH", "POST"]),
-        Route(one + ":undelete", api.undelete, methods=["POST"]),
-        Route(one, api.get, methods=["GET"]),
-        Route(one, api.patch, methods=["PATCH"]),
-        Route(one, api.delete, methods=["DELETE"]),
-    ]
 
-
-class _Api:
     def __init__(
         self,
         ledger: Ledger,
         deployments: Deployments,
+        *,
         bucket: str,
-        allowed_buckets: tuple[str, ...],
+        allowed_buckets: Collection[str] = (),
         changed: Callable[[], Awaitable[None]],
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._account = deployments.default.names.account
         self._bucket = bucket
-        self._allowed_buckets = allowed_buckets
+        self._allowed_buckets = tuple(allowed_buckets)
         self._changed = changed
 
+    @serves(
+        Endpoint(
+            "POST",
+            _COLLECTION,
+            Need((OPERATE,), "every"),
+            "Creates a deployment.",
+            (
+                text("deploymentId", "The last part of its name; one is made up without it."),
+                flag("validateOnly", "Nothing is created; the answer shows what would be."),
+            ),
+            body=resource.DeploymentBody,
+            answer=resource.DeploymentShown,
+        )
+    )
     async def create(self, request: Request) -> Response:
         self._check_account(request)
         deployment_id = request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}"
@@ -100,15 +97,26 @@ class _Api:
             fields=resource.stored(given, given),
         )
         if request.query_params.get("validateOnly") == "true":
-            return JSONResponse(resource.shown(row, None, (), None))
+            return answered(resource.shown(row, None, (), None))
         row = await self._made(row)
         await self._changed()
-        return JSONResponse(await self._shown(row), headers={HEADER_MADE: row.name})
+        return answered(await self._shown(row), headers={HEADER_MADE: row.name})
 
-    async def get(self, request: Request) -> Response:
-        return JSONResponse(await self._shown(await self._row(request)))
+    @serves(Endpoint("GET", ONE, READ_ONE, "Shows a deployment.", answer=resource.DeploymentShown))
+    async def get(self, request: Request) -> msgspec.Struct:
+        return await self._shown(await self._row(request))
 
-    async def list(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "GET",
+            _COLLECTION,
+            Need((PUBLISH, OBSERVE), "some"),
+            "Lists the deployments by name.",
+            (PAGE_SIZE, PAGE_AFTER),
+            answer=resource.DeploymentsShown,
+        )
+    )
+    async def list(self, request: Request) -> msgspec.Struct:
         """In the order of names; a page's token is the last name on it."""
         self._check_account(request)
         found = await self._ledger.deployments()
@@ -122,30 +130,58 @@ class _Api:
             key=lambda row: row.name,
         )
         after = request.query_params.get("pageToken", "")
-        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE_MAX)
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS_MAX)
         rest = [row for row in rows if row.name > after]
         page = rest[:size]
         token = page[-1].name if len(page) < len(rest) else ""
-        body = [await self._shown(row) for row in page]
-        return JSONResponse({"deployments": body, "nextPageToken": token, "totalSize": len(rows)})
+        shown = [await self._shown(row) for row in page]
+        return resource.DeploymentsShown(shown, token, len(rows))
 
-    async def patch(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "PATCH",
+            ONE,
+            CHANGE_ONE,
+            "Changes fields of a deployment.",
+            (
+                text(
+                    "updateMask", "The fields to change, separated by commas; without it, those of the body."
+                ),
+                text("update_mask", "The same under its other name."),
+            ),
+            body=resource.DeploymentBody,
+            answer=resource.DeploymentShown,
+        )
+    )
+    async def patch(self, request: Request) -> msgspec.Struct:
         row = await self._row(request)
         given = resource.parse_body(await read_body(request))
         masks = request.query_params.getlist("updateMask") or request.query_params.getlist("update_mask")
         fields = resource.mask_of(",".join(masks) or None, given)
         if "hotLoadBucketUrl" in fields and not grant_of(request).everywhere((OPERATE,)):
             raise forbidden((OPERATE,), "every deployment, to change hotLoadBucketUrl")
-        return JSONResponse(await self._shown(await self._change(row, given, fields)))
+        return await self._shown(await self._change(row, given, fields))
 
-    async def scale(self, request: Request) -> Response:
-        row = await self._row(request)
-        count = resource.parse_scale(await read_body(request))
+    @serves(
+        Endpoint("PATCH", ONE + ":scale", CHANGE_ONE, "Sets the number of replicas."),
+        Endpoint("POST", ONE + ":scale", CHANGE_ONE, "Sets the number of replicas."),
+    )
+    async def scale(self, request: Request, body: resource.ScaleBody) -> Nothing:
+        row, count = await self._row(request), body.replica_count
         given = {"minReplicaCount": count, "maxReplicaCount": max(count, row.replicas_max) if count else 0}
         await self._change(row, given, given)
-        return JSONResponse({})
+        return Nothing()
 
-    async def delete(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "DELETE",
+            ONE,
+            CHANGE_ONE,
+            "Deletes a deployment; its replicas end when their requests have.",
+            (flag("hard", "Its replicas end at once."),),
+        )
+    )
+    async def delete(self, request: Request) -> Nothing:
         row = await self._row(request)
         deployment = self._deployments.known(row.name)
         if deployment is self._deployments.default:
@@ -158,8 +194,18 @@ class _Api:
             change["fields"] = {HARD: True}
         await self._ledger.update_deployment(row.name, **change)
         await self._changed()
-        return JSONResponse({})
+        return Nothing()
 
+    @serves(
+        Endpoint(
+            "POST",
+            ONE + ":undelete",
+            CHANGE_ONE,
+            "Refuses: a deleted deployment is gone.",
+            kinds=(),
+            status=400,
+        )
+    )
     async def undelete(self, request: Request) -> Response:
         raise InvalidRequest("a deployment that was deleted is gone: create it again")
 
@@ -211,7 +257,7 @@ class _Api:
             deployment.signalled()
         return row
 
-    async def _shown(self, row: DeploymentRow) -> dict[str, Any]:
+    async def _shown(self, row: DeploymentRow) -> msgspec.Struct:
         deployment = self._deployments.known(row.name)
         if deployment is None:
             return resource.shown(row, None, (), None)

@@ -1,4 +1,4 @@
-"""The hot-load API: signals, hints, status and the ledger, as Starlette routes over the ledger and the replicas' reports.
+"""The hot-load API: signals, hints, status and the ledger, over the ledger and the replicas' reports.
 
 Always holds:
 - A signal is answered 200 only after it is committed in the ledger; it is refused whole when any part of it is not
@@ -15,27 +15,27 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
 
-from midstream.api.adapter_calls import Adapters
-from midstream.api.addons import AddonApi
+from midstream.api.adapter_calls import AdapterCallsApi, Adapters
+from midstream.api.addons import AddonsApi
+from midstream.api.answers import DeploymentLedger, HintTaken, HotLoadStatus, LedgerReset, SignalTaken
 from midstream.api.deployments import lies_in
-from midstream.api.policies import PolicyApi, ending
+from midstream.api.policies import PoliciesApi, ending
 from midstream.api.signals import (
     SOURCE_URL_HEADER,
+    HintBody,
     Place,
     SignalBody,
     overwrites,
-    parse_hint,
-    parse_signal,
     source_url,
 )
-from midstream.api.status import check_signal, ledger_body, replica_rows, unloaded
-from midstream.api.trainer_calls import trainer_routes
+from midstream.api.status import check_signal, ledger_shown, replica_rows, unloaded
+from midstream.api.trainer_calls import TrainerApi
 from midstream.api.updates import Take, Updates
+from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Parameter, number, serves, text
 from midstream.core.errors import (
     NotFound,
     ReplicaUnavailable,
@@ -44,12 +44,13 @@ from midstream.core.errors import (
     SnapshotMissing,
     SnapshotRefused,
 )
-from midstream.core.scopes import PUBLISH, forbidden
+from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.scopes import CHANGE_ONE, PUBLISH, READ_ONE, READ_SIGNALS, SIGNAL, forbidden
 from midstream.core.types import BASE_SNAPSHOT, Hint, ReplicaReport, SnapshotFiles
 from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import read_body, whole_number
+from midstream.http.bodies import answered, whole_number
 from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
 from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
 from midstream.snapshots.adapter import check_found, is_adapter_listing
@@ -62,13 +63,21 @@ TRANSITIONS_SHOWN = 1000
 TRANSITIONS_SHOWN_MAX = 100_000
 # Files of a hint that are looked for in the bucket at once.
 LOOKED_FOR_AT_ONCE = 16
+_OVERWRITE = Parameter(
+    HEADER_OVERWRITE,
+    {"type": "string", "enum": ["1"]},
+    "The files replace those that the identity meant before.",
+)
+_SOURCE = text(
+    SOURCE_URL_HEADER, "The snapshot's directory, where it is not the identity's place in the bucket."
+)
 
 
 async def _nothing() -> None:
     pass
 
 
-def hotload_routes(
+def hotload_apis(
     ledger: Ledger,
     deployments: Deployments,
     *,
@@ -77,8 +86,8 @@ def hotload_routes(
     changed: Callable[[], Awaitable[None]] = _nothing,
     limits: PolicyLimits = NO_LIMITS,
     look: Callable[[], Awaitable[None]] | None = None,
-) -> list[BaseRoute]:
-    """Routes for the control app; the ledger has every deployment.
+) -> list[object]:
+    """The APIs by which snapshots and policies are published; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
     many incremental snapshots may stand on one full one. changed: takes up a change of the ledger: a policy was made or
@@ -87,30 +96,26 @@ def hotload_routes(
     """
     for bucket in allowed_buckets:
         check_bucket(bucket)
-    policies = partial(PolicyApi, ledger, deployments, changed, limits=limits, look=look)
-    api = _Api(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
+    policies = partial(PoliciesApi, ledger, deployments, changed, limits=limits, look=look)
+    api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
     adapters = Adapters(deployments, api.policies, Updates(ledger, api.take))
-    of_one = "/v1/accounts/{account}/deployments/{name}"
     return [
-        Route(HOT_LOAD_PATH, api.signal, methods=["POST"]),
-        Route(HOT_LOAD_PATH, api.status, methods=["GET"]),
-        Route(f"{HOT_LOAD_PATH}/hint", api.hint, methods=["POST"]),
-        Route(f"{of_one}/ledger", api.get_ledger, methods=["GET"]),
-        Route(f"{of_one}/ledger", api.reset_ledger, methods=["DELETE"]),
-        *api.policies.routes(),
-        *AddonApi(ledger, deployments, api.policies, adapters).routes(),
-        *trainer_routes(ledger, deployments, api.take, api.policies, adapters),
+        api,
+        api.policies,
+        AddonsApi(ledger, deployments, api.policies, adapters),
+        TrainerApi(ledger, deployments, api.take),
+        AdapterCallsApi(deployments, api.policies, adapters),
     ]
 
 
-class _Api:
+class HotLoadApi:
     def __init__(
         self,
         ledger: Ledger,
         deployments: Deployments,
         allowed_buckets: tuple[str, ...],
         chain_max: int,
-        policies: Callable[[Take], PolicyApi],
+        policies: Callable[[Take], PoliciesApi],
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
@@ -118,9 +123,17 @@ class _Api:
         self._chain_max = chain_max
         self.policies = policies(self.take)
 
-    async def signal(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "POST",
+            HOT_LOAD_PATH,
+            SIGNAL,
+            "Signals a snapshot, which all replicas then load while they serve.",
+            headers=(_OVERWRITE, _SOURCE),
+        )
+    )
+    async def signal(self, request: Request, body: SignalBody) -> SignalTaken:
         deployment = self._deployments.named(request.headers)
-        body = parse_signal(await read_body(request))
         place = self._place(request)
         # A policy may be named by the header alone.
         policy = body.policy if body.policy is not None else deployment.policy or None
@@ -132,15 +145,13 @@ class _Api:
             deployment = await self.policies.ready(request, deployment.host, policy)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))
         desired = result.desired
-        return JSONResponse(
-            {
-                "identity": desired.snapshot,
-                "generation": desired.generation,
-                "changed": result.changed,
-                "reset_prompt_cache": desired.reset_prompt_cache,
-                "max_cache_age": desired.max_cache_age,
-                "kind": "delta" if desired.parents else "full",
-            }
+        return SignalTaken(
+            identity=desired.snapshot,
+            generation=desired.generation,
+            changed=result.changed,
+            reset_prompt_cache=desired.reset_prompt_cache,
+            max_cache_age=desired.max_cache_age,
+            kind="delta" if desired.parents else "full",
         )
 
     async def take(
@@ -202,25 +213,42 @@ class _Api:
         deployment.signalled(result.desired)
         return result
 
-    async def hint(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "POST",
+            HOT_LOAD_PATH + "/hint",
+            SIGNAL,
+            "Says that files of a snapshot have landed, so that replicas fetch them early.",
+            headers=(_SOURCE,),
+            status=202,
+        )
+    )
+    async def hint(self, request: Request, body: HintBody) -> HintTaken:
         deployment = self._deployments.named(request.headers)
-        body = parse_hint(await read_body(request))
         if body.policy is not None and deployment.policy != body.policy:
             deployment = await self.policies.named(deployment, body.policy)
         deployment.replicas.ask()
         if body.identity is None:
             to_hold = [view.name for view in deployment.replicas.holders]
-            return JSONResponse({"policy": body.policy, "replicas": to_hold}, status_code=202)
+            return HintTaken(to_hold, policy=UNSET if body.policy is None else body.policy)
         url, bucket = await self._url(request, deployment, body.identity, self._place(request))
         await _look_for(url, bucket, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
         views = deployment.replicas.views
         told = await asyncio.gather(*(deployment.replicas.send_hint(view, hint) for view in views))
         accepted = [view.name for view, took in zip(views, told, strict=True) if took]
-        answer = {"identity": body.identity, "files": list(body.names), "replicas": accepted}
-        return JSONResponse(answer, status_code=202)
+        return HintTaken(accepted, identity=body.identity, files=list(body.names))
 
-    async def status(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "GET",
+            HOT_LOAD_PATH,
+            READ_SIGNALS,
+            "Shows what each replica serves and loads, the least ready one first.",
+            (text("policy", "The policy whose loads are shown."),),
+        )
+    )
+    async def status(self, request: Request) -> HotLoadStatus:
         deployment = self._deployments.named(request.headers)
         policy = request.query_params.get("policy")
         if policy is not None:
@@ -230,10 +258,26 @@ class _Api:
             # A publisher waits for it. What made the demand known may be gone.
             deployment.replicas.ask()
         rows = replica_rows(state, deployment)
-        if not deployment.policy:
-            return JSONResponse({"replicas": rows})
-        return JSONResponse({"replicas": rows, "unloaded": unloaded(deployment.replicas)})
+        return HotLoadStatus(rows, unloaded(deployment.replicas) if deployment.policy else UNSET)
 
+    @serves(
+        Endpoint(
+            "GET",
+            ONE_DEPLOYMENT + "/ledger",
+            READ_ONE,
+            "Shows a deployment's signals, snapshots and stage changes.",
+            (
+                number(
+                    "limit",
+                    "How many of the newest stage changes.",
+                    1,
+                    TRANSITIONS_SHOWN_MAX,
+                    TRANSITIONS_SHOWN,
+                ),
+            ),
+            answer=DeploymentLedger,
+        )
+    )
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)
         limit = whole_number(request, "limit", TRANSITIONS_SHOWN, 1, TRANSITIONS_SHOWN_MAX)
@@ -242,13 +286,22 @@ class _Api:
         state = await self._ledger.state(name)
 
         # A long run's answer has many megabytes. It is made in a thread: the loop's streams would wait for it.
-        def shown() -> bytes:
-            body = ledger_body(state, snapshots, newest[-limit:])
-            return msgspec.json.encode({**body, "older_transitions_left_out": len(newest) > limit})
+        def shown() -> Response:
+            return answered(
+                ledger_shown(state, snapshots, newest[-limit:], older_left_out=len(newest) > limit)
+            )
 
-        return Response(await asyncio.to_thread(shown), media_type="application/json")
+        return await asyncio.to_thread(shown)
 
-    async def reset_ledger(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "DELETE",
+            ONE_DEPLOYMENT + "/ledger",
+            CHANGE_ONE,
+            "Forgets all snapshots, so that replicas go back to the base weights.",
+        )
+    )
+    async def reset_ledger(self, request: Request) -> LedgerReset:
         deployment = self._deployments.get(self._named(request))
         reports = [view.report for view in deployment.replicas.views if view.report]
         floor = max((report.generation for report in reports), default=0)
@@ -256,7 +309,7 @@ class _Api:
         deployment.order.learn((), reset=generation)
         deployment.signalled()
         state = await self._ledger.state(deployment.name)
-        return JSONResponse({"desired_snapshot_identity": state.snapshot, "generation": generation})
+        return LedgerReset(state.snapshot, generation)
 
     async def _url(
         self, request: Request, deployment: Deployment, identity: str, place: Place | None

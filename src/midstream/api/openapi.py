@@ -1,7 +1,7 @@
 """The HTTP API as an OpenAPI 3.1 document, made of the code. Pure.
 
-Paths, methods and scopes are those of core/scopes.py, the sentences those of operations.py, bodies the structs that the server
-decodes into, errors those of core/errors.py. Answers are types, too: those that are encoded, or those of answers.py.
+It shows the endpoints of endpoints.py. Bodies are the structs that the server decodes into, answers those that it encodes,
+errors those of core/errors.py.
 Always holds:
 - The document is the same on every server of a version. It has each path of the port, and no other one.
 - A body that the server takes fits its schema. Rules between fields are in the documents alone.
@@ -12,7 +12,7 @@ Always holds:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -20,17 +20,19 @@ from msgspec import UNSET, UnsetType
 
 from midstream import __version__
 from midstream.api import schemas
-from midstream.api.operations import FILES, GROUPS, Operation, Parameter
+from midstream.api.answers import Health
+from midstream.api.endpoints import PREFIXED, Operation, groups, operations
 from midstream.core import headers as h
 from midstream.core import versions as v
+from midstream.core.endpoints import Endpoint, Parameter
+from midstream.core.endpoints import text as _text
 from midstream.core.errors import MidstreamError
 from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER
-from midstream.core.scopes import GATEWAY_ROUTES, PUBLIC, SCOPES, TINKER_ROUTES, Need
+from midstream.core.scopes import SCOPES
 from midstream.core.sessions import MAX_KEY_BYTES, SESSION_HEADERS
 from midstream.core.traces import RecordsKept
-from midstream.core.wires import SESSION_BASES, TRAINER_HEALTH, WIRES, is_read_in_session
+from midstream.core.wires import SESSION_BASES, WIRES, is_read_in_session
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER
-from midstream.proxy.front import PREFIX as _FRONT
 
 Json = dict[str, Any]
 Bodies = Mapping[str, type[msgspec.Struct]]
@@ -49,13 +51,6 @@ class Answer(Protocol):
 
 Answers = Mapping[str, Answer]
 
-PREFIX = "/inference"
-#: The group of the paths that clients of Fireworks write.
-PREFIXED = "With Fireworks' prefix"
-_TINKER = _FRONT.decode()
-#: Their JSON bodies are those of SDKs up to 0.18. Later ones send protobuf, in the SDK's messages.
-_LOSSES = (_TINKER + "forward_backward", _TINKER + "forward")
-_HEALTH = ("/health", *TRAINER_HEALTH)
 _SCHEMAS = schemas.REFERENCE
 #: Of inference alone: the gate is closed for a swap, or replicas were lost with the request.
 _OF_INFERENCE = (422, 425)
@@ -110,22 +105,18 @@ class StreamError(msgspec.Struct):
     error: StreamErrorDetail
 
 
-def _text_parameter(name: str, words: str, **schema: Any) -> Parameter:
-    return Parameter(name, {"type": "string", **schema}, words)
-
-
 _SESSION_WORDS = "The session. The first of these headers that is given counts, before fields of the body."
 #: Which deployment is meant.
 _MEANT = (
-    _text_parameter(DEPLOYMENT_HEADER, "The deployment that is meant."),
-    _text_parameter(MODEL_HEADER, "The deployment, by its model; `MODEL@SNAPSHOT` asks for a snapshot."),
+    _text(DEPLOYMENT_HEADER, "The deployment that is meant."),
+    _text(MODEL_HEADER, "The deployment, by its model; `MODEL@SNAPSHOT` asks for a snapshot."),
 )
 #: Of every path of inference.
 _PLACED = (
-    *(_text_parameter(name, _SESSION_WORDS, maxLength=MAX_KEY_BYTES) for name in SESSION_HEADERS),
-    _text_parameter(h.HEADER_FOLLOW_PREFIX, "A new session begins where its prompt is known.", enum=["1"]),
-    _text_parameter(v.HEADER_SNAPSHOT, "Exactly this snapshot serves, from the first token to the last."),
-    _text_parameter(v.HEADER_MIN_SNAPSHOT, "This snapshot or one that was signalled after it serves."),
+    *(_text(name, _SESSION_WORDS, maxLength=MAX_KEY_BYTES) for name in SESSION_HEADERS),
+    _text(h.HEADER_FOLLOW_PREFIX, "A new session begins where its prompt is known.", enum=["1"]),
+    _text(v.HEADER_SNAPSHOT, "Exactly this snapshot serves, from the first token to the last."),
+    _text(v.HEADER_MIN_SNAPSHOT, "This snapshot or one that was signalled after it serves."),
     Parameter(
         v.HEADER_MAX_STALENESS,
         {"type": "integer", "minimum": 0, "maximum": v.STALENESS_MAX},
@@ -136,19 +127,17 @@ _PLACED = (
         {"type": "number", "minimum": 0, "maximum": v.WAIT_S_MAX},
         "The seconds that the request may wait for such a snapshot.",
     ),
-    _text_parameter("x-request-id", "It is in the answer and in every log; one is made up without it."),
+    _text("x-request-id", "It is in the answer and in every log; one is made up without it."),
 )
 #: Of paths that generate.
 _GENERATING = (
-    _text_parameter(
-        HEADER_FAILOVER, "What becomes of a stream whose replica is lost.", enum=list(FAILOVER_MODES)
-    ),
-    _text_parameter(
+    _text(HEADER_FAILOVER, "What becomes of a stream whose replica is lost.", enum=list(FAILOVER_MODES)),
+    _text(
         h.HEADER_HISTORY,
         "What follows when a template rewrites an earlier answer: its tokens stay, or are rendered anew.",
         enum=["exact", "template"],
     ),
-    _text_parameter(
+    _text(
         h.HEADER_RECORDS,
         "What the session's trace keeps of each token.",
         enum=list(get_args(RecordsKept)),
@@ -159,21 +148,22 @@ _GENERATING = (
         {"type": "number", "minimum": 0},
         "The seconds that the request waits while a swap commits, before it gets a 425.",
     ),
-    _text_parameter("x-prompt-cache-isolation-key", "Requests with another key share no prompt cache."),
+    _text("x-prompt-cache-isolation-key", "Requests with another key share no prompt cache."),
 )
 
 
-def document(bodies: Bodies, answers: Answers) -> Json:
-    """bodies, answers: by path, of the POSTs that other processes read and answer."""
+def document(bodies: Bodies, answers: Answers, front: tuple[Endpoint, ...]) -> Json:
+    """bodies, answers: by path, of the POSTs that other processes read and answer. front: the endpoints of the Tinker front."""
     paths: dict[str, Json] = {}
     told = schemas.Schemas()
-    for method, path, group, operation in operations():
-        item = paths.setdefault(_plain(path), {})
-        item[method.lower()] = _operation(method, path, group, operation, bodies)
-        own = path if method == "POST" else ""
-        success = _success(operation, answers.get(operation.answer_of or own), told)
-        item[method.lower()]["responses"] = {str(operation.status): success, **_errors(method, path)}
-        if servers := _servers(path):
+    shown = tuple(operations(front))
+    for one in shown:
+        item = paths.setdefault(_plain(one.path), {})
+        made = item[one.method.lower()] = _operation(one, bodies)
+        own = one.path if one.method == "POST" else ""
+        success = _success(one.endpoint, answers.get(one.endpoint.answer_of or own), told)
+        made["responses"] = {str(one.endpoint.status): success, **_errors(one)}
+        if servers := _servers(one.path):
             item["servers"] = servers
     return {
         "openapi": "3.1.0",
@@ -188,13 +178,13 @@ def document(bodies: Bodies, answers: Answers) -> Json:
         "tags": [
             *(
                 {"name": one.name, "description": f"{one.words} More in `docs/{one.page}.md`."}
-                for one in GROUPS
+                for one in groups(front)
             ),
             {"name": PREFIXED, "description": "Each path is the one without `/inference`."},
         ],
         "paths": paths,
         "components": {
-            "schemas": _schemas(bodies, told),
+            "schemas": _schemas(bodies, shown, told),
             "responses": _error_responses(),
             "parameters": {_component(one.name): _parameter(one, "header") for one in _shared_headers()},
             "securitySchemes": {
@@ -220,109 +210,91 @@ servers of the paths of inference.
 """
 
 
-def operations() -> Iterator[tuple[str, str, str, Operation]]:
-    """(method, path as the app spells it, group, what it is) of each operation, the prefixed ones last."""
-    for group in GROUPS:
-        for (method, path), operation in group.operations.items():
-            yield method, path, group.name, operation
-    known = {key: operation for group in GROUPS for key, operation in group.operations.items()}
-    for (method, path), operation in known.items():
-        if (method, PREFIX + path) in GATEWAY_ROUTES and (method, PREFIX + path) not in known:
-            yield method, PREFIX + path, PREFIXED, operation
-
-
-def need_in_words(method: str, path: str) -> str:
-    """The scopes that a key needs, and where. path: as the app spells it."""
-    need = _need(method, path)
+def need_in_words(endpoint: Endpoint) -> str:
+    """The scopes that a key needs, and where."""
+    need = endpoint.need
     if need is None:
-        return "any key" if path.startswith(_TINKER) else "for everybody"
+        # The data path wants a key before the front is asked.
+        return "any key" if endpoint.errors == "tinker" else "for everybody"
     scopes = "any scope" if need.scopes == SCOPES else " or ".join(f"`{scope}`" for scope in need.scopes)
     return f"{scopes} {_WHERE[need.on]}"
 
 
-def _need(method: str, path: str) -> Need | None:
-    if path in FILES or (method, path) in PUBLIC:
-        return None
-    return (TINKER_ROUTES if path.startswith(_TINKER) else GATEWAY_ROUTES)[method, path]
-
-
-def _operation(method: str, path: str, group: str, operation: Operation, bodies: Bodies) -> Json:
+def _operation(one: Operation, bodies: Bodies) -> Json:
+    endpoint = one.endpoint
     parameters = [
-        *_path_parameters(path),
-        *(_parameter(one, "query") for one in operation.query),
-        *(
-            {"$ref": f"#/components/parameters/{_component(one.name)}"}
-            for one in _implied(method, path, operation)
-        ),
-        *(_parameter(one, "header") for one in operation.headers),
+        *_path_parameters(one),
+        *(_parameter(of, "query") for of in endpoint.query),
+        *({"$ref": f"#/components/parameters/{_component(of.name)}"} for of in _implied(one)),
+        *(_parameter(of, "header") for of in endpoint.headers),
     ]
     made: Json = {
-        "tags": [group],
-        "operationId": _operation_id(method, path),
-        "summary": operation.summary,
-        "description": f"Scope: {need_in_words(method, path)}.",
-        "security": _security(method, path),
+        "tags": [one.group],
+        "operationId": operation_id(one),
+        "summary": endpoint.summary,
+        "description": f"Scope: {need_in_words(endpoint)}.",
+        "security": _security(endpoint),
     }
     if parameters:
         made["parameters"] = parameters
-    body = _body(path, operation, bodies) if method == "POST" or operation.body else None
+    body = _body(one, bodies) if one.method == "POST" or endpoint.body else None
     if body is not None:
         made["requestBody"] = body
     return made
 
 
-def _success(operation: Operation, answer: Answer | None, told: schemas.Schemas) -> Json:
+def _success(endpoint: Endpoint, answer: Answer | None, told: schemas.Schemas) -> Json:
     """OpenAPI 3.1 has no word for the events of a stream: they are in an extension."""
-    content: Json = {kind: {} for kind in operation.kinds}
-    whole = operation.answer if answer is None else answer.whole
+    content: Json = {kind: {} for kind in endpoint.kinds}
+    whole = endpoint.answer if answer is None else answer.whole
     if whole is not Any:
         content["application/json"] = {"schema": told.of(whole)}
-    if answer is not None and answer.event is not None and "text/event-stream" in operation.kinds:
+    if answer is not None and answer.event is not None and "text/event-stream" in endpoint.kinds:
         event = answer.event
         of = {"description": event} if isinstance(event, str) else told.of(event | StreamError)
         content["text/event-stream"] = {"x-event-schema": of}
     return {"description": "Done.", **({"content": content} if content else {})}
 
 
-def _operation_id(method: str, path: str) -> str:
-    words = re.findall(r"\w+", _plain(path))
-    return "_".join((method.lower(), *words, *(("slash",) if path.endswith("/") else ())))
+def operation_id(one: Operation) -> str:
+    words = re.findall(r"\w+", _plain(one.path))
+    return "_".join((one.method.lower(), *words, *(("slash",) if one.path.endswith("/") else ())))
 
 
-def _body(path: str, operation: Operation, bodies: Bodies) -> Json | None:
-    struct = operation.body or bodies.get(path)
+def _body(one: Operation, bodies: Bodies) -> Json | None:
+    struct = one.endpoint.body or bodies.get(one.path)
     if struct is None:
         return None
     # An empty body is an empty object to the control app, and to no other reader.
-    optional = operation.body is not None and not any(
-        field.required for field in msgspec.structs.fields(struct)
-    )
+    optional = _is_control(one) and not any(field.required for field in msgspec.structs.fields(struct))
     schema = {"$ref": _SCHEMAS.format(name=struct.__name__)}
     content: Json = {"application/json": {"schema": schema}}
-    if path in _LOSSES:
-        content["application/x-protobuf"] = {}
+    for kind in one.endpoint.also_read:
+        content[kind] = {}
     return {"required": not optional, "content": content}
 
 
-def _path_parameters(path: str) -> list[Json]:
+def _is_control(one: Operation) -> bool:
+    """Whether the control app reads its body."""
+    return one.endpoint.body is not None and one.endpoint.errors != "tinker"
+
+
+def _path_parameters(one: Operation) -> list[Json]:
+    files = {"enum": list(one.endpoint.files)} if one.endpoint.files else {}
     return [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "schema": {"type": "string", **({"enum": list(FILES[path])} if path in FILES else {})},
-        }
-        for name in re.findall(r"{(\w+)", path)
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", **files}}
+        for name in re.findall(r"{(\w+)", one.path)
     ]
 
 
-def _implied(method: str, path: str, operation: Operation) -> tuple[Parameter, ...]:
-    """The headers that are read because of what the path is."""
-    if path in WIRES:
-        generates = "text/event-stream" in operation.kinds
+def _implied(one: Operation) -> tuple[Parameter, ...]:
+    """The headers that are read because of what the endpoint is."""
+    endpoint = one.endpoint
+    if one.path in WIRES:
+        generates = "text/event-stream" in endpoint.kinds
         return (*_MEANT, *_PLACED, *(_GENERATING if generates else ()))
-    need = _need(method, path)
-    return _MEANT if need is not None and need.on == "meant" and not path.startswith(_TINKER) else ()
+    need = endpoint.need
+    return _MEANT if need is not None and need.on == "meant" and endpoint.errors != "tinker" else ()
 
 
 def _shared_headers() -> tuple[Parameter, ...]:
@@ -337,10 +309,10 @@ def _parameter(one: Parameter, where: str) -> Json:
     return {"name": one.name, "in": where, "description": one.words, "schema": dict(one.schema)}
 
 
-def _security(method: str, path: str) -> list[Json]:
+def _security(endpoint: Endpoint) -> list[Json]:
     """Each alternative, with the scope as the role that a key must have."""
-    need = _need(method, path)
-    if need is None and not path.startswith(_TINKER):
+    need = endpoint.need
+    if need is None and endpoint.errors != "tinker":
         return []
     roles = [[scope] for scope in need.scopes] if need is not None else [[]]
     return [{scheme: role} for role in roles for scheme in ("bearer", "x_api_key")]
@@ -362,13 +334,14 @@ def _servers(path: str) -> list[Json]:
 _READ_AND_ANSWERED = {"StreamOptions"}
 
 
-def _schemas(bodies: Bodies, told: schemas.Schemas) -> Json:
+def _schemas(bodies: Bodies, shown: Iterable[Operation], told: schemas.Schemas) -> Json:
     """What the control app reads has no unknown field at any level; other readers say so by their structs."""
-    control = {operation.body for _, _, _, operation in operations() if operation.body is not None}
-    strict = _components(control)
+    read = [(one, one.endpoint.body) for one in shown if one.endpoint.body is not None]
+    strict = _components({body for one, body in read if _is_control(one)})
     for schema in strict.values():
         schema["additionalProperties"] = False
-    others = _components({*bodies.values(), Error, AnthropicError, TinkerError})
+    of_others = {body for one, body in read if not _is_control(one)}
+    others = _components({*bodies.values(), *of_others, Error, AnthropicError, TinkerError})
     twice = (strict.keys() & others.keys()) | (told.components.keys() & (strict | others).keys())
     assert twice <= _READ_AND_ANSWERED, f"two structs have one name: {twice}"
     return dict(sorted((told.components | strict | others).items()))
@@ -430,18 +403,18 @@ def _causes(errors: Iterable[type[MidstreamError]]) -> str:
     return "; ".join(told) + "."
 
 
-def _errors(method: str, path: str) -> Json:
-    if path.startswith(_TINKER):
-        one = {"$ref": "#/components/responses/TinkerError"}
-        return {"4XX": one, "5XX": one}
-    if path in _HEALTH:
+def _errors(one: Operation) -> Json:
+    endpoint = one.endpoint
+    if endpoint.errors == "tinker":
+        of = {"$ref": "#/components/responses/TinkerError"}
+        return {"4XX": of, "5XX": of}
+    if endpoint.answer is Health:
         return {"503": {"description": "No replica can be used."}}
-    if _need(method, path) is None:
+    if endpoint.need is None:
         return {}
-    wire = WIRES.get(path)
-    shape = AnthropicError if wire is not None and wire.errors == "anthropic" else Error
-    statuses = [one for one in errors_by_status() if wire is not None or one not in _OF_INFERENCE]
-    return {str(one): {"$ref": f"#/components/responses/{shape.__name__}{one}"} for one in statuses}
+    shape = AnthropicError if endpoint.errors == "anthropic" else Error
+    statuses = [of for of in errors_by_status() if one.path in WIRES or of not in _OF_INFERENCE]
+    return {str(of): {"$ref": f"#/components/responses/{shape.__name__}{of}"} for of in statuses}
 
 
 def _plain(path: str) -> str:

@@ -8,10 +8,10 @@ Always holds:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
-from functools import cache
+from collections.abc import Collection, Iterable
 from importlib.resources import files
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,19 +23,30 @@ _POLICY = (
 )
 
 
-def page_file(package: str, name: str) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that gives a file of the package."""
-    kind = TYPES[name.rpartition(".")[2]]
+def kinds_of(names: Iterable[str]) -> tuple[str, ...]:
+    """The media types of these files."""
+    return tuple(sorted({_kind_of(name) for name in names}))
 
-    @cache
-    def read() -> tuple[bytes, str]:
-        data = (files(package) / name).read_bytes()
-        return data, tag_of(data)
 
-    async def get(request: Request) -> Response:
-        return tagged(request, *read(), kind)
+def _kind_of(name: str) -> str:
+    return TYPES[name.rpartition(".")[2]]
 
-    return get
+
+class Pages:
+    """The files of a package that are shown. names: of the files."""
+
+    def __init__(self, package: str, names: Collection[str]) -> None:
+        self._package, self._names = package, frozenset(names)
+        self._read: dict[str, tuple[bytes, str]] = {}
+
+    def shown(self, request: Request, name: str) -> Response:
+        """Raises HTTPException (404) for a file that is not shown."""
+        if name not in self._names:
+            raise HTTPException(404)
+        if name not in self._read:
+            data = (files(self._package) / name).read_bytes()
+            self._read[name] = data, tag_of(data)
+        return tagged(request, *self._read[name], _kind_of(name))
 
 
 def tag_of(data: bytes) -> str:

@@ -14,28 +14,30 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
 
+from midstream.api.resource_answers import Policies, Policy, PolicyEnding
 from midstream.api.signals import Metadata, Place, SignalBody
 from midstream.api.status import check_signal, replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
+from midstream.core.endpoints import ONE_DEPLOYMENT, PAGE_AFTER, Endpoint, number, serves
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE, HEADER_TENANT
+from midstream.core.scopes import PUBLISH_ONE, READ_ONE
 from midstream.core.types import BASE_SNAPSHOT, Desired
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import fields_of, json_object, read_body, whole_number
+from midstream.http.bodies import answered, whole_number
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 from midstream.ledger.deployments import FROZEN, NO_LIMITS, TENANT, NameTaken, PolicyLimits, check_takes
 
-OF_ONE = "/v1/accounts/{account}/deployments/{name}"
 #: Of a list, unless less is asked for.
-PAGE_SIZE = 200
+PAGE_ROWS = 200
+_POLICIES = ONE_DEPLOYMENT + "/policies"
+_ONE_POLICY = _POLICIES + "/{policy}"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -47,7 +49,7 @@ class PolicyBody(msgspec.Struct):
     frozen: bool | None = None
 
 
-class PolicyApi:
+class PoliciesApi:
     """changed: takes up a change of the ledger that was made here, look: any. limits: how many policies there may be."""
 
     def __init__(
@@ -65,15 +67,6 @@ class PolicyApi:
         self._changed = changed
         self._take = take
         self._limits = limits
-
-    def routes(self) -> list[BaseRoute]:
-        one = f"{OF_ONE}/policies/{{policy}}"
-        return [
-            Route(f"{OF_ONE}/policies", self.list, methods=["GET"]),
-            Route(f"{OF_ONE}/policies", self.make, methods=["POST"]),
-            Route(one, self.get, methods=["GET"]),
-            Route(one, self.delete, methods=["DELETE"]),
-        ]
 
     async def ready(self, request: Request, deployment: Deployment, name: str) -> Deployment:
         """The policy a signal is for; it is made if there is none of this name. Raises InvalidRequest, Conflict."""
@@ -125,51 +118,70 @@ class PolicyApi:
                 raise ReplicaUnavailable(f"not every replica has ended the policy {policy.policy!r}")
             await policy.host.replicas.change(LOOK_AGAIN_S)
 
-    async def make(self, request: Request) -> Response:
-        deployment = self._of(request)
-        asked = fields_of(json_object(await read_body(request)), PolicyBody)
-        source = (
-            None if asked.from_ is None else await self._source(await self.named(deployment, asked.from_))
+    @serves(
+        Endpoint(
+            "POST",
+            _POLICIES,
+            PUBLISH_ONE,
+            "Makes a policy, forks it from another one, or freezes or thaws it.",
+            answer=Policy,
         )
-        known = await self._there(names_of(deployment.names, asked.policy).deployment)
-        policy = known or await self._made(request, deployment, asked.policy)
+    )
+    async def make(self, request: Request, body: PolicyBody) -> Response:
+        deployment = self._of(request)
+        source = None if body.from_ is None else await self._source(await self.named(deployment, body.from_))
+        known = await self._there(names_of(deployment.names, body.policy).deployment)
+        policy = known or await self._made(request, deployment, body.policy)
         if source is not None:
             await self._fork(request, source, policy, new=known is None)
         try:
-            if asked.frozen is not None:
-                await self._ledger.update_deployment(policy.name, fields={FROZEN: asked.frozen or None})
+            if body.frozen is not None:
+                await self._ledger.update_deployment(policy.name, fields={FROZEN: body.frozen or None})
             row = await self._ledger.deployment(policy.name)
             shown = await self._shown(policy, row)
         except NotFound as error:
-            raise ending(asked.policy) from error
+            raise ending(body.policy) from error
         if row.deleting:
-            raise ending(asked.policy)
-        return JSONResponse(shown, headers={HEADER_MADE: policy.name})
+            raise ending(body.policy)
+        return answered(shown, headers={HEADER_MADE: policy.name})
 
-    async def list(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "GET",
+            _POLICIES,
+            READ_ONE,
+            "Lists the policies of a deployment by name.",
+            (
+                number("pageSize", f"How many are on a page; 0, and at most: {PAGE_ROWS}.", 0, 2**31 - 1, 0),
+                PAGE_AFTER,
+            ),
+        )
+    )
+    async def list(self, request: Request) -> Policies:
         """In the order of names; a page's token is the last name on it."""
         deployment = self._of(request)
         after = request.query_params.get("pageToken", "")
-        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_SIZE, PAGE_SIZE)
+        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS)
         # Another gateway may have made some.
         await self.look()
         page = self._deployments.policies_after(deployment, after, size + 1)
         token = page[size - 1].policy if len(page) > size else ""
         found = {policy.name: policy for policy in page[:size]}
         # One that goes meanwhile is left out.
-        rows = await self._ledger.listed(list(found))
+        rows = await self._ledger.listed([*found])
         shown = [_shown(found[row.name], row, state) for row, state in rows]
-        total = self._deployments.policy_count(deployment)
-        return JSONResponse({"policies": shown, "nextPageToken": token, "totalSize": total})
+        return Policies(shown, token, self._deployments.policy_count(deployment))
 
-    async def get(self, request: Request) -> Response:
+    @serves(Endpoint("GET", _ONE_POLICY, READ_ONE, "Shows a policy."))
+    async def get(self, request: Request) -> Policy:
         policy = await self.named(self._of(request), request.path_params["policy"])
-        return JSONResponse(await self._shown(policy, await self._ledger.deployment(policy.name)))
+        return await self._shown(policy, await self._ledger.deployment(policy.name))
 
-    async def delete(self, request: Request) -> Response:
+    @serves(Endpoint("DELETE", _ONE_POLICY, PUBLISH_ONE, "Ends a policy."))
+    async def delete(self, request: Request) -> PolicyEnding:
         policy = await self.named(self._of(request), request.path_params["policy"])
         await self.end(policy)
-        return JSONResponse({"name": policy.name})
+        return PolicyEnding(policy.name)
 
     async def _source(self, policy: Deployment) -> Desired:
         """What a fork of the policy begins with. Raises Conflict."""
@@ -235,23 +247,23 @@ class PolicyApi:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
         return self._deployments.get(name)
 
-    async def _shown(self, policy: Deployment, row: DeploymentRow) -> dict[str, Any]:
+    async def _shown(self, policy: Deployment, row: DeploymentRow) -> Policy:
         return _shown(policy, row, await self._ledger.state(row.name))
 
 
-def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "policy": policy.policy,
-        "model": row.model,
-        "state": "DELETING" if row.deleting else "READY",
-        "frozen": bool(row.fields.get(FROZEN)),
-        "snapshot": None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
-        "generation": row.generation,
-        "bytes": _size(state.desired),
-        "replicas": replica_rows(state, policy),
-        "unloaded": unloaded(policy.replicas),
-    }
+def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> Policy:
+    return Policy(
+        name=row.name,
+        policy=policy.policy,
+        model=row.model,
+        state="DELETING" if row.deleting else "READY",
+        frozen=bool(row.fields.get(FROZEN)),
+        snapshot=None if state.snapshot == BASE_SNAPSHOT else state.snapshot,
+        generation=row.generation,
+        bytes=_size(state.desired),
+        replicas=replica_rows(state, policy),
+        unloaded=unloaded(policy.replicas),
+    )
 
 
 def _size(desired: Desired | None) -> int | None:

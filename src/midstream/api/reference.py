@@ -16,41 +16,45 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
-from midstream.api.pages import page_file, tag_of, tagged
-from midstream.core.scopes import DOCS, DOCS_FILES, OPENAPI
-
-_PACKAGE = "midstream.apidocs"
-#: The arguments of openapi.document.
-Behind = Callable[[], tuple[Any, Any]]
+from midstream.api.pages import Pages, kinds_of, tag_of, tagged
+from midstream.core.endpoints import HTML, Endpoint, serves
+from midstream.core.pages import DOCS, DOCS_FILES, OPENAPI
 
 
-def reference_routes(behind: Behind) -> list[BaseRoute]:
-    """Routes for the control app. behind: the bodies and answers of the processes behind the gateway, as openapi.document takes
-    them; called once, when the document is made."""
-    made = _Document(behind)
-    return [
-        Route(OPENAPI, made.get, methods=["GET"]),
-        Route(DOCS, page_file(_PACKAGE, "index.html"), methods=["GET"]),
-        *(Route(f"{DOCS}/{name}", page_file(_PACKAGE, name), methods=["GET"]) for name in DOCS_FILES),
-    ]
+class ReferenceApi:
+    """make: makes the document; called once, in a thread, when it is first asked for."""
 
-
-class _Document:
-    def __init__(self, behind: Behind) -> None:
-        self._behind = behind
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._pages = Pages("midstream.apidocs", ("index.html", *DOCS_FILES))
+        self._make = make
         self._making = asyncio.Lock()
         self._made: tuple[bytes, str] | None = None
 
-    async def get(self, request: Request) -> Response:
+    @serves(Endpoint("GET", OPENAPI, None, "Gives this document."))
+    async def document(self, request: Request) -> Response:
         async with self._making:
             if self._made is None:
-                self._made = await asyncio.to_thread(self._make)
+                self._made = await asyncio.to_thread(self._encoded)
         return tagged(request, *self._made, "application/json")
 
-    def _make(self) -> tuple[bytes, str]:
-        from midstream.api.openapi import document
+    @serves(Endpoint("GET", DOCS, None, "Shows this document.", kinds=HTML))
+    async def page(self, request: Request) -> Response:
+        return self._pages.shown(request, "index.html")
 
-        data = msgspec.json.encode(document(*self._behind()))
+    @serves(
+        Endpoint(
+            "GET",
+            DOCS + "/{file}",
+            None,
+            "Gives a file of the page that shows it.",
+            kinds=kinds_of(DOCS_FILES),
+            files=DOCS_FILES,
+        )
+    )
+    async def file(self, request: Request) -> Response:
+        return self._pages.shown(request, request.path_params["file"])
+
+    def _encoded(self) -> tuple[bytes, str]:
+        data = msgspec.json.encode(self._make())
         return data, tag_of(data)

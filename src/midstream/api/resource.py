@@ -1,4 +1,4 @@
-"""The Deployment resource as JSON: which fields a request may have, and how one is shown. Pure.
+"""The Deployment resource as JSON: which fields a request may have, and how an answer shows one. Pure.
 
 Always holds: a field that is not of the API, and a value that its field cannot have, is refused by the field's name. A field
 of the API without a meaning here is stored and shown again as it was given. Stored names that begin with `_` are ours and not
@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.core.types import TransitionType
@@ -70,6 +71,66 @@ DeploymentBody = msgspec.defstruct(
     kw_only=True,
     namespace={"__doc__": "Null says nothing. What only the server says, such as `name`, is passed over."},
 )
+StatusCode = Literal["OK", "UNAVAILABLE", "INTERNAL", "FAILED_PRECONDITION"]
+
+
+class Status(msgspec.Struct):
+    """message: empty where all is well."""
+
+    code: StatusCode
+    message: str
+
+
+class ReplicaStats(msgspec.Struct):
+    pendingSchedulingReplicaCount: int
+    downloadingModelReplicaCount: int
+    initializingReplicaCount: int
+    readyReplicaCount: int
+
+
+class _DeploymentSaid(msgspec.Struct, kw_only=True):
+    name: str
+    displayName: str
+    description: str
+    baseModel: str
+    state: Literal["CREATING", "UPDATING", "READY", "FAILED", "DELETING"]
+    status: Status
+    enableHotLoad: bool
+    hotLoadBucketType: Literal["FW_HOSTED", "S3", "MINIO", "NEBIUS"]
+    hotLoadBucketUrl: str
+    hotLoadTransitionType: Literal["ASYNC", "SYNC"]
+    minReplicaCount: int
+    maxReplicaCount: int
+    desiredReplicaCount: int
+    replicaCount: int
+    replicaStats: ReplicaStats
+    createTime: str
+    updateTime: str
+
+
+_SAID = {field.name for field in msgspec.structs.fields(_DeploymentSaid)}
+#: What only Fireworks' server says, and this one never.
+_UNSAID = {"deleteTime", "createdBy"}
+DeploymentShown = msgspec.defstruct(
+    "Deployment",
+    [
+        (field.name, field.type | UnsetType, UNSET)
+        for field in msgspec.structs.fields(DeploymentBody)
+        if field.name not in _SAID | _UNSAID
+    ],
+    bases=(_DeploymentSaid,),
+    kw_only=True,
+    namespace={
+        "__doc__": "Times are in RFC 3339. A field that was never given is absent. replicaCount: those that can be reached."
+    },
+)
+DeploymentsShown = msgspec.defstruct(
+    "Deployments",
+    [("deployments", list[DeploymentShown]), ("nextPageToken", str), ("totalSize", int)],  # type: ignore[valid-type]
+    namespace={"__doc__": "nextPageToken: empty on the last page."},
+)
+
+
 _DEFAULTS: Mapping[str, Any] = {"minReplicaCount": 0, "maxReplicaCount": 1, "enableHotLoad": True}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -149,15 +210,17 @@ def transition_of(given: Mapping[str, Any]) -> TransitionType:
 
 
 class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The number of replicas that a `:scale` asks for."""
+
     replica_count: _Count = msgspec.field(name="replicaCount")
 
-
-def parse_scale(body: bytes) -> int:
-    """The number of replicas that a `:scale` asks for. Raises InvalidRequest."""
-    try:
-        return msgspec.convert(json_object(body), ScaleBody).replica_count
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"replicaCount: {error}", param="replicaCount") from error
+    @classmethod
+    def read(cls, body: bytes) -> ScaleBody:
+        """Raises InvalidRequest."""
+        try:
+            return msgspec.convert(json_object(body), cls)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"replicaCount: {error}", param="replicaCount") from error
 
 
 def stored(given: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
@@ -178,8 +241,8 @@ def hot_load_enabled(row: DeploymentRow) -> bool:
 
 def shown(
     row: DeploymentRow, deployment: Deployment | None, stages: Collection[str], error: str | None
-) -> dict[str, Any]:
-    """A deployment as the API shows it.
+) -> msgspec.Struct:
+    """A deployment as the API shows it, a DeploymentShown.
 
     deployment: None when this gateway has not taken it up yet. stages: of its replicas, on the wire. error: what the last
     snapshot failed with somewhere.
@@ -190,15 +253,12 @@ def shown(
     reachable = sum(view.report is not None for view in views)
     state, code, message = _condition(row, deployment, stages, error)
     bucket_type = row.fields.get("hotLoadBucketType")
-    return {
-        "displayName": "",
-        "description": "",
-        "enableHotLoad": True,
-        **{name: value for name, value in row.fields.items() if not name.startswith("_")},
+    given = {name: value for name, value in row.fields.items() if not name.startswith("_")}
+    own = {
         "name": row.name,
         "baseModel": row.model,
         "state": state,
-        "status": {"code": code, "message": message},
+        "status": Status(code, message),
         "hotLoadBucketType": bucket_type or ("S3" if row.bucket_url.startswith("s3") else "FW_HOSTED"),
         "hotLoadBucketUrl": row.bucket_url,
         "hotLoadTransitionType": row.transition,
@@ -206,20 +266,21 @@ def shown(
         "maxReplicaCount": row.replicas_max,
         "desiredReplicaCount": wanted,
         "replicaCount": reachable,
-        "replicaStats": {
-            "pendingSchedulingReplicaCount": max(0, wanted - reachable),
-            "downloadingModelReplicaCount": sum(stage == "downloading" for stage in stages),
-            "initializingReplicaCount": reachable - ready,
-            "readyReplicaCount": ready,
-        },
+        "replicaStats": ReplicaStats(
+            pendingSchedulingReplicaCount=max(0, wanted - reachable),
+            downloadingModelReplicaCount=sum(stage == "downloading" for stage in stages),
+            initializingReplicaCount=reachable - ready,
+            readyReplicaCount=ready,
+        ),
         "createTime": timestamp(row.created_at),
         "updateTime": timestamp(row.updated_at),
     }
+    return DeploymentShown(**{"displayName": "", "description": "", "enableHotLoad": True} | given | own)
 
 
 def _condition(
     row: DeploymentRow, deployment: Deployment | None, stages: Collection[str], error: str | None
-) -> tuple[str, str, str]:
+) -> tuple[str, StatusCode, str]:
     """(state, status code, message)"""
     wanted = replica_count(row) if deployment is None else deployment.wanted_in_all
     if row.deleting:

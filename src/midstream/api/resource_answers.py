@@ -1,4 +1,4 @@
-"""What the control app answers of resources: deployments, replicas, the account, policies and add-ons. Pure.
+"""What the control app answers of the account, policies and add-ons. Pure.
 
 Owns: the fields of those answers, as answers.py does of the others.
 Always holds: a field is in every answer unless its type has UnsetType. Null is only where the type has None.
@@ -12,90 +12,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.api.answers import HotLoadRow
-from midstream.api.resource import DeploymentBody
-from midstream.fleet.view import Standing
+from midstream.api.resource import Status
 
-
-class Nothing(msgspec.Struct):
-    """An empty object: it is done."""
-
-
-# -- Deployments, replicas, the account
-
-
-class Status(msgspec.Struct):
-    """message: empty where all is well."""
-
-    code: Literal["OK", "UNAVAILABLE", "INTERNAL", "FAILED_PRECONDITION"]
-    message: str
-
-
-class ReplicaStats(msgspec.Struct):
-    pendingSchedulingReplicaCount: int
-    downloadingModelReplicaCount: int
-    initializingReplicaCount: int
-    readyReplicaCount: int
-
-
-class _DeploymentSaid(msgspec.Struct, kw_only=True):
-    name: str
-    displayName: str
-    description: str
-    baseModel: str
-    state: Literal["CREATING", "UPDATING", "READY", "FAILED", "DELETING"]
-    status: Status
-    enableHotLoad: bool
-    hotLoadBucketType: Literal["FW_HOSTED", "S3", "MINIO", "NEBIUS"]
-    hotLoadBucketUrl: str
-    hotLoadTransitionType: Literal["ASYNC", "SYNC"]
-    minReplicaCount: int
-    maxReplicaCount: int
-    desiredReplicaCount: int
-    replicaCount: int
-    replicaStats: ReplicaStats
-    createTime: str
-    updateTime: str
-
-
-_SAID = {field.name for field in msgspec.structs.fields(_DeploymentSaid)}
-#: What only Fireworks' server says, and this one never.
-_UNSAID = {"deleteTime", "createdBy"}
-Deployment = msgspec.defstruct(
-    "Deployment",
-    [
-        (field.name, field.type | UnsetType, UNSET)
-        for field in msgspec.structs.fields(DeploymentBody)
-        if field.name not in _SAID | _UNSAID
-    ],
-    bases=(_DeploymentSaid,),
-    kw_only=True,
-    namespace={
-        "__doc__": "Times are in RFC 3339. A field that was never given is absent. replicaCount: those that can be reached."
-    },
-)
-Deployments = msgspec.defstruct(
-    "Deployments",
-    [("deployments", list[Deployment]), ("nextPageToken", str), ("totalSize", int)],  # type: ignore[valid-type]
-    namespace={"__doc__": "nextPageToken: empty on the last page."},
-)
-
-
-class Replica(msgspec.Struct):
-    """weight: its part of new work; null: 1. drain: it takes no new requests. in_flight: requests. snapshot: the one that
-    serves; null while it cannot be reached."""
-
-    name: str
-    url: str
-    weight: float | None
-    drain: bool
-    standing: Standing
-    usable: bool
-    in_flight: int
-    snapshot: str | None
-
-
-class Replicas(msgspec.Struct):
-    replicas: list[Replica]
+# -- The account
 
 
 class Account(msgspec.Struct):

@@ -14,51 +14,67 @@ from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
 
+from midstream.api.answers import ResponseDeleted, ResponseItems
 from midstream.api.trajectories import ask_replicas, views_of
+from midstream.core.endpoints import Endpoint, choice, number, serves, text
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
 from midstream.core.responses import ResponseAsked, ResponseFound, holder_of
+from midstream.core.scopes import SAMPLE_MEANT
 from midstream.fleet.registry import Deployments
 from midstream.http.bodies import whole_number
 from midstream.proxy.responses_route import view_named
 
 PAGE_SIZE = 20
 PAGE_SIZE_MAX = 100
+_ONE = "/v1/responses/{id}"
 _NOTHING = (b"null", b"false")
 
 _found = msgspec.json.Decoder(ResponseFound)
 
 
-def response_routes(deployments: Deployments) -> list[BaseRoute]:
-    api = _Api(deployments)
-    routes: list[BaseRoute] = []
-    for prefix in ("", "/inference"):
-        one = prefix + "/v1/responses/{id}"
-        routes += [
-            Route(one + "/input_items", api.items, methods=["GET"]),
-            Route(one, api.get, methods=["GET"]),
-            Route(one, api.delete, methods=["DELETE"]),
-        ]
-    return routes
-
-
-class _Api:
+class ResponsesApi:
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
 
+    @serves(
+        Endpoint(
+            "GET",
+            _ONE,
+            SAMPLE_MEANT,
+            "Shows a stored response.",
+            (choice("stream", "A stored one is not streamed again.", ("false",)),),
+            answer_of="/v1/responses",
+            prefixed=True,
+        )
+    )
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise InvalidRequest("stream: a stored response is not streamed again", param="stream")
         return Response(await self._ask(request, "response"), media_type="application/json")
 
-    async def delete(self, request: Request) -> Response:
+    @serves(Endpoint("DELETE", _ONE, SAMPLE_MEANT, "Deletes a stored response.", prefixed=True))
+    async def delete(self, request: Request) -> ResponseDeleted:
         await self._ask(request, "delete")
-        return JSONResponse({"id": request.path_params["id"], "object": "response", "deleted": True})
+        return ResponseDeleted(request.path_params["id"], "response", True)
 
-    async def items(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "GET",
+            _ONE + "/input_items",
+            SAMPLE_MEANT,
+            "Lists the input items of a stored response.",
+            (
+                number("limit", "How many items.", 1, PAGE_SIZE_MAX, PAGE_SIZE),
+                choice("order", "The order of the items.", ("asc", "desc"), "desc"),
+                text("after", "The id of the last item of the page before."),
+            ),
+            prefixed=True,
+        )
+    )
+    async def items(self, request: Request) -> ResponseItems:
         limit = whole_number(request, "limit", PAGE_SIZE, 1, PAGE_SIZE_MAX)
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         if order not in ("asc", "desc"):
@@ -72,14 +88,13 @@ class _Api:
                 raise InvalidRequest(f"after: there is no item {after!r}", param="after")
             found = found[at + 1 :]
         page = found[:limit]
-        body = {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(found) > limit,
-        }
-        return JSONResponse(body)
+        return ResponseItems(
+            object="list",
+            data=page,
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=len(found) > limit,
+        )
 
     async def _ask(self, request: Request, what: Literal["response", "items", "delete"]) -> bytes:
         """What a replica has of the response, as JSON. Raises NotFound, and ReplicaUnavailable where that is not known."""

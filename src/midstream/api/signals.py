@@ -51,6 +51,11 @@ class SignalBody(msgspec.Struct, frozen=True):
     # Whose snapshot it is; None: the deployment's own.
     policy: str | None = None
 
+    @classmethod
+    def read(cls, body: bytes) -> SignalBody:
+        """See parse_signal."""
+        return parse_signal(body)
+
     @property
     def reset(self) -> ResetPromptCache:
         """true is `all`, false is `none`, absent is `all`; an age limit alone resets nothing."""
@@ -102,6 +107,11 @@ class HintBody(msgspec.Struct, frozen=True):
     incremental_snapshot_metadata: Metadata | None = None
     # A policy that will be asked for; without an identity its own snapshot is meant.
     policy: str | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> HintBody:
+        """See parse_hint."""
+        return parse_hint(body)
 
     @property
     def names(self) -> tuple[str, ...]:

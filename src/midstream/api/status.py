@@ -20,11 +20,12 @@ Always holds: every snapshot the ledger has is shown, with its chain and with ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
+from midstream.api import answers
 from midstream.api.signals import SignalBody
 from midstream.core.errors import SnapshotRefused
 from midstream.core.text import engine_name, in_order, refusal
@@ -73,8 +74,8 @@ def _need(signal: SignalBody) -> Need | None:
     return None if signal.reset == "none" else _POLICY
 
 
-def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
-    """What a model's object says of the engines that serve it: `engine` and `max_model_len`. None while no engine is known.
+def engines(reports: Iterable[ReplicaReport | None]) -> answers.ModelEngines | UnsetType:
+    """What a model's object says of the engines that serve it. UNSET while no engine is known.
 
     `engine` names the features that all of them have, and those that one or more of them lacks. Engines of several kinds or
     versions are named with commas. `why` has reasons for some that are lacking. `max_model_len` is the shortest.
@@ -82,30 +83,29 @@ def shown(reports: Iterable[ReplicaReport | None]) -> dict[str, Any] | None:
     heard = [report for report in reports if report is not None]
     cards = _cards(heard)
     if not cards:
-        return None
+        return UNSET
     common = set(ENGINE_FEATURES).intersection(*(card.features for card in cards))
-    engine: dict[str, Any] = {
-        "kind": _all(card.kind for card in cards),
-        "version": _all(card.version for card in cards),
-        "features": in_order(common),
-        "lacks": in_order(ENGINE_FEATURES.keys() - common),
-    }
-    if why := {feature: reason for card in cards for feature, reason in card.why.items()}:
-        engine["why"] = why
-    return {"engine": engine, **context_of(heard)}
+    engine = answers.Engine(
+        kind=_all(card.kind for card in cards),
+        version=_all(card.version for card in cards),
+        features=in_order(common),
+        lacks=in_order(ENGINE_FEATURES.keys() - common),
+        why={feature: reason for card in cards for feature, reason in card.why.items()} or UNSET,
+    )
+    return answers.ModelEngines(engine, max_model_len(heard))
 
 
-def context_of(reports: Iterable[ReplicaReport | None]) -> dict[str, int]:
-    """`max_model_len`: the shortest; nothing while no engine is known."""
+def max_model_len(reports: Iterable[ReplicaReport | None]) -> int | UnsetType:
+    """The shortest, in tokens; UNSET while no engine is known."""
     lengths = [
         report.max_model_len for report in reports if report is not None and report.max_model_len is not None
     ]
-    return {"max_model_len": min(lengths)} if lengths else {}
+    return min(lengths) if lengths else UNSET
 
 
-def engine_of(report: ReplicaReport | None) -> dict[str, str]:
-    """`engine`: its name; nothing while it is not known."""
-    return {} if report is None or report.card is None else {"engine": engine_name(report.card)}
+def engine_of(report: ReplicaReport | None) -> str | UnsetType:
+    """The engine's name; UNSET while it is not known."""
+    return UNSET if report is None or report.card is None else engine_name(report.card)
 
 
 def _cards(reports: Iterable[ReplicaReport | None]) -> list[EngineCard]:
@@ -116,84 +116,95 @@ def _all(names: Iterable[str]) -> str:
     return ", ".join(sorted({name for name in names if name}))
 
 
-def ledger_body(
-    state: DeploymentState, snapshots: Sequence[SnapshotRow], transitions: Sequence[TransitionRow]
-) -> dict[str, Any]:
+def ledger_shown(
+    state: DeploymentState,
+    snapshots: Sequence[SnapshotRow],
+    transitions: Sequence[TransitionRow],
+    *,
+    older_left_out: bool,
+) -> answers.DeploymentLedger:
     """`transitions`: the newest stage changes, oldest first."""
     by_snapshot: dict[str, list[TransitionRow]] = {}
     for moved in transitions:
         by_snapshot.setdefault(moved.identity, []).append(moved)
-    return {
-        "desired_snapshot_identity": state.snapshot,
-        "generation": state.desired.generation if state.desired else 0,
-        "snapshots": [_snapshot(row, by_snapshot.get(row.identity, [])) for row in snapshots],
-        "disagreements": [_disagreement(row) for row in state.disagreements],
-    }
+    return answers.DeploymentLedger(
+        desired_snapshot_identity=state.snapshot,
+        generation=state.desired.generation if state.desired else 0,
+        snapshots=[_snapshot(row, by_snapshot.get(row.identity, [])) for row in snapshots],
+        disagreements=[_disagreement(row) for row in state.disagreements],
+        older_transitions_left_out=older_left_out,
+    )
 
 
-def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> dict[str, Any]:
-    return {
-        "identity": row.identity,
-        "kind": row.kind,
-        "previous_snapshot_identity": row.previous,
-        "compression_format": row.compression,
-        "checksum_format": row.checksum_format,
-        "chain": [link.snapshot for link in row.parents],
-        "url": row.url,
-        "reset_prompt_cache": row.reset_prompt_cache,
-        "max_cache_age": row.max_cache_age,
-        "extra_fields_ignore": list(row.ignore_config),
-        "first_signalled_at": row.first_signalled_at,
-        "signalled_at": row.signalled_at,
-        "generation": row.generation,
-        "fingerprint": row.fingerprint,
-        "files": None if row.content is None else [_file(file) for file in row.content],
-        "ready_at": row.ready_at,
-        "replicas": _replicas(moves),
-        "transitions": [_transition(moved) for moved in moves],
-    }
+def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> answers.LedgerSnapshot:
+    return answers.LedgerSnapshot(
+        identity=row.identity,
+        kind=row.kind,
+        previous_snapshot_identity=row.previous,
+        compression_format=row.compression,
+        checksum_format=row.checksum_format,
+        chain=[link.snapshot for link in row.parents],
+        url=row.url,
+        reset_prompt_cache=row.reset_prompt_cache,
+        max_cache_age=row.max_cache_age,
+        extra_fields_ignore=list(row.ignore_config),
+        first_signalled_at=row.first_signalled_at,
+        signalled_at=row.signalled_at,
+        generation=row.generation,
+        fingerprint=row.fingerprint,
+        files=None if row.content is None else [_file(file) for file in row.content],
+        ready_at=row.ready_at,
+        replicas=_replicas(moves),
+        transitions=[_transition(moved) for moved in moves],
+    )
 
 
-def _file(file: FileContent) -> dict[str, Any]:
-    return {"name": file.name, "size": file.size, "digest": file.digest}
+def _file(file: FileContent) -> answers.LedgerFile:
+    return answers.LedgerFile(file.name, file.size, file.digest)
 
 
-def _replicas(moves: Iterable[TransitionRow]) -> list[dict[str, Any]]:
+def _replicas(moves: Iterable[TransitionRow]) -> list[answers.LedgerReplica]:
     """Of each replica, the last stage change and when it was ready, in the generation it was at last."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, answers.LedgerReplica] = {}
     for moved in moves:
-        row = found.get(moved.replica)
-        if row is None or row["generation"] != moved.generation:
-            row = found[moved.replica] = {
-                "replica": moved.replica,
-                "generation": moved.generation,
-                "ready_at": None,
-            }
-        row |= {"stage": moved.stage.value, "at": moved.at, "error": moved.detail or None}
-        if moved.stage is Stage.IDLE:
-            row["ready_at"] = moved.at
+        before = found.get(moved.replica)
+        ready_at = None if before is None or before.generation != moved.generation else before.ready_at
+        found[moved.replica] = answers.LedgerReplica(
+            replica=moved.replica,
+            generation=moved.generation,
+            ready_at=moved.at if moved.stage is Stage.IDLE else ready_at,
+            stage=moved.stage,
+            at=moved.at,
+            error=moved.detail or None,
+        )
     return [found[name] for name in sorted(found)]
 
 
-def _of_a_boot(row: TransitionRow | Disagreement) -> dict[str, Any]:
-    return {
-        "replica": row.replica,
-        "boot": row.boot,
-        "generation": row.generation,
-        "error": row.detail or None,
-    }
+def _transition(row: TransitionRow) -> answers.LedgerTransition:
+    return answers.LedgerTransition(
+        replica=row.replica,
+        boot=row.boot,
+        generation=row.generation,
+        error=row.detail or None,
+        seq=row.seq,
+        stage=row.stage,
+        at=row.at,
+    )
 
 
-def _transition(row: TransitionRow) -> dict[str, Any]:
-    return {**_of_a_boot(row), "seq": row.seq, "stage": row.stage.value, "at": row.at}
-
-
-def _disagreement(row: Disagreement) -> dict[str, Any]:
-    return {**_of_a_boot(row), "identity": row.identity, "verdict": row.verdict}
+def _disagreement(row: Disagreement) -> answers.LedgerDisagreement:
+    return answers.LedgerDisagreement(
+        replica=row.replica,
+        boot=row.boot,
+        generation=row.generation,
+        error=row.detail or None,
+        identity=row.identity,
+        verdict=row.verdict,
+    )
 
 
 #: Stages on the wire, in the order a replica goes through them; also how far from ready one is.
-SHOWN_STAGE = {
+SHOWN_STAGE: Mapping[Stage, answers.ShownStage] = {
     Stage.FETCHING: "downloading",
     Stage.REBUILDING: "rebuilding",
     Stage.VERIFYING: "verifying",
@@ -208,7 +219,7 @@ _AT_REST = ("idle", "done")
 SERVED_STAGES = ("done", "unloaded")
 
 
-def replica_rows(state: DeploymentState, deployment: Deployment) -> list[dict[str, Any]]:
+def replica_rows(state: DeploymentState, deployment: Deployment) -> list[answers.HotLoadRow]:
     """One row per replica that should serve the deployment, the least ready first. state: the deployment's own."""
     replicas, troubles = deployment.replicas, deployment.troubles
     views, made_way = replicas.holders, False
@@ -217,7 +228,7 @@ def replica_rows(state: DeploymentState, deployment: Deployment) -> list[dict[st
         made_way = replicas.by_demand and state.proven
     rows = [(view.index, _replica_row(state, view, troubles.get(view.name), made_way)) for view in views]
     rows += [(len(views), _absent_row(state, name, troubles.get(name))) for name in deployment.absent]
-    rows.sort(key=lambda at: (READY_ORDER.index(at[1]["loading_state"]["stage"]), at[1]["readiness"], at[0]))
+    rows.sort(key=lambda at: (READY_ORDER.index(at[1].loading_state.stage), at[1].readiness, at[0]))
     return [row for _, row in rows]
 
 
@@ -229,7 +240,7 @@ def unloaded(replicas: ReplicaSet) -> list[str]:
 
 def _replica_row(
     state: DeploymentState, view: ReplicaView, trouble: str | None, made_way: bool
-) -> dict[str, Any]:
+) -> answers.HotLoadRow:
     report = view.report
     stage, target, error = loading_state(state, report)
     if made_way and error is None:
@@ -241,40 +252,42 @@ def _replica_row(
         error = trouble if error is None else f"{error}: {trouble}"
     timing = report.last_swap if report else None
     on_the_way = report is not None and report.snapshot == state.snapshot and stage not in _AT_REST
-    return {
-        "current_snapshot_identity": report.snapshot if report else None,
-        "readiness": view.usable and not on_the_way,
-        "loading_state": {"stage": stage, "target_snapshot_identity": target},
-        "midstream": {
-            "replica": view.name,
-            "boot": report.boot if report else None,
-            "reachable": report is not None,
-            "error": error,
-            "generation": report.generation if report else None,
-            "last_swap": msgspec.to_builtins(timing) if timing else None,
-        },
-    }
+    return answers.HotLoadRow(
+        current_snapshot_identity=report.snapshot if report else None,
+        readiness=view.usable and not on_the_way,
+        loading_state=answers.LoadingState(stage, target),
+        midstream=answers.ReplicaLoad(
+            replica=view.name,
+            boot=report.boot if report else None,
+            reachable=report is not None,
+            error=error,
+            generation=report.generation if report else None,
+            last_swap=timing,
+        ),
+    )
 
 
-def _absent_row(state: DeploymentState, name: str, trouble: str | None) -> dict[str, Any]:
+def _absent_row(state: DeploymentState, name: str, trouble: str | None) -> answers.HotLoadRow:
     """Of a replica that has no address yet."""
     target = state.desired.snapshot if state.desired else None
-    return {
-        "current_snapshot_identity": None,
-        "readiness": False,
-        "loading_state": {"stage": "pending", "target_snapshot_identity": target},
-        "midstream": {
-            "replica": name,
-            "boot": None,
-            "reachable": False,
-            "error": trouble or "the replica is starting and has not reported yet",
-            "generation": None,
-            "last_swap": None,
-        },
-    }
+    return answers.HotLoadRow(
+        current_snapshot_identity=None,
+        readiness=False,
+        loading_state=answers.LoadingState("pending", target),
+        midstream=answers.ReplicaLoad(
+            replica=name,
+            boot=None,
+            reachable=False,
+            error=trouble or "the replica is starting and has not reported yet",
+            generation=None,
+            last_swap=None,
+        ),
+    )
 
 
-def loading_state(state: DeploymentState, report: ReplicaReport | None) -> tuple[str, str | None, str | None]:
+def loading_state(
+    state: DeploymentState, report: ReplicaReport | None
+) -> tuple[answers.ShownStage, str | None, str | None]:
     """(stage on the wire, its target, error message) of one replica.
 
     `error` is about the desired snapshot only. It stays while that is desired, also when the replica went on to load a

@@ -11,33 +11,46 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from midstream import __version__
-from midstream.api.adapter_calls import AdapterCalls, Adapters
-from midstream.api.policies import PolicyApi
-from midstream.api.status import context_of
-from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, body_of, only
+from midstream.api.answers import (
+    Done,
+    DoneInWords,
+    ModelInfo,
+    PauseState,
+    RequestAborted,
+    RequestsAborted,
+    ServerInfo,
+    WeightInfo,
+    WeightsUpdated,
+    WeightsUpdatedFromDisk,
+    WorldSize,
+)
+from midstream.api.status import max_model_len
+from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, only
+from midstream.core.endpoints import PLAIN_TEXT, Endpoint, choice, flag, serves
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
     MidstreamError,
     ReplicaUnavailable,
 )
+from midstream.core.scopes import READ_SIGNALS, SIGNAL
 from midstream.core.text import refusal
 from midstream.core.types import Pause, PauseMode, ReplicaReport
-from midstream.core.wires import TRAINER_CHANGES, TRAINER_REFUSED, TRAINER_UNSERVED
+from midstream.core.wires import CHANGES_BY_GET, TRAINER_REFUSED, TRAINER_UNSERVED
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import fields_of, json_object, read_body
+from midstream.http.bodies import answered, body_of, fields_of, json_object, read_body
 from midstream.ledger import Ledger
 
 VLLM_MODES: Mapping[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 SGLANG_MODES: Mapping[str, PauseMode] = {"abort": "abort", "in_place": "keep"}
+_RESETS = "Resets the prompt cache of every replica, as {of} does."
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):
@@ -81,48 +94,7 @@ class UpdateFromDisk(msgspec.Struct, frozen=True):
     manifest: None = None
 
 
-def trainer_routes(
-    ledger: Ledger, deployments: Deployments, take: Take, policies: PolicyApi, loads: Adapters
-) -> list[BaseRoute]:
-    """Routes for the control app."""
-    calls = _Calls(ledger, deployments, take)
-    adapters = AdapterCalls(deployments, policies, loads)
-    changes: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/pause": calls.pause,
-        "/resume": calls.resume,
-        "/reset_prefix_cache": calls.reset_prefix_cache,
-        "/reset_prefix_cache/": calls.reset_prefix_cache,
-        "/abort_requests": calls.abort_requests,
-        "/update_weights": calls.update_weights,
-        "/pause_generation": calls.pause_generation,
-        "/continue_generation": calls.continue_generation,
-        "/update_weights_from_disk": calls.update_weights_from_disk,
-        "/flush_cache": calls.flush_cache,
-        "/abort_request": calls.abort_request,
-        "/v1/load_lora_adapter": adapters.load,
-        "/v1/unload_lora_adapter": adapters.unload,
-        "/load_lora_adapter": adapters.load_in_place,
-    }
-    reads: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/is_paused": calls.is_paused,
-        "/weight_info": calls.weight_version,
-        "/get_weight_version": calls.weight_version,
-        "/model_info": calls.model_info,
-        "/get_model_info": calls.model_info,
-        "/server_info": calls.server_info,
-        "/get_server_info": calls.server_info,
-        "/get_world_size": calls.world_size,
-        "/get_world_size/": calls.world_size,
-        "/flush_cache": calls.flush_cache,
-    }
-    return [
-        *(Route(path, changes[path], methods=["POST"]) for path in TRAINER_CHANGES),
-        *(Route(path, calls.refuse, methods=["POST"]) for path in TRAINER_REFUSED),
-        *(Route(path, endpoint, methods=["GET"]) for path, endpoint in reads.items()),
-    ]
-
-
-class _Calls:
+class TrainerApi:
     def __init__(self, ledger: Ledger, deployments: Deployments, take: Take) -> None:
         self._ledger = ledger
         self._deployments = deployments
@@ -130,7 +102,20 @@ class _Calls:
 
     # -- vLLM and prime-rl
 
-    async def pause(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "POST",
+            "/pause",
+            SIGNAL,
+            "Pauses generation, as vLLM does.",
+            (
+                choice("mode", "What becomes of running requests.", tuple(VLLM_MODES)),
+                flag("wait_for_inflight_requests", "Without `mode`: wait, and do not abort."),
+                flag("clear_cache", "The prompt cache is reset, unless requests are kept.", True),
+            ),
+        )
+    )
+    async def pause(self, request: Request) -> Done:
         deployment = self._meant(request)
         waits = _flag(request, "wait_for_inflight_requests", default=False)
         mode = _mode(request.query_params.get("mode", "wait" if waits else "abort"), VLLM_MODES)
@@ -141,26 +126,42 @@ class _Calls:
         await self._pause(deployment, mode)
         if clear:
             await self._reset_caches(deployment)
-        return JSONResponse({"status": "paused"})
+        return Done("paused")
 
-    async def resume(self, request: Request) -> Response:
+    @serves(Endpoint("POST", "/resume", SIGNAL, "Lets generation go on, as vLLM does."))
+    async def resume(self, request: Request) -> Done:
         await self._pause(self._meant(request), None)
-        return JSONResponse({"status": "resumed"})
+        return Done("resumed")
 
-    async def is_paused(self, request: Request) -> Response:
+    @serves(Endpoint("GET", "/is_paused", READ_SIGNALS, "Says whether generation is paused, and how."))
+    async def is_paused(self, request: Request) -> PauseState:
         mode = (await self._ledger.state(self._meant(request).name)).pause.mode
-        return JSONResponse({"is_paused": mode is not None, "mode": mode})
+        return PauseState(mode is not None, mode)
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
+    @serves(
+        Endpoint("POST", "/reset_prefix_cache", SIGNAL, _RESETS.format(of="vLLM")),
+        Endpoint("POST", "/reset_prefix_cache/", SIGNAL, _RESETS.format(of="vLLM")),
+    )
+    async def reset_prefix_cache(self, request: Request) -> Done:
         await self._reset_caches(self._meant(request))
-        return JSONResponse({"status": "ok"})
+        return Done("ok")
 
-    async def abort_requests(self, request: Request) -> Response:
-        deployment, body = self._meant(request), await body_of(request, AbortRequests)
+    @serves(Endpoint("POST", "/abort_requests", SIGNAL, "Ends requests by id, or all of them."))
+    async def abort_requests(self, request: Request, body: AbortRequests) -> RequestsAborted:
+        deployment = self._meant(request)
         ids = (body.request_ids,) if isinstance(body.request_ids, str) else body.request_ids
-        return JSONResponse({"status": "aborted", "aborted": await self._abort(deployment, ids or None)})
+        return RequestsAborted("aborted", await self._abort(deployment, ids or None))
 
-    async def update_weights(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "POST",
+            "/update_weights",
+            SIGNAL,
+            "Loads the snapshot in a directory, as prime-rl asks for it.",
+            body=UpdateWeights,
+        )
+    )
+    async def update_weights(self, request: Request) -> WeightsUpdated:
         deployment = self._meant(request)
         raw = json_object(await read_body(request) or b"{}")
         if "update_info" in raw or raw.get("weight_dir") is None:
@@ -172,21 +173,30 @@ class _Calls:
         assert body.weight_dir is not None
         reset = not body.skip_prefix_cache_reset
         desired = await self._updates.run(request, deployment, Update(body.weight_dir, "weight_dir", reset))
-        return JSONResponse({"status": "ok", "weight_version": desired.snapshot})
+        return WeightsUpdated("ok", desired.snapshot)
 
     # -- SGLang
 
-    async def pause_generation(self, request: Request) -> Response:
-        deployment, body = self._meant(request), await body_of(request, PauseGeneration)
-        await self._pause(deployment, _mode(body.mode, SGLANG_MODES))
-        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+    @serves(Endpoint("POST", "/pause_generation", SIGNAL, "Pauses generation, as SGLang does."))
+    async def pause_generation(self, request: Request, body: PauseGeneration) -> DoneInWords:
+        await self._pause(self._meant(request), _mode(body.mode, SGLANG_MODES))
+        return DoneInWords("Generation paused successfully.", "ok")
 
-    async def continue_generation(self, request: Request) -> Response:
-        deployment = self._meant(request)
-        await body_of(request, ContinueGeneration)
-        await self._pause(deployment, None)
-        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+    @serves(Endpoint("POST", "/continue_generation", SIGNAL, "Lets generation go on, as SGLang does."))
+    async def continue_generation(self, request: Request, body: ContinueGeneration) -> DoneInWords:
+        await self._pause(self._meant(request), None)
+        return DoneInWords("Generation continued successfully.", "ok")
 
+    @serves(
+        Endpoint(
+            "POST",
+            "/update_weights_from_disk",
+            SIGNAL,
+            "Loads the snapshot in a directory, as SGLang does.",
+            body=UpdateFromDisk,
+            answer=WeightsUpdatedFromDisk,
+        )
+    )
     async def update_weights_from_disk(self, request: Request) -> Response:
         try:
             deployment, body = self._meant(request), await body_of(request, UpdateFromDisk)
@@ -202,55 +212,99 @@ class _Calls:
             told = {"success": False, "message": error.message, "num_paused_requests": 0}
             return JSONResponse({**told, **error.body()}, status_code=error.status, headers=error.headers())
         paused = (await self._ledger.state(deployment.name)).pause.mode is not None
-        return JSONResponse(
-            {
-                "success": True,
-                "message": f"every replica serves {desired.snapshot}",
-                "num_paused_requests": held if paused else 0,
-                "weight_version": desired.snapshot,
-            }
+        return answered(
+            WeightsUpdatedFromDisk(
+                success=True,
+                message=f"every replica serves {desired.snapshot}",
+                num_paused_requests=held if paused else 0,
+                weight_version=desired.snapshot,
+            )
         )
 
+    @serves(
+        Endpoint("POST", "/flush_cache", SIGNAL, _RESETS.format(of="SGLang"), kinds=PLAIN_TEXT),
+        *(
+            Endpoint("GET", path, SIGNAL, _RESETS.format(of="SGLang"), kinds=PLAIN_TEXT)
+            for path in CHANGES_BY_GET
+        ),
+    )
     async def flush_cache(self, request: Request) -> Response:
         await self._reset_caches(self._meant(request))
         return PlainTextResponse("Cache flushed.\n")
 
-    async def abort_request(self, request: Request) -> Response:
-        deployment, body = self._meant(request), await body_of(request, AbortRequest)
+    @serves(Endpoint("POST", "/abort_request", SIGNAL, "Ends one request, or all of them, as SGLang does."))
+    async def abort_request(self, request: Request, body: AbortRequest) -> RequestAborted:
+        deployment = self._meant(request)
         if not body.rid and not body.abort_all:
             raise InvalidRequest("rid: name a request, or set abort_all", param="rid")
         aborted = await self._abort(deployment, None if body.abort_all else (body.rid or "",))
-        return JSONResponse({"aborted": aborted})
+        return RequestAborted(aborted)
 
-    async def weight_version(self, request: Request) -> Response:
-        return JSONResponse({"weight_version": await self._version(self._meant(request))})
+    @serves(
+        *(
+            Endpoint("GET", path, READ_SIGNALS, "Names the snapshot that every replica serves.")
+            for path in ("/weight_info", "/get_weight_version")
+        )
+    )
+    async def weight_version(self, request: Request) -> WeightInfo:
+        return WeightInfo(await self._version(self._meant(request)))
 
-    async def model_info(self, request: Request) -> Response:
+    @serves(
+        *(
+            Endpoint("GET", path, READ_SIGNALS, "Shows the model and the snapshot that every replica serves.")
+            for path in ("/model_info", "/get_model_info")
+        )
+    )
+    async def model_info(self, request: Request) -> ModelInfo:
         deployment = self._meant(request)
         version = await self._version(deployment)
-        path = {"model_path": deployment.model, "tokenizer_path": deployment.model, "is_generation": True}
-        return JSONResponse({**path, "weight_version": version})
+        return ModelInfo(deployment.model, deployment.model, is_generation=True, weight_version=version)
 
-    async def server_info(self, request: Request) -> Response:
+    @serves(
+        *(
+            Endpoint("GET", path, READ_SIGNALS, "Shows version, model, snapshot, pause and sizes.")
+            for path in ("/server_info", "/get_server_info")
+        )
+    )
+    async def server_info(self, request: Request) -> ServerInfo:
         """Each replica is one worker, without parallelism inside that a trainer could see."""
         deployment = self._meant(request)
         state = await self._ledger.state(deployment.name)
-        sizes = {"tp_size": 1, "pp_size": 1, "ep_size": 1, "dp_size": deployment.wanted_in_all}
-        return JSONResponse(
-            {
-                "version": f"midstream {__version__}",
-                "model_path": deployment.model,
-                "served_model_name": deployment.model,
-                "weight_version": state.snapshot,
-                "is_paused": state.pause.mode is not None,
-                **sizes,
-                **context_of(_reports(deployment)),
-            }
+        return ServerInfo(
+            version=f"midstream {__version__}",
+            model_path=deployment.model,
+            served_model_name=deployment.model,
+            weight_version=state.snapshot,
+            is_paused=state.pause.mode is not None,
+            tp_size=1,
+            pp_size=1,
+            ep_size=1,
+            dp_size=deployment.wanted_in_all,
+            max_model_len=max_model_len(_reports(deployment)),
         )
 
-    async def world_size(self, request: Request) -> Response:
-        return JSONResponse({"world_size": self._meant(request).wanted_in_all})
+    @serves(
+        *(
+            Endpoint("GET", path, READ_SIGNALS, "Says how many replicas the deployment is to have.")
+            for path in ("/get_world_size", "/get_world_size/")
+        )
+    )
+    async def world_size(self, request: Request) -> WorldSize:
+        return WorldSize(self._meant(request).wanted_in_all)
 
+    @serves(
+        *(
+            Endpoint(
+                "POST",
+                path,
+                SIGNAL,
+                "Refuses a call that this server does not have, and says what to do instead.",
+                kinds=(),
+                status=400,
+            )
+            for path in TRAINER_REFUSED
+        )
+    )
     async def refuse(self, request: Request) -> Response:
         deployment, path = self._meant(request), request.scope["path"]
         instead = TRAINER_UNSERVED.get(path)

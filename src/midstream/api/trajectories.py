@@ -21,22 +21,26 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
 
+from midstream.api import answers
+from midstream.core.endpoints import Endpoint, number, serves, text
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
+from midstream.core.scopes import SAMPLE_MEANT
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
 from midstream.core.traces import RewardAsked, RewardGiven, RewardTaken, check_reward
 from midstream.core.types import Session
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaView
-from midstream.http.bodies import fields_of, json_object, read_body, whole_number
+from midstream.http.bodies import answered, whole_number
 
 PAGE_SIZE = 100
 PAGE_SIZE_MAX = 1000
 # Replicas that are asked at once.
 _ASKED_AT_ONCE = 64
+
+_ONE = "/v1/sessions/{key:path}"
 
 _held = msgspec.json.Decoder(SessionsHeld)
 
@@ -57,28 +61,24 @@ _taken = msgspec.json.Decoder(RewardTaken)
 _traced = msgspec.json.Decoder(_Traced)
 
 
-def session_routes(deployments: Deployments) -> list[BaseRoute]:
-    api = _Api(deployments)
-    routes: list[BaseRoute] = []
-    for prefix in ("", "/inference"):
-        one = prefix + "/v1/sessions/{key:path}"
-        routes += [
-            Route(prefix + "/v1/sessions", api.list, methods=["GET"]),
-            Route(one + "/trace", api.trace, methods=["GET"]),
-            Route(one + "/reward", api.reward, methods=["POST"]),
-            Route(one, api.get, methods=["GET"]),
-            Route(one, api.delete, methods=["DELETE"]),
-        ]
-    routes.append(Route("/sessions/{key:path}/trace", api.trace, methods=["GET"]))
-    routes.append(Route("/sessions/{key:path}/reward", api.reward, methods=["POST"]))
-    return routes
-
-
-class _Api:
+class SessionsApi:
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
 
-    async def list(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "GET",
+            "/v1/sessions",
+            SAMPLE_MEANT,
+            "Lists the tenant's sessions in the order of their keys.",
+            (
+                number("limit", "How many sessions.", 1, PAGE_SIZE_MAX, PAGE_SIZE),
+                text("after", "The key of the last session of the page before."),
+            ),
+            prefixed=True,
+        )
+    )
+    async def list(self, request: Request) -> answers.SessionList:
         deployment = self._deployments.named(request.headers)
         limit = whole_number(request, "limit", PAGE_SIZE, 1, PAGE_SIZE_MAX)
         asked = SessionsAsked(
@@ -90,32 +90,51 @@ class _Api:
             by_key.setdefault(stats.key, []).append((replica, stats))
         keys = sorted(by_key)
         per_replica = [sum(replica == view.name for replica, _ in found) for view in views_of(deployment)]
-        body = {
-            "object": "list",
-            "data": [_shown(deployment, by_key[key]) for key in keys[:limit]],
-            "has_more": len(keys) > limit or limit in per_replica,
-            "unreachable": silent,
-        }
-        return JSONResponse(body)
+        return answers.SessionList(
+            object="list",
+            data=[answers.Session(**_shown(deployment, by_key[key])) for key in keys[:limit]],
+            has_more=len(keys) > limit or limit in per_replica,
+            unreachable=silent,
+        )
 
-    async def get(self, request: Request) -> Response:
+    @serves(
+        Endpoint("GET", _ONE, SAMPLE_MEANT, "Shows what the turns of one session were like.", prefixed=True)
+    )
+    async def get(self, request: Request) -> answers.SessionShown:
         deployment, session = self._deployments.named(request.headers), _session(request)
         found, silent = await _ask(deployment, SessionsAsked(tenant=session[0], key=session[1]))
         if not found:
             _not_there(session, silent)
-        held = [{"replica": replica, **_measured([stats])} for replica, stats in found]
-        return JSONResponse(_shown(deployment, found) | {"replicas": held, "unreachable": silent})
+        held = [answers.SessionOnReplica(replica=replica, **_measured([stats])) for replica, stats in found]
+        return answers.SessionShown(**_shown(deployment, found), replicas=held, unreachable=silent)
 
+    @serves(
+        Endpoint(
+            "GET",
+            _ONE + "/trace",
+            SAMPLE_MEANT,
+            "Gives a session's turns as token ids with their records and rewards.",
+            answer=answers.SessionTrace,
+            prefixed=True,
+        ),
+        Endpoint(
+            "GET",
+            "/sessions/{key:path}/trace",
+            SAMPLE_MEANT,
+            "Gives the trace of the session that a client's base URL names.",
+            answer=answers.SessionTrace,
+        ),
+    )
     async def trace(self, request: Request) -> Response:
         """Of each replica that has turns of the session, those turns: a turn's parent is one of the same replica."""
         if not request.scope.get("raw_path", b"/trace").endswith(b"/trace"):
             # Its slash was written %2F: it is the end of the key.
             request.path_params["key"] += "/trace"
-            return await self.get(request)
+            return answered(await self.get(request))
         deployment, session = self._deployments.named(request.headers), _session(request)
         asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        answers, silent = await ask_replicas(deployment, "/replica/trace", asked)
-        traces = [(replica, _traced.decode(answer).trace) for replica, answer in answers]
+        told, silent = await ask_replicas(deployment, "/replica/trace", asked)
+        traces = [(replica, _traced.decode(answer).trace) for replica, answer in told]
         found = [
             {"replica": replica, "turns": trace.turns, "rewards": trace.rewards, "forgotten": trace.forgotten}
             for replica, trace in traces
@@ -124,45 +143,65 @@ class _Api:
         if not found:
             _not_there(session, silent)
         about = {"id": session[1], "object": "session.trace", "deployment": deployment.name}
-        told = msgspec.json.encode(about | {"traces": found, "unreachable": silent})
-        return Response(told, media_type="application/json")
+        return answered(about | {"traces": found, "unreachable": silent})
 
-    async def reward(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "POST", _ONE + "/reward", SAMPLE_MEANT, "Rewards a session or one turn of it.", prefixed=True
+        ),
+        Endpoint(
+            "POST",
+            "/sessions/{key:path}/reward",
+            SAMPLE_MEANT,
+            "Rewards the session that a client's base URL names.",
+        ),
+    )
+    async def reward(self, request: Request, body: RewardGiven) -> answers.SessionReward:
         """Rewards the session where its turns are, or one turn. The last one of a turn and name counts."""
         deployment, session = self._deployments.named(request.headers), _session(request)
-        given = fields_of(json_object(await read_body(request)), RewardGiven)
-        check_reward(given)
-        asked = RewardAsked(tenant=session[0], key=session[1], given=given, look=True)
-        told, silent = await _rewarded(deployment, asked, given.replica)
+        check_reward(body)
+        asked = RewardAsked(tenant=session[0], key=session[1], given=body, look=True)
+        told, silent = await _rewarded(deployment, asked, body.replica)
         has = [replica for replica, answer in told if answer.has]
         if not has:
             _not_there(session, silent)
-        if given.turn is not None and len(has) > 1:
+        if body.turn is not None and len(has) > 1:
             names = ", ".join(has)
             raise InvalidRequest(
                 f"replica: several have turns of the session; name one of {names}", param="replica"
             )
-        if given.turn is not None and not any(answer.taken for _, answer in told):
-            raise NotFound(f"{has[0]} has no turn {given.turn} of the session", param="turn")
-        told, more = await _rewarded(deployment, replace(asked, look=False), given.replica)
+        if body.turn is not None and not any(answer.taken for _, answer in told):
+            raise NotFound(f"{has[0]} has no turn {body.turn} of the session", param="turn")
+        told, more = await _rewarded(deployment, replace(asked, look=False), body.replica)
         taken = [replica for replica, answer in told if answer.taken]
         if not taken:
             _not_there(session, more)
-        about = {"id": session[1], "object": "session.reward", "deployment": deployment.name}
-        shown = about | {"replicas": taken, "unreachable": more} | msgspec.to_builtins(given)
-        del shown["replica"]
-        return JSONResponse(shown)
+        return answers.SessionReward(
+            id=session[1],
+            object="session.reward",
+            deployment=deployment.name,
+            replicas=taken,
+            unreachable=more,
+            reward=body.reward,
+            turn=body.turn,
+            name=body.name,
+            metadata=body.metadata,
+        )
 
-    async def delete(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "DELETE", _ONE, SAMPLE_MEANT, "Closes a session and drops its part of the cache.", prefixed=True
+        )
+    )
+    async def delete(self, request: Request) -> answers.SessionDeleted:
         deployment, session = self._deployments.named(request.headers), _session(request)
-        body = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        answers, silent = await ask_replicas(deployment, "/replica/sessions/close", body)
-        closed = [replica for replica, answer in answers if msgspec.json.decode(answer)["closed"]]
+        asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
+        told, silent = await ask_replicas(deployment, "/replica/sessions/close", asked)
+        closed = [replica for replica, answer in told if msgspec.json.decode(answer)["closed"]]
         known = deployment.sessions.forget(session)
         if not closed and not known:
             _not_there(session, silent)
-        shown = {"id": session[1], "object": "session", "deleted": True}
-        return JSONResponse(shown | {"replicas": closed, "unreachable": silent})
+        return answers.SessionDeleted(session[1], "session", True, closed, silent)
 
 
 def _tenant(request: Request) -> str:
@@ -189,10 +228,8 @@ async def _ask(
     deployment: Deployment, asked: SessionsAsked
 ) -> tuple[list[tuple[str, SessionStats]], list[str]]:
     """(replica, what it knows) of each session on each replica, and who did not answer."""
-    answers, silent = await ask_replicas(deployment, "/replica/sessions", msgspec.json.encode(asked))
-    return [
-        (replica, stats) for replica, answer in answers for stats in _held.decode(answer).sessions
-    ], silent
+    told, silent = await ask_replicas(deployment, "/replica/sessions", msgspec.json.encode(asked))
+    return [(replica, stats) for replica, answer in told for stats in _held.decode(answer).sessions], silent
 
 
 async def ask_replicas(
@@ -209,8 +246,7 @@ async def ask_replicas(
                 return None
 
     views = views_of(deployment) if views is None else views
-    answers = await asyncio.gather(*map(one, views))
-    both = list(zip(views, answers, strict=True))
+    both = list(zip(views, await asyncio.gather(*map(one, views)), strict=True))
     told = [(view.name, answer) for view, answer in both if answer is not None]
     return told, [view.name for view, answer in both if answer is None]
 
@@ -219,8 +255,8 @@ async def _rewarded(
     deployment: Deployment, asked: RewardAsked, only: str | None
 ) -> tuple[list[tuple[str, RewardTaken]], list[str]]:
     views = [view for view in views_of(deployment) if only in (None, view.name)]
-    answers, silent = await ask_replicas(deployment, "/replica/reward", msgspec.json.encode(asked), views)
-    return [(replica, _taken.decode(answer)) for replica, answer in answers], silent
+    told, silent = await ask_replicas(deployment, "/replica/reward", msgspec.json.encode(asked), views)
+    return [(replica, _taken.decode(answer)) for replica, answer in told], silent
 
 
 def _shown(deployment: Deployment, found: Sequence[tuple[str, SessionStats]]) -> dict[str, Any]:

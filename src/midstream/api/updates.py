@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 from starlette.requests import Request
 
+from midstream.api.answers import HotLoadRow
 from midstream.api.signals import Place, SignalBody
 from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
@@ -22,7 +23,6 @@ from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.core.types import Desired, SnapshotFiles, Stage
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
-from midstream.http.bodies import Body, fields_of, json_object, read_body
 from midstream.ledger import Ledger, SignalResult
 from midstream.snapshots.identity import check_identity
 
@@ -103,12 +103,12 @@ class Updates:
                 )
             rows = replica_rows(state, deployment)
             later = proved_later(deployment)
-            stages = ["done" if later(row, desired) else str(row["loading_state"]["stage"]) for row in rows]
+            stages = ["done" if later(row, desired) else row.loading_state.stage for row in rows]
             if rows and all(stage in SERVED_STAGES for stage in stages):
                 return
             if "error" in stages:
-                bad = rows[stages.index("error")]["midstream"]
-                raise SnapshotRefused(f"{bad['replica']} could not load {desired.snapshot!r}: {bad['error']}")
+                bad = rows[stages.index("error")].midstream
+                raise SnapshotRefused(f"{bad.replica} could not load {desired.snapshot!r}: {bad.error}")
             left = deadline - asyncio.get_running_loop().time()
             if not rows or left <= 0:
                 why = f"they are at {', '.join(stages)}" if rows else "there are none"
@@ -118,7 +118,7 @@ class Updates:
             await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
 
 
-def proved_later(deployment: Deployment) -> Callable[[dict[str, Any], Desired], bool]:
+def proved_later(deployment: Deployment) -> Callable[[HotLoadRow, Desired], bool]:
     """Tells of a replica's row whether the replica serves the snapshot, and can prove it only after the pause that it is in."""
     host = deployment.host or deployment
     reports = [view.report for view in host.replicas.views if view.report is not None]
@@ -128,11 +128,11 @@ def proved_later(deployment: Deployment) -> Callable[[dict[str, Any], Desired], 
         if report.pause.mode == "keep" and report.card is not None and not report.card.has("frozen_check")
     }
 
-    def later(row: dict[str, Any], desired: Desired) -> bool:
-        state = row["loading_state"]
-        at = (state["stage"], state["target_snapshot_identity"], row["midstream"]["generation"])
+    def later(row: HotLoadRow, desired: Desired) -> bool:
+        state = row.loading_state
+        at = (state.stage, state.target_snapshot_identity, row.midstream.generation)
         checking = (SHOWN_STAGE[Stage.CHECKING], desired.snapshot, desired.generation)
-        return row["midstream"]["replica"] in frozen and at == checking
+        return row.midstream.replica in frozen and at == checking
 
     return later
 
@@ -154,7 +154,3 @@ def only(deployments: Deployments, request: Request) -> Deployment:
             param=DEPLOYMENT_HEADER,
         )
     return found
-
-
-async def body_of(request: Request, kind: type[Body]) -> Body:
-    return fields_of(json_object(await read_body(request) or b"{}"), kind)

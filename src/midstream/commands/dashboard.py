@@ -12,7 +12,7 @@ import webbrowser
 import httpx
 
 from midstream.commands.common import add_url_arguments, address, guarded
-from midstream.core.scopes import DASHBOARD
+from midstream.core.pages import DASHBOARD
 
 ANSWER_S = 10.0
 

@@ -1,4 +1,4 @@
-"""What an API key may do: how its scopes are written, and which scope each route needs. Pure.
+"""What an API key may do: how its scopes are written, and what an endpoint may ask of a key. Pure.
 
     SCOPE                the scope on every deployment
     SCOPE:DEPLOYMENT     on this one alone, by the last part of its name
@@ -6,26 +6,16 @@
 A scope on a deployment is one on all of its policies. SCOPE:DEPLOYMENT/POLICY is kept for single ones, and refused.
 Always holds:
 - `operate` contains all other scopes, on the same deployments. No other scope contains one.
-- A route that is not in the table needs `operate` on every deployment. Tests compare the table with the routes there are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from midstream.core.errors import ConfigError, Forbidden
-from midstream.core.wires import (
-    PREFIXES,
-    TRAINER_CHANGES,
-    TRAINER_CHANGES_BY_GET,
-    TRAINER_HEALTH,
-    TRAINER_READS,
-    TRAINER_REFUSED,
-    WIRES,
-)
 
 SAMPLE, PUBLISH, OBSERVE, OPERATE = "sample", "publish", "observe", "operate"
 SCOPES = (SAMPLE, PUBLISH, OBSERVE, OPERATE)
@@ -80,15 +70,15 @@ def parse_grant(scopes: Iterable[str]) -> Grant:
 
 
 class Need(NamedTuple):
-    """What a route asks of a key.
+    """What an endpoint asks of a key.
 
     scopes: one of them is enough, the least first.
     on: where a key must have it.
 
     - named: on the deployment in the path.
     - meant: on the deployment that the headers mean, else the default one.
-    - every: on every deployment, as the route shows or changes the whole server.
-    - some: on any deployment. The route shows and changes what belongs to those alone.
+    - every: on every deployment, as it shows or changes the whole server.
+    - some: on any deployment. It shows and changes what belongs to those alone.
     """
 
     scopes: tuple[str, ...]
@@ -101,136 +91,12 @@ def forbidden(scopes: tuple[str, ...], resource: str) -> Forbidden:
     return Forbidden(f"this API key lacks the scope {wanted} on {resource}")
 
 
-#: The dashboard's page, its files, which say nothing of the server, and the stream that feeds it.
-DASHBOARD = "/dashboard"
-DASHBOARD_FILES = (
-    "app.js",
-    "charts.js",
-    "lanes.js",
-    "tables.js",
-    "trace.js",
-    "style.css",
-    "uPlot.js",
-    "uPlot.css",
-    "icon.svg",
+#: What most endpoints need.
+ANY = Need(SCOPES, "some")
+SAMPLE_MEANT = Need((SAMPLE,), "meant")
+SIGNAL, READ_SIGNALS = Need((PUBLISH,), "meant"), Need((PUBLISH, OBSERVE), "meant")
+READ_ONE, PUBLISH_ONE, CHANGE_ONE = (
+    Need((PUBLISH, OBSERVE), "named"),
+    Need((PUBLISH,), "named"),
+    Need((OPERATE,), "named"),
 )
-DASHBOARD_EVENTS = DASHBOARD + "/events"
-DASHBOARD_OPEN = (DASHBOARD, *(f"{DASHBOARD}/{name}" for name in DASHBOARD_FILES))
-#: The document of the HTTP API, and the page that shows it. Both are the same on every server of a version.
-OPENAPI, DOCS = "/openapi.json", "/docs"
-DOCS_FILES = ("docs.js", "docs.css", "swagger-ui-bundle.js", "swagger-ui.css")
-DOCS_OPEN = (OPENAPI, DOCS, *(f"{DOCS}/{name}" for name in DOCS_FILES))
-#: What is served to everybody, as it says nothing of the server but its version.
-PAGES_OPEN = (*DASHBOARD_OPEN, *DOCS_OPEN)
-
-#: Routes that need no scope. What they say to whom is theirs to decide.
-PUBLIC = frozenset(("GET", path) for path in ("/health", *TRAINER_HEALTH, "/api/v1/healthz", *PAGES_OPEN))
-UNKNOWN_ROUTE = Need((OPERATE,), "every")
-
-_ACCOUNTS = "/v1/accounts"
-_ONE = _ACCOUNTS + "/{account}/deployments/{name}"
-#: Their deployments are named in bodies, or follow from the add-on.
-_ADDONS = _ACCOUNTS + "/{account}/deployedModels"
-_HOT_LOAD = "/hot_load/v1/models/hot_load"
-_READ_ONE = Need((PUBLISH, OBSERVE), "named")
-_CHANGE_ONE = Need((OPERATE,), "named")
-_LIST = Need(SCOPES, "some")
-_SIGNAL, _SIGNALLED = Need((PUBLISH,), "meant"), Need((PUBLISH, OBSERVE), "meant")
-_SAMPLE_MEANT = Need((SAMPLE,), "meant")
-_INFERENCE = {
-    (method, prefix + path): need
-    for prefix in PREFIXES
-    for method, path, need in (
-        ("GET", "/v1/models", _LIST),
-        ("GET", "/v1/models/{model:path}", _LIST),
-        ("GET", "/v1/sessions", _SAMPLE_MEANT),
-        ("GET", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
-        ("GET", "/v1/sessions/{key:path}/trace", _SAMPLE_MEANT),
-        ("POST", "/v1/sessions/{key:path}/reward", _SAMPLE_MEANT),
-        ("DELETE", "/v1/sessions/{key:path}", _SAMPLE_MEANT),
-        ("GET", "/v1/responses/{id}", _SAMPLE_MEANT),
-        ("DELETE", "/v1/responses/{id}", _SAMPLE_MEANT),
-        ("GET", "/v1/responses/{id}/input_items", _SAMPLE_MEANT),
-    )
-}
-
-#: (method, path as the app spells it) -> what it needs. The gateway's own routes.
-GATEWAY_ROUTES: Mapping[tuple[str, str], Need] = {
-    **{("POST", path): _SAMPLE_MEANT for path in WIRES},
-    **_INFERENCE,
-    ("GET", "/sessions/{key:path}/trace"): _SAMPLE_MEANT,
-    ("POST", "/sessions/{key:path}/reward"): _SAMPLE_MEANT,
-    ("GET", "/metrics"): Need((OBSERVE,), "every"),
-    ("GET", DASHBOARD_EVENTS): Need((OBSERVE,), "some"),
-    ("GET", _ACCOUNTS): _LIST,
-    ("GET", _ACCOUNTS + "/{account}"): _LIST,
-    ("GET", _ACCOUNTS + "/{account}/models"): _LIST,
-    ("GET", _ACCOUNTS + "/{account}/models/{model}"): _LIST,
-    ("POST", _HOT_LOAD): _SIGNAL,
-    ("GET", _HOT_LOAD): _SIGNALLED,
-    ("POST", _HOT_LOAD + "/hint"): _SIGNAL,
-    **{("POST", path): _SIGNAL for path in (*TRAINER_CHANGES, *TRAINER_REFUSED)},
-    **{("GET", path): _SIGNAL for path in TRAINER_CHANGES_BY_GET},
-    **{("GET", path): _SIGNALLED for path in TRAINER_READS},
-    ("GET", _ONE + "/ledger"): _READ_ONE,
-    ("DELETE", _ONE + "/ledger"): _CHANGE_ONE,
-    ("GET", _ONE + "/policies"): _READ_ONE,
-    ("POST", _ONE + "/policies"): Need((PUBLISH,), "named"),
-    ("GET", _ONE + "/policies/{policy}"): _READ_ONE,
-    ("DELETE", _ONE + "/policies/{policy}"): Need((PUBLISH,), "named"),
-    ("GET", _ADDONS): Need((PUBLISH, OBSERVE), "some"),
-    ("POST", _ADDONS): Need((PUBLISH,), "some"),
-    ("GET", _ADDONS + "/{model}"): Need((PUBLISH, OBSERVE), "some"),
-    ("PATCH", _ADDONS + "/{model}"): Need((PUBLISH,), "some"),
-    ("DELETE", _ADDONS + "/{model}"): Need((PUBLISH,), "some"),
-    ("GET", _ACCOUNTS + "/{account}/deployments"): Need((PUBLISH, OBSERVE), "some"),
-    ("POST", _ACCOUNTS + "/{account}/deployments"): Need((OPERATE,), "every"),
-    ("GET", _ONE): _READ_ONE,
-    ("PATCH", _ONE): _CHANGE_ONE,
-    ("DELETE", _ONE): _CHANGE_ONE,
-    ("PATCH", _ONE + ":scale"): _CHANGE_ONE,
-    ("POST", _ONE + ":scale"): _CHANGE_ONE,
-    ("POST", _ONE + ":undelete"): _CHANGE_ONE,
-    ("GET", _ONE + "/replicas"): Need((OBSERVE,), "named"),
-    ("POST", _ONE + "/replicas"): _CHANGE_ONE,
-    ("PATCH", _ONE + "/replicas/{replica}"): _CHANGE_ONE,
-    ("DELETE", _ONE + "/replicas/{replica}"): _CHANGE_ONE,
-}
-
-_TINKER = "/api/v1/"
-_FOR_SAMPLES = ("create_sampling_session", "asample")
-_FOR_TRAINING = (
-    *("create_model", "load_weights", "forward_backward", "forward"),
-    *("optim_step", "save_weights", "save_weights_for_sampler"),
-)
-_FOR_BOTH = (
-    *("client/config", "client/dynamic_config", "create_session", "session_heartbeat", "telemetry"),
-    *("sessions/{session_id}/finish", "retrieve_future", "cancel_future", "get_info", "weights_info"),
-)
-_TINKER_READS = (
-    *("get_server_capabilities", "samplers/{sampling_session_id}", "sessions"),
-    *(
-        "sessions/{session_id}",
-        "midstream/requests/{request_id}",
-        "training_runs",
-        "training_runs/{model_id}",
-    ),
-    *("training_runs/{model_id}/checkpoints", "checkpoints"),
-)
-
-#: The same of the Tinker front, whose deployment is the default one.
-TINKER_ROUTES: Mapping[tuple[str, str], Need] = {
-    **{("POST", _TINKER + path): Need((SAMPLE,), "meant") for path in _FOR_SAMPLES},
-    **{("POST", _TINKER + path): Need((PUBLISH,), "meant") for path in _FOR_TRAINING},
-    **{("POST", _TINKER + path): Need((SAMPLE, PUBLISH), "meant") for path in _FOR_BOTH},
-    **{("GET", _TINKER + path): Need((SAMPLE, PUBLISH), "meant") for path in _TINKER_READS},
-    ("DELETE", _TINKER + "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"): Need(
-        (PUBLISH,), "meant"
-    ),
-}
-
-
-def need_of(table: Mapping[tuple[str, str], Need], method: str, path: str) -> Need | None:
-    """What a request to this route needs; None: nothing. path: as the app spells it."""
-    route = ("GET" if method == "HEAD" else method, path)
-    return None if route in PUBLIC else table.get(route, UNKNOWN_ROUTE)

@@ -20,64 +20,73 @@ UserField = Literal["user", "metadata.user_id", "routing_key"]
 
 
 class Wire(NamedTuple):
-    """name: of the wire, and of its metrics. errors: the shape in which its clients read errors. user: the field of a body that
-    names the session where no other one does."""
+    """name: of the wire, and of its metrics. summary: what a request to it does. streams: an answer may be a stream.
+
+    errors: the shape in which its clients read errors. user: the field of a body that names the session where no other one
+    does. prefixed: it is served below Fireworks' prefix, too.
+    """
 
     name: str
+    summary: str
+    streams: bool = False
     errors: ErrorShape = "openai"
     user: UserField = "user"
+    prefixed: bool = True
 
 
-#: Fireworks' clients write this before the paths of OpenAI's API.
-PREFIXES = ("", "/inference")
-WIRES: Mapping[str, Wire] = {
-    **{prefix + "/v1/completions": Wire("completions") for prefix in PREFIXES},
-    **{prefix + "/v1/chat/completions": Wire("chat_completions") for prefix in PREFIXES},
-    **{prefix + "/v1/responses": Wire("responses", "responses") for prefix in PREFIXES},
-    # vLLM's, at the root.
-    "/tokenize": Wire("tokenize"),
-    "/detokenize": Wire("detokenize"),
-    **{prefix + "/v1/completions/render": Wire("render_completions") for prefix in PREFIXES},
-    **{prefix + "/v1/chat/completions/render": Wire("render_chat") for prefix in PREFIXES},
+#: By path, without Fireworks' prefix.
+INFERENCE: Mapping[str, Wire] = {
+    "/v1/chat/completions": Wire("chat_completions", "Answers a chat, whole or as a stream.", True),
+    "/v1/completions": Wire("completions", "Completes a prompt, whole or as a stream.", True),
+    "/v1/messages": Wire(
+        "messages",
+        "Answers a chat as Anthropic's Messages API does.",
+        True,
+        errors="anthropic",
+        user="metadata.user_id",
+    ),
+    "/v1/messages/count_tokens": Wire(
+        "count_tokens",
+        "Counts the tokens that a Messages request would have.",
+        errors="anthropic",
+        user="metadata.user_id",
+    ),
+    "/v1/responses": Wire("responses", "Answers as OpenAI's Responses API does.", True, errors="responses"),
     # Token ids in, token ids out: vLLM's and SGLang's.
-    "/inference/v1/generate": Wire("vllm_generate"),
-    "/generate": Wire("sglang_generate", "openai", "routing_key"),
-    **{prefix + "/v1/messages": Wire("messages", "anthropic", "metadata.user_id") for prefix in PREFIXES},
-    **{
-        prefix + "/v1/messages/count_tokens": Wire("count_tokens", "anthropic", "metadata.user_id")
-        for prefix in PREFIXES
-    },
+    "/inference/v1/generate": Wire(
+        "vllm_generate", "Generates token ids after token ids, as vLLM does.", True, prefixed=False
+    ),
+    "/generate": Wire(
+        "sglang_generate",
+        "Generates after a text or token ids, as SGLang does.",
+        True,
+        user="routing_key",
+        prefixed=False,
+    ),
+    # vLLM's, at the root.
+    "/tokenize": Wire("tokenize", "Gives the token ids of a prompt or a chat.", prefixed=False),
+    "/detokenize": Wire("detokenize", "Gives the text of token ids.", prefixed=False),
+    "/v1/chat/completions/render": Wire(
+        "render_chat", "Renders a chat into a request of token ids, as vLLM does."
+    ),
+    "/v1/completions/render": Wire(
+        "render_completions", "Renders a completion into requests of token ids, as vLLM does."
+    ),
+}
+#: Fireworks' clients write this before the paths of OpenAI's API.
+PREFIX = "/inference"
+#: By path, with and without the prefix.
+WIRES: Mapping[str, Wire] = {
+    **INFERENCE,
+    **{PREFIX + path: wire for path, wire in INFERENCE.items() if wire.prefixed},
 }
 
 #: Path classes in the gateway's metrics that are no inference: control calls, pages, and what was refused before its path
 #: was looked at.
 NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
 
-#: Trainers' calls that change something, of vLLM, prime-rl and SGLang.
-TRAINER_CHANGES = (
-    *(
-        "/pause",
-        "/resume",
-        "/reset_prefix_cache",
-        "/reset_prefix_cache/",
-        "/abort_requests",
-        "/update_weights",
-    ),
-    *(
-        "/pause_generation",
-        "/continue_generation",
-        "/update_weights_from_disk",
-        "/flush_cache",
-        "/abort_request",
-    ),
-    # Of LoRA adapters: vLLM's, then prime-rl's.
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter"),
-)
-TRAINER_CHANGES_BY_GET = ("/flush_cache",)
-TRAINER_READS = (
-    *("/is_paused", "/weight_info", "/get_weight_version", "/model_info", "/get_model_info"),
-    *("/server_info", "/get_server_info", "/get_world_size", "/get_world_size/"),
-)
+#: Trainers' calls that change something although they are GETs.
+CHANGES_BY_GET = ("/flush_cache",)
 #: As /health.
 TRAINER_HEALTH = ("/liveness", "/health_generate")
 #: Calls of transfers that this server does not have.

@@ -2,8 +2,8 @@
 
 Owns: how the gateway's data path tells the control app what a key may do, and the refusal with its line in the log.
 Always holds:
-- A route is served only after its need in the table of core/scopes.py was met. Where keys are in use, a request that does not
-  say what its key may do may do nothing.
+- An endpoint is served only after its need was met. Where keys are in use, a request that does not say what its key may do
+  may do nothing.
 - To a key that is not for every deployment, a deployment that it may not use and one that does not exist look the same.
 """
 
@@ -17,19 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from midstream.core.endpoints import Bound, Endpoint, bound, own_letters
 from midstream.core.errors import Forbidden, InvalidRequest, NotFound
 from midstream.core.headers import HEADER_SCOPES, HEADER_TENANT
-from midstream.core.scopes import (
-    EVERYTHING,
-    GATEWAY_ROUTES,
-    NOTHING,
-    Grant,
-    Need,
-    forbidden,
-    need_of,
-    parse_grant,
-)
+from midstream.core.scopes import EVERYTHING, NOTHING, Grant, Need, forbidden, parse_grant
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
+from midstream.http.bodies import answered, body_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,33 +31,40 @@ SHOWN_CHARS = 200
 # The key of the grant in a request's scope.
 _STATE = "midstream.grant"
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+#: Raises what a request is refused with. The endpoint is the one that the request is to.
+Check = Callable[[Request, Endpoint], None]
 
 
-def guarded(routes: Iterable[BaseRoute], deployments: Deployments, *, keyed: bool) -> list[BaseRoute]:
-    """The gateway's routes, each behind what it needs. keyed: API keys are in use."""
+def guarded(apis: Iterable[object], deployments: Deployments, *, keyed: bool) -> list[BaseRoute]:
+    """The routes of the gateway's APIs, each behind what it needs. keyed: API keys are in use."""
 
-    def check(request: Request, path: str) -> None:
+    def check(request: Request, endpoint: Endpoint) -> None:
         told = request.headers.get(HEADER_SCOPES, "") if keyed else None
         grant = EVERYTHING if told is None else parse_grant(told.split())
         request.scope[_STATE] = grant
-        need = need_of(GATEWAY_ROUTES, request.method, path)
-        if need is not None:
-            check_need(need, grant, request, deployments)
+        if endpoint.need is not None:
+            check_need(endpoint.need, grant, request, deployments)
 
-    return [behind(check, route) for route in routes]
+    return routes_of(apis, check)
 
 
-def behind(check: Callable[[Request, str], None], route: BaseRoute) -> Route:
-    """`route` with `check` before its endpoint; it gets the path as the app spells it."""
-    assert isinstance(route, Route)
-    inner: Endpoint = route.endpoint
+def routes_of(apis: Iterable[object], check: Check) -> list[BaseRoute]:
+    """A route for each endpoint of these objects, with `check` before its handler. The most specific path comes first."""
+    found = [(api, one, path) for api in apis for one in bound(type(api)) for path in one.endpoint.paths]
+    found.sort(key=lambda at: -own_letters(at[2]))
+    return [Route(path, _behind(check, api, one), methods=[one.endpoint.method]) for api, one, path in found]
 
-    async def endpoint(request: Request) -> Response:
-        check(request, route.path)
-        return await inner(request)
 
-    return Route(route.path, endpoint, methods=sorted(route.methods or ()))
+def _behind(check: Check, api: object, one: Bound) -> Callable[[Request], Awaitable[Response]]:
+    endpoint, handler = one.endpoint, getattr(api, one.handler)
+
+    async def serve(request: Request) -> Response:
+        check(request, endpoint)
+        given = () if one.reads is None else (await body_of(request, one.reads),)
+        answer = await handler(request, *given)
+        return answer if isinstance(answer, Response) else answered(answer, endpoint.status)
+
+    return serve
 
 
 def grant_of(request: Request) -> Grant:

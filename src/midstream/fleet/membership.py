@@ -18,20 +18,18 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
+from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Nothing, serves
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
-from midstream.core.scopes import OBSERVE
+from midstream.core.scopes import CHANGE_ONE, OBSERVE, Need
 from midstream.fleet.access import grant_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.view import ReplicaEntry, ReplicaView
-from midstream.http.bodies import fields_of, json_object, read_body
+from midstream.fleet.view import ReplicaEntry, ReplicaView, Standing
 from midstream.ledger import DeploymentRow, Ledger
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ RESOLVED_EVERY_S = 5.0
 _FIELD = "_replica:"
 #: A name or an address. In one of IPv6, "%" comes before the interface.
 _HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+(%[\w.-]+)?")
-_PATH = "/v1/accounts/{account}/deployments/{name}/replicas"
+_PATH = ONE_DEPLOYMENT + "/replicas"
 
 
 class ReplicaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,50 +137,53 @@ class Resolver:
             self._changed()
 
 
-def membership_routes(
-    ledger: Ledger,
-    deployments: Deployments,
-    *,
-    allowed: Collection[str],
-    changed: Callable[[], Awaitable[None]],
-) -> list[BaseRoute]:
+class Replica(msgspec.Struct):
+    """weight: its part of new work; null: 1. drain: it takes no new requests. in_flight: requests. snapshot: the one that
+    serves; null while it cannot be reached."""
+
+    name: str
+    url: str
+    weight: float | None
+    drain: bool
+    standing: Standing
+    usable: bool
+    in_flight: int
+    snapshot: str | None
+
+
+class Replicas(msgspec.Struct):
+    replicas: list[Replica]
+
+
+class MembershipApi:
     """allowed: hosts, or HOST:PORT, whose replicas may join. changed: takes up a change of the ledger."""
-    api = _Api(ledger, deployments, frozenset(allowed), changed)
-    return [
-        Route(_PATH, api.list, methods=["GET"]),
-        Route(_PATH, api.add, methods=["POST"]),
-        Route(_PATH + "/{replica}", api.patch, methods=["PATCH"]),
-        Route(_PATH + "/{replica}", api.delete, methods=["DELETE"]),
-    ]
 
-
-class _Api:
     def __init__(
         self,
         ledger: Ledger,
         deployments: Deployments,
-        allowed: frozenset[str],
+        *,
+        allowed: Collection[str],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
-        self._allowed = allowed
+        self._allowed = frozenset(allowed)
         self._changed = changed
 
-    async def list(self, request: Request) -> Response:
+    @serves(Endpoint("GET", _PATH, Need((OBSERVE,), "named"), "Lists the replicas of a deployment."))
+    async def list(self, request: Request) -> Replicas:
         deployment = self._deployment(request)
         views = (*deployment.replicas.views, *deployment.replicas.leaving)
-        return JSONResponse({"replicas": [_shown(deployment, view) for view in views]})
+        return Replicas([_shown(deployment, view) for view in views])
 
-    async def add(self, request: Request) -> Response:
-        deployment, given = (
-            self._deployment(request),
-            fields_of(json_object(await read_body(request)), ReplicaBody),
-        )
-        if given.url is None:
+    @serves(Endpoint("POST", _PATH, CHANGE_ONE, "Lets a replica join that others run."))
+    async def add(self, request: Request, body: ReplicaBody) -> Replica:
+        deployment = self._deployment(request)
+        if body.url is None:
             raise InvalidRequest("url: is needed, http://HOST:PORT", param="url")
         try:
-            name = replica_name(given.url)
+            name = replica_name(body.url)
         except ConfigError as error:
             raise InvalidRequest(f"url: {error}", param="url") from error
         if not {name, name.rpartition(":")[0]} & self._allowed:
@@ -192,23 +193,33 @@ class _Api:
                 known = grant_of(request).allows((OBSERVE,), other.name)
                 whose = other.name if known else "another deployment"
                 raise Conflict(f"url: {name} belongs to {whose} already", param="url")
-        entry = ReplicaEntry(given.url.rstrip("/"), given.weight, given.drain or False)
+        entry = ReplicaEntry(body.url.rstrip("/"), body.weight, body.drain or False)
         await self._keep(deployment, name, entry)
         return self._answer(deployment, name)
 
-    async def patch(self, request: Request) -> Response:
+    @serves(
+        Endpoint(
+            "PATCH",
+            _PATH + "/{replica}",
+            CHANGE_ONE,
+            "Changes a replica's weight, drains it, or takes it back.",
+        )
+    )
+    async def patch(self, request: Request, body: ReplicaBody) -> Replica:
         deployment, name = self._deployment(request), self._replica(request)
-        given = fields_of(json_object(await read_body(request)), ReplicaBody)
-        if given.url is not None:
+        if body.url is not None:
             raise InvalidRequest("url: cannot be changed", param="url")
         row = await self._ledger.deployment(deployment.name)
         kept = entries_of_row(row).get(name, ReplicaEntry())
-        weight = kept.weight if given.weight is None else given.weight
-        drain = kept.drain if given.drain is None else given.drain
+        weight = kept.weight if body.weight is None else body.weight
+        drain = kept.drain if body.drain is None else body.drain
         await self._keep(deployment, name, ReplicaEntry(kept.url, weight, drain))
         return self._answer(deployment, name)
 
-    async def delete(self, request: Request) -> Response:
+    @serves(
+        Endpoint("DELETE", _PATH + "/{replica}", CHANGE_ONE, "Removes a replica that joined by this API.")
+    )
+    async def delete(self, request: Request) -> Nothing:
         deployment, name = self._deployment(request), self._replica(request)
         row = await self._ledger.deployment(deployment.name)
         if entries_of_row(row).get(name, ReplicaEntry()).url is None:
@@ -216,7 +227,7 @@ class _Api:
                 f"{name} did not join by this API: scale the deployment, or change the settings", param="name"
             )
         await self._keep(deployment, name, None)
-        return JSONResponse({})
+        return Nothing()
 
     # -- inside
 
@@ -236,21 +247,21 @@ class _Api:
             raise NotFound(f"{deployment.name} has no replica {name!r}", param="name")
         return name
 
-    def _answer(self, deployment: Deployment, name: str) -> Response:
+    def _answer(self, deployment: Deployment, name: str) -> Replica:
         for view in (*deployment.replicas.views, *deployment.replicas.leaving):
             if view.name == name:
-                return JSONResponse(_shown(deployment, view))
+                return _shown(deployment, view)
         raise NotFound(f"{name} has left meanwhile", param="name")
 
 
-def _shown(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
-    return {
-        "name": view.name,
-        "url": view.url,
-        "weight": view.weight,
-        "drain": deployment.entries.get(view.name, ReplicaEntry()).drain,
-        "standing": view.standing,
-        "usable": view.usable,
-        "in_flight": view.in_flight,
-        "snapshot": view.report.snapshot if view.report else None,
-    }
+def _shown(deployment: Deployment, view: ReplicaView) -> Replica:
+    return Replica(
+        name=view.name,
+        url=view.url,
+        weight=view.weight,
+        drain=deployment.entries.get(view.name, ReplicaEntry()).drain,
+        standing=view.standing,
+        usable=view.usable,
+        in_flight=view.in_flight,
+        snapshot=view.report.snapshot if view.report else None,
+    )

@@ -1,4 +1,4 @@
-"""What requests to the control app carry, read within bounds: bodies, JSON objects, whole numbers in a query.
+"""What requests to the control app carry, read within bounds: bodies, JSON objects, whole numbers in a query. And its answers.
 
 Always holds: whatever a client sends is either read or refused with a 4xx that says why; nothing of it raises anything else.
 A field at fault is named.
@@ -6,10 +6,12 @@ A field at fault is named.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from midstream.core.errors import InvalidRequest, PayloadTooLarge, UnknownField
 from midstream.core.text import NOT_JSON, decoded
@@ -27,6 +29,21 @@ async def read_body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise PayloadTooLarge(f"the body must be at most {MAX_BODY_BYTES} bytes")
     return bytes(body)
+
+
+async def body_of(request: Request, kind: type[Body]) -> Body:
+    """The body as `kind`, which may have a `read` of its own. An empty one is an empty object. Raises MidstreamError."""
+    sent = await read_body(request)
+    read: Any = getattr(kind, "read", None)
+    if read is not None:
+        made: Body = read(sent)
+        return made
+    return fields_of(json_object(sent or b"{}"), kind)
+
+
+def answered(answer: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A struct as a JSON answer."""
+    return Response(msgspec.json.encode(answer), status, headers, "application/json")
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -15,28 +15,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from starlette.routing import BaseRoute
 
 from midstream.api.app import control_app
 from midstream.api.board import Board
-from midstream.api.dashboard import dashboard_routes
-from midstream.api.deployments import deployment_routes
-from midstream.api.hotload import hotload_routes
-from midstream.api.reference import reference_routes
+from midstream.api.dashboard import DashboardApi
+from midstream.api.deployments import DeploymentsApi
+from midstream.api.hotload import hotload_apis
+from midstream.api.reference import ReferenceApi
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.private import UMASK
 from midstream.core.types import TransitionType
 from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.membership import Resolver, entries_of_settings, membership_routes
+from midstream.fleet.membership import MembershipApi, Resolver, entries_of_settings
 from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
 from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
-from midstream.launch.reference import behind
+from midstream.launch.reference import document
 from midstream.launch.specs import Accepting, GatewaySpec, Listening
 from midstream.launch.tracing import tracer_of
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
@@ -118,11 +117,11 @@ def _gateway(
         metrics,
         created=int(time.time()),
         keyed=bool(spec.settings.api_keys),
-        extra_routes=[
-            *_served_api(spec, ledger, deployments, desired_state),
-            *dashboard_routes(board, lambda: metrics.listening()),
-            *reference_routes(behind),
-        ],
+        apis=(
+            *_publishing(spec, ledger, deployments, desired_state),
+            DashboardApi(board, lambda: metrics.listening()),
+            ReferenceApi(document),
+        ),
     )
     gateway = Gateway(
         spec.settings,
@@ -152,27 +151,20 @@ def _desired_state(
     return desired_state
 
 
-def _served_api(
+def _publishing(
     spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState
-) -> list[BaseRoute]:
-    """The endpoints of deployments, of replicas and of hot loads."""
+) -> list[object]:
+    """The APIs of deployments, of replicas and of hot loads."""
+    changed, buckets = desired_state.changed, spec.settings.allowed_buckets
     return [
-        *deployment_routes(
+        DeploymentsApi(ledger, deployments, bucket=spec.bucket, allowed_buckets=buckets, changed=changed),
+        MembershipApi(ledger, deployments, allowed=spec.settings.allowed_replicas, changed=changed),
+        *hotload_apis(
             ledger,
             deployments,
-            bucket=spec.bucket,
-            allowed_buckets=spec.settings.allowed_buckets,
-            changed=desired_state.changed,
-        ),
-        *membership_routes(
-            ledger, deployments, allowed=spec.settings.allowed_replicas, changed=desired_state.changed
-        ),
-        *hotload_routes(
-            ledger,
-            deployments,
-            allowed_buckets=spec.settings.allowed_buckets,
+            allowed_buckets=buckets,
             chain_max=spec.settings.chain_max,
-            changed=desired_state.changed,
+            changed=changed,
             limits=PolicyLimits(spec.settings.max_policies, spec.settings.max_policies_per_tenant),
             look=desired_state.look_once,
         ),

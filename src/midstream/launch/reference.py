@@ -5,30 +5,33 @@ Always holds: the imports are those of a gateway alone, without tokenizer or tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from midstream.core.wires import WIRES
 
 if TYPE_CHECKING:
     from midstream.api.openapi import Answers, Bodies
+    from midstream.core.endpoints import Endpoint
 
 
-def behind() -> tuple[Bodies, Answers]:
-    """By the path of the POST: request bodies, and successful answers where their types are known."""
+def document() -> dict[str, Any]:
+    """The OpenAPI document of a gateway with all that may be behind it."""
+    from midstream.api import openapi
+
+    return openapi.document(*behind())
+
+
+def behind() -> tuple[Bodies, Answers, tuple[Endpoint, ...]]:
+    """The arguments of openapi.document. Successful answers of inference have types; those of the front have none yet."""
     from midstream.replica.wire.answers import ANSWERS
+    from midstream.tinker.app import ENDPOINTS
 
-    return request_bodies(), {path: ANSWERS[wire.name] for path, wire in WIRES.items()}
+    answers = {path: ANSWERS[wire.name] for path, wire in WIRES.items()}
+    return request_bodies(), answers, ENDPOINTS
 
 
 def request_bodies() -> Bodies:
-    """By the path of the POST."""
+    """Of inference, by the path of the POST."""
     from midstream.replica.wire import bodies
-    from midstream.tinker import json_losses, types
 
-    inference = {path: bodies.BODIES[wire.name] for path, wire in WIRES.items()}
-    losses = dict.fromkeys(("forward_backward", "forward"), json_losses.LossesBody)
-    tinker: Mapping[str, type[msgspec.Struct]] = {**types.BODIES, **losses}
-    return inference | {f"/api/v1/{path}": body for path, body in tinker.items()}
+    return {path: bodies.BODIES[wire.name] for path, wire in WIRES.items()}

@@ -26,7 +26,7 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.private import private_file
 from midstream.core.text import NOT_JSON
-from midstream.core.wires import TRAINER_CHANGES_BY_GET
+from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
 from midstream.http.bodies import MAX_BODY_BYTES
 from midstream.http.reader import Request
@@ -145,7 +145,7 @@ class AuditLog:
             # It was refused as it is, and may name a user and a password.
             target = "-"
         path = unquote(target)
-        reads = request.method in _READS and path not in TRAINER_CHANGES_BY_GET
+        reads = request.method in _READS and path not in CHANGES_BY_GET
         if reads or path in UNAUDITED:
             return
         what = _what(path, query, request)

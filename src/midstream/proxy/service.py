@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
-from midstream.core.scopes import DASHBOARD_EVENTS, EVERYTHING, PAGES_OPEN, SAMPLE, forbidden
+from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
+from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
 from midstream.core.wires import is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange

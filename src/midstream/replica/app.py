@@ -34,7 +34,7 @@ from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
 from midstream.core.tracing import SpanRecord
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd
-from midstream.core.wires import PREFIXES, WIRES, wire_of
+from midstream.core.wires import PREFIX, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
@@ -77,7 +77,7 @@ _ids = msgspec.json.Decoder(tuple[str, ...] | None)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
 #: Of a stream's rest: only its gateway reads why it does not begin.
-RESUMED = WirePath("resumed")
+RESUMED = WirePath("resumed", "Answers the rest of a stream.", True)
 
 _Body = TypeVar("_Body")
 
@@ -122,7 +122,7 @@ class ReplicaApp:
             b"/replica/abort": (post, _at_once(lambda request: _abort(replica, request))),
             b"/replica/reset_cache": (post, _at_once(lambda _: _reset_cache(replica))),
         }
-        for prefix in PREFIXES:
+        for prefix in ("", PREFIX):
             self._routes[f"{prefix}/v1/models".encode()] = (get, _at_once(lambda _: _models(replica)))
         for path, wire in WIRES.items():
             self._routes[path.encode()] = (post, _inference(replica, wire, outbox))

@@ -18,16 +18,16 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from midstream.core.beside import beside, stepwise_json
+from midstream.core.endpoints import Endpoint, endpoints_of, serves
 from midstream.core.errors import MidstreamError
-from midstream.fleet.access import behind
+from midstream.fleet.access import routes_of
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import codec, json_losses, serving
 from midstream.tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream.tinker.runs import Runs
-from midstream.tinker.serving import PREFIX, TinkerError, answer, body_of
+from midstream.tinker.serving import EITHER, SAMPLES, TRAINS, TinkerError, answer, body_of, get, post
 from midstream.tinker.store import SamplingSession, Store, no_session
 from midstream.tinker.types import (
     Body,
@@ -139,11 +139,10 @@ def tinker_app(
         Exception: serving.unexpected,
     }
 
-    def check(request: Request, path: str) -> None:
-        serving.check_scope(authenticator, request, path, served.deployment)
+    def check(request: Request, endpoint: Endpoint) -> None:
+        serving.check_scope(authenticator, request, endpoint.need, served.deployment)
 
-    routes = [behind(check, route) for route in (*front.routes(), *runs.routes())]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes_of((front, runs), check), exception_handlers=handlers, lifespan=lifespan)
     # A redirect would send the client to the host that it claims.
     app.router.redirect_slashes = False
     return app
@@ -179,59 +178,30 @@ class _Front:
         self._served = served
         self._poll_s = poll_s
 
-    def routes(self) -> list[Route]:
-        posts = {
-            "client/config": self._config,
-            "client/dynamic_config": self._dynamic_config,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "telemetry": self._telemetry,
-            "sessions/{session_id}/finish": self._finish,
-            "create_sampling_session": self._create_sampling_session,
-            "asample": self._asample,
-            "retrieve_future": self._retrieve_future,
-            "cancel_future": self._cancel_future,
-            "forward_backward": self._forward_backward,
-            # SDK 0.18 has a route of its own for a pass without gradients.
-            "forward": self._forward_backward,
-            "create_model": self._submitting(CreateModelBody, self._training.submit_create_model),
-            "load_weights": self._submitting(LoadWeightsBody, self._training.submit_load_weights),
-            "optim_step": self._submitting(OptimStepBody, self._training.submit_optim_step),
-            "save_weights": self._submitting(SaveWeightsBody, self._training.submit_save_weights),
-            "save_weights_for_sampler": self._submitting(
-                SaveWeightsForSamplerBody, self._training.submit_save_weights_for_sampler
-            ),
-        }
-        gets = {
-            "healthz": self._healthz,
-            "get_server_capabilities": self._capabilities,
-            "samplers/{sampling_session_id}": self._sampler,
-            "sessions": self._sessions,
-            "sessions/{session_id}": self._session,
-            "midstream/requests/{request_id}": self._request,
-        }
-        return [Route(f"{PREFIX}/{path}", to, methods=["POST"]) for path, to in posts.items()] + [
-            Route(f"{PREFIX}/{path}", to, methods=["GET"]) for path, to in gets.items()
-        ]
-
     def _caller(self, request: Request) -> serving.Caller:
         return serving.caller(self._authenticator, request)
 
     # -- the client's start
 
+    @serves(get("healthz", "Says that the front is up.", need=None))
     async def _healthz(self, request: Request) -> Response:
         return answer({"status": "ok"})
 
+    @serves(post("client/config", EITHER, "Gives the SDK its configuration."))
     async def _config(self, request: Request) -> Response:
         self._caller(request)
         await body_of(request)
         return answer(CLIENT_CONFIG)
 
+    @serves(
+        post("client/dynamic_config", EITHER, "Gives the SDK the part of its configuration that may change.")
+    )
     async def _dynamic_config(self, request: Request) -> Response:
         self._caller(request)
         await body_of(request)
         return answer(DYNAMIC_CONFIG)
 
+    @serves(get("get_server_capabilities", "Lists the models that can be sampled and trained."))
     async def _capabilities(self, request: Request) -> Response:
         self._caller(request)
         offered = {
@@ -241,6 +211,7 @@ class _Front:
         }
         return answer({"supported_models": [{"model_name": name, **offered} for name in self._served.names]})
 
+    @serves(post("telemetry", EITHER, "Takes the SDK's telemetry and drops it."))
     async def _telemetry(self, request: Request) -> Response:
         """Read and dropped: nothing is kept of what a client reports of itself."""
         self._caller(request)
@@ -250,6 +221,7 @@ class _Front:
 
     # -- sessions
 
+    @serves(post("create_session", EITHER, "Begins a session of a client.", CreateSessionBody))
     async def _create_session(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         body = await _decoded(request, CreateSessionBody)
@@ -258,6 +230,7 @@ class _Front:
         )
         return answer({"session_id": session.id, "type": "create_session"})
 
+    @serves(post("session_heartbeat", EITHER, "Keeps a session alive.", SessionBody))
     async def _heartbeat(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         body = await _decoded(request, SessionBody)
@@ -267,6 +240,7 @@ class _Front:
             raise TinkerError(410, error.detail, error.param)
         return answer({"type": "session_heartbeat"})
 
+    @serves(post("sessions/{session_id}/finish", EITHER, "Ends a session."))
     async def _finish(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         await body_of(request)
@@ -276,10 +250,12 @@ class _Front:
         # Also for an unknown session: the client is leaving, and an error would end it in a traceback.
         return answer({})
 
+    @serves(get("sessions", "Lists the sessions."))
     async def _sessions(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         return answer({"sessions": [session.id for session in self._store.sessions(tenant)]})
 
+    @serves(get("sessions/{session_id}", "Shows the training runs and samplers of a session."))
     async def _session(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         session_id = request.path_params["session_id"]
@@ -297,6 +273,14 @@ class _Front:
 
     # -- sampling
 
+    @serves(
+        post(
+            "create_sampling_session",
+            SAMPLES,
+            "Begins sampling from the base model or a checkpoint.",
+            CreateSamplingSessionBody,
+        )
+    )
     async def _create_sampling_session(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
         body = await _decoded(request, CreateSamplingSessionBody)
@@ -321,6 +305,7 @@ class _Front:
             snapshot="base" if policy == "exact" else None,
         )
 
+    @serves(get("samplers/{sampling_session_id}", "Shows a sampling session."))
     async def _sampler(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         asked = request.path_params["sampling_session_id"]
@@ -332,6 +317,7 @@ class _Front:
             {"sampler_id": session.id, "base_model": session.base_model, "model_path": session.model_path}
         )
 
+    @serves(post("asample", SAMPLES, "Submits a prompt to be sampled.", SampleBody))
     async def _asample(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
         body = await _decoded(request, SampleBody, serving.MAX_SAMPLE_BYTES)
@@ -340,22 +326,65 @@ class _Front:
 
     # -- training
 
-    def _submitting(
-        self, into: type[_B], submit: Callable[[str, str | None, _B], Awaitable[str]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            tenant, api_key = self._caller(request)
-            sent = await body_of(request)
-            try:
-                body = await beside.run(len(sent), lambda: decode(sent, into))
-            except TinkerError as error:
-                to = await beside.run(len(sent), lambda: addressee(sent))
-                return self._refused(tenant, to, error)
-            request_id = await submit(tenant, api_key, body)
-            return answer({"request_id": request_id, "model_id": getattr(body, "model_id", None)})
+    @serves(post("create_model", TRAINS, "Submits the making of a model to be trained.", CreateModelBody))
+    async def _create_model(self, request: Request) -> Response:
+        return await self._submitted(request, CreateModelBody, self._training.submit_create_model)
 
-        return endpoint
+    @serves(post("load_weights", TRAINS, "Submits the loading of a checkpoint.", LoadWeightsBody))
+    async def _load_weights(self, request: Request) -> Response:
+        return await self._submitted(request, LoadWeightsBody, self._training.submit_load_weights)
 
+    @serves(post("optim_step", TRAINS, "Submits an optimizer's step.", OptimStepBody))
+    async def _optim_step(self, request: Request) -> Response:
+        return await self._submitted(request, OptimStepBody, self._training.submit_optim_step)
+
+    @serves(post("save_weights", TRAINS, "Submits the saving of a training state.", SaveWeightsBody))
+    async def _save_weights(self, request: Request) -> Response:
+        return await self._submitted(request, SaveWeightsBody, self._training.submit_save_weights)
+
+    @serves(
+        post(
+            "save_weights_for_sampler",
+            TRAINS,
+            "Submits the publishing of weights to be sampled.",
+            SaveWeightsForSamplerBody,
+        )
+    )
+    async def _save_weights_for_sampler(self, request: Request) -> Response:
+        return await self._submitted(
+            request, SaveWeightsForSamplerBody, self._training.submit_save_weights_for_sampler
+        )
+
+    async def _submitted(
+        self, request: Request, into: type[_B], submit: Callable[[str, str | None, _B], Awaitable[str]]
+    ) -> Response:
+        tenant, api_key = self._caller(request)
+        sent = await body_of(request)
+        try:
+            body = await beside.run(len(sent), lambda: decode(sent, into))
+        except TinkerError as error:
+            to = await beside.run(len(sent), lambda: addressee(sent))
+            return self._refused(tenant, to, error)
+        request_id = await submit(tenant, api_key, body)
+        return answer({"request_id": request_id, "model_id": getattr(body, "model_id", None)})
+
+    @serves(
+        post(
+            "forward_backward",
+            TRAINS,
+            "Submits a forward and a backward pass.",
+            json_losses.LossesBody,
+            also_read=(PROTOBUF,),
+        ),
+        # SDK 0.18 has a route of its own for a pass without gradients.
+        post(
+            "forward",
+            TRAINS,
+            "Submits a forward pass alone, as SDKs up to 0.18 ask for it.",
+            json_losses.LossesBody,
+            also_read=(PROTOBUF,),
+        ),
+    )
     async def _forward_backward(self, request: Request) -> Response:
         tenant, api_key = self._caller(request)
         if PROTOBUF in request.headers.get("content-type", ""):
@@ -386,6 +415,15 @@ class _Front:
 
     # -- futures
 
+    @serves(
+        post(
+            "retrieve_future",
+            EITHER,
+            "Gives the result of a submission, or answers 408 while there is none.",
+            RetrieveBody,
+            kinds=(JSON, PROTOBUF),
+        )
+    )
     async def _retrieve_future(self, request: Request) -> Response:
         try:
             return await self._retrieved(request)
@@ -431,6 +469,7 @@ class _Front:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    @serves(post("cancel_future", EITHER, "Cancels a submission.", CancelBody))
     async def _cancel_future(self, request: Request) -> Response:
         tenant, _ = self._caller(request)
         body = await _decoded(request, CancelBody)
@@ -439,6 +478,7 @@ class _Front:
             future.cancel()
         return answer({"request_id": body.request_id})
 
+    @serves(get("midstream/requests/{request_id}", "Says which snapshot and replica served a submission."))
     async def _request(self, request: Request) -> Response:
         """The versions extension: what is known of a request beside its result."""
         tenant, _ = self._caller(request)
@@ -455,6 +495,10 @@ class _Front:
             msgspec.json.encode({"request_id": asked, "status": ended, **known}),
             media_type="application/json",
         )
+
+
+#: All that the front serves.
+ENDPOINTS = endpoints_of(_Front, Runs)
 
 
 async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:

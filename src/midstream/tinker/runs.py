@@ -11,16 +11,18 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from midstream.core.endpoints import Endpoint, number, serves
 from midstream.proxy.auth import Authenticator
 from midstream.tinker import serving
-from midstream.tinker.serving import PREFIX, TinkerError, answer, body_of
+from midstream.tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, answer, body_of, get, post
 from midstream.tinker.store import CheckpointRow, ModelRow, Store
 from midstream.tinker.types import ModelBody, Served, WeightsInfoBody, decode
 
 PAGE = 100
 MAX_PAGE = 1000
+_OFFSET = number("offset", "How many are passed over.", 0, 999_999_999, 0)
+_LIMIT = number("limit", f"How many are on a page, never more than {MAX_PAGE}.", 0, 999_999_999, PAGE)
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 _T = TypeVar("_T")
 
@@ -39,18 +41,6 @@ class Runs:
         self._authenticator = authenticator
         self._served = served
 
-    def routes(self) -> list[Route]:
-        run = f"{PREFIX}/training_runs/{{model_id}}"
-        return [
-            Route(f"{PREFIX}/get_info", self._get_info, methods=["POST"]),
-            Route(f"{PREFIX}/weights_info", self._weights_info, methods=["POST"]),
-            Route(f"{PREFIX}/training_runs", self._training_runs, methods=["GET"]),
-            Route(run, self._training_run, methods=["GET"]),
-            Route(f"{run}/checkpoints", self._checkpoints_of, methods=["GET"]),
-            Route(f"{run}/checkpoints/{{checkpoint_id:path}}", self._delete_checkpoint, methods=["DELETE"]),
-            Route(f"{PREFIX}/checkpoints", self._checkpoints, methods=["GET"]),
-        ]
-
     def _tenant(self, request: Request) -> str:
         return serving.caller(self._authenticator, request).tenant
 
@@ -60,6 +50,7 @@ class Runs:
             raise TinkerError(404, f"there is no model {model_id!r} of this API key", "model_id")
         return model
 
+    @serves(post("get_info", EITHER, "Shows a model that is trained.", ModelBody))
     async def _get_info(self, request: Request) -> Response:
         tenant = self._tenant(request)
         model = self._model(tenant, decode(await body_of(request), ModelBody).model_id)
@@ -74,6 +65,7 @@ class Runs:
             }
         )
 
+    @serves(post("weights_info", EITHER, "Shows what a checkpoint was trained with.", WeightsInfoBody))
     async def _weights_info(self, request: Request) -> Response:
         tenant = self._tenant(request)
         asked = decode(await body_of(request), WeightsInfoBody).tinker_path
@@ -93,11 +85,13 @@ class Runs:
             }
         )
 
+    @serves(get("training_runs", "Lists the training runs.", _OFFSET, _LIMIT))
     async def _training_runs(self, request: Request) -> Response:
         tenant = self._tenant(request)
         page, cursor = _page(request, self._store.models(tenant))
         return answer({"training_runs": [self._run(tenant, model) for model in page], "cursor": cursor})
 
+    @serves(get("training_runs/{model_id}", "Shows a training run."))
     async def _training_run(self, request: Request) -> Response:
         tenant = self._tenant(request)
         return answer(self._run(tenant, self._model(tenant, request.path_params["model_id"])))
@@ -121,6 +115,7 @@ class Runs:
         }
         return {name: value for name, value in run.items() if value is not None}
 
+    @serves(get("training_runs/{model_id}/checkpoints", "Lists the checkpoints of a training run."))
     async def _checkpoints_of(self, request: Request) -> Response:
         tenant = self._tenant(request)
         model = self._model(tenant, request.path_params["model_id"])
@@ -128,10 +123,22 @@ class Runs:
             {"checkpoints": [_checkpoint(row) for row in self._store.checkpoints(tenant, model.id)]}
         )
 
+    @serves(get("checkpoints", "Lists all checkpoints.", _OFFSET, _LIMIT))
     async def _checkpoints(self, request: Request) -> Response:
         page, cursor = _page(request, self._store.checkpoints(self._tenant(request)))
         return answer({"checkpoints": [_checkpoint(row) for row in page], "cursor": cursor})
 
+    @serves(
+        Endpoint(
+            "DELETE",
+            f"{PREFIX}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}",
+            TRAINS,
+            "Deletes a checkpoint.",
+            kinds=(),
+            status=204,
+            errors="tinker",
+        )
+    )
     async def _delete_checkpoint(self, request: Request) -> Response:
         model_id, checkpoint_id = request.path_params["model_id"], request.path_params["checkpoint_id"]
         await self._delete(self._tenant(request), f"tinker://{model_id}/{checkpoint_id}")

@@ -21,8 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from midstream.core.beside import beside
+from midstream.core.endpoints import JSON, Endpoint, Parameter
 from midstream.core.errors import MidstreamError, Unauthorized
-from midstream.core.scopes import EVERYTHING, TINKER_ROUTES, Grant, forbidden, need_of
+from midstream.core.scopes import EVERYTHING, PUBLISH, SAMPLE, Grant, Need, forbidden
 from midstream.fleet.access import log_refusal
 from midstream.proxy.auth import Authenticator, tenant_of
 
@@ -48,6 +49,9 @@ class TinkerError(Exception):
 
 
 PREFIX = "/api/v1"
+#: On the default deployment, which the front is of.
+SAMPLES, TRAINS = Need((SAMPLE,), "meant"), Need((PUBLISH,), "meant")
+EITHER = Need((SAMPLE, PUBLISH), "meant")
 MAX_JSON_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 16 << 20
 # The SDK sends 5 MB together. One datum alone may have more: 48 layers of 8 experts are 3 KB of routes a token, in int64. The
@@ -57,6 +61,24 @@ MAX_TRAINING_BYTES = 512 << 20
 MAX_JSON_LOSS_BYTES = 8 << 20
 
 logger = logging.getLogger(__name__)
+
+
+def get(path: str, summary: str, *query: Parameter, need: Need | None = EITHER) -> Endpoint:
+    return Endpoint("GET", f"{PREFIX}/{path}", need, summary, query, errors="tinker")
+
+
+def post(
+    path: str,
+    need: Need,
+    summary: str,
+    body: type[msgspec.Struct] | None = None,
+    *,
+    also_read: tuple[str, ...] = (),
+    kinds: tuple[str, ...] = JSON,
+) -> Endpoint:
+    """also_read, kinds: as of Endpoint."""
+    at = f"{PREFIX}/{path}"
+    return Endpoint("POST", at, need, summary, body=body, also_read=also_read, kinds=kinds, errors="tinker")
 
 
 class Caller(NamedTuple):
@@ -70,12 +92,8 @@ def caller(authenticator: Authenticator, request: Request) -> Caller:
     return _known(authenticator, request)[0]
 
 
-def check_scope(authenticator: Authenticator, request: Request, path: str, deployment: str) -> None:
-    """Whether the caller may use this route, of the front of this deployment. path: as the app spells it.
-
-    Raises Unauthorized, Forbidden.
-    """
-    need = need_of(TINKER_ROUTES, request.method, path)
+def check_scope(authenticator: Authenticator, request: Request, need: Need | None, deployment: str) -> None:
+    """Whether the caller may do what needs this, at the front of this deployment. Raises Unauthorized, Forbidden."""
     if need is None:
         return
     who, grant = _known(authenticator, request)

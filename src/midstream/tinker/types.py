@@ -7,7 +7,6 @@ change the result (`Exact`), and ignored elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -246,23 +245,6 @@ class LoadWeightsBody(Exact, frozen=True, kw_only=True):
 class WeightsInfoBody(Body, frozen=True, kw_only=True):
     tinker_path: Text
 
-
-#: What is read into what, by the path behind /api/v1/.
-BODIES: Mapping[str, type[Body]] = {
-    "create_session": CreateSessionBody,
-    "session_heartbeat": SessionBody,
-    "create_sampling_session": CreateSamplingSessionBody,
-    "asample": SampleBody,
-    "create_model": CreateModelBody,
-    "load_weights": LoadWeightsBody,
-    "optim_step": OptimStepBody,
-    "save_weights": SaveWeightsBody,
-    "save_weights_for_sampler": SaveWeightsForSamplerBody,
-    "retrieve_future": RetrieveBody,
-    "cancel_future": CancelBody,
-    "get_info": ModelBody,
-    "weights_info": WeightsInfoBody,
-}
 
 _T = TypeVar("_T", bound=Body)
 _WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")

@@ -32,7 +32,12 @@ async def refusal(**options: Any) -> dict[str, Any]:
 
 async def main() -> dict[str, Any]:
     result = await rollout.sample_with_prompt_tokens_result(
-        PROMPT, max_tokens=6, logprobs=True, seed=5, logical_request_id="rollout-17", prompt_cache_key="metrics"
+        PROMPT,
+        max_tokens=6,
+        logprobs=True,
+        seed=5,
+        logical_request_id="rollout-17",
+        prompt_cache_key="metrics",
     )
     plain = await completions(seed=5, n=2)
     stop = next(character for character in plain[0]["text"][1:] if character.isascii())

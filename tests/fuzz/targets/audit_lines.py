@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from midstream.core.config import KeySettings
-from midstream.core.wires import TRAINER_CHANGES_BY_GET
+from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.http.reader import Request
@@ -92,7 +92,7 @@ def run(data: bytes) -> None:
     if not said:
         path = target.decode("latin-1").partition("?")[0]
         unsaid = method == b"GET" or "/api/v1/" in path or "%" in path
-        check(unsaid and path not in TRAINER_CHANGES_BY_GET, "a call without a line", method, target)
+        check(unsaid and path not in CHANGES_BY_GET, "a call without a line", method, target)
         return
     check_line(said[0], data, control)
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import msgspec
 from policies_taken_up import take_up_policies
 from starlette.requests import Request
 
 from midstream.api import adapter_calls, addons, policies, trainer_calls
 from midstream.api.signals import Place, SignalBody, source_url
 from midstream.api.updates import Updates
+from midstream.core.endpoints import endpoints_of
 from midstream.core.errors import Conflict
 from midstream.core.types import Pause
-from midstream.core.wires import TRAINER_CHANGES, TRAINER_REFUSED
+from midstream.core.wires import TRAINER_REFUSED
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import names_of
 from midstream.fleet.registry import DEPLOYMENT_HEADER, Deployment, Deployments
@@ -37,28 +37,21 @@ ADDONS = "/v1/accounts/a/deployedModels"
 #: An update that was read and taken; there are no replicas that could serve it.
 TAKEN = "taken by the target"
 
-_UPDATES: Mapping[str, type[msgspec.Struct]] = {
-    "/abort_requests": trainer_calls.AbortRequests,
-    "/update_weights": trainer_calls.UpdateWeights,
-    "/pause_generation": trainer_calls.PauseGeneration,
-    "/continue_generation": trainer_calls.ContinueGeneration,
-    "/update_weights_from_disk": trainer_calls.UpdateFromDisk,
-    "/abort_request": trainer_calls.AbortRequest,
-    "/v1/load_lora_adapter": adapter_calls.LoadAdapter,
-    "/v1/unload_lora_adapter": adapter_calls.UnloadAdapter,
-    "/load_lora_adapter": adapter_calls.LoadAdapter,
-}
-_PAUSE = ("mode", "wait_for_inflight_requests", "clear_cache")
+_TRAINERS = [
+    one
+    for one in endpoints_of(trainer_calls.TrainerApi, adapter_calls.AdapterCallsApi)
+    if one.method == "POST" and one.path not in TRAINER_REFUSED
+]
 _ADDON = fields_of(addons.DeployedModelBody)
 CALLS = (
     *(
         Call(
             "POST",
-            path,
-            fields_of(_UPDATES[path]) if path in _UPDATES else (),
-            _PAUSE if path == "/pause" else (),
+            one.path,
+            () if one.body is None else fields_of(one.body),
+            tuple(parameter.name for parameter in one.query),
         )
-        for path in TRAINER_CHANGES
+        for one in _TRAINERS
     ),
     Call("POST", TRAINER_REFUSED[0]),
     Call("POST", f"/v1/{NAMES.deployment}/policies", fields_of(policies.PolicyBody)),
@@ -76,14 +69,15 @@ class Gateway(ControlSide):
         replicas = ReplicaSet([])
         reconciler = Reconciler(self.ledger, replicas, NAMES.deployment)
         deployments = Deployments(Deployment(NAMES, replicas, reconciler))
-        api = policies.PolicyApi(self.ledger, deployments, self._changed, self._take)
+        api = policies.PoliciesApi(self.ledger, deployments, self._changed, self._take)
         adapters = adapter_calls.Adapters(deployments, api, Updates(self.ledger, self._take))
-        routes = [
-            *api.routes(),
-            *addons.AddonApi(self.ledger, deployments, api, adapters).routes(),
-            *trainer_calls.trainer_routes(self.ledger, deployments, self._take, api, adapters),
-        ]
-        self.serve(deployments, routes)
+        apis = (
+            api,
+            addons.AddonsApi(self.ledger, deployments, api, adapters),
+            trainer_calls.TrainerApi(self.ledger, deployments, self._take),
+            adapter_calls.AdapterCallsApi(deployments, api, adapters),
+        )
+        self.serve(deployments, apis)
         self.taken: list[str] = []
         self.loop.run_until_complete(self._begin())
 

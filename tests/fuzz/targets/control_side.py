@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import msgspec
-from starlette.routing import BaseRoute
 
 from midstream.api.app import control_app
 from midstream.core.text import NOT_JSON
@@ -51,9 +50,9 @@ class ControlSide:
         database.SYNCHRONOUS = "OFF"
         self.ledger = Ledger(sqlite_url(self.place / "control.sqlite"))
 
-    def serve(self, deployments: Deployments, routes: Iterable[BaseRoute] = ()) -> None:
+    def serve(self, deployments: Deployments, apis: Iterable[object] = ()) -> None:
         self.deployments = deployments
-        self._app = control_app(deployments, GatewayMetrics(deployments), extra_routes=[*routes])
+        self._app = control_app(deployments, GatewayMetrics(deployments), apis=apis)
 
     def ask(self, call: Call, query: bytes, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         return self.loop.run_until_complete(self.answer(call, query, body, headers))

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import httptools
 
 from midstream.api import resource
-from midstream.api.deployments import deployment_routes, lies_in
+from midstream.api.deployments import DeploymentsApi, lies_in
 from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.membership import ReplicaBody, membership_routes
+from midstream.fleet.membership import MembershipApi, ReplicaBody
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.view import ReplicaEntry
@@ -83,14 +83,14 @@ class DeploymentSide(ControlSide):
         self.serve(
             deployments,
             [
-                *deployment_routes(
+                DeploymentsApi(
                     self.ledger,
                     deployments,
                     bucket=self.bucket.as_uri(),
                     allowed_buckets=(ELSEWHERE,),
                     changed=changed,
                 ),
-                *membership_routes(self.ledger, deployments, allowed=ALLOWED, changed=changed),
+                MembershipApi(self.ledger, deployments, allowed=ALLOWED, changed=changed),
             ],
         )
         await self._fill()

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.api.hotload import fleet_of, hotload_routes
+from midstream.api.hotload import fleet_of, hotload_apis
 from midstream.core.sessions import BUCKETS_S, TURN_MEASURES, Distribution, SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
 from midstream.core.types import EngineCard, PolicyReport, ReplicaReport, SnapshotCheck, Stage, Transition
@@ -44,7 +44,7 @@ class EventSide(ControlSide):
         replicas = ReplicaSet()
         self._shown = Deployment(NAMES, replicas, Reconciler(self.ledger, replicas, NAMES.deployment))
         deployments = Deployments(self._shown)
-        self.serve(deployments, hotload_routes(self.ledger, deployments))
+        self.serve(deployments, hotload_apis(self.ledger, deployments))
         self.loop.run_until_complete(
             self.ledger.ensure_deployment(NAMES.deployment, NAMES.model, "file:///b", "ASYNC")
         )
