@@ -154,9 +154,13 @@ def test_a_forced_tool_call_with_logprobs_is_a_call_with_the_numbers_of_what_was
     tool = {"type": "function", "function": {"name": "paint", "parameters": colour}}
     fields = {"model": "default", "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
     fields |= {"max_tokens": 200, "logprobs": True, "return_token_ids": True}
-    answer = http.post("/v1/chat/completions", json=fields)
-    assert answer.status_code == 200, answer.text
-    (choice,) = answer.json()["choices"]
+    # A model that was never trained may go on with blanks and further calls.
+    for seed in range(20):
+        answer = http.post("/v1/chat/completions", json={**fields, "seed": seed})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        if choice["finish_reason"] != "length":
+            break
     assert choice["finish_reason"] == "tool_calls"
     called = choice["message"]["tool_calls"][0]["function"]
     assert called["name"] == "paint"
@@ -203,9 +207,9 @@ def test_an_answer_to_a_schema_is_json_of_it(bed: Bed, http: httpx.Client) -> No
     }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     fields = {"model": "default", "messages": MESSAGES, "response_format": form, "max_tokens": 400}
-    answers = [http.post("/v1/chat/completions", json={**fields, "seed": seed}) for seed in range(3)]
+    answers = [http.post("/v1/chat/completions", json={**fields, "seed": seed}) for seed in range(8)]
     finished = [a.json()["choices"][0] for a in answers if a.status_code == 200]
-    assert len(finished) == 3, [a.text for a in answers]
+    assert len(finished) == 8, [a.text for a in answers]
     parsed = [json.loads(c["message"]["content"]) for c in finished if c["finish_reason"] == "stop"]
     assert parsed, "no answer came to its end"
     for value in parsed:
