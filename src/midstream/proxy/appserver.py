@@ -60,7 +60,7 @@ class AppServer:
     async def stop(self) -> None:
         """Responses under way have STOP_S."""
         if self._task is not None:
-            self._uvicorn.should_exit = True
+            self._uvicorn.end()
             await asyncio.gather(self._task, return_exceptions=True)
 
 
@@ -74,11 +74,16 @@ def socket_directory(socket_name: str) -> Path:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process, and says when it is up."""
+    """Leaves signals to the process, says when it is up, and ends at once where nothing is under way."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
+        self._ends = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ends.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,3 +93,20 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self.up.set()
+
+    async def main_loop(self) -> None:
+        """Every tenth of uvicorn's ticks has something to do: it renews the date of answers."""
+        tick = 0
+        while not await self.on_tick(tick):
+            tick += 10
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._ends.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
+        await self.lifespan.shutdown()
