@@ -29,9 +29,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.select(config, items)
 
 
+_cpu = tiers.CpuTime()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    report.cpu_s = _cpu.look()  # type: ignore[attr-defined]
     if report.failed:
         report.sections += server_logs.sections()
     if report.when == "teardown":

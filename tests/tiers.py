@@ -12,6 +12,7 @@ together what `all` runs and `test` does not.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,30 +93,53 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = kept
 
 
+class CpuTime:
+    """What this process, and those of its children that have ended, computed since the last look."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def look(self) -> float:
+        """In seconds."""
+        before, self._before = self._before, self._now()
+        return self._before - before
+
+    @staticmethod
+    def _now() -> float:
+        return sum(os.times()[:4])
+
+
 class Durations:
-    """Adds up what setup, call and teardown of each test took."""
+    """Adds up what setup, call and teardown of each test took, in seconds and in seconds of a core.
+
+    A server that several tests share counts for the test whose teardown ends it.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._seconds: Counter[str] = Counter()
+        self._cpu: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
+        self._cpu[report.nodeid] += getattr(report, "cpu_s", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        folders, tests = Counter[str](), Counter[str]()
+        folders, cpu, tests = Counter[str](), Counter[str](), Counter[str]()
         for test, seconds in self._seconds.items():
             folder = str(Path(test.partition("::")[0]).parent)
             folders[folder] += seconds
+            cpu[folder] += self._cpu[test]
             tests[folder] += 1
         if self._file is not None:
-            self._file.write_text(
-                json.dumps({"folders": rounded(folders), "tests": rounded(self._seconds)}, indent=1)
-            )
+            told = {"folders": folders, "tests": self._seconds, "cpu_of_tests": self._cpu}
+            self._file.write_text(json.dumps({name: rounded(of) for name, of in told.items()}, indent=1))
         if len(folders) > 1:
-            terminalreporter.section("seconds by folder")
+            terminalreporter.section("seconds by folder, then those of a core")
             for folder, seconds in folders.most_common():
-                terminalreporter.write_line(f"{seconds:8.1f} s  {tests[folder]:5} tests  {folder}")
+                terminalreporter.write_line(
+                    f"{seconds:8.1f} s  {cpu[folder]:8.1f} s  {tests[folder]:5} tests  {folder}"
+                )
 
 
 def rounded(seconds: Counter[str]) -> dict[str, float]:
