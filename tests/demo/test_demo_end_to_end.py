@@ -58,6 +58,7 @@ def test_the_exit_code_says_whether_the_checks_held(three_steps):
     assert not re.search(r"<link|<img|\bsrc=|@import|url\(", report)
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(("seed", "same"), [("0", True), pytest.param("1", False, marks=pytest.mark.variant)])
 def test_the_same_seed_gives_the_same_first_rollouts_and_another_seed_others(
     three_steps, tmp_path, seed, same
@@ -80,6 +81,7 @@ def commands_naming(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.variant
 def test_a_demo_told_to_end_takes_its_server_with_it(tmp_path):
     command = [sys.executable, "-m", "midstream.cli", "demo", "--out", str(tmp_path / "out"), *SMALL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:

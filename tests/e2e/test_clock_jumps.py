@@ -30,6 +30,7 @@ JUMPS_S = (3700.0, -7400.0, 0.0)
 LONG = 3000
 
 
+@pytest.mark.variant
 def test_a_clock_that_is_set_changes_nothing_for_sessions_streams_and_signals(
     tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from browser import chromium, needs_chromium
 from serving import serve
 
@@ -14,6 +15,7 @@ KEYS = '[[gateway.api_keys]]\nkey = "key-of-all"\nscopes = ["operate"]\n'
 pytestmark = needs_chromium
 
 
+@pytest.mark.variant
 def test_the_page_shows_the_chat_operation_and_asks_no_other_host(tmp_path: Path) -> None:
     config = tmp_path / "midstream.toml"
     config.write_text(KEYS)

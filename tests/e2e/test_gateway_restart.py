@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 from serving import Server, command, serve
+from tiers import variant
 
 STREAMS, TOKENS = 16, 1500
 DEADLINE_S = 240.0
 KEYS = [f"trajectory-{number}" for number in range(8)]
 
 
-@pytest.fixture(params=["1", "2"], ids=["one", "workers"])
+@pytest.fixture(params=[variant("1"), "2"], ids=["one", "workers"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     config = tmp_path / "config.toml"
     config.write_text(f"[gateway]\nworkers = {request.param}\n")

@@ -79,6 +79,7 @@ def prometheus(folder: Path, server: Server, port: int) -> Iterator[Prometheus]:
         process.wait(timeout=30)
 
 
+@pytest.mark.variant
 def test_alerts_are_evaluated_and_panels_have_numbers(
     tmp_path: Path, tiny_model: Callable[..., Path], free_port: int
 ) -> None:

@@ -247,6 +247,7 @@ def wrong_numbers(recomputer: Recomputer, turn: Turn) -> str | None:
     return None if fitting is not None else "\n".join(closest)
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(900)
 def test_a_swap_storm_fails_nothing_and_every_label_is_borne_out(
     tmp_path: Path, tiny_model: Callable[..., Path]

@@ -242,6 +242,7 @@ def test_a_stream_over_a_hot_load_has_its_labels_and_the_swap_its_stages(
     assert crossed[served.process] == 1
 
 
+@pytest.mark.variant
 def test_a_collector_that_is_gone_costs_spans_and_no_request(tmp_path: Path, free_port: int) -> None:
     with exporting(tmp_path, f"http://127.0.0.1:{free_port}", "--replicas", "1") as server:
         for _ in range(5):

@@ -76,6 +76,7 @@ def looked(said: dict[str, Any]) -> None:
     assert said["reward"] == 2.0
 
 
+@pytest.mark.variant
 def test_verifiers_chat_rollout_leaves_an_exact_trace(server: Server, tmp_path: Path) -> None:
     [said] = verifiers(tmp_path, "chat", server.url, server.model)
     looked(said)

@@ -163,6 +163,7 @@ def test_where_a_replica_cannot_start_is_not_the_only_node_it_is_tried_on(
     nodes.remove(6)
 
 
+@pytest.mark.variant
 def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
     undisturbed = asyncio.run(streamed(server))
     lost, left = nodes.node_of("replica-0"), nodes.node_of("replica-1")
@@ -184,6 +185,7 @@ def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
     nodes.add(lost, slots=1)
 
 
+@pytest.mark.variant
 def test_a_server_that_stops_leaves_nothing_on_the_cluster(
     nodes: Nodes, server: RayServer, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def small(out: Path) -> None:
     (out / "outcome.json").write_text(json.dumps(found, default=str))
 
 
+@pytest.mark.variant
 def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, timeout=800)
     outcome = json.loads((tmp_path / "outcome.json").read_text())

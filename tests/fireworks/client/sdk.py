@@ -6,12 +6,18 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 from fireworks.training.sdk.deployment import DeploymentManager
 from fireworks.training.sdk.sampling import DeploymentSampler, SampledCompletion
+
+#: The client looks every few seconds at how far a load is, for whole models. Here they are small.
+LOOK_AGAIN_S = 0.25
+_sleep = time.sleep
+time.sleep = lambda seconds: _sleep(min(seconds, LOOK_AGAIN_S))
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 
