@@ -18,6 +18,7 @@ from replica_fakes import FakeEngine
 from tiers import examples
 
 from midstream.core.errors import SnapshotCorrupt
+from midstream.core.table import IllegalMove
 from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
 from midstream.core.versions import Refused, VersionConstraint
 from midstream.engine.base import EngineDied, StagingFailed
@@ -30,12 +31,11 @@ from midstream.replica.swap.attempts import (
     Attempts,
     Event,
     Phase,
-    mermaid,
 )
 from midstream.replica.swap.driver import Checker, Entrance, NotSound, SwapDriver, Told
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import Event as TableEvent
-from midstream.replica.swap.table import IllegalMove, SwapMachine
+from midstream.replica.swap.table import SwapMachine
 
 IN_WORK = (Phase.PREPARING, Phase.HELD, Phase.WAITING, Phase.APPLYING, Phase.CHECKING)
 AFTER = (Phase.APPLYING, Phase.CHECKING)
@@ -51,7 +51,7 @@ def wanted(snapshot: str, generation: int, **more: Any) -> Desired:
 
 
 def test_the_diagram_shows_the_whole_table() -> None:
-    lines = mermaid().splitlines()
+    lines = ATTEMPTS.mermaid().splitlines()
     assert lines[:2] == ["stateDiagram-v2", "    [*] --> resting"]
     assert "    preparing --> superseded: newer / cancel" in lines
     assert len(lines) == len(ATTEMPTS) + 2

@@ -14,10 +14,11 @@ from replica_fakes import FakeEngine, FakeSource, make_replica
 from tiers import examples
 
 from midstream.core.errors import ReplicaUnavailable, SnapshotTransition
+from midstream.core.table import IllegalMove
 from midstream.core.types import BASE_SNAPSHOT, Desired, Stage
 from midstream.replica.gate import Door, Gate
 from midstream.replica.replica import Replica
-from midstream.replica.swap.table import MOVES, Event, IllegalMove, SwapMachine, mermaid
+from midstream.replica.swap.table import MOVES, Event, SwapMachine
 
 LOADING = [Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED]
 AFTER_COMMIT = (Stage.COMMITTING, Stage.CHECKING)
@@ -141,11 +142,11 @@ def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> Non
 
 
 def test_committing_can_be_left_only_by_its_own_outcome() -> None:
-    assert {event: to for (at, event), to in MOVES.items() if at is Stage.COMMITTING} == {
+    assert {event: to for (at, event), (to, _) in MOVES.items() if at is Stage.COMMITTING} == {
         Event.COMMITTED: Stage.CHECKING,
         Event.FAILED: Stage.ERROR,
     }
-    assert {event: to for (at, event), to in MOVES.items() if at is Stage.CHECKING} == {
+    assert {event: to for (at, event), (to, _) in MOVES.items() if at is Stage.CHECKING} == {
         Event.DESIRED: Stage.FETCHING,
         Event.CHECKED: Stage.IDLE,
         Event.FAILED: Stage.ERROR,
@@ -172,7 +173,7 @@ def test_weights_whose_check_failed_are_not_sound_until_a_check_passes() -> None
 
 
 def test_the_diagram_shows_the_whole_table() -> None:
-    lines = mermaid().splitlines()
+    lines = MOVES.mermaid().splitlines()
     assert lines[:2] == ["stateDiagram-v2", "    [*] --> idle"]
     assert "    staged --> committing: commit" in lines
     assert len(lines) == len(MOVES) + 2

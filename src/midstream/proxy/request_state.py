@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 
+from midstream.core.table import Table
+
 
 class Phase(enum.StrEnum):
     """Where a request stands. `resume_` and RESUMED: its stream had begun and its replica was lost."""
@@ -177,21 +179,24 @@ def _refused() -> Moves:
 
 
 #: The legal moves, all of them.
-MOVES: Moves = {
-    **_asking(*_FIRST),
-    **_refused(),
-    (Phase.SENT, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
-    (Phase.HELD, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
-    (Phase.PASSING, Event.END): (Phase.OVER, Action.FINISH),
-    (Phase.PASSING, Event.LOST): (Phase.RESUME_PLACING, Action.PLACE),
-    **_asking(*_AGAIN),
-    (Phase.RESUME_SENT, Event.HEAD): (Phase.RESUMED, Action.GO_ON),
-    (Phase.RESUMED, Event.END): (Phase.OVER, Action.FINISH),
-    **{(phase, Event.FAILED): (Phase.OVER, Action.ANSWER_ERROR) for phase in _FIRST},
-    **{(phase, Event.FAILED): (Phase.OVER, Action.END_SHORT) for phase in _STREAMING},
-    **{(phase, Event.CLIENT_GONE): (Phase.OVER, Action.COUNT_LEFT) for phase in _FIRST},
-    **{(phase, Event.CLIENT_GONE): (Phase.OVER, Action.LEAVE) for phase in _STREAMING},
-}
+MOVES: Table[Phase, Event, Action] = Table(
+    Phase.PLACING,
+    {
+        **_asking(*_FIRST),
+        **_refused(),
+        (Phase.SENT, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
+        (Phase.HELD, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
+        (Phase.PASSING, Event.END): (Phase.OVER, Action.FINISH),
+        (Phase.PASSING, Event.LOST): (Phase.RESUME_PLACING, Action.PLACE),
+        **_asking(*_AGAIN),
+        (Phase.RESUME_SENT, Event.HEAD): (Phase.RESUMED, Action.GO_ON),
+        (Phase.RESUMED, Event.END): (Phase.OVER, Action.FINISH),
+        **{(phase, Event.FAILED): (Phase.OVER, Action.ANSWER_ERROR) for phase in _FIRST},
+        **{(phase, Event.FAILED): (Phase.OVER, Action.END_SHORT) for phase in _STREAMING},
+        **{(phase, Event.CLIENT_GONE): (Phase.OVER, Action.COUNT_LEFT) for phase in _FIRST},
+        **{(phase, Event.CLIENT_GONE): (Phase.OVER, Action.LEAVE) for phase in _STREAMING},
+    },
+)
 
 #: The client has the head of a response.
 ANSWERED = frozenset((*_STREAMING, Phase.OVER))
@@ -209,10 +214,6 @@ RESUMING = frozenset(_AGAIN)
 SEEN = AT_UPSTREAM - {Phase.CONNECTING, Phase.RESUME_CONNECTING}
 
 
-class IllegalMove(RuntimeError):
-    """A move that the table does not have: a bug, never a user's or a replica's mistake."""
-
-
 class RequestState:
     """phase: where the request stands; it begins with PLACING. refusal: the reason why a response was held last."""
 
@@ -227,10 +228,7 @@ class RequestState:
 
     def move(self, event: Event) -> Action:
         """What the I/O is to do now. Raises IllegalMove."""
-        found = MOVES.get((self.phase, event))
-        if found is None:
-            raise IllegalMove(f"{event.value!r} at {self.phase.value!r}")
-        self.phase, action = found
+        self.phase, action = MOVES.move(self.phase, event)
         if action is Action.HOLD:
             self.refusal = event
         return action
@@ -242,13 +240,6 @@ def ruling(phase: Phase, reason: Event) -> Ruling:
     found = again if phase in RESUMING else first
     assert found is not None, f"{reason!r} at {phase!r}"
     return found
-
-
-def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the documentation."""
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.PLACING}"]
-    lines += [f"    {at} --> {to}: {event} / {action}" for (at, event), (to, action) in MOVES.items()]
-    return "\n".join(lines) + "\n"
 
 
 def rulings_table() -> str:

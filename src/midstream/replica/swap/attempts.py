@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import enum
 
+from midstream.core.table import Table
 from midstream.core.types import Desired
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.replica.swap import table
-from midstream.replica.swap.table import IllegalMove, SwapMachine, printed
+from midstream.replica.swap.table import SwapMachine
 
 #: Attempts in a row that may be given up for newer targets. Those given up while HELD are counted by themselves.
 GIVEN_UP_MAX = 2
@@ -90,28 +91,31 @@ _GIVEN_UP = (Phase.SUPERSEDED, Phase.STOPPED)
 _PROGRESS = (Event.STEP, Event.EARLY, Event.READY, Event.DRAINED, Event.CHECKED)
 
 #: The legal moves, all of them.
-ATTEMPTS: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
-    **{(phase, Event.BEGUN): (Phase.PREPARING, Action.LOAD) for phase in _BETWEEN},
-    **{(phase, Event.SERVES): (Phase.RESTING, Action.NOTHING) for phase in _BETWEEN},
-    (Phase.PREPARING, Event.STEP): (Phase.PREPARING, Action.REPORT),
-    (Phase.PREPARING, Event.EARLY): (Phase.HELD, Action.REPORT),
-    (Phase.PREPARING, Event.READY): (Phase.WAITING, Action.REPORT),
-    (Phase.HELD, Event.LET_GO): (Phase.WAITING, Action.GO_ON),
-    (Phase.WAITING, Event.DRAINED): (Phase.APPLYING, Action.REPORT),
-    (Phase.APPLYING, Event.APPLIED): (Phase.CHECKING, Action.REPORT),
-    (Phase.CHECKING, Event.CHECKED): (Phase.RESTING, Action.REPORT),
-    (Phase.APPLYING, Event.LOST_TRACK): (Phase.IN_DOUBT, Action.END_BOOT),
-    **{
-        (phase, Event.FAILED): (Phase.RESTING, Action.REPORT_ERROR)
-        for phase in (*_STAGES, Phase.APPLYING, Phase.CHECKING)
+ATTEMPTS: Table[Phase, Event, Action] = Table(
+    Phase.RESTING,
+    {
+        **{(phase, Event.BEGUN): (Phase.PREPARING, Action.LOAD) for phase in _BETWEEN},
+        **{(phase, Event.SERVES): (Phase.RESTING, Action.NOTHING) for phase in _BETWEEN},
+        (Phase.PREPARING, Event.STEP): (Phase.PREPARING, Action.REPORT),
+        (Phase.PREPARING, Event.EARLY): (Phase.HELD, Action.REPORT),
+        (Phase.PREPARING, Event.READY): (Phase.WAITING, Action.REPORT),
+        (Phase.HELD, Event.LET_GO): (Phase.WAITING, Action.GO_ON),
+        (Phase.WAITING, Event.DRAINED): (Phase.APPLYING, Action.REPORT),
+        (Phase.APPLYING, Event.APPLIED): (Phase.CHECKING, Action.REPORT),
+        (Phase.CHECKING, Event.CHECKED): (Phase.RESTING, Action.REPORT),
+        (Phase.APPLYING, Event.LOST_TRACK): (Phase.IN_DOUBT, Action.END_BOOT),
+        **{
+            (phase, Event.FAILED): (Phase.RESTING, Action.REPORT_ERROR)
+            for phase in (*_STAGES, Phase.APPLYING, Phase.CHECKING)
+        },
+        **{(phase, Event.NEWER): (Phase.SUPERSEDED, Action.CANCEL) for phase in (*_STAGES, Phase.CHECKING)},
+        **{(phase, Event.STOP): (Phase.STOPPED, Action.CANCEL) for phase in _STAGES},
+        **{(phase, event): (phase, Action.ABANDON) for phase in _GIVEN_UP for event in _PROGRESS},
+        **{(phase, Event.FAILED): (phase, Action.NOTHING) for phase in _GIVEN_UP},
+        (Phase.SUPERSEDED, Event.ENDED): (Phase.NEXT, Action.RELEASE),
+        (Phase.RESTING, Event.ENDED): (Phase.RESTING, Action.RELEASE),
     },
-    **{(phase, Event.NEWER): (Phase.SUPERSEDED, Action.CANCEL) for phase in (*_STAGES, Phase.CHECKING)},
-    **{(phase, Event.STOP): (Phase.STOPPED, Action.CANCEL) for phase in _STAGES},
-    **{(phase, event): (phase, Action.ABANDON) for phase in _GIVEN_UP for event in _PROGRESS},
-    **{(phase, Event.FAILED): (phase, Action.NOTHING) for phase in _GIVEN_UP},
-    (Phase.SUPERSEDED, Event.ENDED): (Phase.NEXT, Action.RELEASE),
-    (Phase.RESTING, Event.ENDED): (Phase.RESTING, Action.RELEASE),
-}
+)
 
 #: What a move of the replica's swap is for the attempt. Others are a STEP; for STAGED the target decides.
 _AS_EVENT = {
@@ -187,9 +191,7 @@ class Attempts:
 
     def move(self, event: Event) -> Action:
         """What the driver is to do now. Raises IllegalMove."""
-        found = ATTEMPTS.get((self.phase, event))
-        if found is None:
-            raise IllegalMove(f"{event.value!r} at {self.phase.value!r}")
+        phase, action = ATTEMPTS.move(self.phase, event)
         if event is Event.NEWER and self.phase is Phase.HELD:
             self._held_in_vain += 1
         elif event is Event.APPLIED:
@@ -197,7 +199,7 @@ class Attempts:
         elif event is Event.ENDED:
             superseded = self.phase is Phase.SUPERSEDED
             self._superseded_in_a_row = self._superseded_in_a_row + 1 if superseded else 0
-        self.phase, action = found
+        self.phase = phase
         return action
 
     @property
@@ -211,10 +213,3 @@ class Attempts:
             # Too often in vain, it waits for its turn, which comes before that of a newer one that has to wait, too.
             return self._held_in_vain < GIVEN_UP_MAX or (machine.held and not newer.hold)
         return self._superseded_in_a_row < GIVEN_UP_MAX and machine.supersedable
-
-
-def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the documentation."""
-    return printed(
-        Phase.RESTING, ((at, to, f"{event} / {action}") for (at, event), (to, action) in ATTEMPTS.items())
-    )

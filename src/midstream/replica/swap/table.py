@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
+from midstream.core.table import Table
 from midstream.core.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage, Transition
 
 TRANSITIONS_KEPT = 64
@@ -39,8 +40,7 @@ class Event(enum.StrEnum):
 
 BEFORE_COMMIT = (Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
 
-#: The legal moves, all of them.
-MOVES: dict[tuple[Stage, Event], Stage] = {
+_NEXT: dict[tuple[Stage, Event], Stage] = {
     **{
         (stage, Event.DESIRED): Stage.FETCHING
         for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT, Stage.CHECKING)
@@ -56,10 +56,8 @@ MOVES: dict[tuple[Stage, Event], Stage] = {
     (Stage.CHECKING, Event.CHECKED): Stage.IDLE,
     **{(stage, Event.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING, Stage.CHECKING)},
 }
-
-
-class IllegalMove(RuntimeError):
-    """A move that the table does not have: a bug, never a user's mistake."""
+#: The legal moves, all of them.
+MOVES: Table[Stage, Event, None] = Table(Stage.IDLE, {at: (to, None) for at, to in _NEXT.items()})
 
 
 class SwapMachine:
@@ -185,19 +183,16 @@ class SwapMachine:
             self.sound = False
 
     def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
-        stage = MOVES.get((self.stage, event))
-        if stage is None:
-            raise IllegalMove(f"{event.value!r} at {self.stage.value!r}: {self!r}")
-        self.stage = stage
+        self.stage, _ = MOVES.move(self.stage, event)
         self.target = desired
-        self.error = detail if stage is Stage.ERROR else None
+        self.error = detail if self.stage is Stage.ERROR else None
         self.transitions.append(
             Transition(
                 seq=self.seq,
                 at=self._clock(),
                 snapshot=desired.snapshot,
                 generation=desired.generation,
-                stage=stage,
+                stage=self.stage,
                 detail=detail,
             )
         )
@@ -217,21 +212,6 @@ def same_files(one: Desired, other: Desired) -> bool:
         and (None in (mine.content, theirs.content) or mine.content == theirs.content)
         for mine, theirs in zip(one.files, other.files, strict=True)
     )
-
-
-def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the documentation."""
-    return printed(Stage.IDLE, ((at, to, event) for (at, event), to in MOVES.items()))
-
-
-def printed(first: str, moves: Iterable[tuple[str, str, str]]) -> str:
-    """moves: from, to, label."""
-    lines = [
-        "stateDiagram-v2",
-        f"    [*] --> {first}",
-        *(f"    {at} --> {to}: {label}" for at, to, label in moves),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def printable(message: str) -> str:
