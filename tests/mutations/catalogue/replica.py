@@ -203,7 +203,7 @@ REPLICA = (
     Mutation(
         "older_streams_are_resumed_as_the_newests",
         "replica/response/generation.py",
-        "return self._requests[0].snapshot or self._service.serving()",
+        "return self._work.requests[0].snapshot or self._service.serving()",
         "return self._service.serving()",
         "A pinned stream goes on where its snapshot stays.",
         (

@@ -1,0 +1,104 @@
+"""What a generation was like: its usage, its metrics, and the snapshots that its tokens were labelled with.
+
+Always holds: the final metrics are made once, so that a stream's last chunk and its headers say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from midstream.core.types import GenerationEvent
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.choice import Choice
+from midstream.replica.response.shapes import CachedDetails, Usage
+from midstream.replica.response.work import Surroundings, Timings
+from midstream.replica.sessions import Turn
+
+
+class Measured:
+    """snapshot: the newest one that any token was labelled with."""
+
+    def __init__(
+        self,
+        service: Surroundings,
+        checked: Checked,
+        prompts: Sequence[Prompt],
+        timings: Timings,
+        snapshot: str,
+    ) -> None:
+        self._service = service
+        self._stops = bool(checked.stops)
+        self._prompt_tokens = [len(prompt.token_ids) for prompt in prompts]
+        self.timings = timings
+        #: Maps a prompt index to the number of reused tokens.
+        self.cached: dict[int, int] = {}
+        self.snapshot = snapshot
+        #: The snapshots that tokens were labelled with, in their order, and when each first was.
+        self.labels: dict[str, float] = {}
+        self._final: dict[str, Any] | None = None
+
+    @property
+    def took_s(self) -> float:
+        return self._service.monotonic() - self.timings.started
+
+    def take(self, prompt: int, event: GenerationEvent, *, replayed: bool) -> None:
+        """Notes what the event tells of the prompt's KV and of time."""
+        if event.cached_tokens is not None:
+            self.cached.setdefault(prompt, event.cached_tokens)
+        if event.queued_s is not None:
+            self.timings.queued_s = max(event.queued_s, self.timings.queued_s or 0.0)
+        if event.tokens and self.timings.first_token is None and not replayed:
+            self.timings.first_token = self._service.monotonic()
+
+    def label(self, before: str | None, snapshot: str) -> None:
+        """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so
+        the token that came last is not always of the newest snapshot: one is newer when no token had it so far, or when
+        a choice went on to it from the newest."""
+        if snapshot not in self.labels or before == self.snapshot:
+            self.labels.setdefault(snapshot, self._service.monotonic())
+            self.snapshot = snapshot
+
+    def turn(self, turn: Turn, choices: Sequence[Choice], had: Sequence[int]) -> None:
+        """Fills in the turn, at the request's end. had: the tokens of each choice that were generated elsewhere."""
+        made = [choice.generated - before for choice, before in zip(choices, had, strict=True)]
+        turn.prompt_tokens, turn.generated_tokens = sum(self._prompt_tokens), sum(made)
+        turn.cached_tokens = sum(self.cached.values())
+        turn.longest = max(made)
+        turn.finishes = tuple([choice.finish or "abort" for choice in choices])
+        first, now = self.timings.first_token, self._service.monotonic()
+        turn.request_s, turn.queued_s = now - self.timings.started, self.timings.queued_s
+        if first is not None:
+            turn.first_token_s = first - self.timings.started
+            turn.generation_s = now - first
+
+    def usage(self, choices: Sequence[Choice], *, aborted: bool) -> Usage:
+        """aborted: a choice was ended by its trainer."""
+        prompt, completion = sum(self._prompt_tokens), sum(choice.generated for choice in choices)
+        return Usage(prompt, completion, prompt + completion, self._cached_details(aborted))
+
+    def _cached_details(self, aborted: bool) -> CachedDetails | UnsetType:
+        """Absent when a stop string ended the request before the engine told how much was cached."""
+        if len(self.cached) < len(self._prompt_tokens) and (self._stops or aborted):
+            return UNSET
+        return CachedDetails(sum(self.cached.values()))
+
+    def metrics(self, *, done: bool, aborted: bool) -> dict[str, Any]:
+        if self._final is not None:
+            return self._final
+        started, first_token = self.timings.started, self.timings.first_token
+        metrics: dict[str, Any] = {"prompt-tokens": sum(self._prompt_tokens)}
+        known = done or len(self.cached) == len(self._prompt_tokens)
+        if known and self._cached_details(aborted) is not UNSET:
+            metrics["cached-prompt-tokens"] = sum(self.cached.values())
+        metrics["num-concurrent-requests"] = self._service.gate.inside
+        if self.timings.queued_s is not None:
+            metrics["prefill-queue-duration"] = round(self.timings.queued_s, 6)
+        if first_token is not None:
+            metrics["server-time-to-first-token"] = round(first_token - started, 6)
+        if done:
+            metrics["server-processing-time"] = round(self._service.monotonic() - started, 6)
+            self._final = metrics
+        return metrics
