@@ -146,7 +146,7 @@ def no_sessions(server: Server, options: list[str]) -> None:
 
 
 #: A few of the faults; the tier `all` has them all.
-SOME = 8
+SOME = 16
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def run(framework: str, server: Server) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(
     "framework",
     ["openai-agents", *map(variant, ("openai-agents-responses", "pydantic-ai", "pydantic-ai-messages"))],

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from serving import Server, serve
 
+from midstream.core.versions import HEADER_SNAPSHOT_WAIT
+
 USER: list[Any] = [{"role": "user", "content": "What to wear?"}]
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -112,7 +114,7 @@ def test_the_sdk_raises_its_own_errors(sdk: anthropic.Anthropic, server: Server)
     body = missing.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
     with pytest.raises(anthropic.ConflictError) as other:
-        sdk.messages.create(model=f"{server.model}@never", **asked)
+        sdk.messages.create(model=f"{server.model}@never", extra_headers={HEADER_SNAPSHOT_WAIT: "0"}, **asked)
     body = other.value.body
     assert (body["type"], body["error"]["code"]) == ("error", "snapshot_not_served")
     with pytest.raises(anthropic.BadRequestError):

@@ -125,6 +125,7 @@ def put(server: Server, identity: str, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, server.bucket / identity)
 
 
+@pytest.mark.variant
 @pytest.mark.timeout(1800)
 def test_two_deployments_live_side_by_side(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     second = tmp_path / "second"

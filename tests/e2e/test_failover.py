@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from serving import Server, descendants, serve
+from tiers import variant
 
 STREAMS = 32
 TOKENS = 300
@@ -266,7 +267,7 @@ def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Serve
     run(served, main)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, variant(signal.SIGSTOP)])
 def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: signal.Signals) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         expected = await whole(http, served.model, FEW)
@@ -331,6 +332,7 @@ def test_no_client_of_a_known_session_sees_that_an_engine_died(served: Server) -
     run(served, main)
 
 
+@pytest.mark.variant
 def test_streams_of_a_replica_that_does_not_answer_any_more_go_on_elsewhere(served: Server) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         expected = await whole(http, served.model, FEW)

@@ -94,6 +94,7 @@ def in_order(labels: list[str], *order: str) -> bool:
     return labels == sorted(labels, key=order.index)
 
 
+@pytest.mark.variant
 def test_a_replica_that_is_killed_before_its_own_swap_when_the_other_has_switched(
     server: Server, publisher: SnapshotPublisher, steps: Steps
 ) -> None:

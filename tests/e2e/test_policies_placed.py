@@ -128,6 +128,7 @@ class Stream(threading.Thread):
         assert labels == {identity(self.number)}
 
 
+@pytest.mark.variant
 def test_each_of_many_policies_is_sampled_as_itself_and_what_made_way_comes_back(
     server: Server, adapters: Adapters
 ) -> None:

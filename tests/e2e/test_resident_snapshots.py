@@ -164,6 +164,7 @@ def test_an_older_snapshot_of_a_policy_is_served_beside_its_newest(
         sample(server, "learner@adapter-0", prompt)
 
 
+@pytest.mark.variant
 def test_a_pinned_stream_whose_replica_is_killed_goes_on_where_its_snapshot_stays(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
