@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.api import status as signals
+from midstream.api import capabilities as signals
 from midstream.core.types import ENGINE_FEATURES, EngineCard
 from midstream.engine.embedded.protocol import embedded_card
 from midstream.engine.vllm.arguments import LACKS, vllm_card

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.api.answers import DeploymentHealth, Health, ReplicaHealth
-from midstream.api.status import engine_of
+from midstream.api.capabilities import engine_of
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, serves
 from midstream.core.scopes import OBSERVE, SCOPES, Need
 from midstream.core.wires import TRAINER_HEALTH

@@ -19,9 +19,11 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from midstream.api import ledger_view
 from midstream.api.adapter_calls import AdapterCallsApi, Adapters
 from midstream.api.addons import AddonsApi
 from midstream.api.answers import DeploymentLedger, HintTaken, HotLoadStatus, LedgerReset, SignalTaken
+from midstream.api.capabilities import check_signal
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PoliciesApi, ending
 from midstream.api.signals import (
@@ -32,7 +34,7 @@ from midstream.api.signals import (
     overwrites,
     source_url,
 )
-from midstream.api.status import check_signal, ledger_shown, replica_rows, unloaded
+from midstream.api.status import replica_rows, unloaded
 from midstream.api.trainer_calls import TrainerApi
 from midstream.api.updates import Take, Updates
 from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Parameter, number, serves, text
@@ -288,7 +290,7 @@ class HotLoadApi:
         # A long run's answer has many megabytes. It is made in a thread: the loop's streams would wait for it.
         def shown() -> Response:
             return answered(
-                ledger_shown(state, snapshots, newest[-limit:], older_left_out=len(newest) > limit)
+                ledger_view.shown(state, snapshots, newest[-limit:], older_left_out=len(newest) > limit)
             )
 
         return await asyncio.to_thread(shown)

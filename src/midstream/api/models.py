@@ -9,7 +9,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from midstream.api.answers import Model, ModelList
-from midstream.api.status import engines, max_model_len
+from midstream.api.capabilities import engines, max_model_len
 from midstream.core.endpoints import Endpoint, serves
 from midstream.core.scopes import ANY, SCOPES, Grant
 from midstream.fleet.access import grant_of, meant, shown_only

@@ -19,9 +19,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from midstream.api.capabilities import check_signal
 from midstream.api.resource_answers import Policies, Policy, PolicyEnding
 from midstream.api.signals import Metadata, Place, SignalBody
-from midstream.api.status import check_signal, replica_rows, unloaded
+from midstream.api.status import replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
 from midstream.core.endpoints import ONE_DEPLOYMENT, PAGE_AFTER, Endpoint, number, serves
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable

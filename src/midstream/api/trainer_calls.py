@@ -31,7 +31,7 @@ from midstream.api.answers import (
     WeightsUpdatedFromDisk,
     WorldSize,
 )
-from midstream.api.status import max_model_len
+from midstream.api.capabilities import max_model_len
 from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, only
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, choice, flag, serves
 from midstream.core.errors import (
