@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from midstream_conformance import session
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from serving import Server, serve
 
 API_KEY = "conformance-key"
+
+
+@pytest.fixture(autouse=True)
+def fixed_questions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test asks the same in every run. A model that was never trained ends one answer in twenty before it has all of its
+    tokens, and in that one a fault of a token too many is not seen."""
+    seeds = itertools.count(zlib.crc32(request.node.name.encode()))
+    monkeypatch.setattr(session, "secrets", SimpleNamespace(randbits=lambda bits: next(seeds)))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,102 @@
+"""What is known of one request for inference: what its client asked for, the replica that it is at, and those it was at.
+
+Always holds: these are facts, without judgement; replica_route.py judges by them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from midstream.core.types import ReplicaReport, Session
+from midstream.core.wires import UserField
+from midstream.fleet.placement import Prompt
+from midstream.fleet.view import ReplicaView
+from midstream.proxy.request_state import Event, Phase, Ruling, ruling
+
+if TYPE_CHECKING:
+    from midstream.proxy.proxy import AtReplica, Placed
+
+#: Replicas that fail with a request before a client has to ask again.
+LOST_SENDS_MAX = 2
+#: Refusals for which a request is placed anew before a client has to ask again.
+PLACED_ANEW_MAX = 8
+#: Replicas with too much to do that are asked.
+BUSY_MAX = 2
+
+
+class Asked:
+    """in_path: the session that the path named. user_field: of the body, that names the session where no other one does.
+    session: None: it has none. prompt: its beginning, of a request that may follow it. mode: what the client wants done when
+    its stream is lost."""
+
+    __slots__ = ("in_path", "mode", "prompt", "session", "user_field")
+
+    def __init__(self, in_path: bytes | None, user_field: UserField) -> None:
+        self.in_path = in_path
+        self.user_field = user_field
+        self.session: Session | None = None
+        self.prompt: Prompt | None = None
+        self.mode = "off"
+
+
+class Sending:
+    """The replica that was chosen last, and the request as it is counted there.
+
+    report: what the replica had reported when the request came there; nobody judged one that comes while it connects. boot: the
+    boot that the request is meant for.
+    """
+
+    __slots__ = ("boot", "here", "placed", "report")
+
+    def __init__(self) -> None:
+        self.placed: Placed | None = None
+        self.report: ReplicaReport | None = None
+        self.boot = ""
+        self.here: AtReplica | None = None
+
+    @property
+    def chosen(self) -> Placed:
+        """Only asked once a replica was chosen."""
+        assert self.placed is not None
+        return self.placed
+
+    @property
+    def view(self) -> ReplicaView:
+        return self.chosen.view
+
+    @property
+    def name(self) -> str | None:
+        return None if self.placed is None else self.placed.view.name
+
+    def enter(self, here: AtReplica) -> None:
+        self.here = here
+        self.report = self.view.report
+        self.boot = "" if self.report is None else self.report.boot
+
+
+class Tries:
+    """replicas: the names of those that are not asked again. lost: how many failed with the request. refused: why replicas
+    refused it, in their order. why: why the last one could not take it, as the beginning of a sentence."""
+
+    __slots__ = ("lost", "refused", "replicas", "why")
+
+    def __init__(self) -> None:
+        self.replicas: set[str] = set()
+        self.lost = 0
+        self.refused: tuple[Event, ...] = ()
+        self.why = ""
+
+    @property
+    def too_many_lost(self) -> bool:
+        return self.lost >= LOST_SENDS_MAX
+
+    @property
+    def too_often_anew(self) -> bool:
+        anew = sum(ruling(Phase.SENT, reason) is Ruling.ANEW for reason in self.refused)
+        return anew > PLACED_ANEW_MAX
+
+    def is_last(self, refusal: Event) -> bool:
+        """Whether no further replica is asked after this refusal."""
+        if refusal is Event.BUSY:
+            return self.refused.count(refusal) >= BUSY_MAX
+        return self.lost + 1 >= LOST_SENDS_MAX
