@@ -7,7 +7,7 @@ from test_resume import SESSION, WHOLE, WRITES, answer, go_on, losing, resumes
 
 from midstream.core.errors import AnotherBoot
 from midstream.core.types import ReplicaReport
-from midstream.proxy.replica_route import PLACED_ANEW_MAX
+from midstream.proxy.request_facts import PLACED_ANEW_MAX
 
 
 def refuse(peer: Peer) -> None:

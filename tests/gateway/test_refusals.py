@@ -36,7 +36,7 @@ from midstream.core.resumption import CannotResume, given_up
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import Refusal, Refused, VersionConstraint
 from midstream.proxy.refusals import answer as answer_of
-from midstream.proxy.replica_route import PLACED_ANEW_MAX
+from midstream.proxy.request_facts import PLACED_ANEW_MAX
 from midstream.proxy.request_state import RULINGS, Event, Phase, ruling
 
 REPLICAS = 6

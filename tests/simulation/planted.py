@@ -181,10 +181,10 @@ def _places_leak() -> None:
     before = ReplicaRoute.leave
 
     def leave(self: ReplicaRoute) -> None:
-        view, here = self._view, self._here
+        placed, here = self._at.placed, self._at.here
         before(self)
-        if view is not None and here is not None and self._status != 200:
-            view.in_flight += 1
+        if placed is not None and here is not None and self._status != 200:
+            placed.view.in_flight += 1
 
     ReplicaRoute.leave = leave  # type: ignore[method-assign]
 
@@ -218,8 +218,7 @@ def _a_later_report_admits() -> None:
         return await opened(self, **given)
 
     def own_lines(self: ReplicaRoute) -> list[bytes]:
-        assert self._view is not None
-        self._placed_under = self._view.report or self._placed_under
+        self._at.report = self._at.view.report or self._at.report
         return before(self)
 
     def lines(self: VersionJudge, view: ReplicaView, under: ReplicaReport) -> list[bytes]:

@@ -47,7 +47,7 @@ from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
 from midstream.launch.supervisor import Supervisor
 from midstream.ledger.database import Database
 from midstream.proxy.proxy import Proxy
-from midstream.proxy.replica_route import LOST_SENDS_MAX
+from midstream.proxy.request_facts import LOST_SENDS_MAX
 from midstream.replica.replica import Replica
 from midstream.replica.text.chat import TextModel
 

@@ -28,16 +28,16 @@ from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailab
 from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import PATH_RESUME
 from midstream.core.tracing import Attribute
-from midstream.core.types import ReplicaReport, Session
 from midstream.core.versions import NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
-from midstream.fleet.placement import Prompt, follows, read_prompt
+from midstream.fleet.placement import follows, read_prompt
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.reader import Request
 from midstream.proxy import refusals
 from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
+from midstream.proxy.request_facts import Asked, Sending, Tries
 from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, Event, Phase, Ruling, ruling
 from midstream.proxy.resume import (
     END,
@@ -70,76 +70,51 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Replicas that fail with a request before a client has to ask again.
-LOST_SENDS_MAX = 2
-#: Refusals for which a request is placed anew before a client has to ask again.
-PLACED_ANEW_MAX = 8
-#: Replicas with too much to do that are asked.
-BUSY_MAX = 2
-
 _BOOT = HEADER_BOOT.encode()
 
 
 class ReplicaRoute(Route):
     """A request for inference."""
 
-    # Most requests never set these.
-    _session: Session | None = None
-    #: Its beginning, of a request that may follow it.
-    _prompt: Prompt | None = None
-    #: The replicas that were lost with it, if any were.
-    losses: Losses | None = None
     audited = False
     traced = True
+    # Most requests never set these.
+    #: The replicas that were lost with it, if any were.
+    losses: Losses | None = None
     _versions: VersionJudge | None = None
-    #: Replicas that failed with this request.
-    _lost_sends = 0
-    #: Why replicas refused it, in their order.
-    _refused: tuple[Event, ...] = ()
     #: Of its stream, once the replica of that was lost.
     _rest: Rest | None = None
-    #: Why the last replica could not take it.
-    _why = ""
     #: Of the answer that the client gets, or that was refused last.
     _status = 0
-    #: What the replica had reported when it was placed, and the boot. Nobody judged a report that comes while it connects.
-    _placed_under: ReplicaReport | None = None
-    _boot = ""
-    #: What the client wants done when its stream is lost (resumption.FAILOVER_MODES).
-    _mode = "off"
 
     def __init__(self, proxy: Proxy, request: Request, wire: Wire, in_path: bytes | None = None) -> None:
         """in_path: the session that the path named, of which `request` shows nothing any more."""
         super().__init__(proxy, request)
-        self._in_path = in_path
         self.path_class = wire.name
         self.errors = wire.errors
-        self._user_field = wire.user
         self._deployment = proxy.deployments.default
-        self._tried: set[str] = set()
+        self._asked = Asked(in_path, wire.user)
+        self._at = Sending()
+        self._tries = Tries()
         self._policy_wait = PolicyWait()
-        self._view: ReplicaView | None = None
-        self._placed: Placed | None = None
-        #: That is counted on the view.
-        self._here: AtReplica | None = None
 
     # -- before there is a replica
 
     def start(self) -> None:
-        request, proxy = self._request, self._proxy
-        self._mode = failover_mode(request.first)
+        request, proxy, asked = self._request, self._proxy, self._asked
+        asked.mode = failover_mode(request.first)
         constraint = constraint_of_headers(request.first)
-        self._deployment = proxy.deployment_of(request, self._caller.grant, self._user_field)
+        self._deployment = proxy.deployment_of(request, self._caller.grant, asked.user_field)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
-        said, named = request.first, self._in_path
-        key = session_key(said, request.body, self._user_field) if named is None else key_in_path(named, said)
+        said, named = request.first, asked.in_path
+        key = session_key(said, request.body, asked.user_field) if named is None else key_in_path(named, said)
         follow = follows(said)
         if key is not None:
-            self._session = (self._caller.tenant, key)
+            asked.session = (self._caller.tenant, key)
         several = len(self._deployment.replicas.views) > 1
         if (key is None or follow) and several and proxy.follows_prefixes:
-            self._prompt = read_prompt(self._caller.tenant, request.body, short=follow)
+            asked.prompt = read_prompt(self._caller.tenant, request.body, short=follow)
         self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
 
     def place(self) -> Judgement:
@@ -149,15 +124,15 @@ class ReplicaRoute(Route):
         against = self._judge_version()
         if against is not None:
             return against
-        waits = self._policy_wait.before(self._deployment, self._lives_on(), self._tried)
+        waits = self._policy_wait.before(self._deployment, self._lives_on(), self._tries.replicas)
         if waits is not None:
             return waits
         placed = self._choose()
         if placed is None:
-            tried, lost = (self._tried, "") if self._rest is None else (set(), self._rest.lost)
-            none = ReplicaUnavailable(f"{self._why}no replica can take the request now")
+            tried, lost = (self._tries.replicas, "") if self._rest is None else (set(), self._rest.lost)
+            none = ReplicaUnavailable(f"{self._tries.why}no replica can take the request now")
             return self._policy_wait.judge(self._deployment, tried, lost) or self._failed(none)
-        self._placed, self._view = placed, placed.view
+        self._at.placed = placed
         return PLACED
 
     def _judge_version(self) -> Judgement | None:
@@ -172,12 +147,12 @@ class ReplicaRoute(Route):
         try:
             verdict = versions.decide(
                 replicas.views,
-                self._tried,
+                self._tries.replicas,
                 home if home is not None and home.usable else None,
                 asyncio.get_running_loop().time(),
                 self._deployment.names,
                 self._request,
-                self._user_field,
+                self._asked.user_field,
             )
         except MidstreamError as error:
             return self._failed(error)
@@ -189,10 +164,11 @@ class ReplicaRoute(Route):
 
     def _choose(self) -> Placed | None:
         proxy, deployment = self._proxy, self._deployment
-        placed = proxy.place(deployment, self._session, self._tried, self._eligible(), self._prompt)
-        if placed is not None and placed.stamp == 0 and self._rest is not None and self._session is not None:
+        session, tried = self._asked.session, self._tries.replicas
+        placed = proxy.place(deployment, session, tried, self._eligible(), self._asked.prompt)
+        if placed is not None and placed.stamp == 0 and self._rest is not None and session is not None:
             # With the stream its session moves, also from a replica that seems to be usable.
-            placed.stamp = deployment.sessions.settle(self._session, placed.view.name)
+            placed.stamp = deployment.sessions.settle(session, placed.view.name)
         return placed
 
     def _eligible(self) -> Callable[[ReplicaView], bool] | None:
@@ -201,7 +177,8 @@ class ReplicaRoute(Route):
 
     def _home(self) -> ReplicaView | None:
         """The replica that the session lives on, usable or not."""
-        home = None if self._session is None else self._deployment.sessions.home(self._session)
+        session = self._asked.session
+        home = None if session is None else self._deployment.sessions.home(session)
         return None if home is None else self._deployment.replicas.named(home)
 
     def _lives_on(self) -> str | None:
@@ -213,7 +190,7 @@ class ReplicaRoute(Route):
 
     def _may_be_told(self) -> bool:
         """A replica may yet say that it holds the session, or become usable."""
-        if self._session is None:
+        if self._asked.session is None:
             return not self._deployment.replicas.fleet.members
         home = self._home()
         return home is None or not home.usable
@@ -221,56 +198,53 @@ class ReplicaRoute(Route):
     # -- at a replica
 
     def enter(self, request: AtReplica) -> None:
-        view = self._view
-        assert view is not None
+        self._at.enter(request)
+        view = self._at.view
         view.replica.in_flight += 1
-        if self._prompt is not None:
-            self._deployment.prefixes.begin(self._prompt)
+        if self._asked.prompt is not None:
+            self._deployment.prefixes.begin(self._asked.prompt)
         upstream = self._proxy.upstream(view.replica)
         upstream.requests[request] = None
         self.pool = upstream.pool
-        self._here = request
-        self._placed_under = view.report
-        self._boot = "" if view.report is None else view.report.boot
 
     def leave(self) -> None:
-        here, self._here = self._here, None
-        if here is None or self._view is None:
+        here, self._at.here = self._at.here, None
+        if here is None:
             return
-        self._view.replica.in_flight -= 1
-        if self._prompt is not None:
-            self._deployment.prefixes.end(self._prompt)
-        self._proxy.upstreams[self._view.replica].requests.pop(here, None)
+        replica = self._at.view.replica
+        replica.in_flight -= 1
+        if self._asked.prompt is not None:
+            self._deployment.prefixes.end(self._asked.prompt)
+        self._proxy.upstreams[replica].requests.pop(here, None)
 
     def not_connected(self, phase: Phase, error: OSError) -> Judgement:
-        assert self._view is not None
         short = shortage(error, self.where())
         if short is not None:
             return self._failed(short)
         if isinstance(error, ConnectionRefusedError):
-            self._deployment.replicas.refused(self._view)
+            self._deployment.replicas.refused(self._at.view)
         return self._unreachable(phase, reason_of_failure(error), lost=phase in SEEN)
 
     def _own_lines(self) -> list[bytes]:
-        assert self._view is not None
         lines = [self._proxy.replica_header] if self._proxy.replica_header else []
-        if self._boot:
-            lines.append(b"%b: %b" % (_BOOT, self._boot.encode()))
-        stamp = None if self._placed is None else self._placed.stamp
-        lines += session_lines(self._request.first, self._session, stamp, self._in_path is not None)
+        if self._at.boot:
+            lines.append(b"%b: %b" % (_BOOT, self._at.boot.encode()))
+        stamp = self._at.chosen.stamp
+        lines += session_lines(
+            self._request.first, self._asked.session, stamp, self._asked.in_path is not None
+        )
         lines += self._proxy.deployment_lines(self._deployment)
         if self._versions is not None:
-            assert self._placed_under is not None
-            lines += self._versions.lines(self._view, self._placed_under)
+            assert self._at.report is not None
+            lines += self._versions.lines(self._at.view, self._at.report)
         if self._rest is None and self._resumable:
             lines.append(RESUMABLE + b": 1")
         return lines
 
     def response_lines(self) -> list[bytes]:
-        assert self._view is not None
-        assert self._placed is not None
-        reason = self._placed.decision.reason
-        return [f"x-midstream-replica: {self._view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
+        placed = self._at.chosen
+        reason = placed.decision.reason
+        return [f"x-midstream-replica: {placed.view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
 
     def told(self) -> dict[str, Attribute]:
         deployment = self._deployment
@@ -280,22 +254,21 @@ class ReplicaRoute(Route):
         }
         if deployment.policy:
             told["midstream.policy"] = deployment.policy
-        if self._session is not None:
-            told["midstream.session"] = self._session[1]
-        if self._view is not None and self._placed is not None:
-            told["midstream.replica"] = self._view.name
-            told["midstream.route_reason"] = self._placed.decision.reason
+        if self._asked.session is not None:
+            told["midstream.session"] = self._asked.session[1]
+        if (placed := self._at.placed) is not None:
+            told["midstream.replica"] = placed.view.name
+            told["midstream.route_reason"] = placed.decision.reason
         return told
 
     @property
     def _resumable(self) -> bool:
-        return self._mode != "off" and not self._request.http10
+        return self._asked.mode != "off" and not self._request.http10
 
     # -- what a replica answers
 
     def head(self, phase: Phase, status: int, headers: Headers) -> Event:
-        view = self._view
-        assert view is not None
+        view = self._at.view
         event = refusals.answer(phase, status, headers)
         if view.failures and event not in refusals.NO_SIGN_OF_LIFE:
             view.failures = 0
@@ -314,7 +287,7 @@ class ReplicaRoute(Route):
         return event
 
     def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
-        self._refused += (refusal,)
+        self._tries.refused += (refusal,)
         match ruling(phase, refusal):
             case Ruling.LOSS:
                 return self._engine_lost(phase)
@@ -333,35 +306,32 @@ class ReplicaRoute(Route):
 
     def _engine_lost(self, phase: Phase) -> Judgement:
         """The answer itself says that the boot is gone: nobody else is sent there before the replica reports another one."""
-        assert self._view is not None
-        self._why = f"the engine of {self._view.name} stopped while it served this request; "
-        self._deployment.replicas.replaced(self._view, self._boot)
+        self._tries.why = f"the engine of {self._at.view.name} stopped while it served this request; "
+        self._deployment.replicas.replaced(self._at.view, self._at.boot)
         error = self._lost_with_it(phase)
         return self._elsewhere(lost=True) if error is None else self._failed(error)
 
     def _place_anew(self, refusal: Event) -> Judgement:
         """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
         Or the policy is gone from there: it goes to where that is loaded next."""
-        view = self._view
-        assert view is not None
-        if sum(ruling(Phase.SENT, reason) is Ruling.ANEW for reason in self._refused) > PLACED_ANEW_MAX:
+        view = self._at.view
+        if self._tries.too_often_anew:
             return self._failed(ReplicaUnavailable("replicas began anew again and again"))
         if refusal is Event.POLICY_NOT_LOADED:
             self._deployment.replicas.lacks(view)
-        elif self._deployment.replicas.replaced(view, self._boot):
-            self._tried.add(view.name)
+        elif self._deployment.replicas.replaced(view, self._at.boot):
+            self._tries.replicas.add(view.name)
         self._proxy.metrics.retries["other_boot"] += 1
         return ELSEWHERE
 
     def _other_version(self, head: ResponseHead) -> Judgement:
-        assert self._view is not None
         unfit = refusal_in(head.headers)
         if unfit is None:
             return HEAD
         if self._versions is None:
             self._versions = self._judge_of(NOTHING)
         try:
-            self._versions.refused(self._view, unfit, self._placed_under)
+            self._versions.refused(self._at.view, unfit, self._at.report)
         except MidstreamError as error:
             return self._failed(error)
         self._proxy.metrics.retries["other_snapshot"] += 1
@@ -369,16 +339,15 @@ class ReplicaRoute(Route):
 
     def _another(self, refusal: Event) -> Judgement:
         """A replica that says it cannot take the request need not have the last word."""
-        view, placed, busy = self._view, self._placed, refusal is Event.BUSY
-        assert view is not None
-        assert placed is not None
-        may_move = self._session is None or placed.stamp is not None or not view.usable
-        enough = self._refused.count(refusal) >= BUSY_MAX if busy else self._lost_sends + 1 >= LOST_SENDS_MAX
-        tried = {*self._tried, view.name}
-        if enough or not may_move or not self._proxy.has_another(self._deployment, tried, self._eligible()):
+        view, placed = self._at.view, self._at.chosen
+        may_move = self._asked.session is None or placed.stamp is not None or not view.usable
+        tried = {*self._tries.replicas, view.name}
+        if self._tries.is_last(refusal) or not may_move:
+            return HEAD
+        if not self._proxy.has_another(self._deployment, tried, self._eligible()):
             return HEAD
         # A replica that was not overloaded may have failed while it worked on the request.
-        return self._elsewhere(lost=not busy)
+        return self._elsewhere(lost=refusal is not Event.BUSY)
 
     def ended(self) -> None:
         if self.losses is not None and self._status == 200:
@@ -412,18 +381,16 @@ class ReplicaRoute(Route):
 
     def _unreachable(self, phase: Phase, reason: str, *, lost: bool, obvious: bool = False) -> Judgement:
         """lost: the replica had been sent the request."""
-        assert self._view is not None
-        self._proxy.metrics.upstream_errors[self._view.name] += 1
-        logger.warning("%s failed before it answered: %s", self._view.name, reason, extra=self._named())
-        self._deployment.replicas.failed(self._view)
+        self._proxy.metrics.upstream_errors[self._at.view.name] += 1
+        logger.warning("%s failed before it answered: %s", self._at.view.name, reason, extra=self._named())
+        self._deployment.replicas.failed(self._at.view)
         error = self._lost_with_it(phase, obvious=obvious) if lost else None
         return self._elsewhere(lost=lost) if error is None else self._failed(error)
 
     def _elsewhere(self, *, lost: bool) -> Judgement:
-        assert self._view is not None
-        self._tried.add(self._view.name)
-        self._lost_sends += lost
-        if self._lost_sends >= LOST_SENDS_MAX:
+        self._tries.replicas.add(self._at.view.name)
+        self._tries.lost += lost
+        if self._tries.too_many_lost:
             return self._failed(ReplicaUnavailable("replicas failed while they worked on this request"))
         self._proxy.metrics.retries["other_replica"] += 1
         return ELSEWHERE
@@ -431,9 +398,9 @@ class ReplicaRoute(Route):
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
         began there meanwhile has the replica's own stamp."""
-        assert self._placed is not None
-        if self._session is not None and self._placed.stamp:
-            self._deployment.sessions.forget(self._session, self._placed.view.name, self._placed.stamp)
+        placed = self._at.chosen
+        if self._asked.session is not None and placed.stamp:
+            self._deployment.sessions.forget(self._asked.session, placed.view.name, placed.stamp)
 
     # -- a stream is lost
 
@@ -455,8 +422,7 @@ class ReplicaRoute(Route):
     def _resume(self, lines: bytes, reason: str, *, lost: bool) -> Judgement:
         """Another replica is to go on behind what the client has. lines: of the log. If there are none, the client has only
         the head of the response, and the request itself is sent again. lost: the replica counts as lost with it."""
-        view, request = self._view, self._request
-        assert view is not None
+        view, request = self._at.view, self._request
         rest = self._rest = Rest(view.name)
         self.log = None
         logger.warning("%s failed in the middle of a stream: %s", view.name, reason, extra=self._named())
@@ -466,10 +432,10 @@ class ReplicaRoute(Route):
         if lines:
             self.target = PATH_RESUME.encode()
             try:
-                self.body = rest.asked(request.target, request.body, lines, self._mode == "exact")
+                self.body = rest.asked(request.target, request.body, lines, self._asked.mode == "exact")
             except EngineFailed as error:
                 return self._failed(error)
-            self._tried |= rest.lacking(
+            self._tries.replicas |= rest.lacking(
                 self._deployment.replicas.views, of_policy=bool(self._deployment.policy)
             )
         judged = self._elsewhere(lost=lost)
@@ -477,30 +443,31 @@ class ReplicaRoute(Route):
 
     def _failed(self, error: MidstreamError) -> Judgement:
         if self._rest is not None:
-            error = self._rest.failed(error, last=self._lost_sends >= LOST_SENDS_MAX)
+            error = self._rest.failed(error, last=self._tries.too_many_lost)
         return Judgement(Event.FAILED, error)
 
     # -- which request replicas were lost with
 
     def _lost_with_it(self, phase: Phase, *, obvious: bool = False) -> RequestLostReplicas | None:
         """Note that a replica was lost with this request; the error, if it was probably the cause."""
-        view, proxy = self._view, self._proxy
-        assert view is not None
+        view, proxy = self._at.view, self._proxy
         routes = proxy.routes_at(view)
         beside = [route.losses for route in routes if route is not self and route.losses is not None]
         if self.losses is None:
             self.losses = Losses(proxy.suspects, self._caller.tenant, self._request)
-        return self.losses.add(Life(view.name, self._boot), beside, begun=phase in ANSWERED, obvious=obvious)
+        return self.losses.add(
+            Life(view.name, self._at.boot), beside, begun=phase in ANSWERED, obvious=obvious
+        )
 
     # -- inside
 
     def where(self) -> str:
-        return self._view.name if self._view else "a replica"
+        return self._at.name or "a replica"
 
     def _named(self) -> dict[str, str | None]:
         """What a line of the log says beside its message."""
-        session = None if self._session is None else self._session[1]
-        return {"replica": None if self._view is None else self._view.name, "session": session}
+        session = None if self._asked.session is None else self._asked.session[1]
+        return {"replica": self._at.name, "session": session}
 
     def _judge_of(self, constraint: VersionConstraint) -> VersionJudge:
         return VersionJudge(constraint, self._deployment.order, asyncio.get_running_loop().time())

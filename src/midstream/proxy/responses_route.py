@@ -29,7 +29,7 @@ class ResponsesRoute(ReplicaRoute):
     def head(self, phase: Phase, status: int, headers: Headers) -> Event:
         if status == 200 and phase is Phase.SENT:
             # Others may go on with the stream if this one is lost.
-            self._tried -= self._passed
+            self._tries.replicas -= self._passed
         return super().head(phase, status, headers)
 
     def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
@@ -41,12 +41,12 @@ class ResponsesRoute(ReplicaRoute):
         named = next((value for name, value in head.headers if name == _HELD_BY), b"").decode("latin-1")
         views = self._deployment.replicas.views
         holder = view_named(views, named)
-        if self._passed or holder is None or holder is self._view or holder.name in self._tried:
+        if self._passed or holder is None or holder is self._at.view or holder.name in self._tries.replicas:
             return HEAD
         if not holder.usable:
             return self._failed(ReplicaUnavailable(f"{named}, which made the response, cannot be asked now"))
-        self._passed = frozenset(view.name for view in views if view is not holder) - self._tried
-        self._tried |= self._passed
+        self._passed = frozenset(view.name for view in views if view is not holder) - self._tries.replicas
+        self._tries.replicas |= self._passed
         self._proxy.metrics.retries["holder"] += 1
         return ELSEWHERE
 

@@ -275,7 +275,7 @@ GATEWAY = (
     Mutation(
         "lost_engine_is_believed_when_it_is_reported",
         "proxy/replica_route.py",
-        "self._deployment.replicas.replaced(self._view, self._boot)",
+        "self._deployment.replicas.replaced(self._at.view, self._at.boot)",
         "pass",
         "An engine that an answer says is gone gets nobody's next request.",
         (
