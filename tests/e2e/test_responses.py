@@ -16,6 +16,8 @@ import openai
 import pytest
 from serving import Server, descendants, serve
 
+from midstream.core.versions import HEADER_SNAPSHOT_WAIT
+
 TOOL: dict[str, Any] = {
     "type": "function",
     "name": "look",
@@ -167,7 +169,9 @@ def test_responses_are_retrieved_and_deleted_and_not_kept_where_that_is_asked(
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve(unkept.id)
     with pytest.raises(openai.ConflictError):
-        sdk.responses.create(**{**asked, "model": f"{served.model}@never"})
+        sdk.responses.create(
+            **{**asked, "model": f"{served.model}@never"}, extra_headers={HEADER_SNAPSHOT_WAIT: "0"}
+        )
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.responses.create(**asked, tools=[{"type": "web_search"}])
     assert refused.value.param == "tools[0].type"
