@@ -81,12 +81,8 @@ class Generation:
         self._choices, self._stages = choices_and_stages(
             checked, work.prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
         )
-        #: The tokens of each choice that were generated elsewhere.
-        self._had = [0] * len(self._choices)
         self._echo = PromptEcho(checked, work.prompts)
         self._measured = Measured(service, checked, work.prompts, timings, self._serving())
-        #: What it was like, from its end on.
-        self.turn = Turn()
         is_logged = resumable and continued is None
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if is_logged else None
         self._encoder = work.wire.encoder(
@@ -145,10 +141,14 @@ class Generation:
         metrics = self._measured.metrics(done=done, aborted=self._engine.any_aborted)
         return {f"fireworks-{name}": str(value) for name, value in metrics.items()}
 
+    @property
+    def turn(self) -> Turn:
+        """What it was like, from its end on."""
+        return self._measured.turn
+
     def measure(self, turn: Turn) -> None:
         """Fills in the turn, at the request's end."""
-        self.turn = turn
-        self._measured.turn(turn, self._choices, self._had)
+        self._measured.fill_in(turn, self._choices)
 
     def abort(self, choices: Collection[int]) -> None:
         """Those that are open end with what they have, and the finish reason `abort`."""
@@ -256,8 +256,8 @@ class Generation:
                 prompt_records=0 if shown else request.prompt_records,
                 kv_age_max=0 if continued.exact else request.kv_age_max,
             )
-        self._had = [choice.generated for choice in self._choices]
-        self._encoder.seam = continued.seam(self._had)
+        had = self._measured.had = [choice.generated for choice in self._choices]
+        self._encoder.seam = continued.seam(had)
         return released
 
     async def _run(

@@ -38,6 +38,10 @@ class Measured:
         self.snapshot = snapshot
         #: The snapshots that tokens were labelled with, in their order, and when each first was.
         self.labels: dict[str, float] = {}
+        #: The tokens of each choice that were generated elsewhere.
+        self.had: Sequence[int] = ()
+        #: What the request was like, from its end on.
+        self.turn = Turn()
         self._final: dict[str, Any] | None = None
 
     @property
@@ -61,8 +65,10 @@ class Measured:
             self.labels.setdefault(snapshot, self._service.monotonic())
             self.snapshot = snapshot
 
-    def turn(self, turn: Turn, choices: Sequence[Choice], had: Sequence[int]) -> None:
-        """Fills in the turn, at the request's end. had: the tokens of each choice that were generated elsewhere."""
+    def fill_in(self, turn: Turn, choices: Sequence[Choice]) -> None:
+        """The turn, at the request's end."""
+        self.turn = turn
+        had = self.had or [0] * len(choices)
         made = [choice.generated - before for choice, before in zip(choices, had, strict=True)]
         turn.prompt_tokens, turn.generated_tokens = sum(self._prompt_tokens), sum(made)
         turn.cached_tokens = sum(self.cached.values())
