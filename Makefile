@@ -23,6 +23,7 @@
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
+# make walk    which files of midstream a streamed chat, a Tinker sample and a hot load pass, JSON; tests/test_size.py holds the numbers
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 # make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON;
@@ -240,6 +241,9 @@ bench-delta: setup setup-fireworks
 
 bench-start: setup
 	cd benchmarks && ../$(BIN)/python start.py --write $(BENCH_ARGS)
+
+walk: setup
+	cd benchmarks && ../$(BIN)/python walk.py --write $(BENCH_ARGS)
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)

@@ -37,7 +37,7 @@ from midstream.http.reader import Request
 from midstream.proxy import refusals
 from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
-from midstream.proxy.request_facts import Asked, Sending, Tries
+from midstream.proxy.request_facts import ClientAsked, Sending, Tries
 from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, Event, Phase, Ruling, ruling
 from midstream.proxy.resume import (
     END,
@@ -93,7 +93,7 @@ class ReplicaRoute(Route):
         self.path_class = wire.name
         self.errors = wire.errors
         self._deployment = proxy.deployments.default
-        self._asked = Asked(in_path, wire.user)
+        self._asked = ClientAsked(in_path, wire.user)
         self._at = Sending()
         self._tries = Tries()
         self._policy_wait = PolicyWait()

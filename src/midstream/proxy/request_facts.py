@@ -24,7 +24,7 @@ PLACED_ANEW_MAX = 8
 BUSY_MAX = 2
 
 
-class Asked:
+class ClientAsked:
     """in_path: the session that the path named. user_field: of the body, that names the session where no other one does.
     session: None: it has none. prompt: its beginning, of a request that may follow it. mode: what the client wants done when
     its stream is lost."""

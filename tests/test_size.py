@@ -1,0 +1,74 @@
+"""How large the house is: lines by package, class names that mean several things, files that a request passes.
+
+Each number is a bound. Lower it when there is less. A change that needs more raises it here, and says why in docs/decisions/.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from pathlib import Path
+
+import midstream
+
+SOURCE = Path(midstream.__file__).parent
+WALKS = Path(__file__).parents[1] / "benchmarks" / "results" / "walk.json"
+
+LINES_MAX = {
+    "api": 5540,
+    "apidocs": 10,
+    "client": 3450,
+    "commands": 2560,
+    "core": 3850,
+    "dashboard": 10,
+    "demo": 1630,
+    "engine": 10450,
+    "fleet": 4370,
+    "http": 1710,
+    "integrations": 930,
+    "launch": 4110,
+    "ledger": 2420,
+    "midstream": 150,
+    "models": 260,
+    "proxy": 4260,
+    "replica": 15330,
+    "snapshots": 4510,
+    "tinker": 5300,
+    "trainer": 1710,
+}
+#: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
+NAMES_TWICE_MAX = 70
+#: `make walk` measures them (benchmarks/walk.py).
+FILES_MAX = {"chat": 80, "tinker sample": 95, "hot load": 101}
+
+
+def package_of(module: Path) -> str:
+    inside = module.relative_to(SOURCE)
+    return inside.parts[0] if len(inside.parts) > 1 else "midstream"
+
+
+def test_no_package_has_more_lines_than_it_may() -> None:
+    lines = Counter[str]()
+    for module in SOURCE.rglob("*.py"):
+        lines[package_of(module)] += len(module.read_text().splitlines())
+    assert lines.keys() == LINES_MAX.keys()
+    more = {name: count for name, count in lines.items() if count > LINES_MAX[name]}
+    assert more == {}, "raise the bound in the open, or write less"
+
+
+def test_no_more_names_mean_several_things() -> None:
+    modules = Counter[str]()
+    for module in SOURCE.rglob("*.py"):
+        names = {
+            node.name for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ClassDef)
+        }
+        modules.update(name for name in names if not name.startswith("_"))
+    twice = sorted(name for name, count in modules.items() if count > 1)
+    assert len(twice) <= NAMES_TWICE_MAX, twice
+
+
+def test_a_request_passes_no_more_files_than_it_may() -> None:
+    walks = json.loads(WALKS.read_text())["walks"]
+    assert {name: walk["files"] for name, walk in walks.items() if walk["files"] > FILES_MAX[name]} == {}
+    assert walks.keys() == FILES_MAX.keys()
