@@ -19,6 +19,8 @@ import uvicorn
 # The gateway closes idle connections itself, long before.
 KEEP_ALIVE_S = 3600
 STOP_S = 2
+#: Of the event loop, within which a connection that came is known.
+TURNS = 10
 BACKLOG = 4096
 # Linux takes 107.
 SOCKET_PATH_BYTES_MAX = 103
@@ -104,9 +106,17 @@ class _Uvicorn(uvicorn.Server):
                     await self._ends.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.server_state.connections or self.server_state.tasks:
-            await super().shutdown(sockets)
-            return
+        """Who connected before the end is served: a connection is known a few turns of the loop after it came."""
+        await _turns()
         for server in self.servers:
             server.close()
-        await self.lifespan.shutdown()
+        await _turns()
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+        else:
+            await self.lifespan.shutdown()
+
+
+async def _turns() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
