@@ -115,6 +115,27 @@ def test_of_two_paths_that_match_the_more_specific_one_is_served_wherever_it_sta
     assert TestClient(app).get("/v1/sessions/a/b/trace").json() == {}
 
 
+def test_a_method_that_a_path_lacks_is_refused_with_all_that_it_has() -> None:
+    class Api:
+        @serves(
+            Endpoint("PATCH", "/one:scale", None, "Scales."), Endpoint("POST", "/one:scale", None, "Scales.")
+        )
+        async def scale(self, request: Request) -> Nothing:
+            return Nothing()
+
+        @serves(Endpoint("GET", "/one:scale", None, "Shows."))
+        async def get(self, request: Request) -> Nothing:
+            return Nothing()
+
+    client = TestClient(Starlette(routes=access.routes_of([Api()], lambda request, endpoint: None)))
+    refused = client.put("/one:scale")
+    assert refused.status_code == 405
+    assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD", "PATCH", "POST"}
+    assert [client.request(method, "/one:scale").status_code for method in ("HEAD", "PATCH", "POST")] == [
+        200
+    ] * 3
+
+
 def test_the_gateway_that_is_served_has_the_apis_of_these_tests() -> None:
     """A module that adds an API in launch/gateway.py belongs into whole_gateway() above."""
     wiring = (Path(control_app.__code__.co_filename).parents[1] / "launch" / "gateway.py").read_text()

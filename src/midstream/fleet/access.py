@@ -10,7 +10,7 @@ Always holds:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -33,6 +33,7 @@ _STATE = "midstream.grant"
 
 #: Raises what a request is refused with. The endpoint is the one that the request is to.
 Check = Callable[[Request, Endpoint], None]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def guarded(apis: Iterable[object], deployments: Deployments, *, keyed: bool) -> list[BaseRoute]:
@@ -49,13 +50,25 @@ def guarded(apis: Iterable[object], deployments: Deployments, *, keyed: bool) ->
 
 
 def routes_of(apis: Iterable[object], check: Check) -> list[BaseRoute]:
-    """A route for each endpoint of these objects, with `check` before its handler. The most specific path comes first."""
-    found = [(api, one, path) for api in apis for one in bound(type(api)) for path in one.endpoint.paths]
-    found.sort(key=lambda at: -own_letters(at[2]))
-    return [Route(path, _behind(check, api, one), methods=[one.endpoint.method]) for api, one, path in found]
+    """A route for each path of these objects' endpoints, with `check` before each handler, the most specific first."""
+    by_path: dict[str, dict[str, Handler]] = {}
+    for api in apis:
+        for one in bound(type(api)):
+            handler = _behind(check, api, one)
+            for path in one.endpoint.paths:
+                by_path.setdefault(path, {})[one.endpoint.method] = handler
+    paths = sorted(by_path, key=lambda path: -own_letters(path))
+    return [Route(path, _by_method(by_path[path]), methods=[*by_path[path]]) for path in paths]
 
 
-def _behind(check: Check, api: object, one: Bound) -> Callable[[Request], Awaitable[Response]]:
+def _by_method(handlers: Mapping[str, Handler]) -> Handler:
+    async def serve(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return serve
+
+
+def _behind(check: Check, api: object, one: Bound) -> Handler:
     endpoint, handler = one.endpoint, getattr(api, one.handler)
 
     async def serve(request: Request) -> Response:
