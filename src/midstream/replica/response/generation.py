@@ -301,13 +301,15 @@ class Generation:
     def _released(self, choice: Choice, event: GenerationEvent, replayed: bool) -> list[Piece]:
         prompt = choice.index // self.checked.n
         request = self._engine.requests[prompt]
-        self._measured.take(prompt, event, replayed=replayed)
+        self._measured.take(prompt, event)
         self._take_kv(choice, event, replayed)
         self._echo.take(prompt, request, event)
         pieces: list[Piece] = []
         if self._echo.of(prompt, choice):
             pieces = self._echoed(prompt, choice, request, event, replayed)
         stage = None if self._stages is None else self._stages[choice.index]
+        if event.tokens and not replayed:
+            self._measured.first_token()
         for record in event.tokens:
             if self.checked.routes and record.route is None and not replayed:
                 raise EngineFailed("the engine returned a token without its route")

@@ -48,13 +48,16 @@ class Measured:
     def took_s(self) -> float:
         return self._service.monotonic() - self.timings.started
 
-    def take(self, prompt: int, event: GenerationEvent, *, replayed: bool) -> None:
-        """Notes what the event tells of the prompt's KV and of time."""
+    def take(self, prompt: int, event: GenerationEvent) -> None:
+        """Notes what the event tells of the prompt's KV and of its waiting."""
         if event.cached_tokens is not None:
             self.cached.setdefault(prompt, event.cached_tokens)
         if event.queued_s is not None:
             self.timings.queued_s = max(event.queued_s, self.timings.queued_s or 0.0)
-        if event.tokens and self.timings.first_token is None and not replayed:
+
+    def first_token(self) -> None:
+        """A token came that the client gets."""
+        if self.timings.first_token is None:
             self.timings.first_token = self._service.monotonic()
 
     def label(self, before: str | None, snapshot: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from midstream.core.table import Table
+from midstream.core.table import IllegalMove, Table
 from midstream.core.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage, Transition
 
 TRANSITIONS_KEPT = 64
@@ -183,7 +183,11 @@ class SwapMachine:
             self.sound = False
 
     def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
-        self.stage, _ = MOVES.move(self.stage, event)
+        try:
+            self.stage, _ = MOVES.move(self.stage, event)
+        except IllegalMove as error:
+            error.add_note(repr(self))
+            raise
         self.target = desired
         self.error = detail if self.stage is Stage.ERROR else None
         self.transitions.append(
