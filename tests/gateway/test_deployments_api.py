@@ -494,3 +494,15 @@ def test_a_name_that_is_taken_is_refused_by_its_parameter_and_leaves_no_director
             assert not (server.bucket / "new").exists()
 
     serve(tmp_path, work)
+
+
+def test_a_field_that_a_later_version_stored_hides_no_deployment(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.ledger.update_deployment(DEFAULT, fields={"ofALaterVersion": 1, "region": "here"})
+        got = await server.got("default")
+        assert got["region"] == "here"
+        assert "ofALaterVersion" not in got
+        listed = (await server.http.get(COLLECTION)).json()["deployments"]
+        assert [one["name"] for one in listed] == [DEFAULT]
+
+    serve(tmp_path, work)

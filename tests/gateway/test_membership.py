@@ -248,6 +248,8 @@ def test_settings_name_replicas_and_weights_and_the_api_has_the_last_word(tmp_pa
         weights = {view.name: view.weight for view in server.replicas.views}
         assert weights == {"replica-0": 0.5, "10.0.0.7:9000": 4.0, "10.0.0.9:1": 1.0}
         await server.ask("PATCH", "/10.0.0.9:1", weight=7)
+        nothing = await server.ask("PATCH", "/10.0.0.9:1", status=400)
+        assert nothing["error"]["param"] == "weight"
         await server.ask("DELETE", "/10.0.0.9:1", status=400)
         assert server.replicas.views[2].weight == 7
 

@@ -1,7 +1,7 @@
-"""What the control app's successful answers are, as types: the OpenAPI document shows them to clients. Pure.
+"""What the control app's successful answers are, as types: handlers return them, and the OpenAPI document shows them. Pure.
 
-Owns: the fields of those answers, for the document alone. The endpoints build them as dicts. Those of resources are
-in resource_answers.py.
+Owns: the fields of those answers. Those of deployments are in resource.py, of replicas in fleet/membership.py, of the account,
+policies and add-ons in resource_answers.py.
 Always holds:
 - A field is in every answer unless its type has UnsetType. Null is only where the type has None.
 - Tests hold each answer that they get against these types, and fail on a field that is missing here.

@@ -253,7 +253,9 @@ def shown(
     reachable = sum(view.report is not None for view in views)
     state, code, message = _condition(row, deployment, stages, error)
     bucket_type = row.fields.get("hotLoadBucketType")
-    given = {name: value for name, value in row.fields.items() if not name.startswith("_")}
+    # A later version may have stored others.
+    known = DeploymentShown.__struct_fields__
+    given = {name: value for name, value in row.fields.items() if name in known}
     own = {
         "name": row.name,
         "baseModel": row.model,

@@ -209,6 +209,8 @@ class MembershipApi:
         deployment, name = self._deployment(request), self._replica(request)
         if body.url is not None:
             raise InvalidRequest("url: cannot be changed", param="url")
+        if body.weight is None and body.drain is None:
+            raise InvalidRequest("weight: give a weight, or drain", param="weight")
         row = await self._ledger.deployment(deployment.name)
         kept = entries_of_row(row).get(name, ReplicaEntry())
         weight = kept.weight if body.weight is None else body.weight

@@ -1,6 +1,7 @@
 """Where a request for inference goes: placed by session, version constraint and load, and what follows when its replica fails.
 
-Owns: what is known of one such request; the judgements are those of placement (fleet/), versions.py, resume.py and poison.py.
+What is known of one such request is in request_facts.py. The judgements are those of placement (fleet/), versions.py, resume.py
+and poison.py.
 Always holds:
 - A request is sent to another replica only while no response byte has been passed on, and at most LOST_SENDS_MAX replicas fail
   with it. After a 429 it is sent to one more. A stream is resumed once, within the same bound.
