@@ -134,9 +134,10 @@ def test_32_streams_cross_three_hot_loads_and_every_token_is_of_its_label(
     crossed: Counter[str] = Counter()
     for before, name in pairwise(order):
         there = Counter(stream.replica for stream in streams if {before, name} <= set(stream.labels))
-        # Many streams may have just ended at one of the switches.
-        assert set(there) == {"replica-0", "replica-1"}, (name, there)
+        # All streams of a replica may have just ended at one of its switches.
+        assert there, name
         crossed += there
+    assert set(crossed) == {"replica-0", "replica-1"}, crossed
     assert min(crossed.values()) >= CROSSING, crossed
     for stream in streams:
         off = np.abs(np.subtract([t[1] for t in stream.tokens], expected_logprobs(stream, models)))
