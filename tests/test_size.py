@@ -23,7 +23,7 @@ LINES_MAX = {
     "core": 3850,
     "dashboard": 10,
     "demo": 1630,
-    "engine": 10450,
+    "engine": 10530,
     "fleet": 4390,
     "http": 1710,
     "integrations": 930,

@@ -26,13 +26,15 @@ from midstream.engine.base import StagingFailed
 from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded import loading
 from midstream.engine.embedded import protocol as m
-from midstream.engine.embedded.background import DROPPED, NICENESS, Background, Stager, digest
+from midstream.engine.embedded.background import NICENESS, Background
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import _PolicySlot
 from midstream.engine.embedded.loading import LoadedModel, load_beside, load_model
 from midstream.engine.embedded.loop import CALM_STEPS, EngineLoop
 from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.modules import UnsupportedModel
+from midstream.engine.embedded.stager import DROPPED, Stager
+from midstream.engine.embedded.weights_digest import digest
 
 SETTINGS = EngineSettings(kv_cache_tokens=256, threads=1)
 FAMILIES: dict[str, dict[str, Any]] = {

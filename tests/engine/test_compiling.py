@@ -15,7 +15,8 @@ from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.loop import EngineLoop, GrammarQueue
+from midstream.engine.embedded.grammar_queue import GrammarQueue
+from midstream.engine.embedded.loop import EngineLoop
 from midstream.http.ipc import Channel, Disconnected
 
 GRAMMAR = 'start: %json {"type": "boolean"}'

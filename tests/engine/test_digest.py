@@ -13,10 +13,10 @@ from engine_helpers import needs_compiler, request, run
 from midstream.core.config import EngineSettings
 from midstream.core.types import ModelInfo, SnapshotCheck
 from midstream.engine.base import EngineDied
-from midstream.engine.embedded import background as digest_module
-from midstream.engine.embedded.background import CHUNK_BYTES, digest
+from midstream.engine.embedded import weights_digest
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
+from midstream.engine.embedded.weights_digest import CHUNK_BYTES, digest
 from midstream.replica.swap.driver import Checker
 
 torch.set_num_threads(1)
@@ -52,10 +52,10 @@ def test_weights_leave_a_device_in_few_copies_and_have_the_digest_of_their_chunk
         return cpu(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    monkeypatch.setattr(digest_module, "PIECE_BYTES", 4 * CHUNK_BYTES, raising=False)
+    monkeypatch.setattr(weights_digest, "PIECE_BYTES", 4 * CHUNK_BYTES, raising=False)
     whole = digest(weights)
     assert copies == [4 * CHUNK_BYTES, 4 * CHUNK_BYTES, CHUNK_BYTES + 4, 12]
-    monkeypatch.setattr(digest_module, "PIECE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(weights_digest, "PIECE_BYTES", CHUNK_BYTES)
     assert digest(weights) == whole
 
 

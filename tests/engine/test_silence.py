@@ -15,8 +15,9 @@ import uvloop
 from engine_helpers import request
 
 from midstream.core.config import EngineSettings
-from midstream.engine.base import CHECK_INTERVAL_S, EngineDied, SilenceTimer, StillnessTimer, cpu_ticks
+from midstream.engine.base import EngineDied
 from midstream.engine.embedded.engine import EmbeddedEngine
+from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer, StillnessTimer, cpu_ticks
 
 pytestmark = pytest.mark.slow
 

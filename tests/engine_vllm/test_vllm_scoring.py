@@ -11,7 +11,7 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import TokenRecord
 from midstream.engine.vllm.protocol import NOT_FINITE
-from midstream.engine.vllm.requests import TRIES
+from midstream.engine.vllm.scoring import TRIES
 
 PROMPT = tuple(range(20, 32))
 

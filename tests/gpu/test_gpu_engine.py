@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import SamplingParams
-from midstream.engine.embedded.background import digest, kind
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.sampler import Sampled, SampleRow, sample, score
+from midstream.engine.embedded.weights_digest import digest, kind
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},

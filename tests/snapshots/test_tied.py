@@ -20,8 +20,8 @@ from midstream.client import PublishError, SnapshotPublisher
 from midstream.core.config import EngineSettings
 from midstream.core.errors import SnapshotIncompatible
 from midstream.core.types import Desired
-from midstream.engine.embedded.background import digest
 from midstream.engine.embedded.loading import load_beside, load_model
+from midstream.engine.embedded.weights_digest import digest
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.source import CachedSource
 from midstream.snapshots.layout import read_spec

@@ -2,22 +2,11 @@
 
 Owns: the contract only. Implementations: engine/embedded (PyTorch), engine/vllm (an unmodified vLLM server).
 Methods are called from one asyncio event loop. None of them blocks it.
-
-The events of one request on their way from an engine to the iterator of `generate`.
-
-Always holds: events come out in the order in which the engine put them. After the last event of a choice, after `end_choice`
-and after an error, no event of that choice comes out.
-
-How long another process has been silent while this process listened, or stood still. Pure, but for `cpu_ticks`.
-
-Always holds: time in which our own event loop stood still does not count. Messages from that time are read afterwards.
 """
 
 from __future__ import annotations
 
 import abc
-import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
@@ -169,105 +158,3 @@ class Engine(Slot):
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         """Call `callback(reason)` when the engine dies by itself (not by close)."""
-
-
-class RequestEvents:
-    """open: the choices that are not over."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
-        self.open = set(request.choices)
-        self._arrived: deque[GenerationEvent | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.request.request_id}, open={sorted(self.open)})"
-
-    def put(self, item: GenerationEvent | Exception) -> None:
-        """Add an event, or the error that ends the request."""
-        self._arrived.append(item)
-        self._wake()
-
-    async def next(self) -> GenerationEvent | None:
-        """The next event; None when every choice is over. Raises the error that ended the request."""
-        while self.open:
-            if not self._arrived:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-                continue
-            item = self._arrived.popleft()
-            if isinstance(item, Exception):
-                raise item
-            if item.error is not None:
-                self.open.clear()
-            elif item.index not in self.open:
-                # The choice was ended while this event was on its way.
-                continue
-            elif item.finish is not None:
-                self.open.discard(item.index)
-            return item
-        return None
-
-    def end_choice(self, index: int) -> None:
-        self.open.discard(index)
-        self._wake()
-
-    def abort(self, index: int | None = None) -> None:
-        """After the events that came so far, the choice ends if it is open; None: every one does."""
-        for ended in sorted(self.open if index is None else self.open & {index}):
-            self.put(GenerationEvent(index=ended, finish="abort"))
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-CHECK_INTERVAL_S = 1.0
-
-
-class SilenceTimer:
-    def __init__(self, now: float) -> None:
-        self._updated_at = now
-        self.silent_s = 0.0
-
-    def heard(self) -> None:
-        self.silent_s = 0.0
-
-    def update(self, now: float) -> float:
-        """Seconds of silence. Of the time since the last update, no more counts than a late update on a busy machine takes.
-
-        now: in seconds.
-        """
-        self.silent_s += min(now - self._updated_at, 2 * CHECK_INTERVAL_S)
-        self._updated_at = now
-        return self.silent_s
-
-
-class StillnessTimer:
-    """How long a process has neither been heard nor used a processor. cpu_ticks: None where it is unknown.
-
-    A process that computes for long is not still. One that was stopped, or waits for something that never comes, is.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._timer = SilenceTimer(now)
-        self._cpu_ticks: int | None = None
-
-    def heard(self) -> None:
-        self._timer.heard()
-
-    def update(self, now: float, cpu_ticks: int | None) -> float:
-        """Seconds of stillness, at the time `now` in seconds."""
-        if cpu_ticks is None or cpu_ticks != self._cpu_ticks:
-            self._timer.heard()
-            self._cpu_ticks = cpu_ticks
-        return self._timer.update(now)
-
-
-def cpu_ticks(pid: int) -> int | None:
-    """Processor time that all threads of a process have used, in ticks of the kernel's clock. None where it is unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-    except OSError:
-        return None
-    return int(fields[11]) + int(fields[12])

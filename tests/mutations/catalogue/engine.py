@@ -46,8 +46,8 @@ ENGINE = (
     Mutation(
         "kv_of_the_snapshot_before",
         "engine/embedded/core.py",
-        "self._kv_snapshot[self.runner.written] = self.runner.epochs",
-        "self._kv_snapshot[self.runner.written] = np.maximum(self.runner.epochs - 1, 0)",
+        "self._provenance.write(self.runner.written, self.runner.epochs)",
+        "self._provenance.write(self.runner.written, np.maximum(self.runner.epochs - 1, 0))",
         "What is told of a stream's KV names the snapshot that computed it.",
         ("engine/test_core.py::test_a_swap_labels_each_token_with_the_weights_that_made_it",),
     ),
@@ -215,7 +215,7 @@ ENGINE = (
     ),
     Mutation(
         "digest_of_half_the_weights",
-        "engine/embedded/background.py",
+        "engine/embedded/weights_digest.py",
         "words = len(data) // 4\n",
         "words = len(data) // 8\n",
         "The digest of what serves is made of every byte of the weights.",
@@ -231,7 +231,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_cache_one_switch_too_old",
-        "engine/vllm/labels.py",
+        "engine/vllm/salts.py",
         "now - began > age_max",
         "now - began > age_max + 1",
         "What is found under a salt of vLLM's cache was computed at most age_max switches ago.",

@@ -19,6 +19,9 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from midstream.core.types import GenerateRequest
+from midstream.engine.embedded.limits import Follower, Limits
+
 logger = logging.getLogger(__name__)
 
 #: Compiled grammars that are kept. The least recently used one goes first.
@@ -139,6 +142,21 @@ class Matcher:
             self.error = _first_line(self._matcher.get_error())
             return False
         return self._matcher.is_stopped() and (not self._stops or token in self._eos)
+
+
+def follower_of(
+    request: GenerateRequest, constraints: Constraints | None, vocab_size: int
+) -> Follower | None:
+    """What follows a choice from its start: its grammar, its limits or both. Raises ValueError.
+
+    constraints: None if the model's tokenizer does not work with grammars.
+    """
+    grammar = None
+    if request.grammar is not None:
+        if constraints is None:
+            raise ValueError("this model's tokenizer does not work with grammars")
+        grammar = constraints.matcher(request.grammar, request.sampling.stop_token_ids)
+    return Limits(request.sampling, vocab_size, grammar) if request.sampling.limited else grammar
 
 
 def _first_line(error: str) -> str:

@@ -4,7 +4,7 @@ Owns: the token records that are made from a step's numbers, and the scores kept
 Always holds:
 - The snapshot in a record is the one whose forward pass gave the logits: both are read in the same step, and weights change
   only between steps.
-- The logprob, the snapshot and the route of a record come from one pass, also when they were kept (blocks.py). An echo
+- The logprob, the snapshot and the route of a record come from one pass, also when they were kept (token_scores.py). An echo
   reuses a cached block only if the serving snapshot scored it.
 - A failed step ends the requests that were in it, and no other. After three failed steps in a row the engine gives up.
 """
@@ -33,9 +33,8 @@ from midstream.core.types import (
     TopLogprob,
 )
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
-from midstream.engine.embedded.blocks import NO_SNAPSHOT, BlockPool, ScoreStore
-from midstream.engine.embedded.constraint import Constraints
-from midstream.engine.embedded.limits import Follower, Limits
+from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.constraint import Constraints, follower_of
 from midstream.engine.embedded.loading import (
     batch_invariant,
     cache_tokens,
@@ -44,8 +43,10 @@ from midstream.engine.embedded.loading import (
 )
 from midstream.engine.embedded.model_runner import ModelRunner, dispose
 from midstream.engine.embedded.protocol import embedded_card
+from midstream.engine.embedded.provenance import Provenance
 from midstream.engine.embedded.sampler import new_sampler, ranks_of
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.engine.embedded.token_scores import NO_SNAPSHOT, ScoreStore
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore, load_adapter_beside
 from midstream.engine.step import Sampled, route_dtype
 from midstream.snapshots.adapter import is_adapter
@@ -83,8 +84,7 @@ class EngineCore:
         self.snapshots = self.store.labels
         routes = (decoder.moe_layers, decoder.top_k, route_dtype(decoder.num_experts))
         self._scores = ScoreStore(num_blocks, settings.block_size, *routes)
-        # Of each slot, the commit whose weights computed its KV.
-        self._kv_snapshot = np.full(num_blocks * settings.block_size, NO_SNAPSHOT, dtype=np.int32)
+        self._provenance = Provenance(num_blocks, settings.block_size, self.store)
         self._constraints = Constraints.load(
             model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
         )
@@ -144,7 +144,7 @@ class EngineCore:
         sequences = self._sequences[request.request_id] = [leader, *followers]
         ends: list[Output] = []
         for sequence in sequences:
-            sequence.matcher = self._matcher(request)
+            sequence.matcher = follower_of(request, self._constraints, self.runner.model.config.vocab_size)
             finish = None
             for token in request.emitted_of(sequence.index):
                 finish = self._end_after(sequence, token)
@@ -249,11 +249,7 @@ class EngineCore:
         Of an idle engine, assert that no sequence holds a block.
         """
         self.pool.check()
-        ordinals = self._kv_snapshot.reshape(-1, self.pool.block_size)
-        for prefix in self.pool.indexed():
-            assert tuple(ordinals[prefix.block]) == prefix.epochs, (
-                f"block {prefix.block} was not computed by the weights that the tree says"
-            )
+        self._provenance.check(self.pool.indexed())
         if self.idle:
             assert self.pool.used == 0, f"idle, but blocks are in use: {self.pool!r}"
 
@@ -269,7 +265,7 @@ class EngineCore:
             if not 0 <= min(ids) <= max(ids) < vocab:
                 return f"prompt token ids must be 0 to {vocab - 1}"
         try:
-            self._matcher(request)
+            follower_of(request, self._constraints, vocab)
         except ValueError as error:
             return f"the grammar cannot be used: {error}"
         longest = len(request.prompt) + request.sampling.max_tokens
@@ -288,24 +284,10 @@ class EngineCore:
         if self._constraints is not None:
             self._constraints.prepare(grammar)
 
-    def _matcher(self, request: GenerateRequest) -> Follower | None:
-        """What follows a choice from its start: its grammar, its limits or both. Raises ValueError."""
-        grammar = self._grammar_matcher(request)
-        if not request.sampling.limited:
-            return grammar
-        return Limits(request.sampling, self.runner.model.config.vocab_size, grammar)
-
-    def _grammar_matcher(self, request: GenerateRequest) -> Follower | None:
-        if request.grammar is None:
-            return None
-        if self._constraints is None:
-            raise ValueError("this model's tokenizer does not work with grammars")
-        return self._constraints.matcher(request.grammar, request.sampling.stop_token_ids)
-
     def _run(self, works: list[Work]) -> list[Output]:
         rows = rows_needed(works)
         logits, routes = self.runner.forward(works, rows.packed)
-        self._kv_snapshot[self.runner.written] = self.runner.epochs
+        self._provenance.write(self.runner.written, self.runner.epochs)
         self._steps += 1
         split = len(rows.scores)
         for first in range(0, split, SCORED_ROWS_MAX):
@@ -394,8 +376,8 @@ class EngineCore:
         logger.info("%s/%d has come to a dead end: %s", seq.request.request_id, seq.index, seq.matcher.error)
         announced = seq.announced
         prompt, cached = (None, None) if announced else self._announce(seq)
-        kv_snapshots, kv_files = self._provenance(seq, "dead_end")
-        renamed = self._renamed(seq) if seq.request.want_kv_snapshots else ()
+        kv_snapshots, kv_files = self._provenance.spans(seq, "dead_end")
+        renamed = self._provenance.renamed(seq) if seq.request.want_kv_snapshots else ()
         self._finish(seq)
         return GenerationEvent(
             index=seq.index,
@@ -432,8 +414,8 @@ class EngineCore:
         if announced and finish is None and kv_reported:
             # Nearly all events end here.
             return GenerationEvent(index=seq.index, tokens=tokens)
-        kv_snapshots, kv_files = self._provenance(seq, finish)
-        renamed = self._renamed(seq) if request.want_kv_snapshots else ()
+        kv_snapshots, kv_files = self._provenance.spans(seq, finish)
+        renamed = self._provenance.renamed(seq) if request.want_kv_snapshots else ()
         if finish is not None:
             self._finish(seq)
         return GenerationEvent(
@@ -447,36 +429,6 @@ class EngineCore:
             kv_files=kv_files,
             renamed=renamed,
         )
-
-    def _renamed(self, seq: Sequence) -> tuple[tuple[str, str], ...]:
-        """The labels that changed since the sequence's last such event."""
-        known, seq.renames = seq.renames, len(self.store.renamed)
-        if known == seq.renames:
-            return ()
-        policy = seq.request.policy
-        return tuple((name, label) for of, name, label in self.store.renamed[known:] if of == policy)
-
-    def _provenance(
-        self, seq: Sequence, finish: FinishReason | None
-    ) -> tuple[tuple[tuple[str, int, int], ...] | None, str]:
-        """The snapshots that computed the sequence's KV, and what the last one's files are; None and "" when the last report
-        still holds, or none is asked for. Commits of one snapshot are one span."""
-        if not seq.request.want_kv_snapshots or (finish is None and seq.reported_epoch == seq.now):
-            return None, ""
-        size = self.pool.block_size
-        slots = np.asarray(seq.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
-        # The last token's KV is there only where a choice ended without another token.
-        told = min(seq.computed, max(seq.prompt_len, seq.prompt_len + seq.generated - 1))
-        ordinals = self._kv_snapshot[slots.reshape(-1)[:told]]
-        # All of the KV may come from the cache. The next position then begins a span that must be reported, too.
-        seq.reported_epoch = seq.now if ordinals[-1] == seq.now else -1
-        changes = [0, *(np.flatnonzero(np.diff(ordinals)) + 1).tolist()]
-        labels = [self.snapshots[ordinals[start]] for start in changes]
-        starts = [at for n, at in enumerate(changes) if n == 0 or labels[n] != labels[n - 1]]
-        ends = [*starts[1:], told]
-        spans = zip(starts, ends, strict=True)
-        named = tuple((self.snapshots[ordinals[start]], start, end) for start, end in spans)
-        return named, self.store.files[ordinals[-1]]
 
     def _append(
         self, seq: Sequence, record: TokenRecord, route: bytes | None, router_tie: int

@@ -16,18 +16,10 @@ from pathlib import Path
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
-from midstream.engine.base import (
-    CHECK_INTERVAL_S,
-    Engine,
-    EngineDied,
-    RequestEvents,
-    SilenceTimer,
-    Slot,
-    StagingFailed,
-    StillnessTimer,
-    cpu_ticks,
-)
+from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
 from midstream.engine.embedded import protocol as m
+from midstream.engine.request_events import RequestEvents
+from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer, StillnessTimer, cpu_ticks
 from midstream.http import ipc
 
 logger = logging.getLogger(__name__)

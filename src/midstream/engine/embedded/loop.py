@@ -3,11 +3,6 @@
 Owns: the loop of one EngineCore. engine.py starts the process with one end of a socket pair.
 Always holds: weights change only between two steps, in this loop. The process ends when the socket closes, so it never
 outlives its replica.
-
-Requests whose grammar is compiled first, on a thread beside the steps.
-
-Always holds: requests come out in the order in which they came in, each once, unless they were aborted meanwhile. An abort
-of one choice comes out together with its request.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,54 +24,15 @@ import transformers
 
 from midstream.core.logs import configure_as_parent
 from midstream.core.types import GenerateRequest
-from midstream.engine.embedded import background
 from midstream.engine.embedded import protocol as m
-from midstream.engine.embedded.background import Background, Job, Staged, Stager
+from midstream.engine.embedded import weights_digest
+from midstream.engine.embedded.background import Background, Job
 from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.grammar_queue import GrammarQueue
 from midstream.engine.embedded.model_runner import dispose
+from midstream.engine.embedded.stager import Staged, Stager
 from midstream.http.ipc import Channel, Disconnected
 from midstream.snapshots.adapter import is_adapter
-
-
-class GrammarQueue:
-    def __init__(self, prepare: Callable[[str], None]) -> None:
-        """prepare: compiles a grammar and keeps the result, good or bad, and raises nothing. Runs on the thread."""
-        self._prepare = prepare
-        self._background = Background("grammars", niceness=0)
-        self._done: queue.SimpleQueue[GenerateRequest] = queue.SimpleQueue()
-        # Of each waiting request, the choices that were aborted; None stands for the whole request.
-        self._aborted: dict[str, set[int | None]] = {}
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._aborted)
-
-    def holds(self, request_id: str) -> bool:
-        return request_id in self._aborted
-
-    def put(self, request: GenerateRequest) -> None:
-        self._aborted[request.request_id] = set()
-        self._background.submit(lambda: self._compile(request))
-
-    def abort(self, request_id: str, index: int | None) -> None:
-        self._aborted[request_id].add(index)
-
-    def take(self) -> list[tuple[GenerateRequest, list[int]]]:
-        """The requests whose grammars are compiled, each with the choices that were aborted meanwhile."""
-        ready = []
-        while not self._done.empty():
-            request = self._done.get()
-            aborted = self._aborted.pop(request.request_id)
-            if None not in aborted:
-                ready.append((request, sorted(index for index in aborted if index is not None)))
-        return ready
-
-    def _compile(self, request: GenerateRequest) -> None:
-        assert request.grammar is not None
-        if None not in self._aborted[request.request_id]:
-            self._prepare(request.grammar)
-        self._done.put(request)
-
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +165,7 @@ class EngineLoop:
             self._channel.send(m.Done(call, error=f"policy {policy!r} serves nothing"))
             return
         self._digest_calls += 1
-        self._jobs.append(lambda: self._digests.put(background.reply(call, weights)))
+        self._jobs.append(lambda: self._digests.put(weights_digest.reply(call, weights)))
 
     def _drop_staged(self, policy: str) -> None:
         self._staged.pop(policy, None)

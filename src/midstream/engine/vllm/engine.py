@@ -28,7 +28,8 @@ from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
 from midstream.engine.vllm.life import ServerLife
 from midstream.engine.vllm.proving import Standing
-from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, WrongWeights, finished
+from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished
+from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.swap import Refused, Unchanged, switch
 from midstream.http.call import CallFailed, open_stream
 

@@ -29,11 +29,13 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
 from midstream.engine.vllm.arguments import NO_LORA, vllm_card
 from midstream.engine.vllm.boot import Boot
-from midstream.engine.vllm.labels import Epochs, Salts
+from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.proving import Proving
-from midstream.engine.vllm.requests import Scorer, VllmRequest, Weights, WrongWeights
+from midstream.engine.vllm.requests import VllmRequest, Weights
+from midstream.engine.vllm.salts import Salts
+from midstream.engine.vllm.scoring import Scorer, WrongWeights
 from midstream.engine.vllm.server import ServerFailed, VllmServer
 from midstream.engine.vllm.staging import Stager, Staging
 from midstream.engine.vllm.swap import Control, NotExact, Refused, proof_prompt, prove_reload, score

@@ -26,7 +26,8 @@ from midstream.core.errors import SnapshotError
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Proven, adaptable
-from midstream.engine.vllm.requests import ANSWER_S_MAX, Scorer, Weights
+from midstream.engine.vllm.requests import Weights
+from midstream.engine.vllm.scoring import ANSWER_S_MAX, Scorer
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, Refused, proof_prompt, score
 from midstream.http.call import CallFailed, call

@@ -23,7 +23,7 @@ from typing import Any
 
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.requests import Scorer
+from midstream.engine.vllm.scoring import Scorer
 from midstream.http.call import CallFailed, call
 
 TOKENS = 24

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from midstream.engine.base import SilenceTimer
+from midstream.engine.silence import SilenceTimer
 from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)

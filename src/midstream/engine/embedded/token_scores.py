@@ -1,0 +1,77 @@
+"""The scores of cached tokens, kept so that an echo from the cache equals one that is computed. Imports no torch.
+
+Owns: per KV slot, four values of the pass that scored the token at that position: its raw logprob, its snapshot, its route,
+and whether a router's choice was a near tie. The pass over position p - 1 scores the token at position p.
+Always holds: the four are written together, so a logprob is never paired with the route or the label of another pass. A slot
+that gets a new owner has no score.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NO_SNAPSHOT = -1
+
+
+class ScoreStore:
+    """Snapshots are ordinals. A dense model has 0 moe_layers and no routes."""
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        moe_layers: int,
+        top_k: int,
+        route_dtype: np.dtype[np.unsignedinteger],
+    ) -> None:
+        slots = blocks * block_size
+        self._size = block_size
+        self._logprob = np.zeros(slots, dtype=np.float32)
+        self._snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
+        self._router_tie = np.zeros(slots, dtype=np.uint8)
+        self._route = np.zeros((slots, moe_layers, top_k if moe_layers else 1), dtype=route_dtype)
+
+    def write(
+        self,
+        slots: np.ndarray,
+        logprobs: np.ndarray,
+        routes: np.ndarray | None,
+        snapshots: np.ndarray | int,
+        router_ties: np.ndarray | int = 0,
+    ) -> None:
+        """logprobs: [len(slots)]. routes: [len(slots), moe_layers, top_k], None on a dense model.
+
+        snapshots, router_ties (0 or 1): one value for all slots, or one for each.
+        """
+        self._logprob[slots] = logprobs
+        self._snapshot[slots] = snapshots
+        self._router_tie[slots] = router_ties
+        if routes is not None:
+            self._route[slots] = routes
+
+    def routes_of(self, packed: bytes) -> np.ndarray:
+        """An array [tokens, moe_layers, top_k] of routes as `read` returns them, joined."""
+        return np.frombuffer(packed, dtype=self._route.dtype).reshape(-1, *self._route.shape[1:])
+
+    def read(self, slot: int) -> tuple[float, int, bytes | None, int]:
+        """(logprob, snapshot, route, router tie). The snapshot is NO_SNAPSHOT where nothing was scored."""
+        route = self._route[slot].tobytes() if self._route.shape[1] else None
+        return float(self._logprob[slot]), int(self._snapshot[slot]), route, int(self._router_tie[slot])
+
+    def complete(self, block: int, first_offset: int, snapshot: int) -> bool:
+        """Whether the block's tokens from that offset on were all scored under `snapshot`."""
+        start = block * self._size
+        return bool((self._snapshot[start + first_offset : start + self._size] == snapshot).all())
+
+    def forget(self, block: int) -> None:
+        start = block * self._size
+        self._snapshot[start : start + self._size] = NO_SNAPSHOT
+
+    def copy(self, source: int, target: int, snapshot: int) -> None:
+        """Copy the scores of `source` under `snapshot` to `target`, a block of equal content."""
+        offsets = np.flatnonzero(self._snapshot[source * self._size : (source + 1) * self._size] == snapshot)
+        ours, theirs = source * self._size + offsets, target * self._size + offsets
+        self._logprob[theirs] = self._logprob[ours]
+        self._snapshot[theirs] = snapshot
+        self._router_tie[theirs] = self._router_tie[ours]
+        self._route[theirs] = self._route[ours]

@@ -1,0 +1,74 @@
+"""A digest of the serving weights, computed beside the steps.
+
+Always holds: a background job reads the weights, and a later job disposes of a model that was replaced meanwhile. So no
+weights are freed while they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from midstream import __version__
+from midstream.engine.embedded import protocol as m
+from midstream.engine.embedded.device import loading
+
+logger = logging.getLogger(__name__)
+
+#: Summed at a time, without the interpreter lock and within the cache of a core.
+CHUNK_BYTES = 1 << 18
+#: Copied from a device at a time. Each copy is a round trip, so small copies would take long.
+PIECE_BYTES = 64 * CHUNK_BYTES
+#: Factors are odd, so that every change of a single word is seen. They differ, so that words that change places are seen.
+FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 2654435761 % 2**32) | np.uint32(1)
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
+
+
+def reply(call: int, weights: Tensors) -> m.Done:
+    """The reply to a call for the digest. Whatever goes wrong, the call gets one."""
+    try:
+        with loading(weights[0][1].device if weights else "cpu"):
+            return m.Done(call, digest=f"{kind(weights)}:{digest(weights)}")
+    except Exception as error:
+        logger.warning("the weights could not be read", exc_info=True)
+        return m.Done(call, error=f"{type(error).__name__}: {error}")
+
+
+def kind(weights: Tensors) -> str:
+    """A hash of everything beside the files that decides how weights lie in memory.
+
+    Engines of one kind have the same digest for the same files.
+    """
+    whole = hashlib.blake2b(digest_size=8)
+    for part in (__version__, torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability()):
+        whole.update(f"{part}\n".encode())
+    for name, tensor in weights:
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type}\n".encode())
+    return f"embedded-{whole.hexdigest()}"
+
+
+def digest(weights: Tensors) -> str:
+    """A hexadecimal digest of the name, dtype, shape and bytes of every tensor. It finds accidents, not forgeries."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, tensor in weights:
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        for first in range(0, len(data), PIECE_BYTES):
+            piece = data[first : first + PIECE_BYTES].cpu().numpy()
+            for at in range(0, len(piece), CHUNK_BYTES):
+                whole.update(_checksum(piece[at : at + CHUNK_BYTES]).to_bytes(4, "little"))
+    return whole.hexdigest()
+
+
+def _checksum(data: np.ndarray) -> int:
+    """The sum of all 32-bit words, each times the factor of its place, modulo 2**32. data: uint8, at most CHUNK_BYTES."""
+    words = len(data) // 4
+    tail = int.from_bytes(data[4 * words :].tobytes(), "little")
+    products = data[: 4 * words].view(np.uint32) * FACTORS[:words]
+    return (int(products.sum(dtype=np.uint32)) + tail) % 2**32
