@@ -167,7 +167,7 @@ class Midstream(Server):
         state.mkdir()
         config = state / "midstream.toml"
         config.write_text(
-            f'replica_token = "{TOKEN}"\n[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n'
+            f'[replica]\ntoken = "{TOKEN}"\n[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n'
             f'device = "{self.model.device}"\n'
         )
         return [

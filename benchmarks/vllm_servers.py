@@ -85,7 +85,7 @@ class OverVllm(Midstream):
         config = folder / "midstream.toml"
         env = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self._env.items())
         config.write_text(
-            f'replica_token = "{TOKEN}"\n[vllm]\npython = {json.dumps(str(VLLM_PYTHON))}\n'
+            f'[replica]\ntoken = "{TOKEN}"\n[vllm]\npython = {json.dumps(str(VLLM_PYTHON))}\n'
             f"args = {json.dumps(self._args)}\nurls = {json.dumps(self._urls)}\nenv = {{ {env} }}\n"
         )
         return [

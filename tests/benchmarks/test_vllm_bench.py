@@ -253,7 +253,9 @@ def test_midstream_reads_the_settings_it_is_started_with(tmp_path: Path) -> None
     args, env = ("--enforce-eager", "--max-model-len", "4096"), {"VLLM_CPU_KVCACHE_SPACE": "1"}
     server = OverVllm(model, tmp_path, replicas=2, args=args, env=env, urls=("http://127.0.0.1:1",) * 2)
     command = server.command()
-    settings = load_settings(command[command.index("--config") + 1], {"engine": "vllm", "replicas": 2})
+    settings = load_settings(
+        command[command.index("--config") + 1], {"engine": "vllm", "deployment.replicas": 2}
+    )
     assert (settings.vllm.args, settings.vllm.env) == (args, env)
     assert settings.vllm.urls == ("http://127.0.0.1:1",) * 2
     assert "--enable-scale-out" in SharedVllm(model, tmp_path).command()

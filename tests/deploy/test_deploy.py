@@ -24,8 +24,7 @@ from promql import alerts
 
 from midstream import __version__
 from midstream.cli import build_parser
-from midstream.commands.replica import OPTIONS
-from midstream.commands.serve import SERVE_OPTIONS
+from midstream.commands.common import settings_of
 from midstream.core.settings import load_settings
 from midstream.launch.channel import STOP_GRACE_S
 from midstream.launch.process import KILL_AFTER_S
@@ -104,14 +103,13 @@ def test_everything_that_starts_a_server_was_found() -> None:
 def test_a_command_has_options_of_the_command_line_and_settings_that_hold(name: str) -> None:
     arguments, file = COMMANDS[name]
     options = build_parser(arguments).parse_args(arguments)
-    # As both commands make their settings.
-    names = OPTIONS if options.command == "replica" else SERVE_OPTIONS
-    given = {name: getattr(options, name) for name in names}
     assert (options.config is None) == (file is None)
-    settings = load_settings(str(file) if file else None, given)
+    options.config = str(file) if file else None
+    settings = settings_of(options)
+    listening = settings.replica if options.command == "replica" else settings.gateway
     expected = "$(POD_IP)" if "replica" in name.rpartition("/")[2] else "0.0.0.0"
-    assert settings.host == ("127.0.0.1" if name == "unit" else expected)
-    assert settings.port == 8080
+    assert listening.host == ("127.0.0.1" if name == "unit" else expected)
+    assert listening.port == 8080
     assert Path(settings.state_dir).is_absolute() or name == "unit"
 
 
@@ -121,7 +119,7 @@ def test_settings_hold_with_the_lines_that_are_commented_out(file: Path, tmp_pat
     whole.write_text(re.sub(r"^# (?=\[\w+\]$|\w+ = )", "", file.read_text(), flags=re.MULTILINE))
     settings = load_settings(str(whole), {})
     assert settings.gateway.api_keys == ("a long random text",)
-    assert settings.bucket == "s3://my-bucket/rollouts"
+    assert settings.deployment.bucket == "s3://my-bucket/rollouts"
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.name)
@@ -205,7 +203,7 @@ def test_the_gateways_find_replicas_by_a_headless_service(rendered: dict[str, li
     ]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"]
-    assert int(port) == settings.port == service["spec"]["ports"][0]["port"]
+    assert int(port) == settings.replica.port == service["spec"]["ports"][0]["port"]
 
 
 def test_manifests_hold_against_the_schemas_of_kubernetes(

@@ -24,7 +24,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 SOURCE = Path(__file__).parents[2] / "src" / "midstream"
 BEGIN, END = "<!-- begin: {} -->\n", "<!-- end: {} -->\n"
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none"}
-_SECTIONS = ("embedded", "gateway", "tinker", "vllm", "ray", "tracing")
 
 
 def comments_of(struct: type) -> dict[str, str]:
@@ -79,11 +78,15 @@ def default_of(field: Any) -> str:
     return f"`{field.default!r}`".replace("'", '"')
 
 
+def is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
 def settings(struct: type) -> str:
     hints, comments = get_type_hints(struct, include_extras=True), comments_of(struct)
     rows = ["| setting | type | default | what it is |", "|---|---|---|---|"]
     for field in msgspec.structs.fields(struct):
-        if field.name not in _SECTIONS:
+        if not is_section(field.type):
             kind = kind_of(hints[field.name]).replace("|", "\\|")
             rows.append(f"| `{field.name}` | {kind} | {default_of(field)} | {comments[field.name]} |")
     return "\n".join(rows) + "\n"
@@ -92,9 +95,10 @@ def settings(struct: type) -> str:
 def configuration() -> str:
     parts = [f"## At the top\n\n{settings(config.Settings)}"]
     fields = {field.name: field.type for field in msgspec.structs.fields(config.Settings)}
-    for name in _SECTIONS:
-        told = (fields[name].__doc__ or "").strip()
-        parts.append(f"## `[{name}]`\n\n{told}\n\n{settings(fields[name])}".replace("\n\n\n\n", "\n\n"))
+    for name, section in fields.items():
+        if not is_section(section):
+            continue
+        parts.append(f"## `[{name}]`\n\n{section.__doc__.strip()}\n\n{settings(section)}")
         if name == "gateway":
             doc = (config.KeySettings.__doc__ or "").strip()
             parts.append(f"## `[[gateway.api_keys]]`\n\n{doc}\n\n{settings(config.KeySettings)}")

@@ -26,7 +26,8 @@ KEYS = {
 }
 REPLICA_TOKEN = "token-of-the-replicas"
 CONFIG = f"""\
-replica_token = "{REPLICA_TOKEN}"
+[replica]
+token = "{REPLICA_TOKEN}"
 [gateway]
 workers = 2
 audit_log = "AUDIT_LOG"

@@ -15,7 +15,8 @@ from serving import serve
 
 CONFIG = f"""\
 account = "acme"
-deployment = "policy"
+[deployment]
+name = "policy"
 [gateway]
 api_keys = ["{API_KEY}", "another-key"]
 """

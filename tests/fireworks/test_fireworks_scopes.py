@@ -11,7 +11,8 @@ from serving import serve
 
 CONFIG = """\
 account = "acme"
-deployment = "policy"
+[deployment]
+name = "policy"
 [gateway]
 api_keys = [
   { key = "fw-rollouts", scopes = ["sample:policy"] },

@@ -7,16 +7,20 @@ from urllib.parse import quote
 
 import pytest
 
-from midstream.core.config import Settings
+from midstream.core.config import DeploymentSettings, Settings
 from midstream.core.errors import ConfigError
 from midstream.core.settings import load_settings
 from midstream.launch.supervisor import bucket_url
 
 
+def in_bucket(url: str) -> Settings:
+    return Settings(deployment=DeploymentSettings(bucket=url))
+
+
 def test_a_local_buckets_directory_is_made(tmp_path: Path) -> None:
     url = bucket_url(Settings(state_dir=str(tmp_path / "state")))
     assert (url, (tmp_path / "state" / "bucket").is_dir()) == ((tmp_path / "state" / "bucket").as_uri(), True)
-    bucket_url(Settings(bucket=f"file://{quote(str(tmp_path))}/a%20b"))
+    bucket_url(in_bucket(f"file://{quote(str(tmp_path))}/a%20b"))
     assert (tmp_path / "a b").is_dir()
 
 
@@ -25,7 +29,7 @@ def test_nothing_is_made_for_a_bucket_elsewhere_and_nobody_is_asked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert bucket_url(Settings(bucket="s3://rollouts/x")) == "s3://rollouts/x"
+    assert bucket_url(in_bucket("s3://rollouts/x")) == "s3://rollouts/x"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,14 +41,16 @@ def test_a_bucket_that_cannot_work_is_said_at_the_start(monkeypatch: pytest.Monk
         ("https://example.org/bucket", "write file:///absolute/path, s3://"),
     ]:
         with pytest.raises(ConfigError, match=says) as caught:
-            bucket_url(Settings(bucket=bucket))
+            bucket_url(in_bucket(bucket))
         assert "hunter2" not in str(caught.value)
 
 
 def test_the_size_of_the_cache_is_checked_when_settings_are_read(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
-    file.write_text('snapshot_cache = "20GiB"\n')
-    assert load_settings(str(file), {}).snapshot_cache == "20GiB"
-    file.write_text('snapshot_cache = "plenty"\n')
-    with pytest.raises(ConfigError, match="snapshot_cache 'plenty': expected a number and one of KiB"):
+    file.write_text('[replica]\nsnapshot_cache = "20GiB"\n')
+    assert load_settings(str(file), {}).replica.snapshot_cache == "20GiB"
+    file.write_text('[replica]\nsnapshot_cache = "plenty"\n')
+    with pytest.raises(
+        ConfigError, match=r"replica\.snapshot_cache 'plenty': expected a number and one of KiB"
+    ):
         load_settings(str(file), {})

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from midstream.core.config import GatewaySettings, Settings
+from midstream.core.config import DeploymentSettings, GatewaySettings, Settings
 from midstream.core.errors import ConfigError
 from midstream.launch import gateway
 from midstream.launch.gateway import default_deployment, first_answer
@@ -28,12 +28,19 @@ def policy(tmp_path: Path) -> Path:
 def test_the_command_lines_model_the_settings_and_the_built_in_one_are_known(
     policy: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(model=str(policy), models={"other": str(policy)}, state_dir=str(tmp_path))
+    settings = Settings(
+        deployment=DeploymentSettings(model=str(policy)),
+        models={"other": str(policy)},
+        state_dir=str(tmp_path),
+    )
     name, known = known_models(settings)
     assert name == "policy"
     built_in = tmp_path / "models" / "tiny-moe"
     assert known == {"policy": policy, "other": policy, "tiny-moe": built_in}
-    assert known_models(msgspec.structs.replace(settings, model="other"))[0] == "other"
+    assert (
+        known_models(msgspec.structs.replace(settings, deployment=DeploymentSettings(model="other")))[0]
+        == "other"
+    )
     assert known_models(Settings(state_dir=str(tmp_path))) == ("tiny-moe", {"tiny-moe": built_in})
     assert model_directory(known, "other", tmp_path) == policy
     with pytest.raises(ConfigError, match=r"models\.gone"):
@@ -57,7 +64,8 @@ def test_a_model_that_cannot_be_is_named(
     (other / "config.json").write_text("{}")
     paths = {"POLICY": str(policy), "OTHER": str(other)}
     settings = Settings(
-        model=paths.get(model, model), models={name: paths.get(path, path) for name, path in models.items()}
+        deployment=DeploymentSettings(model=paths.get(model, model)),
+        models={name: paths.get(path, path) for name, path in models.items()},
     )
     with pytest.raises(ConfigError, match=says):
         known_models(settings)

@@ -13,16 +13,19 @@ from midstream.core.settings import load_settings
 
 def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
-    file.write_text('port = 9000\nreplicas = 3\n[embedded]\nblock_size = 32\n[gateway]\napi_keys = ["k"]\n')
-    settings = load_settings(str(file), {"port": 9001, "replicas": None})
-    assert (settings.port, settings.replicas, settings.host) == (9001, 3, "127.0.0.1")
+    file.write_text(
+        '[deployment]\nreplicas = 3\n[embedded]\nblock_size = 32\n[gateway]\nport = 9000\napi_keys = ["k"]\n'
+    )
+    settings = load_settings(str(file), {"gateway.port": 9001, "deployment.replicas": None})
+    gateway = settings.gateway
+    assert (gateway.port, gateway.host, settings.deployment.replicas) == (9001, "127.0.0.1", 3)
     assert (settings.embedded.block_size, settings.gateway.api_keys) == (32, ("k",))
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("port = 'x'", "port"),
+        ("[gateway]\nport = 'x'", "gateway.port"),
         ("[embedded]\nmax_batch_tokens = 0", "embedded.max_batch_tokens must be at least 1"),
         ("[embedded]\nmax_batch_tokens = 8\nmax_running = 16", "would starve"),
         ("[embedded]\nkv_cache_tokens = 8", "must hold at least two blocks"),
@@ -62,9 +65,9 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
             "gateway.audit_log must be log, off or the absolute path of a file",
         ),
         ("[gateway]\nworkers = 0", "gateway.workers must be 1 to 64, got 0"),
-        ("pin_drain_s = -1", "pin_drain_s must be 0 to 86400"),
+        ("[replica]\npin_drain_s = -1", "replica.pin_drain_s must be 0 to 86400"),
         ('account = "a/b"', "account 'a/b'"),
-        ('deployment = ""', "deployment ''"),
+        ('[deployment]\nname = ""', "deployment.name ''"),
         ('[embedded]\nkv_cache_memory = "4 gigs"', "expected a number and one of KiB, MiB, GiB, kB, MB, GB"),
         ('[tinker]\nbase_models = [""]', "tinker.base_models must hold names"),
         ('[tinker]\nbase_models = [" x"]', "tinker.base_models must hold names"),
@@ -96,8 +99,8 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         ),
         ("[embedded]\nblock_size = 1", "embedded.block_size must be at least 2, got 1"),
         ("[embedded]\nload_s_max = 0.5", "embedded.load_s_max must be at least 1 and finite, got 0.5"),
-        ("resident_snapshots = 0", "resident_snapshots must be 1 to 64, got 0"),
-        ("resident_policies = 0", "resident_policies must be 1 to 4096, got 0"),
+        ("[replica]\nresident_snapshots = 0", "replica.resident_snapshots must be 1 to 64, got 0"),
+        ("[replica]\nresident_policies = 0", "replica.resident_policies must be 1 to 4096, got 0"),
         ("[gateway]\nmax_policies = 0", "gateway.max_policies must be at least 1, got 0"),
         (
             "[gateway]\nmax_policies_per_tenant = 5",
@@ -105,15 +108,15 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
             " many, got 5",
         ),
         (
-            'resident_memory = "much"',
-            "resident_memory 'much': expected a number and one of KiB, MiB, GiB, kB, MB, GB",
+            '[replica]\nresident_memory = "much"',
+            "replica.resident_memory 'much': expected a number and one of KiB, MiB, GiB, kB, MB, GB",
         ),
         (
-            'engine = "vllm"\nresident_snapshots = 2',
-            "resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
+            'engine = "vllm"\n[replica]\nresident_snapshots = 2',
+            "replica.resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
         ),
-        ("pin_drain_s = 1e9", "pin_drain_s must be 0 to 86400 seconds, got 1000000000.0"),
-        ("port = 65536", "port must be 0 to 65535, got 65536"),
+        ("[replica]\npin_drain_s = 1e9", "replica.pin_drain_s must be 0 to 86400 seconds, got 1000000000.0"),
+        ("[replica]\nport = 65536", "replica.port must be 0 to 65535, got 65536"),
         (
             '[vllm]\nurls = ["http://h:1", "http://u:hunter2@h"]',
             "vllm.urls must be of the form http://HOST:PORT, got 'http://***@h'",
@@ -127,11 +130,20 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
             "ray.gateway_resources.node:h must be at least 0 and finite, got -1",
         ),
         (
-            "[gateway]\nport = 1",
-            "unknown field `port` in [gateway]; port is written above the first [section]",
+            '[gateway]\nengine = "vllm"',
+            "unknown field `engine` in [gateway]; engine is written above the first [section]",
         ),
         ("[gateway]\nworkers = 'two'", "gateway.workers: Expected `int`, got `str`"),
-        ("replicass = 3", "unknown field `replicass`; did you mean replicas?"),
+        ("replicass = 3", "unknown field `replicass`; did you mean deployment.replicas or gateway.replicas?"),
+        ("port = 1", "unknown field `port`; did you mean gateway.port or replica.port?"),
+        ('database = "postgresql://h/d"', "unknown field `database`; did you mean ledger.database?"),
+        ('log_level = "info"', "unknown field `log_level`; did you mean log.level?"),
+        ('replica_token = "t"', "unknown field `replica_token`; did you mean replica.token?"),
+        ('[gateway]\nmodel = "m"', "unknown field `model` in [gateway]; did you mean deployment.model?"),
+        (
+            'records = "s3://b/p"',
+            "records: Expected `object`, got `str`; [records] is a section with bucket, disk",
+        ),
         (
             "[embedded]\nblock_sise = 8",
             "unknown field `block_sise` in [embedded]; did you mean embedded.block_size?",
@@ -165,26 +177,28 @@ def test_an_error_names_the_setting_what_was_expected_and_the_value(
 
 def test_an_error_of_an_option_does_not_blame_the_file(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
-    file.write_text("replicas = 3\ngateway = 4\n")
+    file.write_text("account = 'a'\ngateway = 4\n")
     with pytest.raises(ConfigError, match=r"midstream\.toml: gateway: Expected `object`, got `int`"):
-        load_settings(str(file), {"gateway_workers": 2})
-    file.write_text("replicas = 3\n")
+        load_settings(str(file), {"gateway.workers": 2})
+    file.write_text("account = 'a'\n")
     with pytest.raises(ConfigError) as error:
-        load_settings(str(file), {"port": 70000})
-    assert str(error.value) == "configuration: port must be 0 to 65535, got 70000"
+        load_settings(str(file), {"gateway.port": 70000})
+    assert str(error.value) == "configuration: gateway.port must be 0 to 65535, got 70000"
 
 
 def test_the_cache_size_on_the_command_line_joins_the_engine_settings_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
     file.write_text("[embedded]\nblock_size = 32\n")
-    settings = load_settings(str(file), {"kv_cache_memory": "64MiB"})
+    settings = load_settings(str(file), {"embedded.kv_cache_memory": "64MiB"})
     assert (settings.embedded.block_size, settings.embedded.kv_cache_memory) == (32, "64MiB")
 
 
 def test_the_gateways_options_join_the_gateways_settings_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
     file.write_text('[gateway]\nkeep_alive_s = 3\ntls_cert = "old"\n')
-    settings = load_settings(str(file), {"gateway_workers": 4, "tls_cert": "c", "tls_key": "k"})
+    settings = load_settings(
+        str(file), {"gateway.workers": 4, "gateway.tls_cert": "c", "gateway.tls_key": "k"}
+    )
     gateway = settings.gateway
     assert (gateway.workers, gateway.tls_cert, gateway.tls_key, gateway.keep_alive_s) == (4, "c", "k", 3)
 
@@ -192,11 +206,11 @@ def test_the_gateways_options_join_the_gateways_settings_of_the_file(tmp_path: P
 def test_the_tinker_api_is_on_and_can_be_switched_off(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
     file.write_text('[tinker]\nbase_models = ["Qwen/Qwen3-8B-Base"]\n')
-    assert load_settings(str(file), {"no_tinker": False}).tinker.enabled
-    off = load_settings(str(file), {"no_tinker": True}).tinker
+    assert load_settings(str(file), {"tinker.enabled": None}).tinker.enabled
+    off = load_settings(str(file), {"tinker.enabled": False}).tinker
     assert (off.enabled, off.base_models) == (False, ("Qwen/Qwen3-8B-Base",))
     file.write_text("[tinker]\nenabled = false\n")
-    assert not load_settings(str(file), {"no_tinker": False}).tinker.enabled
+    assert not load_settings(str(file), {"tinker.enabled": None}).tinker.enabled
 
 
 def test_keys_are_written_as_texts_and_as_tables(tmp_path: Path) -> None:

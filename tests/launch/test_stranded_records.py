@@ -13,7 +13,7 @@ import pytest
 from test_not_ready import FakeLauncher
 
 from midstream.client import gaps_in, read_records
-from midstream.core.config import EngineSettings, Settings, TinkerSettings
+from midstream.core.config import EngineSettings, RecordsSettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch import stranded
@@ -234,7 +234,11 @@ class Recorded(FakeLauncher):
 def test_the_records_of_a_deployment_that_is_deleted_go_up_before_its_files_do(
     disk: Disk, tmp_path: Path
 ) -> None:
-    settings = Settings(state_dir=str(tmp_path), records=disk.url, tinker=TinkerSettings(enabled=False))
+    settings = Settings(
+        state_dir=str(tmp_path),
+        records=RecordsSettings(bucket=disk.url),
+        tinker=TinkerSettings(enabled=False),
+    )
     launcher = Recorded()
     models = {"tiny-moe": tmp_path / "models" / "tiny-moe"}
     models["tiny-moe"].mkdir(parents=True)
@@ -272,7 +276,8 @@ def test_a_start_without_records_says_what_waits(disk: Disk, caplog: pytest.LogC
 
 
 def test_a_bucket_of_records_is_not_where_they_wait(tmp_path: Path) -> None:
-    settings = Settings(state_dir=str(tmp_path), records=tmp_path.as_uri())
+    settings = Settings(state_dir=str(tmp_path), records=RecordsSettings(bucket=tmp_path.as_uri()))
     with pytest.raises(ConfigError, match=r"--records: .* is the state directory"):
         records_fields(settings, "replica-0")
-    records_fields(Settings(state_dir=str(tmp_path), records=(tmp_path / "kept").as_uri()), "replica-0")
+    beside = RecordsSettings(bucket=(tmp_path / "kept").as_uri())
+    records_fields(Settings(state_dir=str(tmp_path), records=beside), "replica-0")

@@ -38,7 +38,7 @@ SPEC = TinkerSpec(
     ],
 )
 def test_the_front_reaches_the_gateway_where_this_machine_can(host: str, cert: str | None, url: str) -> None:
-    settings = Settings(host=host, gateway=GatewaySettings(tls_cert=cert, tls_key=cert))
+    settings = Settings(gateway=GatewaySettings(host=host, tls_cert=cert, tls_key=cert))
     assert gateway_url(settings, own_address(host), 80) == url
 
 

@@ -44,7 +44,9 @@ def test_the_manifests_fit_each_other(tmp_path: Path) -> None:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     server = container_named(head, "midstream")
     assert service["spec"]["ports"][0]["targetPort"] == server["ports"][0]["name"]
-    assert service["spec"]["ports"][0]["port"] == server["ports"][0]["containerPort"] == Settings().port
+    assert (
+        service["spec"]["ports"][0]["port"] == server["ports"][0]["containerPort"] == Settings().gateway.port
+    )
 
 
 def container_named(pod: dict[str, Any], name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from raycluster import Nodes, RayServer, serving, until
 from raystreams import TOKENS, ask, streamed
 
 CONFIG = """
+[gateway]
 host = "0.0.0.0"
 [ray]
 resources = {slot = 1}

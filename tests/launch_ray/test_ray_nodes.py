@@ -14,7 +14,14 @@ import pytest
 import ray
 from ray.exceptions import RaySystemError
 
-from midstream.core.config import EngineSettings, RaySettings, Settings
+from midstream.core.config import (
+    EngineSettings,
+    GatewaySettings,
+    LedgerSettings,
+    RaySettings,
+    RecordsSettings,
+    Settings,
+)
 from midstream.core.errors import ConfigError
 from midstream.launch import ray_launcher
 from midstream.launch.caches import held
@@ -108,7 +115,9 @@ def test_a_placed_gateway_that_only_its_own_node_would_reach_is_refused(
     nodes = [{"NodeManagerAddress": address, "Alive": True} for address in ("127.0.0.2", "10.0.0.7")]
     monkeypatch.setattr(ray_launcher, "_connect", lambda settings: None)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    settings = Settings(host=host, state_dir=str(tmp_path), ray=RaySettings(gateway=True))
+    settings = Settings(
+        gateway=GatewaySettings(host=host), state_dir=str(tmp_path), ray=RaySettings(gateway=True)
+    )
     with pytest.raises(ConfigError, match=rf"--host {host}: .* other nodes \(e\.g\. 10\.0\.0\.7\) reach"):
         RayLauncher(settings, "s3://bucket")
     nodes.pop()
@@ -124,7 +133,12 @@ def test_several_gateways_on_several_machines_need_one_database(
 
     def launcher(database: str) -> RayLauncher:
         several = RaySettings(gateway=True, gateways=2, gateway_resources={"gateway": 1})
-        settings = Settings(host="0.0.0.0", state_dir=str(tmp_path), database=database, ray=several)
+        settings = Settings(
+            gateway=GatewaySettings(host="0.0.0.0"),
+            state_dir=str(tmp_path),
+            ledger=LedgerSettings(database=database),
+            ray=several,
+        )
         return RayLauncher(settings, "s3://bucket")
 
     for database in ("postgresql://h/d", "postgresql+psycopg://h/d"):
@@ -145,7 +159,9 @@ def test_cleaning_on_a_cluster_that_is_not_well_is_logged_and_raises_nothing(
 
     monkeypatch.setattr(ray_launcher, "_connect", lambda settings: None)
     monkeypatch.setattr(ray, "nodes", unwell)
-    launcher = RayLauncher(Settings(state_dir=str(tmp_path), records="s3://kept"), "s3://bucket")
+    launcher = RayLauncher(
+        Settings(state_dir=str(tmp_path), records=RecordsSettings(bucket="s3://kept")), "s3://bucket"
+    )
     launcher.remove_caches("b-replica-0", set())
     assert not launcher.upload_stranded(), "it is tried again"
     launcher.set_strange_caches_aside({"replica-0"})()

@@ -114,7 +114,7 @@ def answers(server: RayServer) -> bool:
 )
 def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "midstream.toml"
-    database = 'database = "postgresql://h/d"\n' if "gateways" in text else ""
+    database = '[ledger]\ndatabase = "postgresql://h/d"\n' if "gateways" in text else ""
     file.write_text(f'launcher = "ray"\n{database}[ray]\n{text}\n')
     with pytest.raises(ConfigError, match=says):
         load_settings(str(file), {})
@@ -124,7 +124,7 @@ def test_a_gateway_kept_on_one_node_needs_no_database(tmp_path: Path) -> None:
     file = tmp_path / "midstream.toml"
     file.write_text('[ray]\ngateway = true\ngateway_resources = {"node:10.0.0.7" = 0.01}\n')
     settings = load_settings(
-        str(file), {"launcher": "ray", "no_tinker": True, "ray_address": "10.0.0.7:6379"}
+        str(file), {"launcher": "ray", "tinker.enabled": False, "ray.address": "10.0.0.7:6379"}
     )
     assert settings.ray.address == "10.0.0.7:6379"
     assert gateway_demand(settings.ray).bundles() == [{"CPU": 1.0, "node:10.0.0.7": 0.01}]

@@ -66,13 +66,17 @@ def plan_of(seed: int) -> Plan:
     """What happens: not every kind of trouble in every history, so that a rare order is not always hidden by another."""
     rng = random.Random(f"{seed} plan")
     settings: dict[str, Any] = {
-        "replicas": rng.choice((1, 2, 2, 3)),
-        "transition": rng.choice(("async", "async", "sync")),
-        "swap_order": rng.choice(("together", "together", "one-by-one")),
-        "gateway": {"workers": rng.choice((1, 1, 2, 3))},
-        "pin_drain_s": rng.choice((0.5, 5.0)),
+        "deployment": {
+            "replicas": rng.choice((1, 2, 2, 3)),
+            "transition": rng.choice(("async", "async", "sync")),
+        },
+        "gateway": {
+            "swap_order": rng.choice(("together", "together", "one-by-one")),
+            "workers": rng.choice((1, 1, 2, 3)),
+        },
+        "replica": {"pin_drain_s": rng.choice((0.5, 5.0))},
     }
-    settings["resident_snapshots"] = random.Random(f"{seed} resident").choice((1, 1, 2, 3))
+    settings["replica"]["resident_snapshots"] = random.Random(f"{seed} resident").choice((1, 1, 2, 3))
     tinker = random.Random(f"{seed} tinker")
     samplers = tinker.choice((0, 0, 1, 2))
     settings["tinker"] = TinkerSettings(enabled=samplers > 0, base_model_clients="serving")
@@ -183,7 +187,7 @@ class History:
         self.plan = plan_of(seed)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
-        self.oracle = Oracle(synchronous=self.plan.settings["transition"] == "sync")
+        self.oracle = Oracle(synchronous=self.plan.settings["deployment"]["transition"] == "sync")
         self.log: list[str] = []
         self.trainer = Trainer(
             PORT,

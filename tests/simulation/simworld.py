@@ -36,7 +36,14 @@ import midstream.launch.supervisor as supervisor_module
 import midstream.launch.tinker as tinker_module
 import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.listing as listing_module
-from midstream.core.config import EngineSettings, GatewaySettings, Settings, TinkerSettings
+from midstream.core.config import (
+    DeploymentSettings,
+    EngineSettings,
+    GatewaySettings,
+    ReplicaSettings,
+    Settings,
+    TinkerSettings,
+)
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.pulse import Pulse
 from midstream.core.types import GenerateRequest
@@ -237,14 +244,12 @@ class World:
     def settings(self, **given: Any) -> Settings:
         gateway = given.pop("gateway", {})
         return Settings(
-            model="sim",
-            bucket=BUCKET,
+            deployment=DeploymentSettings(model="sim", bucket=BUCKET, **given.pop("deployment", {})),
             state_dir=str(self.place),
-            port=PORT,
             tinker=given.pop("tinker", TinkerSettings(enabled=False)),
             embedded=EngineSettings(threads=1),
-            gateway=GatewaySettings(**gateway),
-            replica_token="token",
+            gateway=GatewaySettings(port=PORT, **gateway),
+            replica=ReplicaSettings(token="token", **given.pop("replica", {})),
             models={"sim": str(self.model_dir)},
             **given,
         )

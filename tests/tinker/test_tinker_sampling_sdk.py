@@ -27,7 +27,8 @@ SEED, MAX_TOKENS = 11, 48
 BLOCK = 16
 CONFIG = f"""\
 account = "acme"
-deployment = "policy"
+[deployment]
+name = "policy"
 [gateway]
 api_keys = ["{API_KEY}", "tml-another", {{ key = "tml-rollouts", scopes = ["sample"] }}]
 [tinker]

@@ -24,7 +24,8 @@ SAMPLING_KEY = "tml-rollouts"
 MOST = 3
 CONFIG = f"""\
 account = "acme"
-deployment = "policy"
+[deployment]
+name = "policy"
 [gateway]
 api_keys = [
   {{ key = "{API_KEY}", scopes = ["sample", "publish"], tenant = "team" }},

@@ -26,7 +26,8 @@ LORA_RATE = 0.005
 LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 CONFIG = f"""\
 account = "acme"
-deployment = "policy"
+[deployment]
+name = "policy"
 [gateway]
 api_keys = [{{ key = "{API_KEY}", scopes = ["sample", "publish"] }}, "tml-another"]
 [tinker]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import reduce
 from urllib.parse import urlsplit
 
 from midstream.client import HotLoadServer, PublishError
@@ -18,6 +20,7 @@ from midstream.client.errors import Unanswered
 from midstream.client.server import which_deployment
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError, SnapshotRefused
+from midstream.core.settings import all_settings, choices_of, load_settings
 from midstream.core.text import plain
 
 DEFAULT_SERVER = "http://127.0.0.1:8080"
@@ -160,40 +163,78 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
     return run
 
 
-def add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Settings()
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The settings of --config, with the options whose `dest` is a setting on top. Raises ConfigError."""
+    given = {name: value for name, value in vars(options).items() if name in all_settings()}
+    if text := given.get("vllm.args"):
+        try:
+            given["vllm.args"] = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"--vllm-args {text!r}: {error}") from error
+    return load_settings(options.config, given)
+
+
+def add_setting(
+    parser: argparse.ArgumentParser, option: str, setting: str, says: str, metavar: str | None = None
+) -> None:
+    """An option that gives a setting. Its type, its choices and its default are those of the setting."""
+    default = reduce(getattr, setting.split("."), Settings())
+    number = type(default) if isinstance(default, (int, float)) else None
+    choices = choices_of(setting) or None
+    if default and "(default" not in says:
+        says += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
     parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        help=f"the least that is logged (default: {default.log_level})",
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        help=f"of every process: for people, or one JSON object a line (default: {default.log_format})",
+        option,
+        dest=setting,
+        type=number or str,
+        choices=choices,
+        metavar=metavar or (None if choices else option.lstrip("-").upper()),
+        action="append" if isinstance(default, tuple) and setting != "vllm.args" else "store",
+        help=says,
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Settings()
-    parser.add_argument(
-        "--engine",
-        choices=("embedded", "vllm"),
-        help=f"the built-in engine, or vLLM servers (default: {default.engine})",
-    )
-    parser.add_argument(
-        "--vllm-args",
-        metavar="ARGS",
-        help='for each vLLM server, in one string: --vllm-args "--tensor-parallel-size 2 --quantization fp8"',
-    )
-    parser.add_argument(
-        "--vllm-python",
-        metavar="FILE",
-        help="interpreter of the environment that vLLM is installed in (default: this one)",
-    )
-    parser.add_argument(
-        "--vllm-url",
-        action="append",
-        metavar="URL",
-        help="http://HOST:PORT of a running vLLM server to attach to instead of starting one; one per replica",
-    )
+def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
+    """What `serve` and `replica` share. address: the section that says where the command listens."""
+    for option, setting, says, metavar in (
+        ("--model", "deployment.model", "built-in name or Hugging Face directory", None),
+        ("--engine", "engine", "the built-in engine, or vLLM servers", None),
+        ("--host", f"{address}.host", "address to listen on", None),
+        ("--port", f"{address}.port", "0 takes a free one", None),
+        (
+            "--kv-cache-memory",
+            "embedded.kv_cache_memory",
+            "KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
+            "SIZE",
+        ),
+        (
+            "--vllm-args",
+            "vllm.args",
+            'for each vLLM server, in one string: --vllm-args "--tensor-parallel-size 2 --quantization fp8"',
+            "ARGS",
+        ),
+        (
+            "--vllm-python",
+            "vllm.python",
+            "interpreter of the environment that vLLM is installed in (default: this one)",
+            "FILE",
+        ),
+        (
+            "--vllm-url",
+            "vllm.urls",
+            "http://HOST:PORT of a running vLLM server to attach to instead of starting one; one per replica",
+            "URL",
+        ),
+        (
+            "--records",
+            "records.bucket",
+            "where the tokens and numbers of sessions' turns are kept for trainers: file:///DIR, s3://BUCKET/PREFIX, gs:// "
+            "or az:// (default: nowhere)",
+            "URL",
+        ),
+        ("--state-dir", "state_dir", "ledger, caches, built-in models", "DIR"),
+        ("--log-level", "log.level", "the least that is logged", None),
+        ("--log-format", "log.format", "of every process: for people, or one JSON object a line", None),
+    ):
+        add_setting(parser, option, setting, says, metavar)
+    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")

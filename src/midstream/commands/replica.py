@@ -9,39 +9,11 @@ from pathlib import Path
 
 from midstream.commands import common
 from midstream.core import logs
-from midstream.core.config import Settings
-from midstream.core.settings import load_settings
-
-OPTIONS = (
-    "model",
-    "engine",
-    "host",
-    "port",
-    "state_dir",
-    "records",
-    "log_level",
-    "log_format",
-    "kv_cache_memory",
-    "vllm_args",
-    "vllm_python",
-    "vllm_url",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Settings()
     parser.set_defaults(run=_replica)
-    parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
-    common.add_arguments(parser)
-    parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
-    parser.add_argument("--port", type=int, help="0 takes a free one (default: 8080)")
-    parser.add_argument("--state-dir", help=f"caches, built-in models (default: {default.state_dir})")
-    parser.add_argument(
-        "--records", metavar="URL", help="where records of sessions' turns go (default: nowhere)"
-    )
-    parser.add_argument("--kv-cache-memory", metavar="SIZE", help="KV cache of the engine, e.g. 4GiB")
-    parser.add_argument("--config", help="TOML file with any of the settings, replica_token among them")
-    common.add_log_arguments(parser)
+    common.add_arguments(parser, "replica")
 
 
 def _replica(options: argparse.Namespace) -> int:
@@ -51,14 +23,14 @@ def _replica(options: argparse.Namespace) -> int:
     from midstream.launch.process import StartFailed
     from midstream.launch.restart import locked
 
-    settings = load_settings(options.config, {name: getattr(options, name) for name in OPTIONS})
-    logs.configure("replica", logs.Logging(level=settings.log_level, format=settings.log_format))
+    settings = common.settings_of(options)
+    logs.configure("replica", logs.Logging(level=settings.log.level, format=settings.log.format))
     check_installed(settings)
     # It imports tokenizers and more.
     from midstream.launch import replica
 
     with locked(Path(settings.state_dir)):
-        check_port(settings.host, settings.port)
+        check_port(settings.replica.host, settings.replica.port)
         name, models = known_models(settings)
         spec = replica.replica_spec(settings, name, model_directory(models, name, Path(settings.state_dir)))
         try:

@@ -17,143 +17,81 @@ from midstream.commands import common
 from midstream.core import logs
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
-from midstream.core.settings import load_settings
 
 if TYPE_CHECKING:
     from midstream.launch.local import Launcher
 
 logger = logging.getLogger(__name__)
 
-SERVE_OPTIONS = (
-    "model",
-    "replicas",
-    "engine",
-    "launcher",
-    "ray_address",
-    "host",
-    "port",
-    "bucket",
-    "records",
-    "transition",
-    "swap_order",
-    "pin_drain_s",
-    "resident_snapshots",
-    "resident_policies",
-    "database",
-    "state_dir",
-    "log_level",
-    "log_format",
-    "kv_cache_memory",
-    "replica_url",
-    "replicas_dns",
-    "gateway_workers",
-    "tls_cert",
-    "tls_key",
-    "no_tinker",
-    "vllm_args",
-    "vllm_python",
-    "vllm_url",
+
+#: option, setting, what it is, and a placeholder
+OPTIONS = (
+    ("--replicas", "deployment.replicas", "engines to start", "N"),
+    (
+        "--launcher",
+        "launcher",
+        "where replicas run: on this machine, or on the Ray cluster that it is a node of",
+        None,
+    ),
+    ("--ray-address", "ray.address", "of the cluster, where this machine is a node of several", "HOST:PORT"),
+    (
+        "--replica-url",
+        "gateway.replicas",
+        "http://HOST:PORT of a replica that others run; may be repeated. --replicas may be 0 then",
+        "URL",
+    ),
+    (
+        "--replicas-dns",
+        "gateway.replicas_dns",
+        "such a replica at each address of the host, looked up again and again",
+        "HOST:PORT",
+    ),
+    ("--gateway-workers", "gateway.workers", "processes that share the port", "N"),
+    ("--tls-cert", "gateway.tls_cert", "PEM certificate chain: the port speaks HTTPS only", "FILE"),
+    ("--tls-key", "gateway.tls_key", "its private key, without a password", "FILE"),
+    (
+        "--bucket",
+        "deployment.bucket",
+        "where snapshots appear, file:///DIR, s3://BUCKET/PREFIX, gs:// or az:// (default: STATE_DIR/bucket)",
+        "URL",
+    ),
+    ("--transition", "deployment.transition", "whether streams cross a swap or finish before it", None),
+    ("--swap-order", "gateway.swap_order", "how the replicas of a deployment switch to a snapshot", None),
+    (
+        "--pin-drain-s",
+        "replica.pin_drain_s",
+        "how long an async swap waits for requests pinned to what serves",
+        "SECONDS",
+    ),
+    (
+        "--resident-snapshots",
+        "replica.resident_snapshots",
+        "how many snapshots stay loaded in each replica, for requests that ask for them, the one that serves included",
+        "K",
+    ),
+    ("--resident-policies", "replica.resident_policies", "how many policies each replica holds at once", "K"),
+    (
+        "--database",
+        "ledger.database",
+        "the ledger's, e.g. postgresql://USER@HOST/NAME; a password is better kept in PGPASSWORD, ~/.pgpass or --config "
+        "(default: an SQLite file in STATE_DIR)",
+        "URL",
+    ),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Settings()
     parser.set_defaults(run=_serve)
-    parser.add_argument("--model", help=f"built-in name or Hugging Face directory (default: {default.model})")
-    parser.add_argument("--replicas", type=int, help=f"engines to start (default: {default.replicas})")
-    common.add_arguments(parser)
+    common.add_arguments(parser, "gateway")
+    for option, setting, says, metavar in OPTIONS:
+        common.add_setting(parser, option, setting, says, metavar)
     parser.add_argument(
-        "--launcher",
-        choices=("local", "ray"),
-        help=f"where replicas run: on this machine, or on the Ray cluster that it is a node of (default: {default.launcher})",
+        "--no-tinker",
+        dest="tinker.enabled",
+        action="store_const",
+        const=False,
+        help="without the Tinker API below /api/v1",
     )
-    parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="of the cluster, where this machine is a node of several"
-    )
-    _add_network_arguments(parser, default)
-    parser.add_argument(
-        "--bucket",
-        help="where snapshots appear, file:///DIR, s3://BUCKET/PREFIX, gs:// or az:// (default: STATE_DIR/bucket)",
-    )
-    parser.add_argument(
-        "--records",
-        metavar="URL",
-        help="where the tokens and numbers of sessions' turns are kept for trainers, as of --bucket (default: nowhere)",
-    )
-    _add_swap_arguments(parser, default)
-    parser.add_argument(
-        "--database",
-        metavar="URL",
-        help="the ledger's, e.g. postgresql://USER@HOST/NAME; a password is better kept in PGPASSWORD, ~/.pgpass or "
-        "--config (default: an SQLite file in STATE_DIR)",
-    )
-    parser.add_argument("--state-dir", help=f"ledger, caches, built-in models (default: {default.state_dir})")
-    parser.add_argument(
-        "--kv-cache-memory",
-        metavar="SIZE",
-        help="KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
-    )
-    parser.add_argument("--no-tinker", action="store_true", help="without the Tinker API below /api/v1")
-    parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")
-    common.add_log_arguments(parser)
-
-
-def _add_swap_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:
-    parser.add_argument(
-        "--transition",
-        choices=("async", "sync"),
-        help=f"whether streams cross a swap or finish before it (default: {default.transition})",
-    )
-    parser.add_argument(
-        "--swap-order",
-        choices=("together", "one-by-one"),
-        help=f"how the replicas of a deployment switch to a snapshot (default: {default.swap_order})",
-    )
-    parser.add_argument(
-        "--pin-drain-s",
-        type=float,
-        metavar="SECONDS",
-        help=f"how long an async swap waits for requests pinned to what serves (default: {default.pin_drain_s:g})",
-    )
-    parser.add_argument(
-        "--resident-snapshots",
-        type=int,
-        metavar="K",
-        help="how many snapshots stay loaded in each replica, for requests that ask for them (default: "
-        f"{default.resident_snapshots}, the one that serves)",
-    )
-    parser.add_argument(
-        "--resident-policies",
-        type=int,
-        metavar="K",
-        help=f"how many policies each replica holds at once (default: {default.resident_policies})",
-    )
-
-
-def _add_network_arguments(parser: argparse.ArgumentParser, default: Settings) -> None:
-    parser.add_argument("--host", help=f"address to listen on (default: {default.host})")
-    parser.add_argument("--port", type=int, help=f"0 takes a free one (default: {default.port})")
-    parser.add_argument(
-        "--replica-url",
-        action="append",
-        metavar="URL",
-        help="http://HOST:PORT of a replica that others run; may be repeated. --replicas may be 0 then",
-    )
-    parser.add_argument(
-        "--replicas-dns",
-        metavar="HOST:PORT",
-        help="such a replica at each address of the host, looked up again and again",
-    )
-    parser.add_argument(
-        "--gateway-workers",
-        type=int,
-        metavar="N",
-        help="processes that share the port (default: 1)",
-    )
-    parser.add_argument(
-        "--tls-cert", metavar="FILE", help="PEM certificate chain: the port speaks HTTPS only"
-    )
-    parser.add_argument("--tls-key", metavar="FILE", help="its private key, without a password")
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -164,11 +102,11 @@ def _serve(options: argparse.Namespace) -> int:
     from midstream.launch.process import StartFailed
     from midstream.launch.restart import locked
 
-    settings = load_settings(options.config, {name: getattr(options, name) for name in SERVE_OPTIONS})
-    logs.configure("serve", logs.Logging(level=settings.log_level, format=settings.log_format))
+    settings = common.settings_of(options)
+    logs.configure("serve", logs.Logging(level=settings.log.level, format=settings.log.format))
     with locked(Path(settings.state_dir)):
         if settings.launcher == "local" or not settings.ray.gateway:
-            check_port(settings.host, settings.port)
+            check_port(settings.gateway.host, settings.gateway.port)
         bucket = supervisor.bucket_url(settings)
         records_fields(settings, "")
         name, models = known_models(settings)

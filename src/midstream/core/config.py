@@ -39,6 +39,7 @@ Seconds = Annotated[float, Meta(ge=1, le=_FINITE, description="must be at least 
 Count = Annotated[int, Meta(ge=1, description="must be at least 1")]
 CountOrZero = Annotated[int, Meta(ge=0, description="must be at least 0")]
 Size = Annotated[str, Meta(pattern=_SIZE_PATTERN, description=_SIZE_EXPECTED)]
+Port = Annotated[int, Meta(ge=0, le=65535, description="must be 0 to 65535")]
 Name = Annotated[str, Meta(pattern=_NAME_PATTERN, description=_NAME_EXPECTED)]
 Weight = Annotated[float, Meta(gt=0, le=1e6, description="must be above 0 and at most 1e6")]
 BaseModel = Annotated[
@@ -106,6 +107,12 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The public port, and what gateways decide for all deployments."""
+
+    # The address that the gateway listens on.
+    host: str = "127.0.0.1"
+    # 0: one that is free.
+    port: Port = 8080
     # Of one request; a larger one is a 413.
     max_body_bytes: Count = 64 * 2**20
     # Of one request, its first line included; more is a 431.
@@ -138,6 +145,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replica_weights: dict[str, Weight] = {}
     # Hosts, or HOST:PORT, whose replicas may join through the API.
     allowed_replicas: tuple[str, ...] = ()
+    # one-by-one: all replicas of a deployment prepare a snapshot, then switch to it one after another.
+    swap_order: SwapOrder = "together"
     # A replica closes a session that had no turn for so long.
     session_idle_s: Positive = 3600.0
     # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
@@ -158,7 +167,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     restart_drain_s: Positive = 600.0
     # A key written as text may do everything; one written as a table, what its scopes say. Empty: everybody may do everything.
     api_keys: tuple[str | KeySettings, ...] = ()
-    # A line for each control call: "log" (the server's log, whatever log_level is), "off", or the absolute path of a file.
+    # A line for each control call: "log" (the server's log, whatever log.level is), "off", or the absolute path of a file.
     audit_log: Annotated[
         str, Meta(pattern=r"^(log|off|/.+)\Z", description="must be log, off or the absolute path of a file")
     ] = "log"
@@ -259,33 +268,32 @@ class TracingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ) = None
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeploymentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The default deployment. Others are made over the API."""
+
+    # The last segment of its resource name.
+    name: Name = "default"
     # A built-in name or a Hugging Face directory.
     model: str = "tiny-moe"
-    # Further models that can be deployed: name to Hugging Face directory.
-    models: dict[str, str] = {}
-    # Of the default deployment, on this machine or where the launcher places them.
+    # Replicas that this server starts, on this machine or where the launcher places them.
     replicas: int = 2
-    # What computes in each replica.
-    engine: EngineKind = "embedded"
-    # Where replicas run: on this machine, or as actors on a Ray cluster.
-    launcher: Launcher = "local"
-    # The address that the gateway listens on.
-    host: str = "127.0.0.1"
-    # Of the gateway. 0: one that is free.
-    port: Annotated[int, Meta(ge=0, le=65535, description="must be 0 to 65535")] = 8080
-    # None means file://<state-dir>/bucket.
+    # Where snapshots appear. None means file://<state-dir>/bucket.
     bucket: str | None = None
-    # Where records of turns go, as of a bucket: file:///DIR, s3://BUCKET/PREFIX, gs:// or az://. None: none are kept.
-    records: str | None = None
-    # What records that wait for it may take on disk, of each replica. Beyond it they are lost, and the gap is recorded.
-    records_disk: Size = "1GiB"
-    # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
-    snapshot_cache: Size | None = None
     # async: streams cross a swap. sync: a swap waits until they have ended, and new requests get a 425.
     transition: Literal["async", "sync"] = "async"
-    # one-by-one: all replicas prepare a snapshot, then switch to it one after another.
-    swap_order: SwapOrder = "together"
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Each replica, whatever its engine is."""
+
+    # The address that `midstream replica` listens on. Replicas of `midstream serve` choose their own.
+    host: str = "127.0.0.1"
+    # Of `midstream replica`. 0: one that is free.
+    port: Port = 8080
+    # The secret that replicas ask of their callers. None: a new one is made at each start.
+    token: str | None = None
+    # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
+    snapshot_cache: Size | None = None
     # An async swap waits so long for requests that are pinned to what serves.
     pin_drain_s: Annotated[float, Meta(ge=0, le=86400, description="must be 0 to 86400 seconds")] = 60.0
     # Snapshots that stay loaded in each replica, the serving one included, and each policy's. Of 1, a swap waits for pins.
@@ -294,22 +302,51 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     resident_memory: Size | None = None
     # Policies that each replica holds at once. Where a deployment has more, those in demand are loaded.
     resident_policies: Annotated[int, Meta(ge=1, le=4096, description="must be 1 to 4096")] = 256
-    # URL of the ledger's database. None means an SQLite file in state_dir.
+
+
+class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The durable state: deployments, signals, stage changes."""
+
+    # URL of the database. None means an SQLite file in state_dir.
     database: str | None = None
+
+
+class RecordsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Records of sessions' turns, for trainers."""
+
+    # Where they go, as of a deployment's bucket: file:///DIR, s3://BUCKET/PREFIX, gs:// or az://. None: none are kept.
+    bucket: str | None = None
+    # What records that wait for it may take on disk, of each replica. Beyond it they are lost, and the gap is recorded.
+    disk: Size = "1GiB"
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The log of every process."""
+
+    # The least that is logged.
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    # json: one object a line, for programs that read the log.
+    format: LogFormat = "text"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # What computes in each replica: the sections [embedded] and [vllm] are theirs.
+    engine: EngineKind = "embedded"
+    # Where replicas run: on this machine, or as actors on a Ray cluster, which [ray] describes.
+    launcher: Launcher = "local"
     # What must outlive the server: ledger, bucket, caches, Tinker's files.
     state_dir: str = ".midstream"
     # The server's account, in every resource name.
     account: Name = "local"
-    # The name of the default deployment.
-    deployment: Name = "default"
-    # Of every process.
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    # json: one object a line, for programs that read the log.
-    log_format: LogFormat = "text"
-    # The secret that replicas ask of their callers. None: a new one is made at each start.
-    replica_token: str | None = None
-    embedded: EngineSettings = EngineSettings()
+    # Further models that can be deployed: name to Hugging Face directory.
+    models: dict[str, str] = {}
+    deployment: DeploymentSettings = DeploymentSettings()
     gateway: GatewaySettings = GatewaySettings()
+    replica: ReplicaSettings = ReplicaSettings()
+    ledger: LedgerSettings = LedgerSettings()
+    records: RecordsSettings = RecordsSettings()
+    log: LogSettings = LogSettings()
+    embedded: EngineSettings = EngineSettings()
     tinker: TinkerSettings = TinkerSettings()
     vllm: VllmSettings = VllmSettings()
     ray: RaySettings = RaySettings()
@@ -331,8 +368,8 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     gateway, embedded, vllm = settings.gateway, settings.embedded, settings.vllm
     elsewhere = gateway.replicas or gateway.replicas_dns or gateway.allowed_replicas
     yield (
-        settings.replicas >= (0 if elsewhere else 1),
-        f"replicas must be at least 1, or 0 where others run replicas, got {settings.replicas}",
+        settings.deployment.replicas >= (0 if elsewhere else 1),
+        f"deployment.replicas must be at least 1, or 0 where others run replicas, got {settings.deployment.replicas}",
     )
     yield (
         embedded.max_batch_tokens >= embedded.max_running,
@@ -360,12 +397,12 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
         f"load as many, got {own}",
     )
     yield (
-        settings.engine != "vllm" or settings.resident_snapshots == 1,
-        "resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
+        settings.engine != "vllm" or settings.replica.resident_snapshots == 1,
+        "replica.resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
     )
     yield (
-        settings.engine != "vllm" or not vllm.urls or len(vllm.urls) >= settings.replicas,
-        f"vllm.urls names {len(vllm.urls)} servers for {settings.replicas} replicas",
+        settings.engine != "vllm" or not vllm.urls or len(vllm.urls) >= settings.deployment.replicas,
+        f"vllm.urls names {len(vllm.urls)} servers for {settings.deployment.replicas} replicas",
     )
 
 
@@ -432,7 +469,7 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
             "ray.gateway and the Tinker API exclude each other: the front runs beside the gateway; give --no-tinker",
         ),
         (
-            not placed or settings.database is not None or (kept and not several),
+            not placed or settings.ledger.database is not None or (kept and not several),
             "ray.gateway needs a database that every node reaches (--database postgresql://...), or gateway_resources that "
             'keep the gateway on one node, e.g. {"node:10.0.0.7" = 0.01}',
         ),
@@ -453,4 +490,4 @@ def model_resource(settings: Settings, model_name: str) -> str:
 
 
 def deployment_resource(settings: Settings) -> str:
-    return f"accounts/{settings.account}/deployments/{settings.deployment}"
+    return f"accounts/{settings.account}/deployments/{settings.deployment.name}"

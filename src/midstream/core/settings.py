@@ -7,7 +7,6 @@ came from, the setting, and the value or the nearest setting that there is. It n
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -19,25 +18,11 @@ import msgspec
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
 
-#: option -> the setting, by the section it is in
-SECTION_OPTIONS = {
-    "embedded": {"kv_cache_memory": "kv_cache_memory"},
-    "gateway": {
-        "gateway_workers": "workers",
-        "tls_cert": "tls_cert",
-        "tls_key": "tls_key",
-        "replica_url": "replicas",
-        "replicas_dns": "replicas_dns",
-    },
-    "vllm": {"vllm_args": "args", "vllm_python": "python", "vllm_url": "urls"},
-    "ray": {"ray_address": "address"},
-}
 
+def load_settings(file: str | None, overrides: Mapping[str, Any]) -> Settings:
+    """Settings from `file` (TOML) with `overrides` on top. Raises ConfigError.
 
-def load_settings(file: str | None, overrides: dict[str, Any]) -> Settings:
-    """Settings from `file` (TOML) with `overrides` (None = not given) on top. Raises ConfigError.
-
-    overrides: top-level names, no_tinker, and those of SECTION_OPTIONS; vllm_args in one string, as a shell reads it.
+    overrides: values by the setting's name, SECTION.NAME in a section. None means that the option was not given.
     """
     written = {} if file is None else _read(file)
     values = _with_options(written, overrides)
@@ -64,23 +49,16 @@ def _read(file: str) -> dict[str, Any]:
 
 def _with_options(written: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(written)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    try:
-        if "vllm_args" in given:
-            given["vllm_args"] = shlex.split(given["vllm_args"])
-    except ValueError as error:
-        raise ConfigError(f"--vllm-args {given['vllm_args']!r}: {error}") from error
-    in_section: dict[str, dict[str, Any]] = (
-        {"tinker": {"enabled": False}} if given.pop("no_tinker", False) else {}
-    )
-    for section, options in SECTION_OPTIONS.items():
-        if ours := {name: given.pop(option) for option, name in options.items() if option in given}:
-            in_section[section] = ours
-    for section, ours in in_section.items():
+    for setting, value in overrides.items():
+        section, _, name = setting.rpartition(".")
+        if value is None:
+            continue
+        if not section:
+            values[name] = value
         # Anything but a table stays, and is refused.
-        if isinstance(before := values.get(section, {}), dict):
-            values[section] = {**before, **ours}
-    return values | given
+        elif isinstance(before := values.get(section, {}), dict):
+            values[section] = {**before, name: value}
+    return values
 
 
 def _converted(values: dict[str, Any]) -> Settings:
@@ -114,24 +92,29 @@ def _said(error: str, values: dict[str, Any]) -> str:
 
 
 def _unknown(name: str, section: list[str]) -> str:
-    """What a setting that there is not may have meant: one of its section, or of another one."""
+    """Says which settings an unknown name may have meant, each with the section that it lies in."""
     where = ".".join(section)
     said = f"unknown field `{name}` in [{where}]" if where else f"unknown field `{name}`"
-    if near := get_close_matches(name, _fields(Settings, section), n=1):
-        return f"{said}; did you mean {'.'.join([*section, near[0]])}?"
-    known = _all_settings()
-    if name in known:
+    known, own = all_settings(), _fields(Settings, section)
+    if where and name in known:
         return f"{said}; {name} is written above the first [section]"
-    last = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
-    if near := get_close_matches(name, last, n=1):
-        return f"{said}; did you mean {last[near[0]]}?"
-    return f"{said}; there are {', '.join(_fields(Settings, section))}" if section else said
+    meant: dict[str, list[str]] = {}
+    for setting in known:
+        for alias in {setting.rpartition(".")[2], setting.replace(".", "_")}:
+            meant.setdefault(alias, []).append(setting)
+    # A setting of the section itself is nearer than one elsewhere that has the same name.
+    meant |= {one: [".".join([*section, one])] for one in own}
+    if near := get_close_matches(name, meant, n=1):
+        return f"{said}; did you mean {' or '.join(meant[near[0]])}?"
+    return f"{said}; there are {', '.join(own)}" if section else said
 
 
 def _mistyped(error: str, path: re.Match[str] | None, names: list[str]) -> str:
     if path is None:
         return error
     said = f"{path[1]}: {error[: path.start()]}"
+    if "Expected `object`" in error and (inner := _fields(Settings, names)):
+        return f"{said}; [{'.'.join(names)}] is a section with {', '.join(inner)}"
     choices = _choices(_hint(Settings, names))
     if not choices:
         return said
@@ -158,13 +141,18 @@ def _fields(hint: Any, names: list[str]) -> list[str]:
     return next((fields for arg in get_args(found) if (fields := _fields(arg, []))), [])
 
 
+def choices_of(setting: str) -> list[str]:
+    """The values that a setting may have; empty: it is no choice."""
+    return _choices(_hint(Settings, setting.split(".")))
+
+
 def _choices(hint: Any) -> list[str]:
     literals = [one for one in (hint, *get_args(hint)) if get_origin(one) is Literal]
     return [str(choice) for one in literals for choice in get_args(one)]
 
 
-def _all_settings() -> list[str]:
-    """Those at the top, then those of sections as SECTION.NAME."""
+def all_settings() -> list[str]:
+    """The names of all settings: those at the top, then those of sections as SECTION.NAME."""
     top = list(Settings.__struct_fields__)
     return [*top, *(f"{section}.{name}" for section in top for name in _fields(Settings, [section]))]
 

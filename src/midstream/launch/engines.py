@@ -68,12 +68,12 @@ def records_root(settings: Settings) -> Path:
 
 def records_fields(settings: Settings, name: str) -> dict[str, Any]:
     """Fields of the ReplicaSpec of the replica of that name. Raises ConfigError."""
-    if settings.records is None:
+    if settings.records.bucket is None:
         return {}
     state = Path(settings.state_dir).absolute()
     try:
-        check_settings(settings.records)
-        place = parse_bucket(settings.records)
+        check_settings(settings.records.bucket)
+        place = parse_bucket(settings.records.bucket)
     except ConfigError as error:
         raise ConfigError(f"--records: {error}") from error
     if place.kind == "file" and Path(place.path).resolve() == state.resolve():
@@ -81,15 +81,15 @@ def records_fields(settings: Settings, name: str) -> dict[str, Any]:
             f"--records: {place.path} is the state directory, where records wait for the bucket: name another directory"
         )
     return {
-        "records": settings.records,
+        "records": settings.records.bucket,
         "records_dir": str(records_root(settings) / name),
-        "records_bytes": parse_size("records_disk", settings.records_disk),
+        "records_bytes": parse_size("records.disk", settings.records.disk),
     }
 
 
 def check_installed(settings: Settings) -> None:
     """Raises ConfigError where replicas are to run on this machine and what they need is not installed here."""
-    if settings.launcher != "local" or not settings.replicas:
+    if settings.launcher != "local" or not settings.deployment.replicas:
         return
     vllm = settings.vllm
     needs = extras.REPLICA if settings.engine == "vllm" else extras.EMBEDDED
@@ -134,12 +134,12 @@ def make_engine(spec: ReplicaSpec) -> Engine:
 
 def resident_fields(settings: Settings) -> dict[str, Any]:
     """Fields of any ReplicaSpec. Raises ConfigError."""
-    size = settings.resident_memory
-    bound = None if size is None else parse_size("resident_memory", size)
+    size = settings.replica.resident_memory
+    bound = None if size is None else parse_size("replica.resident_memory", size)
     return {
-        "resident_snapshots": settings.resident_snapshots,
+        "resident_snapshots": settings.replica.resident_snapshots,
         "resident_bytes": bound,
-        "resident_policies": settings.resident_policies,
+        "resident_policies": settings.replica.resident_policies,
     }
 
 

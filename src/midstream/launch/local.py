@@ -83,8 +83,8 @@ class LocalLauncher:
         return lambda: remove_all(aside)
 
     def upload_stranded(self) -> bool:
-        assert self._settings.records is not None
-        return upload_stranded(records_root(self._settings), self._settings.records)
+        assert self._settings.records.bucket is not None
+        return upload_stranded(records_root(self._settings), self._settings.records.bucket)
 
 
 def engine_settings(settings: Settings, replicas: int) -> EngineSettings:

@@ -30,15 +30,16 @@ def known_models(settings: Settings) -> tuple[str, dict[str, Path]]:
     for name in known:
         check_name("models: the key is the model's name;", name)
     built_in = built_in_directory(Path(settings.state_dir))
-    if settings.model in known:
-        return settings.model, {BUILT_IN: built_in, **known}
-    if settings.model == BUILT_IN:
+    given = settings.deployment.model
+    if given in known:
+        return given, {BUILT_IN: built_in, **known}
+    if given == BUILT_IN:
         return BUILT_IN, {**known, BUILT_IN: built_in}
-    directory = _checkpoint("--model", settings.model)
+    directory = _checkpoint("--model", given)
     name = directory.name
     check_name("--model: the directory's name becomes the model's;", name)
     if known.get(name, directory) != directory:
-        raise ConfigError(f"--model {settings.model}: models.{name} is another directory")
+        raise ConfigError(f"--model {given}: models.{name} is another directory")
     return name, {BUILT_IN: built_in, **known, name: directory}
 
 

@@ -56,12 +56,12 @@ class RayLauncher:
         place = parse_bucket(bucket)
         self._shared = (place.path,) if place.kind == "file" else ()
         _connect(settings)
-        if settings.ray.gateway and is_loopback(settings.host):
+        if settings.ray.gateway and is_loopback(settings.gateway.host):
             _all_on_this_machine(
-                f"--host {settings.host}: a gateway that Ray places must listen on an address that other nodes ({{}}) reach: "
-                "give --host 0.0.0.0"
+                f"--host {settings.gateway.host}: a gateway that Ray places must listen on an address that other nodes "
+                "({}) reach: give --host 0.0.0.0"
             )
-        if settings.ray.gateways > 1 and not (settings.database or "").startswith("postgresql"):
+        if settings.ray.gateways > 1 and not (settings.ledger.database or "").startswith("postgresql"):
             _all_on_this_machine(
                 "ray.gateways above 1 needs one database for all of them: a file of SQLite is another one on each node ({}); "
                 "give --database postgresql://..."
@@ -111,8 +111,8 @@ class RayLauncher:
         return remove
 
     def upload_stranded(self) -> bool:
-        assert self._settings.records is not None
-        root, url = str(records_root(self._settings)), self._settings.records
+        assert self._settings.records.bucket is not None
+        root, url = str(records_root(self._settings)), self._settings.records.bucket
         whole = _on_every_node(
             upload_stranded_on, root, url, said="records of replicas that are gone wait on nodes"
         )

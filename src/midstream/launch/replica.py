@@ -159,25 +159,26 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec:
     """model: its bare name. Raises ConfigError when the replica could be reached by others and has no token."""
-    if settings.replica_token is None and settings.host not in LOOPBACK:
+    own = settings.replica
+    if own.token is None and own.host not in LOOPBACK:
         raise ConfigError(
-            f"--host {settings.host}: needs the setting replica_token, the same as its gateways have: whoever knows it may ask"
+            f"--host {own.host}: needs the setting replica.token, the same as its gateways have: whoever knows it may ask"
         )
-    size = settings.snapshot_cache
+    size = own.snapshot_cache
     return ReplicaSpec(
-        host=settings.host,
-        port=settings.port,
+        host=own.host,
+        port=own.port,
         model_dir=str(directory),
         model=model_resource(settings, model),
         deployment=deployment_resource(settings),
         cache_dir=str(Path(settings.state_dir).absolute() / "snapshots" / "replica"),
-        token=settings.replica_token or "",
+        token=own.token or "",
         engine=engine_settings(settings, 1),
-        log_level=settings.log_level,
-        log_format=settings.log_format,
+        log_level=settings.log.level,
+        log_format=settings.log.format,
         session_idle_s=settings.gateway.session_idle_s,
-        pin_drain_s=settings.pin_drain_s,
-        cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+        pin_drain_s=own.pin_drain_s,
+        cache_bytes=None if size is None else parse_size("replica.snapshot_cache", size),
         **resident_fields(settings),
         **records_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),

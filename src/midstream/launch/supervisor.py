@@ -130,14 +130,14 @@ class Supervisor:
         self._models = models
         self._launcher = launcher
         self._state = Path(settings.state_dir).absolute()
-        self._token = settings.replica_token or secrets.token_hex(16)
+        self._token = settings.replica.token or secrets.token_hex(16)
         #: What the Tinker front loads adapters with, whoever samples from them. The gateways know it, and nobody else.
         self._front_key = secrets.token_hex(32) if settings.gateway.api_keys else None
         #: Removes, once, the caches of deployments that went while no server ran.
         self._cleaning: asyncio.Task[None] | None = None
         self.model, self.deployment = model_resource(settings, name), deployment_resource(settings)
         #: Uploads what replicas leave that are gone. None: no records are kept.
-        self.records = None if settings.records is None else StrandedRecords(launcher.upload_stranded)
+        self.records = None if settings.records.bucket is None else StrandedRecords(launcher.upload_stranded)
         self.replicas = ReplicaProcesses(
             self._replica,
             self._clean,
@@ -148,7 +148,8 @@ class Supervisor:
         on_nodes = settings.launcher == "ray" and settings.ray.gateway
         count = settings.ray.gateways if on_nodes else settings.gateway.workers
         # Bound here, a port that several processes share stays this server's while one of them is started again.
-        self._reserved = [] if on_nodes or count == 1 else reserved(settings.host, settings.port)
+        public = settings.gateway
+        self._reserved = [] if on_nodes or count == 1 else reserved(public.host, public.port)
         spec = self._gateway_spec()
         self.gateways = Gateways(
             lambda name, conversation: launcher.gateway(name, spec, conversation),
@@ -162,8 +163,8 @@ class Supervisor:
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
         """Until cancelled. Raises StartFailed."""
-        engine = self._settings.engine
-        logger.info("starting %d replicas of %s (engine %s)", self._settings.replicas, self.model, engine)
+        count, engine = self._settings.deployment.replicas, self._settings.engine
+        logger.info("starting %d replicas of %s (engine %s)", count, self.model, engine)
         if self.records is not None:
             self.records.start()
         else:
@@ -220,7 +221,7 @@ class Supervisor:
 
     def _first(self) -> Wanted:
         """The replicas that the gateways will most likely ask for."""
-        names = (f"replica-{number}" for number in range(self._settings.replicas))
+        names = (f"replica-{number}" for number in range(self._settings.deployment.replicas))
         return Wanted(
             tuple(WantedReplica(name=name, deployment=self.deployment, model=self.model) for name in names)
         )
@@ -246,7 +247,7 @@ class Supervisor:
         settings = self._settings
         name = wanted.model.rpartition("/")[2]
         directory = await asyncio.to_thread(model_directory, self._models, name, self._state)
-        size = settings.snapshot_cache
+        size = settings.replica.snapshot_cache
         spec = ReplicaSpec(
             name=wanted.name,
             host=LOOPBACK,
@@ -257,11 +258,11 @@ class Supervisor:
             cache_dir=str(self._state / "snapshots" / wanted.name),
             token=self._token,
             engine=settings.embedded,
-            log_level=settings.log_level,
-            log_format=settings.log_format,
+            log_level=settings.log.level,
+            log_format=settings.log.format,
             session_idle_s=settings.gateway.session_idle_s,
-            pin_drain_s=settings.pin_drain_s,
-            cache_bytes=None if size is None else parse_size("snapshot_cache", size),
+            pin_drain_s=settings.replica.pin_drain_s,
+            cache_bytes=None if size is None else parse_size("replica.snapshot_cache", size),
             **resident_fields(settings),
             **records_fields(settings, wanted.name),
             tracing=settings.tracing,
@@ -284,21 +285,21 @@ class Supervisor:
     def _gateway_spec(self) -> GatewaySpec:
         settings = self._settings
         return GatewaySpec(
-            host=settings.host,
-            port=self._reserved[0].getsockname()[1] if self._reserved else settings.port,
+            host=settings.gateway.host,
+            port=self._reserved[0].getsockname()[1] if self._reserved else settings.gateway.port,
             shares_port=bool(self._reserved),
             model=self.model,
             deployment=self.deployment,
-            replicas=settings.replicas,
+            replicas=settings.deployment.replicas,
             models=tuple(self._models),
             bucket=bucket_url(settings),
-            transition=settings.transition,
-            swap_order=settings.swap_order,
-            ledger=settings.database or sqlite_url(self._state / "ledger.db"),
+            transition=settings.deployment.transition,
+            swap_order=settings.gateway.swap_order,
+            ledger=settings.ledger.database or sqlite_url(self._state / "ledger.db"),
             token=self._token,
             settings=self._gateway_settings(),
-            log_level=settings.log_level,
-            log_format=settings.log_format,
+            log_level=settings.log.level,
+            log_format=settings.log.format,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),
             tracing=settings.tracing,
         )
@@ -316,7 +317,8 @@ class Supervisor:
         name = self.model.rpartition("/")[2]
         directory = str(self._models[name])
         gateway = next(iter(self.gateways))
-        names = (name, self.model, self.deployment, settings.model, directory, *settings.tinker.base_models)
+        given = settings.deployment
+        names = (name, self.model, self.deployment, given.model, directory, *settings.tinker.base_models)
         return TinkerSpec(
             path=path,
             gateway_url=gateway_url(settings, own_address(gateway.host), gateway.port),
@@ -327,10 +329,10 @@ class Supervisor:
             state_dir=str(self._state),
             api_keys=settings.gateway.api_keys,
             key=self._front_key,
-            threads=settings.tinker.trainer_threads or engine_settings(settings, settings.replicas).threads,
+            threads=settings.tinker.trainer_threads or engine_settings(settings, given.replicas).threads,
             settings=settings.tinker,
-            log_level=settings.log_level,
-            log_format=settings.log_format,
+            log_level=settings.log.level,
+            log_format=settings.log.format,
         )
 
     async def _all_usable(self) -> int:
@@ -397,7 +399,7 @@ def lacking(health: Mapping[str, Any], gateways: int, waiting: Set[str]) -> str:
 
 def bucket_url(settings: Settings) -> str:
     """The bucket's URL; a local one's directory is made. Raises ConfigError."""
-    bucket = settings.bucket or (Path(settings.state_dir).absolute() / "bucket").as_uri()
+    bucket = settings.deployment.bucket or (Path(settings.state_dir).absolute() / "bucket").as_uri()
     check_settings(bucket)
     place = parse_bucket(bucket)
     try:

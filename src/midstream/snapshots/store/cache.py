@@ -172,7 +172,7 @@ class SnapshotCache:
         if used + needed + others > self.bytes_max:
             raise SnapshotError(
                 f"{shown(what)}: {needed} bytes do not fit into the snapshot cache, which is bounded to {self.bytes_max} "
-                f"and holds {used + others} that are in use; a larger snapshot_cache is needed"
+                f"and holds {used + others} that are in use; a larger replica.snapshot_cache is needed"
             )
 
     def prune(self, keep: Collection[Path]) -> None:
