@@ -28,7 +28,8 @@ from start import ASKED, first_token
 
 import midstream
 
-SOURCE = Path(midstream.__file__).parent
+SOURCE = Path(midstream.__file__).parents[1]
+OURS = ("midstream.", "midstream_tinker.")
 WALKING = Path(__file__).parent / "walking"
 #: A server at rest is watched for so long: every loop of its own has come round.
 REST_S = 8.0
@@ -67,7 +68,7 @@ class Watched:
 
 def process_of(command: list[str]) -> str:
     """The module that the process runs."""
-    modules = [word for word in command if word.startswith("midstream.") and word != "midstream.core.child"]
+    modules = [word for word in command if word.startswith(OURS) and word != "midstream.core.child"]
     return modules[0].removeprefix("midstream.") if modules else command[0]
 
 
@@ -87,7 +88,7 @@ def walked(seen: dict[str, set[str]], at_rest: dict[str, set[str]]) -> dict[str,
 
 
 def shown(function: str) -> str:
-    return str(Path(function.rpartition(":")[0]).relative_to(SOURCE))
+    return str(Path(function.rpartition(":")[0]).relative_to(SOURCE)).removeprefix("midstream/")
 
 
 def publish(watched: Watched, model: Path) -> None:

@@ -41,10 +41,10 @@ from midstream.fleet.replicas import ReplicaSet
 from midstream.launch.reference import document
 from midstream.proxy.auth import Authenticator
 from midstream.proxy.metrics import GatewayMetrics
-from midstream.tinker.app import tinker_app
-from midstream.tinker.futures import Futures
-from midstream.tinker.store import Store
-from midstream.tinker.types import Served
+from midstream_tinker.app import tinker_app
+from midstream_tinker.futures import Futures
+from midstream_tinker.store import Store
+from midstream_tinker.types import Served
 
 A = "accounts/local"
 

@@ -15,11 +15,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 PLACE = Path(os.environ["MIDSTREAM_WALK"])
-INSIDE = f"{os.sep}midstream{os.sep}"
+INSIDE = tuple(f"{os.sep}src{os.sep}{package}{os.sep}" for package in ("midstream", "midstream_tinker"))
 LOOK_EVERY_S = 0.02
 
 _seen: set[CodeType] = set()
 _noting = False
+
+
+def is_ours(code: CodeType) -> bool:
+    return any(package in code.co_filename for package in INSIDE)
 
 
 def _profile(frame: FrameType, event: str, _: Any) -> None:
@@ -40,7 +44,7 @@ def _watch() -> None:
             _noting = True
         elif _noting and not asked:
             _noting = False
-            found = sorted(f"{c.co_filename}:{c.co_qualname}" for c in list(_seen) if INSIDE in c.co_filename)
+            found = sorted(f"{c.co_filename}:{c.co_qualname}" for c in list(_seen) if is_ours(c))
             written = PLACE / f"{name}-{os.getpid()}.json"
             # What sys.argv no longer says.
             command = Path("/proc/self/cmdline").read_text().split("\0")

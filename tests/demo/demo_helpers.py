@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from midstream.client.replay import RouterTap
 from midstream.demo.records import Rollout, StepRow, Turn
 from midstream.demo.replay import token_logprobs
-from midstream.trainer.replay import RouterTap
 
 
 def load(directory: Path):

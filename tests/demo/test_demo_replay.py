@@ -4,9 +4,9 @@ import pytest
 import torch
 from demo_helpers import load, make_turn
 
+from midstream.client.replay import OWN_ROUTE, RouterTap, pad_routes, router_scores
 from midstream.demo.records import Turn
 from midstream.demo.replay import Rescorer, differing_routes, k3, measure_mismatch, token_logprobs
-from midstream.trainer.replay import OWN_ROUTE, RouterTap, pad_routes, router_scores
 
 pytestmark = pytest.mark.fast
 

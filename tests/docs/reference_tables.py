@@ -21,7 +21,7 @@ from midstream.core import config, errors
 from midstream.launch.reference import behind
 
 DOCS = Path(__file__).parents[2] / "docs"
-SOURCE = Path(__file__).parents[2] / "src" / "midstream"
+SOURCE = Path(__file__).parents[2] / "src"
 BEGIN, END = "<!-- begin: {} -->\n", "<!-- end: {} -->\n"
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "none"}
 
@@ -148,14 +148,14 @@ def opening(module: Path) -> str:
 
 
 def modules() -> str:
-    """Of each package the modules that open with what they are."""
+    """Of each package, and of each building beside midstream, the modules that open with what they are."""
     packages: dict[str, list[str]] = {}
     for module in sorted(SOURCE.rglob("*.py")):
         if words := opening(module):
-            place = module.relative_to(SOURCE)
-            package = place.parts[0] if len(place.parts) > 1 else "midstream"
-            inside = place.relative_to(package) if len(place.parts) > 1 else place
-            packages.setdefault(package, []).append(f"| `{inside}` | {words} |")
+            package, *inside = module.relative_to(SOURCE).parts
+            if package == "midstream" and len(inside) > 1:
+                package, *inside = inside
+            packages.setdefault(package, []).append(f"| `{'/'.join(inside)}` | {words} |")
     head = "| module | what it is |\n|---|---|\n"
     parts = [f"## {package}\n\n{head}" + "\n".join(rows) for package, rows in sorted(packages.items())]
     return "\n\n".join(parts) + "\n"

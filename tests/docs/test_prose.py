@@ -96,7 +96,7 @@ def test_the_glossary_is_sorted_and_gives_each_term_one_meaning_of_two_lines_at_
 
 def test_every_term_of_the_glossary_is_used_elsewhere() -> None:
     pages = [text_of(page) for page in DOCUMENTS if page != GLOSSARY]
-    code = [file.read_text() for file in (ROOT / "src" / "midstream").rglob("*.py")]
+    code = [file.read_text() for file in (ROOT / "src").rglob("*.py")]
     # Names in code are taken apart: SignalOrder is a use of "signal order".
     code = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", file) for file in code]
     used = re.sub(r"[\s_-]+", " ", "\n".join([*pages, *code]).lower())

@@ -22,7 +22,7 @@ from serving import DEVICE, Server, on_device, serve
 from transformers import AutoModelForCausalLM
 
 from midstream.client import SnapshotFailed, SnapshotPublisher, decode_routing_matrix, snapshot_of
-from midstream.trainer.replay import RouterTap
+from midstream.client.replay import RouterTap
 
 torch.set_num_threads(1)
 ATTEMPTS = 4

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from serving import Server, serve
 
-from midstream.tinker.codec import SampleResponse
+from midstream_tinker.codec import SampleResponse
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 
@@ -88,7 +88,7 @@ class Tinker:
 
 def front(server: Server) -> int:
     """Its pid; 0 when there is none."""
-    return process(server, "midstream.launch.tinker")
+    return process(server, "midstream_tinker.front")
 
 
 def gateway(server: Server) -> int:

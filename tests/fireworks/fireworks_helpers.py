@@ -19,7 +19,7 @@ from serving import Server
 from transformers import AutoModelForCausalLM
 
 from midstream.client import decode_routing_matrix
-from midstream.trainer.replay import RouterTap
+from midstream.client.replay import RouterTap
 
 API_KEY = "fw-key-of-acme"
 VENV = Path(__file__).parents[2] / ".venv-fireworks"

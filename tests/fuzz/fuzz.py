@@ -27,7 +27,7 @@ MEMORY_MB = 2048
 #: Beyond its time a process gets so long to start and to end.
 GRACE_S = 120.0
 LATE = {
-    "trainer_states": ("midstream.trainer.checkpoints", "midstream.trainer.optimizer"),
+    "trainer_states": ("midstream_tinker.trainer.checkpoints", "midstream_tinker.trainer.optimizer"),
     "adapters": ("midstream.engine.adapter",),
 }
 _STATUS = re.compile(r"^#(\d+)\s+\S+\s+cov: (\d+) ft: (\d+) corp: (\d+)", re.MULTILINE)

@@ -19,6 +19,7 @@ from test_access import world
 from test_scopes import routes_of, whole_front, whole_gateway
 
 import midstream
+import midstream_tinker
 from midstream.api import addons, hotload, openapi, policies, resource, trainer_calls
 from midstream.api.openapi import errors_by_status, need_in_words
 from midstream.api.signals import parse_signal
@@ -37,9 +38,9 @@ from midstream.replica.turns.history import policy_of
 from midstream.replica.wire import messages, responses, sglang, textcalls, vllm
 from midstream.replica.wire.bodies import BODIES
 from midstream.replica.wire.table import GENERATING
-from midstream.tinker.json_losses import LossesBody
+from midstream_tinker.json_losses import LossesBody
 
-SOURCE = Path(midstream.__file__).parent
+SOURCE, BUILDING = Path(midstream.__file__).parent, Path(midstream_tinker.__file__).parent
 BODIES_OF = request_bodies()
 DOCUMENT = the_document()
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
@@ -171,7 +172,7 @@ def queries_of_code() -> set[str]:
     files = [
         *(SOURCE / "api").glob("*.py"),
         SOURCE / "fleet" / "membership.py",
-        SOURCE / "tinker" / "runs.py",
+        BUILDING / "runs.py",
     ]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -280,7 +281,7 @@ def test_every_wire_reads_what_is_told() -> None:
 def test_every_body_that_the_tinker_front_decodes_is_told() -> None:
     read = set()
     for name in ("app", "runs"):
-        for node in ast.walk(ast.parse((SOURCE / "tinker" / f"{name}.py").read_text())):
+        for node in ast.walk(ast.parse((BUILDING / f"{name}.py").read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and called in ("decode", "_decoded", "self._submitted"):
                 read.add(ast.unparse(node.args[1]))
@@ -418,7 +419,7 @@ def test_a_start_makes_no_document_and_making_it_takes_no_tokenizer() -> None:
 import sys
 import midstream.launch.gateway
 from midstream.launch.reference import document
-before = sys.modules.keys() & {"midstream.api.openapi", "midstream.replica", "midstream.tinker"}
+before = sys.modules.keys() & {"midstream.api.openapi", "midstream.replica", "midstream_tinker"}
 document()
 heavy = sys.modules.keys() & {"torch", "tokenizers", "transformers", "jinja2", "llguidance", "safetensors"}
 print(sorted(before), sorted(heavy), "midstream.api.openapi" in sys.modules)

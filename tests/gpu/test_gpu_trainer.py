@@ -12,8 +12,8 @@ from trainer_helpers import base_of, logprobs, new_model, request, text
 
 from midstream.core.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
-from midstream.trainer.checkpoints import export_weights, load_state, save_state
-from midstream.trainer.types import AdamParams, LoraConfig
+from midstream_tinker.trainer.checkpoints import export_weights, load_state, save_state
+from midstream_tinker.trainer.types import AdamParams, LoraConfig
 
 DATA = [
     text("A rollout of some bytes", weights=1.0),

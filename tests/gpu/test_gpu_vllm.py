@@ -19,7 +19,7 @@ from vllm_bed import PYTHON, installed, load
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, random_prompt
 
 from midstream.client import SnapshotPublisher, decode_routing_matrix
-from midstream.trainer.replay import RouterTap
+from midstream.client.replay import RouterTap
 
 STREAMS = 16
 #: On a device the model is in bfloat16, and numbers are of two implementations.

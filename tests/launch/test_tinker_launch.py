@@ -11,7 +11,7 @@ from midstream.core.config import GatewaySettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError
 from midstream.launch.local import gateway_url, own_address
 from midstream.launch.specs import TinkerSpec
-from midstream.launch.tinker import max_context, served_model, trainer_start
+from midstream_tinker.front import max_context, served_model, trainer_start
 
 SPEC = TinkerSpec(
     path="/nowhere/tinker.sock",

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from catalogue import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "midstream"
+SOURCE = ROOT / "src"
 # Of one test; those that kill take seconds.
 TEST_S_MAX = 120
 # Of a mutation's own tests.
@@ -86,9 +86,9 @@ def judged(report: str | None) -> Verdict:
 
 
 @contextmanager
-def applied(mutation: Mutation, package: Path) -> Iterator[None]:
-    """The copy `package` has the fault within. Raises TextGone."""
-    path = package / mutation.file
+def applied(mutation: Mutation, sources: Path) -> Iterator[None]:
+    """The copy `sources` has the fault within. Raises TextGone."""
+    path = sources / mutation.path
     text = path.read_text()
     _write(path, mutated(mutation, text))
     try:
@@ -140,7 +140,7 @@ def tried(mutation: Mutation, work: Path, tier: str, whole: bool) -> Verdict:
     report, log = work / f"{mutation.name}.xml", work / f"{mutation.name}.log"
     argv = command(mutation, tier, whole, report)
     try:
-        with applied(mutation, work / "src" / "midstream"):
+        with applied(mutation, work / "src"):
             in_time = run_tests(argv, work, work / "src", WHOLE_S_MAX if whole else LISTED_S_MAX, log)
     except TextGone as gone:
         return Verdict(False, str(gone))

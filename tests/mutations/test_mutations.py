@@ -19,7 +19,7 @@ def test_a_mutations_text_is_there_once_and_the_mutated_file_compiles() -> None:
     gone = []
     for mutation in MUTATIONS:
         try:
-            text = run.mutated(mutation, (run.PACKAGE / mutation.file).read_text())
+            text = run.mutated(mutation, (run.SOURCE / mutation.path).read_text())
         except run.TextGone as error:
             gone.append(str(error))
             continue
@@ -77,7 +77,8 @@ def test_a_text_that_is_gone_or_comes_twice_is_an_error(text: str) -> None:
 
 
 def test_the_fault_is_in_the_copy_only_while_it_is_tried(tmp_path: Path) -> None:
-    file = tmp_path / FAULT.file
+    file = tmp_path / FAULT.path
+    file.parent.mkdir()
     file.write_text("limit = 1\n")
     with run.applied(FAULT, tmp_path):
         assert file.read_text() == "limit = 2\n"

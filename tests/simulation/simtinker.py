@@ -15,7 +15,7 @@ from typing import Any
 from simclient import Answer, Broken, Oracle, Turn, Wrong, exchange
 from simengine import BLOCK
 
-from midstream.tinker.futures import PROTOBUF
+from midstream_tinker.futures import PROTOBUF
 
 API = "/api/v1/"
 #: A connection that was lost, and an answer that says "not now", are tried again after so long.

@@ -33,9 +33,9 @@ import midstream.launch.channel as channel_module
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
-import midstream.launch.tinker as tinker_module
 import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.listing as listing_module
+import midstream_tinker.front as tinker_module
 from midstream.core.config import (
     DeploymentSettings,
     EngineSettings,
@@ -86,7 +86,7 @@ class World:
         programs = {
             "midstream.launch.gateway": (GatewaySpec, gateway_module.serve),
             "midstream.launch.replica": (ReplicaSpec, self._serve_replica),
-            "midstream.launch.tinker": (TinkerSpec, tinker_module.serve),
+            "midstream_tinker.front": (TinkerSpec, tinker_module.serve),
         }
         told = (ConfigError, SnapshotError, OSError, EngineDied)
         self.processes = self.loop.processes = Processes(self.loop, programs, told)

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import serving
 
 from midstream.core.pulse import STALL_S
-from midstream.tinker import codec
-from midstream.tinker import serving as tinker_limits
+from midstream_tinker import codec
+from midstream_tinker import serving as tinker_limits
 
 MB = 2**20
 #: gateway.max_body_bytes, less what is around the part that is large.

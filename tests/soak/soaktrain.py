@@ -16,7 +16,7 @@ import numpy as np
 from simclient import Oracle, Wrong
 from simtinker import PAUSE_S, FrontLost, TinkerClient
 
-from midstream.tinker.codec import FLOAT32, INT64, ForwardBackwardRequest
+from midstream_tinker.codec import FLOAT32, INT64, ForwardBackwardRequest
 
 #: Of a loss that was computed twice from the same weights.
 ERROR = 1e-4

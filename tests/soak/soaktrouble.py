@@ -38,9 +38,9 @@ _MODULES = {
     b"midstream.launch.gateway": "gateway",
     b"midstream.launch.worker": "gateway",
     b"midstream.launch.replica": "replica",
-    b"midstream.launch.tinker": "front",
+    b"midstream_tinker.front": "front",
     b"midstream.engine.embedded.loop": "engine",
-    b"midstream.trainer.loop": "trainer",
+    b"midstream_tinker.trainer.loop": "trainer",
 }
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from training_fakes import FakePolicies
 
-from midstream.tinker.adapters import Adapters
-from midstream.tinker.completion import Completions
-from midstream.tinker.futures import Futures
-from midstream.tinker.sampling import Sampling
-from midstream.tinker.store import SamplingSession, Store
-from midstream.tinker.types import Served
+from midstream_tinker.adapters import Adapters
+from midstream_tinker.completion import Completions
+from midstream_tinker.futures import Futures
+from midstream_tinker.sampling import Sampling
+from midstream_tinker.store import SamplingSession, Store
+from midstream_tinker.types import Served
 
 TENANT = "tenant"
 DEPLOYMENT = "accounts/acme/deployments/policy"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_fakes import FakePolicies
 
-from midstream.tinker.adapters import Adapters
-from midstream.trainer.types import Failed
+from midstream_tinker.adapters import Adapters
+from midstream_tinker.trainer.types import Failed
 
 
 def name(number: int) -> str:

@@ -12,14 +12,15 @@ import pytest
 
 from midstream.core.config import KeySettings
 from midstream.proxy.auth import Authenticator
-from midstream.tinker import app as module
-from midstream.tinker import codec, serving
-from midstream.tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app
-from midstream.tinker.codec import sample_json, sample_response
-from midstream.tinker.futures import PROTOBUF, Futures
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import CheckpointRow, SamplingSession, Store
-from midstream.tinker.types import (
+from midstream_tinker import app as module
+from midstream_tinker import codec, serving
+from midstream_tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app
+from midstream_tinker.codec import sample_json, sample_response
+from midstream_tinker.futures import PROTOBUF, Futures
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import CheckpointRow, SamplingSession, Store
+from midstream_tinker.trainer.types import ForwardBackward, LoraConfig
+from midstream_tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
     SampleBody,
@@ -27,7 +28,6 @@ from midstream.tinker.types import (
     Sequence,
     Served,
 )
-from midstream.trainer.types import ForwardBackward, LoraConfig
 
 KEY = "tml-one"
 OTHER = {"X-API-Key": "tml-two"}

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from sdk_venvs import SDKS, run_sdk
 
-from midstream.tinker import codec
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import (
+from midstream_tinker import codec
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Datum, LossOutputs, Tensor
+from midstream_tinker.types import (
     CreateModelBody,
     OptimStepBody,
     SampleBody,
@@ -21,7 +22,6 @@ from midstream.tinker.types import (
     addressee,
     decode,
 )
-from midstream.trainer.types import Datum, LossOutputs, Tensor
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from midstream.tinker import futures as module
-from midstream.tinker.futures import (
+from midstream_tinker import futures as module
+from midstream_tinker.futures import (
     ABANDONED_S,
     JSON,
     KEPT_FETCHED_S,
@@ -18,7 +18,7 @@ from midstream.tinker.futures import (
     Future,
     Futures,
 )
-from midstream.tinker.serving import TinkerError
+from midstream_tinker.serving import TinkerError
 
 
 class Clock:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.tinker import codec, types
-from midstream.tinker import store as store_module
-from midstream.tinker.samples import Sample, sampled
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import Store
-from midstream.tinker.types import (
+from midstream_tinker import codec, types
+from midstream_tinker import store as store_module
+from midstream_tinker.samples import Sample, sampled
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import Store
+from midstream_tinker.trainer.types import Failed, LoraConfig
+from midstream_tinker.types import (
     Body,
     CreateModelBody,
     CreateSessionBody,
@@ -26,7 +27,6 @@ from midstream.tinker.types import (
     SampleBody,
     decode,
 )
-from midstream.trainer.types import Failed, LoraConfig
 
 MODEL = b'{"session_id":"s","model_seq_id":0,"base_model":"m","user_metadata":%s}'
 STEP = b'{"model_id":"m","seq_id":1,"optimizer_params":%s}'
@@ -189,7 +189,7 @@ def sparse(shape: list[int], starts: list[int]) -> bytes:
 
 def test_sparse_rows_whose_sizes_only_fit_by_overflow_are_refused() -> None:
     """Every difference of these starts is positive in 64 bits, and numpy would write beyond its array's end."""
-    made = "import sys; from midstream.tinker import codec; codec.forward_backward(sys.stdin.buffer.read())"
+    made = "import sys; from midstream_tinker import codec; codec.forward_backward(sys.stdin.buffer.read())"
     body = sparse([4, 2], [0, 2**63 - 1, -(2**63), -1, 3])
     done = subprocess.run([sys.executable, "-c", made], input=body, capture_output=True, check=False)
     assert done.returncode == 1

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.tinker import codec, json_losses
-from midstream.tinker.serving import TinkerError
-from midstream.trainer.types import Datum, Tensor
+from midstream_tinker import codec, json_losses
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Datum, Tensor
 
 
 def body(**changes: Any) -> bytes:

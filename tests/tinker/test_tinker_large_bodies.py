@@ -19,11 +19,11 @@ from training_fakes import BASE, World, world
 
 from midstream.core.beside import stepwise_json
 from midstream.proxy.auth import Authenticator, tenant_of
-from midstream.tinker import codec, types
-from midstream.tinker.app import tinker_app
-from midstream.tinker.futures import PROTOBUF
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import SampleBody, Served, decode
+from midstream_tinker import codec, types
+from midstream_tinker.app import tinker_app
+from midstream_tinker.futures import PROTOBUF
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.types import SampleBody, Served, decode
 
 DATUM = b"\x1a\x00"
 #: What the SDK sends together: 1024 datums or 5 MB.

@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Server, serve
 from trainer_helpers import new_model, request, text
 
-from midstream.tinker.policies import DeploymentPolicies
-from midstream.trainer.checkpoints import export_adapter
-from midstream.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.policies import DeploymentPolicies
+from midstream_tinker.trainer.checkpoints import export_adapter
+from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DATA = [text("a line to learn")]

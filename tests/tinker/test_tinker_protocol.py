@@ -15,12 +15,12 @@ import uvicorn
 from sdk_venvs import API_KEY, SDKS, run_sdk
 
 from midstream.proxy.auth import Authenticator
-from midstream.tinker import codec
-from midstream.tinker.app import tinker_app
-from midstream.tinker.futures import PROTOBUF, Future, Futures
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import CheckpointRow, Store
-from midstream.tinker.types import CreateModelBody, SampleBody, SampleResult, Sequence, Served
+from midstream_tinker import codec
+from midstream_tinker.app import tinker_app
+from midstream_tinker.futures import PROTOBUF, Future, Futures
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import CheckpointRow, Store
+from midstream_tinker.types import CreateModelBody, SampleBody, SampleResult, Sequence, Served
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from training_fakes import TENANT, World, world
 
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import SamplingSession
-from midstream.tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
-from midstream.trainer import protocol as m
-from midstream.trainer.types import Failed
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import SamplingSession
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
 
 KEY = "tml-key"
 

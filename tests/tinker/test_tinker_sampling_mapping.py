@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from sampling_fakes import DEPLOYMENT, entry
 
-from midstream.tinker.samples import UNBOUNDED, Sample, Sampled, check, sampled
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import SampleBody, Span, decode
-from midstream.trainer.types import Failed
+from midstream_tinker.samples import UNBOUNDED, Sample, Sampled, check, sampled
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import SampleBody, Span, decode
 
 PROMPT = [5, 6, 7, 8]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from midstream.tinker.sampling import BASE, SERVING, Weights, key_headers, may_come_back, routing_key
-from midstream.tinker.serving import TinkerError
-from midstream.trainer.types import Failed
+from midstream_tinker.sampling import BASE, SERVING, Weights, key_headers, may_come_back, routing_key
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Failed
 
 RUN = Weights(policy="run", snapshot="tinker-ab-0-7", run="tinker-ab-0")
 SAVED = Weights(policy="exact", snapshot="tinker-ab-0-7-final")

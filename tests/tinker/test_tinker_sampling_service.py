@@ -25,11 +25,11 @@ from sampling_fakes import (
     front,
 )
 
-from midstream.tinker import sampling as module
-from midstream.tinker.futures import Future
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import SampleBody, decode
-from midstream.trainer.types import Failed
+from midstream_tinker import sampling as module
+from midstream_tinker.futures import Future
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import SampleBody, decode
 
 Scenario = Callable[[Front, FakeGateway], Awaitable[None]]
 

@@ -11,11 +11,11 @@ import pytest
 
 from midstream.core.clock import steady, steady_clock
 from midstream.core.errors import ConfigError
-from midstream.tinker import store as module
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
-from midstream.tinker.training import Training
-from midstream.trainer.types import LoraConfig
+from midstream_tinker import store as module
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
+from midstream_tinker.trainer.types import LoraConfig
+from midstream_tinker.training import Training
 
 
 class Clock:

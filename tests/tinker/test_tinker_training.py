@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from training_fakes import BASE, TENANT, World, create, forward_backward, optim, world
 
-from midstream.tinker.futures import PROTOBUF
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import (
+from midstream_tinker.futures import PROTOBUF
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import (
     CreateSamplingSessionBody,
     LoadWeightsBody,
     OptimizerConfig,
@@ -19,9 +21,7 @@ from midstream.tinker.types import (
     SaveWeightsBody,
     SaveWeightsForSamplerBody,
 )
-from midstream.tinker.weights import parse_uri
-from midstream.trainer import protocol as m
-from midstream.trainer.types import Failed
+from midstream_tinker.weights import parse_uri
 
 KEY = "tml-key"
 Scene = Callable[[World], Awaitable[None]]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from training_fakes import TENANT, World, world
 
-from midstream.tinker import codec
-from midstream.tinker.types import LoadWeightsBody, SaveWeightsBody
-from midstream.trainer import protocol as m
-from midstream.trainer.process import Trainer
+from midstream_tinker import codec
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.process import Trainer
+from midstream_tinker.types import LoadWeightsBody, SaveWeightsBody
 
 pytestmark = pytest.mark.slow
 

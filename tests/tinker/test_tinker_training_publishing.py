@@ -20,9 +20,9 @@ import publish_world
 from s3server import S3Server
 
 from midstream.snapshots.store.bucket import list_directory, put_directory
-from midstream.tinker import publishing as publishing_module
-from midstream.tinker.publishing import DeploymentPublisher, remove_snapshot
-from midstream.trainer.types import Failed
+from midstream_tinker import publishing as publishing_module
+from midstream_tinker.publishing import DeploymentPublisher, remove_snapshot
+from midstream_tinker.trainer.types import Failed
 
 KEY = "tml-key"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.tinker.futures import Future, Futures
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.turns import Turn, Turns
+from midstream_tinker.futures import Future, Futures
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.turns import Turn, Turns
 
 MODEL = "session_ab:train:0"
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.snapshots.identity import check_identity
-from midstream.tinker import weights
-from midstream.tinker.serving import TinkerError
+from midstream_tinker import weights
+from midstream_tinker.serving import TinkerError
 
 MODEL = "session_00ab:train:0"
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._=+~-]{0,127}", fullmatch=True)

@@ -32,8 +32,8 @@ from midstream.engine.adapter import load_adapter
 from midstream.engine.embedded.loading import load_beside, load_model, logits_alone
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store.verify import check_compatible
-from midstream.trainer import checkpoints
-from midstream.trainer.checkpoints import (
+from midstream_tinker.trainer import checkpoints
+from midstream_tinker.trainer.checkpoints import (
     export_adapter,
     export_weights,
     load_state,
@@ -41,8 +41,8 @@ from midstream.trainer.checkpoints import (
     save_state,
     write_directory,
 )
-from midstream.trainer.model import ADAPTER, LORA_FAMILIES, TrainedModel
-from midstream.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.model import ADAPTER, LORA_FAMILIES, TrainedModel
+from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]

@@ -21,8 +21,8 @@ from trainer_helpers import (
     write_family,
 )
 
-from midstream.trainer.model import LORA_FAMILIES
-from midstream.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.model import LORA_FAMILIES
+from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]

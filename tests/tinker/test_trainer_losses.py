@@ -8,8 +8,8 @@ import pytest
 import torch
 from trainer_helpers import datum, tensor
 
-from midstream.trainer.losses import LOSSES, named_loss, read_config, read_example
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer.losses import LOSSES, named_loss, read_config, read_example
+from midstream_tinker.trainer.types import Failed
 
 LOGPROB = [-0.5, -2.0, -1.0, -3.0, -0.1]
 ROLLOUT = [-1.0, -1.0, -1.0, -1.1, -2.0]

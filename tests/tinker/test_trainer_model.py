@@ -26,9 +26,9 @@ from trainer_helpers import (
     weights,
 )
 
-from midstream.trainer import passes
-from midstream.trainer.passes import micro_batches, positions_of_pass
-from midstream.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer import passes
+from midstream_tinker.trainer.passes import micro_batches, positions_of_pass
+from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
 
 Models = Callable[..., Path]
 LINES = ("a line of text", "short", "one that is longer than the two before it", "x" * 33, "ab")

@@ -15,9 +15,9 @@ import pytest
 from trainer_helpers import FULL, array, request, text
 
 from midstream.http.ipc import frame
-from midstream.trainer import protocol as m
-from midstream.trainer.process import Trainer, TrainerDied, ending
-from midstream.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.process import Trainer, TrainerDied, ending
+from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +158,7 @@ def test_the_process_ends_when_the_front_is_gone_even_within_a_command(tiny_mode
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "midstream.trainer.loop", str(theirs.fileno())],
+            [sys.executable, "-m", "midstream_tinker.trainer.loop", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
         )
     with ours:

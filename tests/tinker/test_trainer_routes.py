@@ -13,8 +13,8 @@ from trainer_helpers import datum, gradients, logprobs, new_model, request, tens
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.core import EngineCore
-from midstream.trainer.model import TrainedModel
-from midstream.trainer.types import Datum, Failed, LoraConfig
+from midstream_tinker.trainer.model import TrainedModel
+from midstream_tinker.trainer.types import Datum, Failed, LoraConfig
 
 Models = Callable[..., Path]
 LINE = text("a line of text to be routed")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midstream.trainer import protocol as m
-from midstream.trainer.model import BaseModel, TrainedModel
-from midstream.trainer.types import Datum, ForwardBackward, LoraConfig, LossOutputs, Tensor
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.model import BaseModel, TrainedModel
+from midstream_tinker.trainer.types import Datum, ForwardBackward, LoraConfig, LossOutputs, Tensor
 
 FULL = LoraConfig(rank=0)
 NUMPY = {"int64": "<i8", "int32": "<i4", "float32": "<f4"}

@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from midstream.tinker.adapters import Adapters
-from midstream.tinker.futures import Future, Futures
-from midstream.tinker.loaded import TrainerPort
-from midstream.tinker.samplers import Samplers
-from midstream.tinker.store import Store
-from midstream.tinker.training import Limits, Training
-from midstream.tinker.types import CreateModelBody, OptimStepBody, Served
-from midstream.tinker.weights import Places
-from midstream.trainer import protocol as m
-from midstream.trainer.process import TrainerDied
-from midstream.trainer.types import (
+from midstream_tinker.adapters import Adapters
+from midstream_tinker.futures import Future, Futures
+from midstream_tinker.loaded import TrainerPort
+from midstream_tinker.samplers import Samplers
+from midstream_tinker.store import Store
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.process import TrainerDied
+from midstream_tinker.trainer.types import (
     AdamParams,
     Datum,
     Failed,
@@ -31,6 +28,9 @@ from midstream.trainer.types import (
     LossOutputs,
     Tensor,
 )
+from midstream_tinker.training import Limits, Training
+from midstream_tinker.types import CreateModelBody, OptimStepBody, Served
+from midstream_tinker.weights import Places
 
 TENANT = "tenant"
 BASE = "Qwen/Qwen3-8B-Base"

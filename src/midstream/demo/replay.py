@@ -1,6 +1,6 @@
 """Router replay: a trainer's forward passes on the engine's routes, and the mismatch between trainer and engine.
 
-Owns: scoring turns with a Hugging Face MoE model, on its own or on given routes (trainer/replay.py). The measures of mismatch
+Owns: scoring turns with a Hugging Face MoE model, on its own or on given routes (client/replay.py). The measures of mismatch
 (k3, share of differing routes).
 Always holds: positions are input positions, so the logits at position i score the token at i + 1.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midstream.client.replay import RouterTap, pad_routes, pad_sequences
 from midstream.demo.records import Turn
-from midstream.trainer.replay import RouterTap, pad_routes, pad_sequences
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

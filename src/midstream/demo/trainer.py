@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from midstream.client.replay import RouterTap, pad_routes, pad_sequences
 from midstream.client.weights import no_progress_bars
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.demo.records import Rollout
 from midstream.demo.replay import Mismatch, Rescorer, measure_mismatch, token_logprobs
-from midstream.trainer.replay import RouterTap, pad_routes, pad_sequences
 
 
 @dataclass(frozen=True)

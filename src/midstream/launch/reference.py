@@ -5,9 +5,13 @@ Always holds: the imports are those of a gateway alone, without tokenizer or tor
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from midstream.core.wires import WIRES
+
+#: Has the ENDPOINTS of the Tinker API. By name: no module of midstream imports the building.
+FRONT = "midstream_tinker.app"
 
 if TYPE_CHECKING:
     from midstream.api.openapi import Answers, Bodies
@@ -24,10 +28,9 @@ def document() -> dict[str, Any]:
 def behind() -> tuple[Bodies, Answers, tuple[Endpoint, ...]]:
     """The arguments of openapi.document. Successful answers of inference have types; those of the front have none yet."""
     from midstream.replica.wire.answers import ANSWERS
-    from midstream.tinker.app import ENDPOINTS
 
     answers = {path: ANSWERS[wire.name] for path, wire in WIRES.items()}
-    return request_bodies(), answers, ENDPOINTS
+    return request_bodies(), answers, importlib.import_module(FRONT).ENDPOINTS
 
 
 def request_bodies() -> Bodies:

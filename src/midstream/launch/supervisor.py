@@ -174,7 +174,7 @@ class Supervisor:
         logger.info("the gateway listens on %s", ", ".join(self._urls()))
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
-            self.front = Child("tinker", "midstream.launch.tinker", spec, Conversation(self._hear_front))
+            self.front = Child("tinker", "midstream_tinker.front", spec, Conversation(self._hear_front))
             await self.front.begin()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateways.supervise())

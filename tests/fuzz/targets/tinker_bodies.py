@@ -15,10 +15,10 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from midstream.tinker import codec, json_losses, types
-from midstream.tinker.samples import check as check_sample
-from midstream.tinker.serving import TinkerError
-from midstream.trainer.types import Failed, ForwardBackward
+from midstream_tinker import codec, json_losses, types
+from midstream_tinker.samples import check as check_sample
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Failed, ForwardBackward
 from targets.snapshot_files import BETWEEN, directory, safetensors_file
 from targets.target import Target, check, controlled, outcome
 
@@ -215,9 +215,9 @@ def run_state(data: bytes) -> None:
     """meta.json, the adapter's weights, the optimizer's state; one that is empty is not there."""
     import torch
 
-    from midstream.trainer import checkpoints
-    from midstream.trainer.optimizer import Optimizer
-    from midstream.trainer.types import LoraConfig
+    from midstream_tinker.trainer import checkpoints
+    from midstream_tinker.trainer.optimizer import Optimizer
+    from midstream_tinker.trainer.types import LoraConfig
 
     place = directory()
     names = (checkpoints.META_FILE, checkpoints.ADAPTER_FILE, checkpoints.OPTIMIZER_FILE)
@@ -255,8 +255,8 @@ def _base() -> Path:
 
 
 def state_seeds() -> Iterator[bytes]:
-    from midstream.trainer.checkpoints import FORMAT, Meta, fingerprint
-    from midstream.trainer.types import LoraConfig
+    from midstream_tinker.trainer.checkpoints import FORMAT, Meta, fingerprint
+    from midstream_tinker.trainer.types import LoraConfig
 
     meta = Meta(format=FORMAT, base=fingerprint(_base()), lora=LoraConfig(rank=1), steps=3, optimizer=True)
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

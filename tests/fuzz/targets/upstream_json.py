@@ -20,10 +20,10 @@ from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.protocol import ChunkReader, InvalidAnswer, error_of, prompt_records, read_answer
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.http.ipc import Frames, frame
-from midstream.tinker.samples import Sample, sampled
-from midstream.tinker.types import SamplingParams
-from midstream.trainer.protocol import reply_decoder as trainer_decoder
-from midstream.trainer.types import Failed
+from midstream_tinker.samples import Sample, sampled
+from midstream_tinker.trainer.protocol import reply_decoder as trainer_decoder
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import SamplingParams
 from targets.target import Target, check, controlled, outcome, pieces
 
 RECORDED = Path(__file__).parents[2] / "engine_vllm" / "data"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """`before` becomes `after` in `file`, a path below src/midstream. breaks: the guarantee that no longer holds.
+    """`before` becomes `after` in `file`. breaks: the guarantee that no longer holds.
 
+    file: a path below src/midstream, or below src where it names the Tinker building.
     tests: what is run to kill it. fast: one of them, and so `make test-fast`, kills it without the tests that it leaves out.
     """
 
@@ -19,3 +20,8 @@ class Mutation:
     breaks: str
     tests: tuple[str, ...]
     fast: bool = True
+
+    @property
+    def path(self) -> str:
+        """Below src."""
+        return self.file if self.file.startswith("midstream_tinker/") else f"midstream/{self.file}"

@@ -5,7 +5,7 @@ from catalogue.mutation import Mutation
 TINKER = (
     Mutation(
         "future_answered_twice",
-        "tinker/futures.py",
+        "midstream_tinker/futures.py",
         "if self.outcome is not None:\n            return",
         "if self.outcome is not None and self.fetched:\n            return",
         "A future ends once, and what comes later is dropped.",
@@ -13,7 +13,7 @@ TINKER = (
     ),
     Mutation(
         "future_of_another_tenant",
-        "tinker/futures.py",
+        "midstream_tinker/futures.py",
         "return future if future is not None and future.tenant == tenant else None",
         "return future",
         "A future is known to the tenant alone that made it.",
@@ -21,7 +21,7 @@ TINKER = (
     ),
     Mutation(
         "logprobs_of_the_raw_model",
-        "tinker/samples.py",
+        "midstream_tinker/samples.py",
         "logprobs = [entry.sampling_logprob for entry in entries]",
         "logprobs = [entry.logprob for entry in entries]",
         "A sample's log-probabilities are of the distribution its tokens were drawn from.",
@@ -29,7 +29,7 @@ TINKER = (
     ),
     Mutation(
         "training_step_out_of_turn",
-        "tinker/turns.py",
+        "midstream_tinker/turns.py",
         "            if self._next in self._waiting:\n                return self._pop(self._next)",
         "            if self._waiting:\n                return self._pop(min(self._waiting))",
         "A training request is carried out only after all those before it.",
@@ -37,7 +37,7 @@ TINKER = (
     ),
     Mutation(
         "checkpoint_known_before_its_files",
-        "tinker/training.py",
+        "midstream_tinker/training.py",
         "            written: m.Written = await self._loaded.call(\n"
         "                model.row.id, m.SaveState(model.row.id, str(directory))\n"
         "            )\n",
@@ -49,7 +49,7 @@ TINKER = (
     ),
     Mutation(
         "replayed_route_shifted",
-        "trainer/replay.py",
+        "client/replay.py",
         "forced = self._forced[:, layer]",
         "forced = self._forced[:, layer].roll(1, 0)",
         "A replayed route is used at the position it was recorded at.",
@@ -57,7 +57,7 @@ TINKER = (
     ),
     Mutation(
         "saved_adapter_kept_as_whole_weights",
-        "tinker/samplers.py",
+        "midstream_tinker/samplers.py",
         "            if exported.adapter:\n                await self._publish.put_adapter(identity, directory)",
         "            if not exported.adapter:\n                await self._publish.put_adapter(identity, directory)",
         "A saved path of a LoRA run is an adapter, beside all others.",
@@ -65,7 +65,7 @@ TINKER = (
     ),
     Mutation(
         "adapter_in_use_ended",
-        "tinker/adapters.py",
+        "midstream_tinker/adapters.py",
         "            while held.users:\n",
         "            while False:\n",
         "An adapter that a sample uses is not ended.",
@@ -81,7 +81,7 @@ TINKER = (
     ),
     Mutation(
         "adapter_that_could_not_be_ended_is_forgotten",
-        "tinker/adapters.py",
+        "midstream_tinker/adapters.py",
         "            self._listed = False\n            logger",
         "            logger",
         "A policy that could not be ended counts again once the policies are listed anew.",

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from midstream.core.text import NOT_JSON
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span
-from midstream.trainer.types import Failed
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span
 
 # Samples of one request.
 MAX_SAMPLES = 128

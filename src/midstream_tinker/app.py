@@ -24,12 +24,13 @@ from midstream.core.endpoints import Endpoint, endpoints_of, serves
 from midstream.core.errors import MidstreamError
 from midstream.fleet.access import routes_of
 from midstream.proxy.auth import Authenticator
-from midstream.tinker import codec, json_losses, serving
-from midstream.tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
-from midstream.tinker.runs import Runs
-from midstream.tinker.serving import EITHER, SAMPLES, TRAINS, TinkerError, answer, body_of, get, post
-from midstream.tinker.store import SamplingSession, Store, no_session
-from midstream.tinker.types import (
+from midstream_tinker import codec, json_losses, serving
+from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
+from midstream_tinker.runs import Runs
+from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, TinkerError, answer, body_of, get, post
+from midstream_tinker.store import SamplingSession, Store, no_session
+from midstream_tinker.trainer.types import ForwardBackward
+from midstream_tinker.types import (
     Body,
     CancelBody,
     CreateModelBody,
@@ -46,7 +47,6 @@ from midstream.tinker.types import (
     addressee,
     decode,
 )
-from midstream.trainer.types import ForwardBackward
 
 # The SDK hangs up after 45 s.
 POLL_S = 30.0

@@ -22,8 +22,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from midstream.tinker.serving import TinkerError
-from midstream.trainer.types import Category
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Category
 
 JSON: Final = "application/json"
 PROTOBUF: Final = "application/x-protobuf"

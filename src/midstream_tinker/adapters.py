@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
-from midstream.tinker.policies import Policies
-from midstream.tinker.weights import is_own_policy, policy_of
-from midstream.trainer.types import Failed
+from midstream_tinker.policies import Policies
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.weights import is_own_policy, policy_of
 
 logger = logging.getLogger(__name__)
 

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from midstream.client.replay import RouterTap, check_routes, routers_of
 from midstream.client.weights import no_progress_bars
-from midstream.trainer import protocol as m
-from midstream.trainer.losses import Example, Loss, named_loss, read_config, read_example
-from midstream.trainer.optimizer import Optimizer
-from midstream.trainer.passes import positions_of_pass, run_passes
-from midstream.trainer.replay import RouterTap, check_routes, routers_of
-from midstream.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig, LossOutputs
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.losses import Example, Loss, named_loss, read_config, read_example
+from midstream_tinker.trainer.optimizer import Optimizer
+from midstream_tinker.trainer.passes import positions_of_pass, run_passes
+from midstream_tinker.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig, LossOutputs
 
 logger = logging.getLogger(__name__)
 

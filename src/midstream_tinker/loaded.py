@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from midstream.trainer import protocol as m
-from midstream.trainer.process import TrainerDied
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.process import TrainerDied
+from midstream_tinker.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

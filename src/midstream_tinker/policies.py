@@ -17,7 +17,7 @@ import httpx
 from midstream.client.calls import FIRST_PAUSE_S, RETRY_STATUSES
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer.types import Failed
 
 REQUEST_TIMEOUT_S = 30.0
 # The time that the replicas have to load an adapter.

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.text import NOT_JSON
-from midstream.tinker.serving import TinkerError
-from midstream.trainer.types import MAX_INT64, AdamParams, LoraConfig
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
 Policy = Literal["exact", "run", "serving", "adapter"]
 CheckpointKind = Literal["weights", "sampler_weights"]

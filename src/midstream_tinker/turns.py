@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from midstream.tinker.futures import Future
-from midstream.tinker.serving import TinkerError
-from midstream.trainer.types import Failed
+from midstream_tinker.futures import Future
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import Failed
 
 # The SDK gives a submission up after five minutes.
 GAP_S = 600.0

@@ -22,10 +22,16 @@ import transformers
 
 from midstream.core.logs import configure_as_parent
 from midstream.http.ipc import Channel, Disconnected
-from midstream.trainer import protocol as m
-from midstream.trainer.checkpoints import export_adapter, export_weights, load_state, read_meta, save_state
-from midstream.trainer.model import BaseModel, TrainedModel
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.checkpoints import (
+    export_adapter,
+    export_weights,
+    load_state,
+    read_meta,
+    save_state,
+)
+from midstream_tinker.trainer.model import BaseModel, TrainedModel
+from midstream_tinker.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

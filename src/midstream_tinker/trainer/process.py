@@ -16,8 +16,8 @@ from typing import overload
 
 from midstream.core.beside import beside
 from midstream.http import ipc
-from midstream.trainer import protocol as m
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Trainer:
         await self._end("the trainer was closed")
 
     async def _spawn(self) -> _TrainerLink:
-        self._process, self._link = await ipc.spawn("midstream.trainer.loop", _TrainerLink)
+        self._process, self._link = await ipc.spawn("midstream_tinker.trainer.loop", _TrainerLink)
         self._watch = asyncio.create_task(self._watch_end(self._link, self._process))
         return self._link
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from midstream.trainer.types import AdamParams, Category, ForwardBackward, LoraConfig, LossOutputs
+from midstream_tinker.trainer.types import AdamParams, Category, ForwardBackward, LoraConfig, LossOutputs
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

@@ -19,7 +19,7 @@ import msgspec
 
 from midstream.core.text import NOT_JSON
 from midstream.http.call import CallFailed, ResponseStream
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer.types import Failed
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 
 from midstream.core.clock import steady
 from midstream.snapshots.adapter import RANK_MAX
-from midstream.tinker import weights as names
-from midstream.tinker.adapters import Adapters
-from midstream.tinker.publishing import Publish
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import CheckpointRow, ModelRow, SamplingSession, Store
-from midstream.tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
-from midstream.trainer.types import Failed, LoraConfig
+from midstream_tinker import weights as names
+from midstream_tinker.adapters import Adapters
+from midstream_tinker.publishing import Publish
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import CheckpointRow, ModelRow, SamplingSession, Store
+from midstream_tinker.trainer.types import Failed, LoraConfig
+from midstream_tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
 
 UNNAMED_KEPT = 64
 BUSY_RETRY_S = 5

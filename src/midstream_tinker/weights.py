@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import CheckpointKind
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.types import CheckpointKind
 
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 SCHEME = "tinker://"

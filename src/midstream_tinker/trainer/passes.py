@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midstream.trainer import types
-from midstream.trainer.losses import Example, Loss, Terms
-from midstream.trainer.replay import OWN_ROUTE, RouterTap, pad_routes, pad_sequences
-from midstream.trainer.types import Failed
+from midstream.client.replay import OWN_ROUTE, RouterTap, pad_routes, pad_sequences
+from midstream_tinker.trainer import types
+from midstream_tinker.trainer.losses import Example, Loss, Terms
+from midstream_tinker.trainer.types import Failed
 
 # Logits of one pass, in float32.
 LOGITS_BYTES_MAX = 2**30

@@ -23,10 +23,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import SampleResult
-from midstream.tinker.walk import fields
-from midstream.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
+from midstream_tinker.types import SampleResult
+from midstream_tinker.walk import fields
 
 STOP: Final = 0
 LENGTH: Final = 1

@@ -22,15 +22,17 @@ import msgspec
 from midstream.core.beside import beside
 from midstream.core.clock import steady
 from midstream.core.private import private_directory
-from midstream.tinker import weights as names
-from midstream.tinker.codec import loss_outputs, loss_outputs_json
-from midstream.tinker.futures import PROTOBUF, Future, Futures
-from midstream.tinker.loaded import MAX_MODELS, Loaded, TrainerPort
-from midstream.tinker.samplers import Exported, Samplers, checkpoint_row
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
-from midstream.tinker.turns import GAP_S, Turn, Turns, failing
-from midstream.tinker.types import (
+from midstream_tinker import weights as names
+from midstream_tinker.codec import loss_outputs, loss_outputs_json
+from midstream_tinker.futures import PROTOBUF, Future, Futures
+from midstream_tinker.loaded import MAX_MODELS, Loaded, TrainerPort
+from midstream_tinker.samplers import Exported, Samplers, checkpoint_row
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
+from midstream_tinker.trainer import protocol as m
+from midstream_tinker.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig
+from midstream_tinker.turns import GAP_S, Turn, Turns, failing
+from midstream_tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
     LoadWeightsBody,
@@ -40,8 +42,6 @@ from midstream.tinker.types import (
     SaveWeightsForSamplerBody,
     Served,
 )
-from midstream.trainer import protocol as m
-from midstream.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig
 
 # Bytes of one model's requests whose turn has not come.
 MAX_WAITING_BYTES = 1 << 30

@@ -25,16 +25,16 @@ from midstream.core.beside import beside
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT, POLICY_INFIX
-from midstream.tinker import codec
-from midstream.tinker.adapters import Adapters
-from midstream.tinker.completion import Answer, Completions, NotServed, NotThere
-from midstream.tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
-from midstream.tinker.samples import Sample, Sampled, check, sampled
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.store import Store
-from midstream.tinker.types import Policy, SampleBody, Served
-from midstream.tinker.weights import policy_of, same_run_not_older
-from midstream.trainer.types import Failed
+from midstream_tinker import codec
+from midstream_tinker.adapters import Adapters
+from midstream_tinker.completion import Answer, Completions, NotServed, NotThere
+from midstream_tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
+from midstream_tinker.samples import Sample, Sampled, check, sampled
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.store import Store
+from midstream_tinker.trainer.types import Failed
+from midstream_tinker.types import Policy, SampleBody, Served
+from midstream_tinker.weights import policy_of, same_run_not_older
 
 HEADER_KEY = "x-session-id"
 _SETTING = '[tinker] base_model_clients = "serving"'

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from midstream.tinker import codec
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.types import Body, Exact, Prompt, Text, decode
-from midstream.trainer.types import ForwardBackward
+from midstream_tinker import codec
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.trainer.types import ForwardBackward
+from midstream_tinker.types import Body, Exact, Prompt, Text, decode
 
 _KINDS: dict[str, tuple[int, str]] = {"float32": (codec.FLOAT32, "<f4"), "int64": (codec.INT64, "<i8")}
 

@@ -32,8 +32,8 @@ from midstream.core.private import DIRECTORY_MODE, FILE_MODE, private_directory
 from midstream.core.text import NOT_JSON
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.layout import COMPANION_FILES, INDEX_FILE, read_file_layout, read_spec
-from midstream.trainer.model import BaseModel, TrainedModel
-from midstream.trainer.types import Failed, LoraConfig
+from midstream_tinker.trainer.model import BaseModel, TrainedModel
+from midstream_tinker.trainer.types import Failed, LoraConfig
 
 META_FILE = "meta.json"
 OPTIMIZER_FILE = "optimizer.safetensors"

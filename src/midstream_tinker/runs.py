@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from midstream.core.endpoints import Endpoint, number, serves
 from midstream.proxy.auth import Authenticator
-from midstream.tinker import serving
-from midstream.tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, answer, body_of, get, post
-from midstream.tinker.store import CheckpointRow, ModelRow, Store
-from midstream.tinker.types import ModelBody, Served, WeightsInfoBody, decode
+from midstream_tinker import serving
+from midstream_tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, answer, body_of, get, post
+from midstream_tinker.store import CheckpointRow, ModelRow, Store
+from midstream_tinker.types import ModelBody, Served, WeightsInfoBody, decode
 
 PAGE = 100
 MAX_PAGE = 1000

@@ -23,10 +23,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from midstream.core.clock import steady
 from midstream.core.errors import ConfigError
 from midstream.core.private import private_file
-from midstream.tinker.serving import TinkerError
-from midstream.tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
-from midstream.tinker.types import CheckpointKind, Policy
-from midstream.trainer.types import LoraConfig
+from midstream_tinker.serving import TinkerError
+from midstream_tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
+from midstream_tinker.trainer.types import LoraConfig
+from midstream_tinker.types import CheckpointKind, Policy
 
 IDLE_S = 24 * 3600.0
 # Heartbeats come every 10 s. After so long without one, the session's client is dead or asleep.

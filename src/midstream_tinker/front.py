@@ -1,6 +1,6 @@
 """The Tinker front: the SDK's API on a private Unix socket, which the gateway passes `/api/v1/` to.
 
-Owns: wiring concrete classes. Run as `python -m midstream.launch.tinker` by the supervisor. Imports no torch: the trainer is a
+Owns: wiring concrete classes. Run as `python -m midstream_tinker.front` by the supervisor. Imports no torch: the trainer is a
 process of its own, started when a client trains.
 Always holds: when it ends, polls are answered before their connections close, and no trainer is left.
 """
@@ -18,19 +18,19 @@ from midstream.launch.channel import Channel, run_child
 from midstream.launch.specs import Listening, Stalled, TinkerSpec
 from midstream.proxy.appserver import AppServer
 from midstream.proxy.auth import Authenticator
-from midstream.tinker.adapters import Adapters
-from midstream.tinker.app import tinker_app
-from midstream.tinker.futures import Futures
-from midstream.tinker.policies import DeploymentPolicies
-from midstream.tinker.publishing import DeploymentPublisher
-from midstream.tinker.samplers import Samplers
-from midstream.tinker.sampling import Sampling
-from midstream.tinker.store import Store
-from midstream.tinker.training import Training
-from midstream.tinker.types import Served
-from midstream.tinker.weights import Places
-from midstream.trainer.process import Trainer
-from midstream.trainer.protocol import Start
+from midstream_tinker.adapters import Adapters
+from midstream_tinker.app import tinker_app
+from midstream_tinker.futures import Futures
+from midstream_tinker.policies import DeploymentPolicies
+from midstream_tinker.publishing import DeploymentPublisher
+from midstream_tinker.samplers import Samplers
+from midstream_tinker.sampling import Sampling
+from midstream_tinker.store import Store
+from midstream_tinker.trainer.process import Trainer
+from midstream_tinker.trainer.protocol import Start
+from midstream_tinker.training import Training
+from midstream_tinker.types import Served
+from midstream_tinker.weights import Places
 
 
 class _Config(msgspec.Struct):

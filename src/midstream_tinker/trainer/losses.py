@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midstream.trainer import types
-from midstream.trainer.types import Failed
+from midstream_tinker.trainer import types
+from midstream_tinker.trainer.types import Failed
 
 # An input of every loss: the experts to take (replay.py).
 ROUTES = "routing_matrix"

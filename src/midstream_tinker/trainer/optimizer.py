@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from midstream.trainer.types import AdamParams, Failed
+from midstream_tinker.trainer.types import AdamParams, Failed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS_MIN = 1e-37

@@ -35,7 +35,7 @@ from midstream.snapshots.identity import parse_bucket, snapshot_url
 from midstream.snapshots.store.bucket import describe, list_directory, open_bucket
 from midstream.snapshots.store.listing import has_manifest
 from midstream.snapshots.tasks import finished
-from midstream.trainer.types import Category, Failed
+from midstream_tinker.trainer.types import Category, Failed
 
 logger = logging.getLogger(__name__)
 

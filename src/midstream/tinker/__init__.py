@@ -1,4 +1,0 @@
-"""The Tinker front: /api/v1/* as the `tinker` SDK speaks it, in a process of its own.
-
-Always holds: nothing here imports torch but the modules of `trainer` that run in the trainer's process.
-"""
