@@ -489,6 +489,26 @@ def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
     serve(tmp_path, work)
 
 
+def test_readiness_is_of_the_snapshot_that_serves_and_the_stage_of_the_desired_one(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        def seen(row: dict[str, Any]) -> tuple[Any, ...]:
+            return row["current_snapshot_identity"], row["readiness"], row["loading_state"]["stage"]
+
+        server.report(0)
+        server.report(1)
+        server.report(2)
+        await server.signal({"identity": "a"})
+        # No replica has taken up the signal: each goes on to serve what it has.
+        assert {seen(row) for row in await server.rows()} == {("base", True, "pending")}
+        server.report(0, generation=1, stage=Stage.COMMITTING, target="a")
+        server.report(1, snapshot="a", generation=1, stage=Stage.CHECKING, target="a")
+        server.report(2, snapshot="a", generation=1, target="a")
+        rows = [seen(row) for row in await server.rows()]
+        assert rows == [("base", True, "committing"), ("a", False, "checking"), ("a", True, "done")]
+
+    serve(tmp_path, work)
+
+
 def test_a_replica_that_should_be_there_and_has_no_address_yet_is_waited_for(tmp_path: Path) -> None:
     """Its process is starting, or is started again."""
 

@@ -219,8 +219,9 @@ class ReplicaLoad(msgspec.Struct):
 
 
 class HotLoadRow(msgspec.Struct):
-    """How far one replica is. readiness: it serves, and what it serves is ready. current_snapshot_identity: null while it
-    cannot be reached."""
+    """How far one replica is. readiness: it takes requests with its current snapshot. loading_state: of the desired snapshot,
+    so `pending` beside readiness is a replica that serves an older one. current_snapshot_identity: null while it cannot be
+    reached."""
 
     current_snapshot_identity: str | None
     readiness: bool

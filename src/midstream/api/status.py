@@ -2,6 +2,8 @@
 
 Always holds:
 - `loading_state` is an object; the least ready replica comes first, so that a client that reads only one waits for all.
+- `readiness` is about the snapshot that a replica serves, and `loading_state` about the desired one. So a replica that has
+  not taken up a signal yet is ready and `pending`: it serves the snapshot before.
 - A replica that names the desired snapshot as its own is ready only when it serves exactly that, and was checked.
 - A replica that should be there has a row, also while it has no address. So a client that waits for all never ends early.
 - Of a policy, only replicas that are to hold it have a row. While none is to, each that is heard has one: `unloaded` once the

@@ -1,4 +1,4 @@
-"""`midstream status`: the snapshot, the stage and the load of each replica, and the snapshots of policies."""
+"""`midstream status`: the snapshot, the stage and the load of each replica, and the adapter that each policy serves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from midstream.core.text import plain, table
 from midstream.core.types import BASE_SNAPSHOT
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
-POLICY_HEADS = ("policy", "snapshot", "stage", "replicas", "")
+#: A policy is the name, and its snapshots are adapters.
+POLICY_HEADS = ("policy", "adapter", "stage", "replicas", "")
 IN_FLIGHT = "midstream_replica_requests_in_flight"
 PROMPT_TOKENS = "midstream_replica_prompt_tokens_total"
 CACHED_TOKENS = "midstream_replica_cached_prompt_tokens_total"

@@ -174,7 +174,7 @@ def _snapshots(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _policies(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     table = Fitted(
         "\nPolicies",
-        [Column("policy", name=True), Column("snapshot", name=True), Column("serving", right=True)],
+        [Column("policy", name=True), Column("adapter", name=True), Column("serving", right=True)],
     )
     for row in rows:
         notes = "; ".join([*(["frozen"] if row["frozen"] else []), *row["errors"]])
