@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from midstream.client.calls import FIRST_PAUSE_S, RETRY_STATUSES
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
+from midstream.core.retry import Backoff, outcome_of
 from midstream_tinker.trainer.types import Failed
 
 REQUEST_TIMEOUT_S = 30.0
@@ -27,7 +27,7 @@ SPREAD_S = 5.0
 POLL_S = 0.05
 # How often a signal may be refused for a policy that is not there: it has just been ended, or its name is something else's.
 ABSENT_MAX = 20
-LAST_PAUSE_S = 4.0
+BACKOFF = Backoff(first_s=0.25, last_s=4.0)
 
 
 class Policies(Protocol):
@@ -162,7 +162,7 @@ class DeploymentPolicies:
         headers = {"fireworks-deployment": self._deployment}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
-        pause_s = FIRST_PAUSE_S
+        failures = 0
         while True:
             try:
                 answer = await self._http.request(
@@ -174,10 +174,10 @@ class DeploymentPolicies:
                 if answer.is_success or answer.status_code in final:
                     return answer
                 problem = _message(answer)
-                if answer.status_code not in RETRY_STATUSES and answer.status_code < 500:
+                if outcome_of(answer.status_code) == "refused":
                     raise Failed(f"{what} failed: {problem}", "user")
-            await self._pause(pause_s, until, what, problem)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            failures += 1
+            await self._pause(BACKOFF.pause_s(failures), until, what, problem)
 
     async def _pause(self, seconds: float, until: float, what: str, problem: str) -> None:
         """Raises Failed when it is too late to go on."""

@@ -15,7 +15,6 @@ from midstream.fleet.reconcile import (
     effective_reset,
     failure,
     loss,
-    retry_delay_s,
     serves,
     serving_generation,
 )
@@ -154,10 +153,6 @@ def test_a_retry_of_a_stuck_replica_forgives_what_failed_before_it() -> None:
     assert decide(WANT_A, failed_again, False, retry_generation=7) == Action(fallback, False)
     assert decide(dead(WANT_A, 2), report(), False, retry_generation=7) == Action(retried, False)
     assert serves(WANT_A, report("a", on=7), A)
-
-
-def test_the_pauses_before_retries_grow_to_a_minute() -> None:
-    assert [retry_delay_s(n) for n in (0, 1, 2, 3, 4, 5, 6, 10**6)] == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
 def test_a_failure_is_forgotten_once_the_same_attempt_is_begun_again() -> None:

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from midstream.api import adapter_calls, deployments
-from midstream.client import calls, records
+from midstream.client import records
+from midstream.core import http_answer
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import protocol
 from midstream.fleet import membership, replicas
@@ -147,7 +148,7 @@ def _labels_uncounted() -> None:
 
 def _words_expected() -> None:
     """A refusal without the API's words ends the trainer."""
-    calls.error_message = lambda response: str(response.json()["error"]["message"])
+    http_answer.HttpAnswer.message = property(lambda answer: str(answer.json()["error"]["message"]))
 
 
 def _texts_uncut() -> None:

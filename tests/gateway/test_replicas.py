@@ -10,6 +10,7 @@ import pytest
 from gateway_harness import run
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.retry import Backoff
 from midstream.core.types import Desired, EngineStats, ReplicaReport
 from midstream.fleet.replicas import ReplicaSet
 
@@ -200,7 +201,8 @@ def test_a_report_outlives_its_broken_stream_only_for_the_grace_period() -> None
 
 def test_a_refused_data_connection_counts_only_when_the_event_stream_is_gone_too() -> None:
     async def main() -> None:
-        async with EventServer() as server, Watched(server, grace_s=1000.0, backoff_s_min=1000.0) as watched:
+        never = Backoff(first_s=1000.0, last_s=1000.0)
+        async with EventServer() as server, Watched(server, grace_s=1000.0, backoff=never) as watched:
             await server.connected.wait()
             server.send(report())
             await watched.until(lambda: watched.view.report is not None)

@@ -15,6 +15,7 @@ from test_not_ready import FakeLauncher
 from midstream.client import gaps_in, read_records
 from midstream.core.config import EngineSettings, RecordsSettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.retry import Backoff
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch import stranded
 from midstream.launch.caches import held
@@ -151,7 +152,7 @@ def test_a_bucket_that_fails_is_tried_again_until_nothing_is_left(
         put_file(url, path)
 
     monkeypatch.setattr(stranded, "put_file", put)
-    monkeypatch.setattr(stranded, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(stranded, "BACKOFF", Backoff(first_s=0.01, last_s=0.01))
     whole = threading.Event()
 
     def upload() -> bool:

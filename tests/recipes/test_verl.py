@@ -162,7 +162,8 @@ def a_generator(
         )
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(verl_wire, "Caller", lambda _, **how: Caller(http, sleep=lambda _: None, **how))
+    caller = Caller(http, bounded=False, sleep=lambda _: None)
+    monkeypatch.setattr(Caller, "of_rollouts", lambda key, parallel: caller)
     return Generator(SETTINGS, "a/run/0")
 
 

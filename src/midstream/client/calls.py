@@ -1,32 +1,30 @@
-"""HTTP requests of the client: the retry rules of the hot-load API, and the deadline of a call.
+"""HTTP requests of the client: one connection pool, the retries of a call, and its deadline.
 
-Always holds: a request is sent again only after no answer, 408, 425, 429 or 5xx, with growing pauses or those of Retry-After.
-No request begins after the deadline, and none of a bounded `Caller` lasts past it.
+Always holds: a request is sent again only after an outcome that a retry may cure (core/retry.py), with growing pauses or those
+of Retry-After. No request begins after the deadline, and none of a bounded `Caller` lasts past it. No other module of the
+client sends a request.
 """
 
 from __future__ import annotations
 
-import email.utils
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import httpx
-import msgspec
 
 from midstream.client.errors import SignalRefused, Unanswered
-from midstream.core.text import NOT_JSON
+from midstream.core.http_answer import HttpAnswer, NotThatAnswer
+from midstream.core.retry import Backoff, Deadline
 
 logger = logging.getLogger(__name__)
 
-RETRY_STATUSES = frozenset({408, 425, 429})
-FIRST_PAUSE_S = 0.25
-LAST_PAUSE_S = 10.0
+BACKOFF = Backoff(first_s=0.25, last_s=10.0)
 #: A request that failed so often says so, once.
 SAID_AFTER = 3
-#: Of a server's words.
-MESSAGE_CHARS_MAX = 1000
+#: Rollouts may take long; a connection that is lost is seen at once.
+ROLLOUT_TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
 class Answer(NamedTuple):
@@ -39,13 +37,13 @@ class Answer(NamedTuple):
 class _TimeLeft(dict[str, float | None]):
     """httpx's timeouts of one request, in seconds: each phase has at most the time that is left when it begins."""
 
-    def __init__(self, usual: httpx.Timeout, left_s: Callable[[], float]) -> None:
+    def __init__(self, usual: httpx.Timeout, deadline: Deadline) -> None:
         super().__init__(usual.as_dict())
-        self._left_s = left_s
+        self._deadline = deadline
 
     def get(self, phase: str, default: Any = None) -> float:
         # A socket that may wait 0 s does not wait at all, which is another error.
-        left_s = max(self._left_s(), 0.001)
+        left_s = max(self._deadline.left_s, 0.001)
         usual = super().get(phase, default)
         return left_s if usual is None else min(usual, left_s)
 
@@ -53,12 +51,12 @@ class _TimeLeft(dict[str, float | None]):
 class _Until(httpx.SyncByteStream):
     """The body of an answer. Raises httpx.ReadTimeout once no time is left: httpx's own timeout is that of each piece."""
 
-    def __init__(self, body: Iterable[bytes], left_s: Callable[[], float]) -> None:
-        self._body, self._left_s = body, left_s
+    def __init__(self, body: Iterable[bytes], deadline: Deadline) -> None:
+        self._body, self._deadline = body, deadline
 
     def __iter__(self) -> Iterator[bytes]:
         for piece in self._body:
-            if self._left_s() < 0:
+            if self._deadline.left_s < 0:
                 raise httpx.ReadTimeout("the answer was still arriving")
             yield piece
 
@@ -86,6 +84,17 @@ class Caller:
         self._monotonic = monotonic
         self._now = now
 
+    @classmethod
+    def of_rollouts(cls, api_key: str | None, parallel: int) -> Caller:
+        """A caller for `parallel` long requests at a time."""
+        headers = {} if api_key is None else {"x-api-key": api_key}
+        limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
+        return cls(httpx.Client(headers=headers, timeout=ROLLOUT_TIMEOUT, limits=limits), bounded=False)
+
+    def close(self) -> None:
+        """Closes the connections. No call may follow."""
+        self._http.close()
+
     def call(
         self,
         method: str,
@@ -99,96 +108,75 @@ class Caller:
 
         deadline_s: in seconds. 0 asks once, within the timeouts of the connection.
         """
-        response, attempts = self._request(method, url, deadline_s, json, headers)
-        return Answer(decoded(response), attempts)
+        answer, attempts = self._request(method, url, deadline_s, json, headers)
+        return Answer(decoded(answer, url), attempts)
 
     def text(self, method: str, url: str, *, deadline_s: float) -> str:
         """Like `call`, for an answer that is not JSON."""
-        return self._request(method, url, deadline_s, None)[0].text
+        return self._request(method, url, deadline_s, None, None)[0].text
 
-    def once(self, method: str, url: str, *, deadline_s: float, json: Any = None) -> httpx.Response:
-        """Whatever is answered, without a retry. Raises httpx.TransportError."""
-        return self._ask(method, url, self._monotonic() + deadline_s, json, None)
+    def once(self, method: str, url: str, *, deadline_s: float | None = None, json: Any = None) -> HttpAnswer:
+        """Whatever is answered, without a retry. Raises Unanswered. deadline_s: None for the timeouts of the connection."""
+        deadline = None if deadline_s is None else Deadline(deadline_s, self._monotonic)
+        return self._ask(method, url, deadline, json, None)
 
     def _request(
-        self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None = None
-    ) -> tuple[httpx.Response, int]:
-        until = self._monotonic() + deadline_s
-        pause_s = FIRST_PAUSE_S
+        self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None
+    ) -> tuple[HttpAnswer, int]:
+        deadline = Deadline(deadline_s, self._monotonic)
         attempts = 0
         while True:
             attempts += 1
-            response: httpx.Response | None = None
+            asked_s: float | None = None
             try:
-                response = self._ask(
-                    method, url, until if self._bounded and deadline_s else None, json, headers
+                answer = self._ask(
+                    method, url, deadline if self._bounded and deadline_s else None, json, headers
                 )
-            except httpx.TransportError as error:
-                problem = f"{method} {url}: {error or type(error).__name__}"
+            except Unanswered as error:
+                problem, status = str(error), None
             else:
-                if response.is_success:
-                    return response, attempts
-                problem = f"{method} {url}: {response.status_code} {error_message(response)}"
-                if response.status_code not in RETRY_STATUSES and response.status_code < 500:
-                    raise SignalRefused(problem, response.status_code)
-            asked_s = retry_after_s(response, self._now()) if response is not None else None
-            # A server that asks for no pause is asked again all the same with growing ones.
-            wait_s = asked_s or pause_s
-            left_s = until - self._monotonic()
-            if wait_s > left_s:
-                status = response.status_code if response is not None else None
+                if answer.outcome == "done":
+                    return answer, attempts
+                problem, status = f"{method} {url}: {answer.status} {answer.message}", answer.status
+                if answer.outcome == "refused":
+                    raise SignalRefused(problem, status)
+                asked_s = answer.asked_pause_s(self._now())
+            pause_s = BACKOFF.pause_s(attempts, asked_s)
+            if not deadline.allows(pause_s):
                 tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
                 raise Unanswered(problem + tried, status)
             if attempts == SAID_AFTER:
-                logger.warning("%s; sending it again for up to %.0f s more", problem, left_s)
-            self._sleep(wait_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                logger.warning("%s; sending it again for up to %.0f s more", problem, deadline.left_s)
+            self._sleep(pause_s)
 
     def _ask(
-        self, method: str, url: str, until: float | None, json: Any, headers: Mapping[str, str] | None
-    ) -> httpx.Response:
-        """One request, which ends before `until`. Raises httpx.TransportError."""
-        if until is None:
-            return self._http.request(method, url, json=json, headers=headers)
-
-        def left_s() -> float:
-            return until - self._monotonic()
-
-        timeouts = {"timeout": _TimeLeft(self._http.timeout, left_s)}
-        request = self._http.build_request(method, url, json=json, headers=headers, extensions=timeouts)
-        response = self._http.send(request, stream=True)
-        assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _Until(response.stream, left_s)
+        self,
+        method: str,
+        url: str,
+        deadline: Deadline | None,
+        json: Any,
+        headers: Mapping[str, str] | None,
+    ) -> HttpAnswer:
+        """One request, which ends before the deadline. Raises Unanswered."""
+        extensions = {} if deadline is None else {"timeout": _TimeLeft(self._http.timeout, deadline)}
+        request = self._http.build_request(method, url, json=json, headers=headers, extensions=extensions)
         try:
-            response.read()
-        finally:
-            response.close()
-        return response
+            response = self._http.send(request, stream=True)
+            assert isinstance(response.stream, httpx.SyncByteStream)
+            if deadline is not None:
+                response.stream = _Until(response.stream, deadline)
+            try:
+                body = response.read()
+            finally:
+                response.close()
+        except httpx.TransportError as error:
+            raise Unanswered(f"{method} {url}: {error or type(error).__name__}", None) from error
+        return HttpAnswer(response.status_code, response.headers, body)
 
 
-def retry_after_s(response: httpx.Response, now: float) -> float | None:
-    """The time of the Retry-After header, in seconds from `now`; None when it is absent or unreadable."""
-    value = response.headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
-    except ValueError:
-        return None
-
-
-def error_message(response: httpx.Response) -> str:
-    try:
-        return str(msgspec.json.decode(response.content)["error"]["message"])[:MESSAGE_CHARS_MAX]
-    except (*NOT_JSON, KeyError, TypeError):
-        return response.text[:200]
-
-
-def decoded(response: httpx.Response) -> Any:
+def decoded(answer: HttpAnswer, url: str) -> Any:
     """The JSON of an answer. Raises SignalRefused when it is none."""
     try:
-        return msgspec.json.decode(response.content)
-    except NOT_JSON as error:
-        raise SignalRefused(
-            f"{response.url}: answered {response.status_code} without JSON", response.status_code
-        ) from error
+        return answer.json()
+    except NotThatAnswer as error:
+        raise SignalRefused(f"{url}: {error}", answer.status) from error

@@ -1,7 +1,8 @@
 """Samples rollouts as token ids, with what a trainer needs of each token: both log-probabilities and its snapshot.
 
 Always holds: rollouts come in the order of their prompts, whatever finished first. `logprobs`, `sampling_logprobs` and
-`snapshots` have one entry for each of `token_ids`. A request is sent again only where the retry rules of `server.py` allow it.
+`snapshots` have one entry for each of `token_ids`. A request is sent again only where the
+retry rules of `calls.py` allow it.
 
 How far behind a rollout is, and what it weighs. Pure.
 """
@@ -14,15 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import httpx
-
 from midstream.client.calls import Caller
 from midstream.client.decode import Routes, routes_of, token_snapshots
 from midstream.client.errors import PublishError
 from midstream.client.server import check_url
 
-#: Rollouts may take long; a connection that is lost is seen at once.
-TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 RETRY_S = 300.0
 
 
@@ -72,10 +69,7 @@ class RolloutClient:
         if num_experts_per_tok is not None and num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok must be at least 1, got {num_experts_per_tok}")
         check_url("server", server)
-        headers = {} if api_key is None else {"x-api-key": api_key}
-        limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
-        self._http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)
-        self._caller = Caller(self._http, bounded=False)
+        self._caller = Caller.of_rollouts(api_key, parallel)
         self._url = server.rstrip("/") + "/v1/completions"
         self._model = {} if model is None else {"model": model}
         self._top_k = num_experts_per_tok
@@ -93,7 +87,7 @@ class RolloutClient:
     def close(self) -> None:
         """Waits for the requests in flight, and drops those that have not begun."""
         self._pool.shutdown(cancel_futures=True)
-        self._http.close()
+        self._caller.close()
 
     def sample(
         self,

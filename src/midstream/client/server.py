@@ -13,10 +13,12 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from midstream.client.calls import MESSAGE_CHARS_MAX, Answer, Caller, decoded
+from midstream.client.calls import Answer, Caller, decoded
 from midstream.client.errors import NotReadyInTime, PublishError, ReplicasSilent, SnapshotFailed, Unanswered
 from midstream.client.status import Status, read_status
 from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.http_answer import MESSAGE_CHARS_MAX, NotThatAnswer, read
+from midstream.core.retry import Deadline
 
 
 class _Named(msgspec.Struct):
@@ -43,8 +45,8 @@ _Kind = TypeVar("_Kind")
 def _read(answer: Any, kind: type[_Kind], url: str, what: str) -> _Kind:
     """Raises PublishError when `answer` is something else."""
     try:
-        return msgspec.convert(answer, kind)
-    except msgspec.ValidationError as error:
+        return read(answer, kind)
+    except NotThatAnswer as error:
         raise PublishError(f"{url}: answered something else than {what}: {error}") from error
 
 
@@ -127,18 +129,18 @@ class HotLoadServer:
         self.deployment = deployment
         headers = {"fireworks-model": model, "fireworks-deployment": deployment}
         headers["authorization"] = f"Bearer {api_key}" if api_key else None
-        self._http = http or httpx.Client(timeout=request_timeout_s)
-        self._http.headers.update({name: value for name, value in headers.items() if value})
+        http = http or httpx.Client(timeout=request_timeout_s)
+        http.headers.update({name: value for name, value in headers.items() if value})
         self._sleep = sleep
         self._monotonic = monotonic
-        self._caller = Caller(self._http, sleep=sleep, monotonic=monotonic)
+        self._caller = Caller(http, sleep=sleep, monotonic=monotonic)
 
     def __repr__(self) -> str:
         return f"<HotLoadServer {self.url}>"
 
     def close(self) -> None:
         """Closes the connections. No call may follow."""
-        self._http.close()
+        self._caller.close()
 
     def signal(
         self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
@@ -172,9 +174,9 @@ class HotLoadServer:
             body["incremental_snapshot_metadata"] = delta_metadata(previous, compression)
         try:
             answer = self._caller.once("POST", f"{self.url}/hint", deadline_s=HINT_TIMEOUT_S, json=body)
-        except httpx.TransportError:
+        except Unanswered:
             return False
-        return answer.is_success
+        return answer.outcome == "done"
 
     def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:
         """The snapshots that every replica serves and loads. Raises SignalRefused."""
@@ -198,14 +200,13 @@ class HotLoadServer:
         timeout_s: in seconds; no request lasts past it. 0 asks once. poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
-        until = self._monotonic() + timeout_s
+        deadline = Deadline(timeout_s, self._monotonic)
         late = f"snapshot {identity!r} is not known to be served everywhere after {timeout_s:g} s"
         status: Status | None = None
         while True:
             try:
                 # A wait of 0 s asks once. One that slept too long has a moment left.
-                left_s = until - self._monotonic()
-                status = self.status(retry_s=max(left_s, 0.001) if timeout_s else 0.0)
+                status = self.status(retry_s=max(deadline.left_s, 0.001) if timeout_s else 0.0)
             except Unanswered as error:
                 heard = status or "nothing was heard of the replicas"
                 raise NotReadyInTime(f"{late}: {heard}; {error}") from error
@@ -215,7 +216,7 @@ class HotLoadServer:
                 raise SnapshotFailed(identity, failed.name, failed.error or "it gave no reason")
             if status.serves(identity):
                 return status
-            if self._monotonic() + poll_s >= until:
+            if not deadline.allows(poll_s):
                 raise NotReadyInTime(f"{late}: {status}")
             self._sleep(poll_s)
 
@@ -312,11 +313,7 @@ class HotLoadServer:
     def health(self) -> dict[str, Any]:
         """What /health says, also of a server that is not well. Raises Unanswered; never asks twice."""
         url = f"{self.root}/health"
-        try:
-            response = self._http.get(url)
-        except httpx.TransportError as error:
-            raise Unanswered(f"GET {url}: {error or type(error).__name__}", None) from error
-        return _read(decoded(response), dict[str, Any], url, "its health")
+        return _read(decoded(self._caller.once("GET", url), url), dict[str, Any], url, "its health")
 
     def get(self, path: str, *, retry_s: float = SIGNAL_RETRY_S) -> Any:
         """The JSON that the server answers at `path`, such as /health. Raises SignalRefused."""

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 import httpx
 
 from midstream.client import PublishError
-from midstream.client.calls import error_message
 from midstream.commands.common import add_server_arguments, address, connect, guarded, request_headers
 from midstream.core.errors import ConfigError
+from midstream.core.http_answer import HttpAnswer
 from midstream.core.sessions import SESSION_HEADERS
 from midstream.core.text import plain
 
@@ -117,8 +117,8 @@ class Conversation:
             headers = {SESSION_HEADERS[0]: self.session}
             with self._http.stream("POST", PATH, json=body, headers=headers) as response:
                 if not response.is_success:
-                    response.read()
-                    raise Refused(f"{response.status_code} {error_message(response)}")
+                    refusal = HttpAnswer(response.status_code, response.headers, response.read())
+                    raise Refused(f"{refusal.status} {refusal.message}")
                 for event in events(response.iter_lines()):
                     _take(answer, event, on_text)
         except httpx.HTTPError as error:

@@ -36,6 +36,7 @@ from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent,
 from midstream.core.versions import POLICY_INFIX
 from midstream.fleet.agree import findings, settled, standing_of
 from midstream.fleet.reconcile import (
+    BACKOFF,
     KEPT,
     LOSSES_MAX,
     TURN_S_MAX,
@@ -46,7 +47,6 @@ from midstream.fleet.reconcile import (
     loss,
     lost_boots,
     next_turn,
-    retry_delay_s,
     serves,
     target_of,
     waits_staged,
@@ -347,7 +347,7 @@ class Reconciler:
         now = self._monotonic()
         if stuck.due is None:
             extra = len(lost_boots(state, view.name)) - LOSSES_MAX
-            delay_s = retry_delay_s(max(stuck.retries, extra))
+            delay_s = BACKOFF.pause_s(max(stuck.retries, extra) + 1)
             logger.warning(
                 "%s failed on %s; asking again in %g s",
                 self._who(view.name),

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from midstream.core.retry import Backoff
 from midstream.core.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
 from midstream.fleet.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
@@ -171,8 +172,7 @@ def _switching(report: ReplicaReport) -> bool:
 DEATHS_MAX = 2
 # After so many lost boots in a row the replica is the cause, whatever it was loading.
 LOSSES_MAX = 4
-FIRST_RETRY_S = 2.0
-LAST_RETRY_S = 60.0
+BACKOFF = Backoff(first_s=2.0, last_s=60.0)
 
 LOADING = frozenset(Stage) - {Stage.IDLE, Stage.ERROR}
 #: Stages in which the engine has been given the weights, so that they may be what kills it.
@@ -390,11 +390,6 @@ def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromp
     if state.reset_all > served:
         return "all"
     return "new_session" if state.reset_new_session > served else "none"
-
-
-def retry_delay_s(retries: int) -> float:
-    """How long to wait before asking a stuck replica again, after so many retries."""
-    return min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(retries, 30))
 
 
 @dataclass(frozen=True)

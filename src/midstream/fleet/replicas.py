@@ -29,6 +29,7 @@ import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.headers import HEADER_TOKEN
+from midstream.core.retry import Backoff
 from midstream.core.sessions import SessionsReport, Trajectories
 from midstream.core.text import NOT_JSON
 from midstream.core.types import Desired, Hint, Pause, ReplicaReport
@@ -47,6 +48,8 @@ FAILURES_MAX = 3
 OF_A_KIND = b'{"kind":'
 # A silent period is counted in so many parts: one stall of this loop is not silence.
 SILENCE_CHECKS = 6
+# Before an event stream is opened again.
+BACKOFF = Backoff(first_s=0.05, last_s=0.5)
 
 
 class Member(NamedTuple):
@@ -79,8 +82,7 @@ class ReplicaSet(Holding):
         replicas: Sequence[tuple[str, str]] = (),
         *,
         silence_s: float = 3.0,
-        backoff_s_min: float = 0.05,
-        backoff_s_max: float = 0.5,
+        backoff: Backoff = BACKOFF,
         call_timeout_s: float = 5.0,
         grace_s: float = 1.0,
         learn_s: float = 0.0,
@@ -94,8 +96,7 @@ class ReplicaSet(Holding):
         self.views: tuple[ReplicaView, ...] = ()
         self.leaving: tuple[ReplicaView, ...] = ()
         self._silence_s = silence_s
-        self._backoff_s_min = backoff_s_min
-        self._backoff_s_max = backoff_s_max
+        self._backoff = backoff
         self._call_timeout_s = call_timeout_s
         self._grace_s = grace_s
         self._learn_s = learn_s
@@ -298,7 +299,7 @@ class ReplicaSet(Holding):
     async def _probe(self, view: ReplicaView) -> None:
         """Until it answers."""
         while view.standing != "gone":
-            await asyncio.sleep(self._backoff_s_max)
+            await asyncio.sleep(self._backoff.last_s)
             try:
                 status, _ = await call(view.url, "GET", "/health", None, self._call_timeout_s, self._header)
             except CallFailed:
@@ -328,7 +329,7 @@ class ReplicaSet(Holding):
         self._subscriptions[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")
 
     async def _watch(self, view: ReplicaView) -> None:
-        backoff_s = self._backoff_s_min
+        failures = 0
         try:
             while True:
                 heard = False
@@ -343,8 +344,8 @@ class ReplicaSet(Holding):
                 logger.log(
                     level, "event stream of %s lost: %s", view.name, reason, extra={"replica": view.name}
                 )
-                backoff_s = self._backoff_s_min if heard else min(self._backoff_s_max, 2 * backoff_s)
-                await asyncio.sleep(backoff_s)
+                failures = 1 if heard else failures + 1
+                await asyncio.sleep(self._backoff.pause_s(failures))
         finally:
             self._lost(view)
 

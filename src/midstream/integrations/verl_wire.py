@@ -22,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import numpy.typing as npt
 from numpy.lib import format as npy
 
 from midstream.client.calls import Caller
 from midstream.client.errors import PublishError
-from midstream.client.rollouts import RETRY_S, TIMEOUT
+from midstream.client.rollouts import RETRY_S
 from midstream.client.server import HotLoadServer
 
 PATH = "/inference/v1/generate"
@@ -199,7 +198,7 @@ class Generator:
     def __init__(self, settings: Settings, first: str) -> None:
         self.settings = settings
         self._url = settings.url.rstrip("/") + PATH
-        self._open: tuple[httpx.Client, Caller, ThreadPoolExecutor] | None = None
+        self._open: tuple[Caller, ThreadPoolExecutor] | None = None
         self._seen = deque([first], maxlen=SEEN)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,7 +210,7 @@ class Generator:
 
         Raises SignalRefused, Unanswered, and PublishError on an answer without records or of another run's weights.
         """
-        _, caller, threads = self._connected()
+        caller, threads = self._connected()
         headers = {
             "x-multi-turn-session-id": session,
             "x-midstream-min-snapshot": self._seen[0],
@@ -232,17 +231,14 @@ class Generator:
 
     def close(self) -> None:
         if self._open is not None:
-            http, _, threads = self._open
+            caller, threads = self._open
             threads.shutdown()
-            http.close()
+            caller.close()
             self._open = None
 
-    def _connected(self) -> tuple[httpx.Client, Caller, ThreadPoolExecutor]:
+    def _connected(self) -> tuple[Caller, ThreadPoolExecutor]:
         if self._open is None:
             parallel = self.settings.parallel
-            headers = {} if self.settings.api_key is None else {"x-api-key": self.settings.api_key}
-            limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
-            http = httpx.Client(headers=headers, timeout=TIMEOUT, limits=limits)
             threads = ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
-            self._open = http, Caller(http, bounded=False), threads
+            self._open = Caller.of_rollouts(self.settings.api_key, parallel), threads
         return self._open

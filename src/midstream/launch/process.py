@@ -23,13 +23,15 @@ from dataclasses import dataclass
 import msgspec
 
 from midstream.core import child
+from midstream.core.retry import Backoff
 from midstream.launch.channel import LINE_BYTES_MAX
 from midstream.launch.specs import Accepting, Listening
 
 logger = logging.getLogger(__name__)
 
-RESTART_PAUSE_S_MIN = 0.1
-RESTART_PAUSE_S_MAX = 10.0
+#: Before a child that has ended is started again, and before one that could not be started is tried again.
+RESTARTS = Backoff(first_s=0.1, last_s=10.0)
+STARTS = Backoff(first_s=0.2, last_s=10.0)
 #: A successor that does not serve by then is given up.
 TAKE_OVER_S = 60.0
 #: Beyond its own time limit, for a replaced process to end what it ends then.
@@ -108,7 +110,7 @@ class Supervised(ABC):
 
     async def begin(self) -> None:
         """The first start. A host that is not well is waited for, or another one. Raises StartFailed."""
-        pause_s, kills = RESTART_PAUSE_S_MIN, 0
+        failures = kills = 0
         while True:
             try:
                 return await self.start(lambda why: logger.warning("%s", why))
@@ -116,7 +118,8 @@ class Supervised(ABC):
                 kills = kills + 1 if isinstance(error, Killed) else 0
                 if kills == KILLS_MAX:
                     raise StartFailed(f"{error}, {kills} times in a row") from error
-                pause_s = longer(pause_s)
+                failures += 1
+                pause_s = STARTS.pause_s(failures)
                 logger.warning("%s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
 
@@ -159,18 +162,19 @@ class Supervised(ABC):
         told why a host is unwell. on_ended: called when the process has ended, before the first attempt.
         """
         loop = asyncio.get_running_loop()
-        pause_s = RESTART_PAUSE_S_MIN
+        failures = 0
         while True:
             started_at = loop.time()
             how = await self.ended()
             # It was well for a while.
-            if loop.time() - started_at > RESTART_PAUSE_S_MAX:
-                pause_s = RESTART_PAUSE_S_MIN
+            if loop.time() - started_at > RESTARTS.last_s:
+                failures = 0
             logger.error("%s %s; starting it again", self.name, how, extra={"child": self.name})
             on_ended()
             while True:
-                await asyncio.sleep(pause_s)
-                pause_s = longer(pause_s)
+                failures += 1
+                await asyncio.sleep(RESTARTS.pause_s(failures))
+                pause_s = RESTARTS.pause_s(failures + 1)
                 try:
                     await self.start(on_waiting)
                 except HostUnwell as error:
@@ -183,11 +187,6 @@ class Supervised(ABC):
                 else:
                     on_restart(None)
                     break
-
-
-def longer(pause_s: float) -> float:
-    """The pause before the next attempt, after one that failed."""
-    return min(pause_s * 2, RESTART_PAUSE_S_MAX)
 
 
 class Life:

@@ -19,7 +19,7 @@ from typing import Any
 
 from midstream.core.errors import ConfigError
 from midstream.fleet.desired_state import Running, RunningReplica, Wanted, WantedReplica
-from midstream.launch.process import RESTART_PAUSE_S_MIN, HostUnwell, StartFailed, Supervised, longer
+from midstream.launch.process import STARTS, HostUnwell, StartFailed, Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -150,12 +150,13 @@ class ReplicaProcesses:
         member.task.cancel()
 
     async def _live(self, member: _Member, before: _Member | None) -> None:
-        name, pause_s = member.wanted.name, RESTART_PAUSE_S_MIN
+        name, failures = member.wanted.name, 0
         try:
             await _ended(before)
             while True:
                 error = await _failure(self._run(member))
-                pause_s = longer(pause_s)
+                failures += 1
+                pause_s = STARTS.pause_s(failures)
                 logger.error("%s: unforeseen; starting it again in %.1f s", name, pause_s, exc_info=error)
                 self._set(member, member.url, f"{name}: {error!r}", failed=True)
                 await self._end(member)
@@ -221,14 +222,15 @@ class ReplicaProcesses:
 
     async def _start(self, member: _Member) -> None:
         """Until it listens."""
-        pause_s = RESTART_PAUSE_S_MIN
+        failures = 0
         while True:
             try:
                 member.child = await self._make(member.wanted)
                 await member.child.start(lambda why: self._set(member, None, why, failed=False))
             except (StartFailed, ConfigError, OSError) as error:
                 self._set(member, None, str(error) or repr(error), failed=not isinstance(error, HostUnwell))
-                pause_s = longer(pause_s)
+                failures += 1
+                pause_s = STARTS.pause_s(failures)
                 logger.error("%s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
             else:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.errors import ConfigError, SnapshotError
+from midstream.core.retry import Backoff
 from midstream.core.text import NOT_JSON
 from midstream.launch.caches import LOCK, held
 from midstream.replica.journal import SEGMENTS, records_url, whole_lines
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 ADOPTED = ".adopted"
 #: Ends the name of a file that names no deployment.
 UNREADABLE = ".unreadable"
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
+BACKOFF = Backoff(first_s=0.5, last_s=30.0)
 _DEPLOYMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -113,15 +114,15 @@ class StrandedRecords:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        pause_s: float | None = None
+        failures = 0
         while True:
+            pause_s = BACKOFF.pause_s(failures) if failures else None
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._woken > self._done, pause_s)
                 if self._closed:
                     return
                 woken = self._woken
-            whole = self._upload()
-            pause_s = None if whole else min(2 * (pause_s or FIRST_PAUSE_S / 2), LAST_PAUSE_S)
+            failures = 0 if self._upload() else failures + 1
             with self._changed:
                 self._done = woken
                 self._changed.notify_all()

@@ -30,6 +30,7 @@ import msgspec
 
 from midstream.core.errors import SnapshotError
 from midstream.core.private import FILE_MODE, private_directory
+from midstream.core.retry import Backoff
 from midstream.core.types import RecordsStats
 from midstream.snapshots.durable import sync_directory
 from midstream.snapshots.store.bucket import put_file
@@ -45,7 +46,7 @@ QUEUED_MAX = 10_000
 CLOSE_S = 5.0
 #: The segments of a directory, in the order of their boots.
 SEGMENTS = "*.jsonl"
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
+_BACKOFF = Backoff(first_s=0.5, last_s=30.0)
 
 #: Makes the fields of a record; the writer's thread calls it.
 Make = Callable[[], dict[str, Any]]
@@ -199,13 +200,13 @@ class Journal:
     # -- the uploader's thread
 
     def _upload(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        failures = 0
         while (path := self._sealed.get()) is not None:
             while not self._uploaded(path):
-                if self._stopping.wait(pause_s):
+                failures += 1
+                if self._stopping.wait(_BACKOFF.pause_s(failures)):
                     return
-                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-            pause_s = _FIRST_PAUSE_S
+            failures = 0
 
     def _uploaded(self, path: Path) -> bool:
         try:

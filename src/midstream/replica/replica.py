@@ -20,6 +20,7 @@ from typing import Any
 
 from midstream.core.errors import AnotherBoot, InvalidRequest
 from midstream.core.pulse import Pulse
+from midstream.core.retry import Backoff
 from midstream.core.sessions import Trajectories
 from midstream.core.text import declared
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
@@ -57,7 +58,7 @@ from midstream.replica.turns.tree import BYTES_MAX, Trees, Turn
 
 log = logging.getLogger(__name__)
 
-RESTART_DELAY_MAX_S = 10.0
+RESTARTS = Backoff(first_s=0.5, last_s=10.0)
 
 
 @dataclass(frozen=True)
@@ -454,19 +455,20 @@ class Replica:
         self.sessions.close_all()
         self.driver = self._fresh_driver()
         self._changed()
-        delay = 0.5
+        failures = 0
         while True:
             try:
                 await self.start()
             except Exception as error:
                 # The cause may be gone at the next try.
                 self._down = f"the engine cannot be started again: {error or repr(error)}"[:1000]
+                failures += 1
+                delay = RESTARTS.pause_s(failures)
                 # Of an engine that died once more, a traceback would say nothing.
                 trace = not isinstance(error, EngineDied)
                 log.error("%s: %s; trying again in %.1f s", self.name, self._down, delay, exc_info=trace)
                 self._changed()
                 await self._outside.sleep(delay)
-                delay = min(delay * 2, RESTART_DELAY_MAX_S)
             else:
                 self._recovery = None
                 return

@@ -1,0 +1,71 @@
+"""The answer to one HTTP request, as the client, the Tinker front and the supervisor read it.
+
+Always holds: whatever the body is, reading it gives the value that was asked for, or raises NotThatAnswer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from midstream.core.retry import Outcome, asked_pause_s, outcome_of
+from midstream.core.text import NOT_JSON
+
+#: Of a server's words, in characters: in its own error, and in a body that is none.
+MESSAGE_CHARS_MAX = 1000
+TEXT_CHARS_MAX = 200
+
+_Kind = TypeVar("_Kind")
+
+
+class NotThatAnswer(ValueError):
+    """The body is not JSON, or holds something else. The message says what was expected."""
+
+
+class HttpAnswer(NamedTuple):
+    """headers: by lower-case names."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def outcome(self) -> Outcome:
+        return outcome_of(self.status)
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace")
+
+    @property
+    def message(self) -> str:
+        """The words of the error in the body; without one, the beginning of the body. May be empty."""
+        try:
+            return str(msgspec.json.decode(self.body)["error"]["message"])[:MESSAGE_CHARS_MAX]
+        except (*NOT_JSON, KeyError, TypeError):
+            return self.text[:TEXT_CHARS_MAX]
+
+    def asked_pause_s(self, now: float) -> float | None:
+        """The pause that the server asks for before the next attempt, in seconds. now: seconds since the epoch."""
+        return asked_pause_s(self.headers.get("retry-after", ""), now)
+
+    def read(self, kind: type[_Kind]) -> _Kind:
+        """The JSON of the body. Raises NotThatAnswer."""
+        return read(self.json(), kind)
+
+    def json(self) -> Any:
+        """Raises NotThatAnswer."""
+        try:
+            return msgspec.json.decode(self.body)
+        except NOT_JSON as error:
+            raise NotThatAnswer(f"answered {self.status} without JSON") from error
+
+
+def read(value: Any, kind: type[_Kind]) -> _Kind:
+    """`value`, which is decoded JSON, as `kind`. Raises NotThatAnswer."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise NotThatAnswer(str(error)) from error
