@@ -20,8 +20,8 @@ from typing import Any, cast
 from hardware import provenance, write_result
 
 from midstream.core.config import GatewaySettings
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport, Session
-from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

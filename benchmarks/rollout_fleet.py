@@ -22,7 +22,7 @@ from rollout_filter import Filter
 from rollout_load import BLOCK
 
 from midstream.core.config import EngineSettings, GatewaySettings
-from midstream.core.sessions import Trajectories
+from midstream.core.measures import Trajectories
 from midstream.core.types import ReplicaReport
 from midstream.fleet.desired_state import Running, RunningReplica
 from midstream.launch.channel import STOP_GRACE_S

@@ -31,8 +31,8 @@ from midstream.core.scopes import (
     parse_grant,
     parse_scope,
 )
+from midstream.core.served_names import ServedNames
 from midstream.core.settings import load_settings
-from midstream.core.versions import ServedNames
 from midstream.fleet import access
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi

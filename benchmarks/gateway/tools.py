@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.sessions import TURN_MEASURES, Distribution, Trajectories
+from midstream.core.measures import TURN_MEASURES, Distribution, Trajectories
 from midstream.core.types import EngineStats, ReplicaReport
 
 HERE = Path(__file__).parent

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream.http.call import CallFailed, ResponseStream
 from midstream_tinker.trainer.types import Failed
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.trainer.types import Failed
 from midstream_tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span

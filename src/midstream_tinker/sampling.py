@@ -23,8 +23,9 @@ import msgspec
 
 from midstream.core.beside import beside
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
+from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import BASE_SNAPSHOT
-from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT, POLICY_INFIX
+from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 from midstream_tinker import codec
 from midstream_tinker.adapters import Adapters
 from midstream_tinker.completion import Answer, Completions, NotServed, NotThere

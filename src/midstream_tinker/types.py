@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.trainer.types import MAX_INT64, AdamParams, LoraConfig
 

@@ -13,7 +13,8 @@ import pytest
 from gateway import loads, tools
 from gateway.routers import Midstream
 
-from midstream.core.sessions import SessionsReport, Trajectories
+from midstream.core.measures import Trajectories
+from midstream.core.sessions import SessionsReport
 from midstream.core.types import ReplicaReport
 
 pytestmark = pytest.mark.variant

@@ -27,7 +27,8 @@ from rollout_load import (
     read_answer,
 )
 
-from midstream.core.sessions import TURN_MEASURES, Distribution, SessionsReport, Trajectories
+from midstream.core.measures import TURN_MEASURES, Distribution, Trajectories
+from midstream.core.sessions import SessionsReport
 from midstream.core.types import EngineStats, ReplicaReport
 
 PLANS = [[TurnPlan(added=100, answer=10, pause_s=0.0), TurnPlan(added=50, answer=5, pause_s=0.0)]]

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from midstream.core.served_names import ServedNames
 from midstream.core.types import Desired, EngineCard, PolicyReport, ReplicaReport, Stage, Transition
-from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas, names_of

@@ -25,9 +25,9 @@ from gateway_harness import reconciler
 
 from midstream.api.board import Board
 from midstream.api.dashboard import DashboardApi
-from midstream.core.sessions import Distribution, Rewarded, Trajectories
+from midstream.core.measures import Distribution, Rewarded, Trajectories
+from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats, ReplicaReport, Stage, SwapTiming, Transition
-from midstream.core.versions import ServedNames
 from midstream.fleet.access import guarded
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

@@ -12,8 +12,8 @@ from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport
-from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, ReplicaView

@@ -26,8 +26,8 @@ from midstream.api.trainer_calls import TrainerApi
 from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.endpoints import endpoints_of
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport
-from midstream.core.versions import ServedNames
 from midstream.core.wires import (
     CHANGES_BY_GET,
     TRAINER_REFUSED,

@@ -7,10 +7,10 @@ from typing import Any
 from gateway_harness import reconciler
 
 from midstream.api.board import SAMPLE_EVERY_S, SAMPLES_KEPT, SWAPS_KEPT, Board
+from midstream.core.measures import Distribution, Rewarded, Trajectories
 from midstream.core.scopes import EVERYTHING, parse_grant
-from midstream.core.sessions import Distribution, Rewarded, Trajectories
+from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats, PolicyReport, ReplicaReport, Stage, SwapTiming, Transition
-from midstream.core.versions import ServedNames
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.tally import Siblings, Tally

@@ -29,7 +29,7 @@ from starlette.responses import Response
 
 from midstream.api.app import control_app
 from midstream.core.endpoints import Endpoint, serves
-from midstream.core.sessions import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
+from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
 from midstream.core.types import EngineStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

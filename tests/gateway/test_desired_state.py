@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gateway_harness import reconciler
 
-from midstream.core.versions import ServedNames
+from midstream.core.served_names import ServedNames
 from midstream.fleet.desired_state import HARD, DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

@@ -14,8 +14,8 @@ from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport
-from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

@@ -15,8 +15,8 @@ from openapi_answers import Checked
 
 from midstream.api.app import control_app
 from midstream.core.errors import ConfigError
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport
-from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.membership import (
     MembershipApi,

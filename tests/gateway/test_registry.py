@@ -4,7 +4,7 @@ import pytest
 from gateway_harness import NAMES, reconciler
 
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
-from midstream.core.versions import ServedNames
+from midstream.core.served_names import ServedNames
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 

@@ -11,7 +11,7 @@ from gateway_harness import Message, Peer, Stage, get, post, run, staged
 from test_resume import BODY, WHOLE, WRITES, go_on, losing, read_chunk, read_head
 
 from midstream.core.config import KeySettings
-from midstream.core.sessions import MAX_KEY_BYTES, SESSION_HEADERS
+from midstream.core.session_keys import MAX_KEY_BYTES, SESSION_HEADERS
 from midstream.core.wires import WIRES, split_session, wire_of
 
 #: Before the wire's own path, and the session that it names.

@@ -6,8 +6,8 @@ import json
 import pytest
 from gateway_harness import Message, MockReplica, Peer, Stage, get, post, reconciler, respond_ok, run, staged
 
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport
-from midstream.core.versions import ServedNames
 from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
 

@@ -16,6 +16,7 @@ from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.client.status import read_status
 from midstream.core.errors import SnapshotError
+from midstream.core.served_names import ServedNames
 from midstream.core.types import (
     Desired,
     FileContent,
@@ -25,7 +26,6 @@ from midstream.core.types import (
     SwapTiming,
     Transition,
 )
-from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

@@ -17,7 +17,7 @@ from test_hotload_api import DEPLOYMENT, Server, write_adapter
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
-from midstream.core.versions import POLICY_INFIX
+from midstream.core.served_names import POLICY_INFIX
 from midstream.proxy.metrics import GatewayMetrics
 
 POLICIES = f"/v1/{DEPLOYMENT}/policies"

@@ -13,8 +13,8 @@ import pytest
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
 from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher, Status
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport, Stage, Transition
-from midstream.core.versions import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet

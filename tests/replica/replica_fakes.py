@@ -17,6 +17,7 @@ from openapi_answers import CheckedClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from midstream.core.errors import SnapshotCorrupt
+from midstream.core.served_names import ServedNames
 from midstream.core.types import (
     BASE_SNAPSHOT,
     NEAR_ROUTER,
@@ -31,7 +32,6 @@ from midstream.core.types import (
     TokenRecord,
     TopLogprob,
 )
-from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied, StagingFailed, StreamLost
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.server import ReplicaServer

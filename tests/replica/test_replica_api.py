@@ -16,7 +16,7 @@ from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, R
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT
 from midstream.core.headers import HEADER_BOOT
-from midstream.core.text import sse_event
+from midstream.core.sse import sse_event
 from midstream.core.types import (
     NEAR_ROUTER,
     NEAR_TOP_P,

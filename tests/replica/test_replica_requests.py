@@ -8,8 +8,8 @@ import pytest
 from replica_fakes import DEPLOYMENT, IM_END, MODEL, ids, write_tokenizer
 
 from midstream.core.errors import ConfigError, InvalidRequest, NotFound, UnknownField
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ModelInfo
-from midstream.core.versions import ServedNames
 from midstream.replica.gate import wait_timeout_s
 from midstream.replica.request.checked import (
     Prompt,

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from midstream.core.headers import HEADER_PLACED
-from midstream.core.sessions import TURN_MEASURES, SessionsReport
+from midstream.core.measures import TURN_MEASURES
+from midstream.core.sessions import SessionsReport
 from midstream.core.types import Session
 from midstream.replica import sessions as module
 from midstream.replica.sessions import Feed, Sessions, stamp_of

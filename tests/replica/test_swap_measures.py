@@ -8,7 +8,7 @@ from pathlib import Path
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from replica_fakes import DEPLOYMENT, FakeEngine, FakeSource, make_replica
 
-from midstream.core.sessions import SWAP_STAGES
+from midstream.core.measures import SWAP_STAGES
 from midstream.core.tracing import trace_of_signal
 from midstream.core.types import Desired, Stage
 from midstream.launch.tracing import OtelTracer

@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from midstream.api import answers
 from midstream.api.signals import SignalBody
+from midstream.core.engine_words import engine_name, in_order, refusal
 from midstream.core.errors import SnapshotRefused
-from midstream.core.text import engine_name, in_order, refusal
 from midstream.core.types import ENGINE_FEATURES, EngineCard, ReplicaReport
 
 

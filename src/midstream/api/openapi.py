@@ -29,7 +29,7 @@ from midstream.core.endpoints import text as _text
 from midstream.core.errors import MidstreamError
 from midstream.core.resumption import FAILOVER_MODES, HEADER_FAILOVER
 from midstream.core.scopes import SCOPES
-from midstream.core.sessions import MAX_KEY_BYTES, SESSION_HEADERS
+from midstream.core.session_keys import MAX_KEY_BYTES, SESSION_HEADERS
 from midstream.core.traces import RecordsKept
 from midstream.core.wires import SESSION_BASES, WIRES, is_read_in_session
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER

@@ -34,6 +34,7 @@ from midstream.api.answers import (
 from midstream.api.capabilities import max_model_len
 from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, only
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, choice, flag, serves
+from midstream.core.engine_words import refusal
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
@@ -41,7 +42,6 @@ from midstream.core.errors import (
     ReplicaUnavailable,
 )
 from midstream.core.scopes import READ_SIGNALS, SIGNAL
-from midstream.core.text import refusal
 from midstream.core.types import Pause, PauseMode, ReplicaReport
 from midstream.core.wires import CHANGES_BY_GET, TRAINER_REFUSED, TRAINER_UNSERVED
 from midstream.fleet.registry import Deployment, Deployments

@@ -28,7 +28,8 @@ from midstream.core.endpoints import Endpoint, number, serves, text
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
 from midstream.core.scopes import SAMPLE_MEANT
-from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats, check_key
+from midstream.core.session_keys import check_key
+from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionStats
 from midstream.core.traces import RewardAsked, RewardGiven, RewardTaken, check_reward
 from midstream.core.types import Session
 from midstream.fleet.registry import Deployment, Deployments

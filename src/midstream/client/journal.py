@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream.snapshots.store.bucket import list_files, read_file
 
 Record = dict[str, Any]

@@ -22,7 +22,7 @@ from midstream.client import PublishError
 from midstream.commands.common import add_server_arguments, address, connect, guarded, request_headers
 from midstream.core.errors import ConfigError
 from midstream.core.http_answer import HttpAnswer
-from midstream.core.sessions import SESSION_HEADERS
+from midstream.core.session_keys import SESSION_HEADERS
 from midstream.core.text import plain
 
 PATH = "/v1/chat/completions"

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.retry import Outcome, asked_pause_s, outcome_of
-from midstream.core.text import NOT_JSON
 
 #: Of a server's words, in characters: in its own error, and in a body that is none.
 MESSAGE_CHARS_MAX = 1000

@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import Conflict, InvalidRequest
-from midstream.core.text import NOT_JSON, json_line
+from midstream.core.sse import json_line
 from midstream.core.types import FinishReason, GenerationEvent, TokenRecord
 
 #: Internal: asks a replica for comments (request), says that they come (response). The value is always "1".

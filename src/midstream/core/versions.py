@@ -6,10 +6,6 @@ answers with a Refusal, and the gateway decides again. So no gateway searches or
 Always holds:
 - A constraint means the same in a header and in a body.
 - A gateway, which knows the signal order, admits a request on one snapshot. A replica generates for it only under that one.
-
-Resource names of what is served, and which of them a request may use. Pure.
-
-Always holds: a name is compared whole; a snapshot is named by the part after the first `@`.
 """
 
 from __future__ import annotations
@@ -21,62 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.core.errors import InvalidRequest, NotFound, SnapshotNotServed, UnknownField
-from midstream.core.text import NOT_JSON
-
-HEADER_MODEL = "fireworks-model"
-#: In the full name of a policy, between its deployment's name and its own.
-POLICY_INFIX = "/policies/"
-
-
-def split_model(name: str) -> tuple[str, str, str | None]:
-    """(resource, deployment, snapshot) of what a client calls a model: RESOURCE, and #DEPLOYMENT and @SNAPSHOT behind it."""
-    named, at, snapshot = name.partition("@")
-    resource, _, deployment = named.partition("#")
-    return resource, deployment, snapshot if at else None
-
-
-class ServedNames(msgspec.Struct, frozen=True):
-    """The one model and deployment behind a gateway or a replica."""
-
-    # accounts/A/models/M
-    model: str
-    # accounts/A/deployments/D
-    deployment: str
-
-    @property
-    def account(self) -> str:
-        return "/".join(self.model.split("/")[:2])
-
-    def accepted(self) -> frozenset[str]:
-        """What a client may call the deployment or its model, less an @snapshot: both names, in full and bare."""
-        resources = (self.model, self.deployment)
-        return frozenset(resources) | {resource.rpartition("/")[2] for resource in resources}
-
-    def is_on(self, deployment: str) -> bool:
-        """Whether it is, or is a policy of, the deployment of this name, in full or bare."""
-        own = self.deployment.partition(POLICY_INFIX)[0]
-        return deployment in (own, own.rpartition("/")[2])
-
-    def split(self, name: str) -> str | None:
-        """The snapshot a request's `model` asks for by `@snapshot`, None if any will do. Raises NotFound."""
-        resource, deployment, snapshot = split_model(name)
-        if resource not in self.accepted() or (deployment and not self.is_on(deployment)):
-            raise NotFound(f"model {name!r} is not served here; this server has {self.model}", param="model")
-        return snapshot
-
-    def wanted(self, model: str, header: str = "") -> str | None:
-        """The snapshot that a request asks for by name, in its body's `model` or else in the header `fireworks-model`.
-
-        None if any will do. Raises NotFound, and InvalidRequest for an empty one.
-        """
-        wanted, param = self.split(model), "model"
-        if wanted is None and "@" in header:
-            wanted, param = self.split(header), HEADER_MODEL
-        if wanted == "":
-            raise InvalidRequest(f"{param}: the snapshot named after @ must not be empty", param=param)
-        return wanted
-
+from midstream.core.decoding import NOT_JSON
+from midstream.core.errors import InvalidRequest, SnapshotNotServed, UnknownField
 
 HEADER_SNAPSHOT = "x-midstream-snapshot"
 HEADER_MIN_SNAPSHOT = "x-midstream-min-snapshot"

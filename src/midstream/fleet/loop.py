@@ -32,8 +32,8 @@ import msgspec
 
 from midstream.core.config import SwapOrder
 from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
-from midstream.core.versions import POLICY_INFIX
 from midstream.fleet.agree import findings, settled, standing_of
 from midstream.fleet.reconcile import (
     BACKOFF,

@@ -23,6 +23,7 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.served_names import POLICY_INFIX, ServedNames
 from midstream.core.types import (
     BASE_SNAPSHOT,
     POLICIES_MAX,
@@ -34,7 +35,6 @@ from midstream.core.types import (
     ReplicaReport,
     Stage,
 )
-from midstream.core.versions import POLICY_INFIX, ServedNames
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.residency import Place, State, where
 from midstream.fleet.view import ReplicaView

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from midstream.core.errors import InvalidRequest, NotFound
+from midstream.core.served_names import POLICY_INFIX, ServedNames, split_model
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
-from midstream.core.versions import POLICY_INFIX, ServedNames, split_model
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.placement import PrefixTable
 from midstream.fleet.reconcile import SignalOrder

@@ -27,11 +27,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.headers import HEADER_TOKEN
+from midstream.core.measures import Trajectories
 from midstream.core.retry import Backoff
-from midstream.core.sessions import SessionsReport, Trajectories
-from midstream.core.text import NOT_JSON
+from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired, Hint, Pause, ReplicaReport
 from midstream.fleet.holding import Holding
 from midstream.fleet.placement import Fleet

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import InvalidRequest
-from midstream.core.sessions import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
-from midstream.core.sessions import session_key as key_named
-from midstream.core.text import NOT_JSON
+from midstream.core.session_keys import SESSION_BODY_FIELDS, SESSION_HEADERS, check_key, named_in_body
+from midstream.core.session_keys import session_key as key_named
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 

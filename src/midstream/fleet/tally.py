@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from midstream.core.sessions import BUCKETS_S
+from midstream.core.measures import BUCKETS_S
 
 #: The histogram of stalled event loops, by process, in the buckets of BUCKETS_S.
 STALLS = "stall_s"

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from midstream.core.sessions import Trajectories
+from midstream.core.measures import Trajectories
 from midstream.core.types import ReplicaReport
 
 Standing = Literal["member", "leaving", "gone"]

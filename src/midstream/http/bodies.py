@@ -13,8 +13,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import InvalidRequest, PayloadTooLarge, UnknownField
-from midstream.core.text import NOT_JSON, decoded
 
 MAX_BODY_BYTES = 2**20
 

@@ -24,8 +24,8 @@ from midstream.api.hotload import hotload_apis
 from midstream.api.reference import ReferenceApi
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.private import UMASK
+from midstream.core.served_names import ServedNames
 from midstream.core.types import TransitionType
-from midstream.core.versions import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi, Resolver, entries_of_settings

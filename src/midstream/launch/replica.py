@@ -22,7 +22,7 @@ from pathlib import Path
 from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
 from midstream.core.errors import ConfigError
 from midstream.core.private import UMASK
-from midstream.core.versions import ServedNames
+from midstream.core.served_names import ServedNames
 from midstream.engine.base import EngineDied
 from midstream.launch.caches import held
 from midstream.launch.channel import STOP_GRACE_S, Channel, run_child

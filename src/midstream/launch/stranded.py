@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.retry import Backoff
-from midstream.core.text import NOT_JSON
 from midstream.launch.caches import LOCK, held
 from midstream.replica.journal import SEGMENTS, records_url, whole_lines
 from midstream.snapshots.store.bucket import put_file

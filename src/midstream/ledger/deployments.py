@@ -14,8 +14,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from midstream.core.errors import ConfigError, Conflict, NotFound
+from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, TransitionType
-from midstream.core.versions import POLICY_INFIX
 from midstream.ledger.changes import mark
 from midstream.ledger.records import DeploymentChange, DeploymentRow, as_row
 from midstream.ledger.schema import (

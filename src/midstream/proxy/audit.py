@@ -22,10 +22,10 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.private import private_file
-from midstream.core.text import NOT_JSON
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
 from midstream.http.bodies import MAX_BODY_BYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from midstream.core.sessions import SWAP_STAGES
+from midstream.core.measures import SWAP_STAGES
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 

@@ -25,14 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from midstream.core.sessions import (
-    BUCKETS_S,
-    COUNTS,
-    MEASURES,
-    SWAP_MEASURES,
-    Distribution,
-    Trajectories,
-)
+from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, SWAP_MEASURES, Distribution, Trajectories
 from midstream.core.types import RecordsStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import STALLS, Siblings, Tally, merged

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
-from midstream.core.text import error_event
+from midstream.core.sse import error_event
 from midstream.http.http1 import ClientConnection
 from midstream.http.reader import Request, error_response
 from midstream.http.upstream import UpstreamConnection

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import EngineFailed, InvalidRequest, MidstreamError, RequestLostReplicas
 from midstream.core.resumption import (
     FAILOVER_MODES,
@@ -22,7 +23,6 @@ from midstream.core.resumption import (
     LAST,
     snapshot_to_resume_under,
 )
-from midstream.core.text import NOT_JSON
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.fleet.view import ReplicaView
 

@@ -19,17 +19,16 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import SnapshotNotServed
-from midstream.core.text import NOT_JSON, decoded
+from midstream.core.served_names import HEADER_MODEL, ServedNames
 from midstream.core.types import ReplicaReport, Stage
 from midstream.core.versions import (
     HEADER_ADMITTED,
-    HEADER_MODEL,
     HEADER_REFUSED,
     NOTHING,
     Admitted,
     Refusal,
-    ServedNames,
     VersionConstraint,
     as_header,
     constraint_of_body,

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import (
     InvalidRequest,
     MidstreamError,
@@ -30,7 +31,6 @@ from midstream.core.headers import HEADER_BOOT, HEADER_IGNORED_FIELDS, HEADER_PO
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
-from midstream.core.text import NOT_JSON
 from midstream.core.traces import RewardAsked
 from midstream.core.tracing import SpanRecord
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd

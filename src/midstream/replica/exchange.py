@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.errors import MidstreamError
-from midstream.core.text import error_event
+from midstream.core.sse import error_event
 from midstream.http.http1 import ClientConnection
 from midstream.http.reader import Request, response_head
 

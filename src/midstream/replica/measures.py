@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from midstream.core.sessions import COUNTS, MEASURES, Distribution, Trajectories
+from midstream.core.measures import COUNTS, MEASURES, Distribution, Trajectories
 
 
 class Measures:

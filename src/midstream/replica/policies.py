@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.core.errors import Overloaded, PolicyNotLoaded
+from midstream.core.served_names import ServedNames
 from midstream.core.types import BASE_SNAPSHOT, POLICIES_MAX, Desired, Hint, ModelInfo, PolicyReport, Stage
-from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
 from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency

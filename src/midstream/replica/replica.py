@@ -18,11 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from midstream.core.engine_words import declared
 from midstream.core.errors import AnotherBoot, InvalidRequest
+from midstream.core.measures import Trajectories
 from midstream.core.pulse import Pulse
 from midstream.core.retry import Backoff
-from midstream.core.sessions import Trajectories
-from midstream.core.text import declared
+from midstream.core.served_names import ServedNames
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.tracing import Tracer
 from midstream.core.types import (
@@ -36,7 +37,6 @@ from midstream.core.types import (
     Session,
     Stage,
 )
-from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica import policies
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces

@@ -33,12 +33,12 @@ from midstream.core.headers import (
     HEADER_UNKNOWN_FIELDS,
 )
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
-from midstream.core.sessions import named_in_body, named_in_headers, session_key
+from midstream.core.served_names import HEADER_MODEL
+from midstream.core.session_keys import named_in_body, named_in_headers, session_key
 from midstream.core.traces import RecordsKept, records_kept
 from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.core.versions import (
     HEADER_ADMITTED,
-    HEADER_MODEL,
     Admitted,
     VersionConstraint,
     constraint_of_body,

@@ -21,7 +21,8 @@ from heapq import nsmallest
 import msgspec
 
 from midstream.core.headers import HEADER_PLACED
-from midstream.core.sessions import SessionsReport, SessionStats, Trajectories
+from midstream.core.measures import Trajectories
+from midstream.core.sessions import SessionsReport, SessionStats
 from midstream.core.types import Session
 from midstream.replica.measures import Measures
 

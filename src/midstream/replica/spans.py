@@ -11,9 +11,9 @@ from urllib.parse import unquote
 
 from midstream.core.errors import MidstreamError
 from midstream.core.headers import HEADER_POLICY, HEADER_SESSION
+from midstream.core.served_names import ServedNames
 from midstream.core.tracing import Attribute, SpanEvent, SpanRecord, Tracer, trace_of_signal
 from midstream.core.types import served_model_name
-from midstream.core.versions import ServedNames
 from midstream.replica.response.generation import Generation
 from midstream.replica.sessions import Turn
 from midstream.replica.swap.history import SwapHistory

@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import SnapshotCorrupt
-from midstream.core.text import NOT_JSON
 from midstream.core.types import Content, FileContent
 from midstream.snapshots.messages import shown
 

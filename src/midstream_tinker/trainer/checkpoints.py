@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from midstream.client.weights import copy_matching
+from midstream.core.decoding import NOT_JSON
 from midstream.core.private import DIRECTORY_MODE, FILE_MODE, private_directory
-from midstream.core.text import NOT_JSON
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.layout import COMPANION_FILES, INDEX_FILE, read_file_layout, read_spec
 from midstream_tinker.trainer.model import BaseModel, TrainedModel

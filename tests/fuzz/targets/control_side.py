@@ -17,8 +17,8 @@ from urllib.parse import unquote
 import msgspec
 
 from midstream.api.app import control_app
-from midstream.core.text import NOT_JSON
-from midstream.core.versions import ServedNames
+from midstream.core.decoding import NOT_JSON
+from midstream.core.served_names import ServedNames
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
 from midstream.ledger import Ledger, database, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics

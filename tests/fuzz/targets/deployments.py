@@ -18,7 +18,7 @@ import httptools
 
 from midstream.api import resource
 from midstream.api.deployments import DeploymentsApi, lies_in
-from midstream.core.versions import ServedNames
+from midstream.core.served_names import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi, ReplicaBody

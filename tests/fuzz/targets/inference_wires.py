@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.core import sessions
+from midstream.core import session_keys
+from midstream.core.decoding import NOT_JSON
 from midstream.core.headers import HEADER_RECORDS, HEADER_SESSION, HEADER_UNKNOWN_FIELDS
 from midstream.core.resumption import read_resume
-from midstream.core.text import NOT_JSON
 from midstream.core.wires import WIRES
 from midstream.fleet.sessions import body_model, session_key
 from midstream.proxy.resume import resume_body
@@ -192,8 +192,8 @@ def check_agreement(path: Path, body: bytes) -> None:
     check(model == made.model, "the gateway reads another model", model, made.model)
     key, _ = refusable(lambda: session_key({}, body, wire.user))
     own, _ = refusable(
-        lambda: sessions.session_key(
-            sessions.named_in_body(made.prompt_cache_key, made.session_id, made.user)
+        lambda: session_keys.session_key(
+            session_keys.named_in_body(made.prompt_cache_key, made.session_id, made.user)
         )
     )
     # A name that is written with escapes is none to the gateway's search, which costs affinity only.

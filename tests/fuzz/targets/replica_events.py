@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from midstream.api.hotload import fleet_of, hotload_apis
-from midstream.core.sessions import BUCKETS_S, TURN_MEASURES, Distribution, SessionsReport, Trajectories
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
+from midstream.core.measures import BUCKETS_S, TURN_MEASURES, Distribution, Trajectories
+from midstream.core.sessions import SessionsReport
 from midstream.core.types import EngineCard, PolicyReport, ReplicaReport, SnapshotCheck, Stage, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from midstream.core import sessions
+from midstream.core import session_keys
 from midstream.core.errors import MidstreamError
 from midstream.core.resumption import ResumeLogReader, read_resume, snapshot_to_resume_under
-from midstream.core.text import sse_event
+from midstream.core.served_names import ServedNames
+from midstream.core.sse import sse_event
 from midstream.core.types import ModelInfo
 from midstream.core.versions import (
     Admitted,
     Refusal,
-    ServedNames,
     VersionConstraint,
     as_header,
     constraint_of_body,
@@ -67,8 +67,8 @@ def run_body(data: bytes) -> None:
     if read is None:
         return
     check(model == read.model, "the gateway reads another model", model, read.model)
-    named = sessions.named_in_body(read.prompt_cache_key, read.session_id, read.user)
-    ours, _ = refusable(lambda: sessions.session_key(named))
+    named = session_keys.named_in_body(read.prompt_cache_key, read.session_id, read.user)
+    ours, _ = refusable(lambda: session_keys.session_key(named))
     # A name that is written with escapes is none to the gateway's search, which costs affinity only.
     check(key == ours or b"\\" in body, "the gateway reads another session", key, ours)
     asked, _ = refusable(lambda: demanded(read))
@@ -197,7 +197,7 @@ def run_headers(data: bytes) -> None:
     lines = (line.partition(b":")[::2] for line in head.split(b"\n"))
     headers = {name.strip().lower(): value for name, value in lines}
     key, _ = refusable(lambda: session_key(headers, b""))
-    check(key is None or 0 < len(key.encode()) <= sessions.MAX_KEY_BYTES, "a key that is none", key)
+    check(key is None or 0 < len(key.encode()) <= session_keys.MAX_KEY_BYTES, "a key that is none", key)
     constraint, _ = refusable(lambda: constraint_of_headers(headers))
     if constraint is not None:
         names = {

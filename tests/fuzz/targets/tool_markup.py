@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.text import sse_event
+from midstream.core.sse import sse_event
 from midstream.replica.text.toolcalls import Item, ParsedCall
 from midstream.replica.text.toolformat import DIALECTS, Dialect
 from targets.target import Target, check, controlled

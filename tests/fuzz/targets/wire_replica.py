@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from midstream.core.served_names import ServedNames
 from midstream.core.types import (
     BASE_SNAPSHOT,
     EngineStats,
@@ -25,7 +26,6 @@ from midstream.core.types import (
     TokenRecord,
     TopLogprob,
 )
-from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine
 from midstream.http.http1 import ClientConnection
 from midstream.http.reader import Request

@@ -47,7 +47,7 @@ GATEWAY = (
     ),
     Mutation(
         "session_key_ignored",
-        "core/sessions.py",
+        "core/session_keys.py",
         '("x-multi-turn-session-id", "x-session-affinity", "x-session-id", "x-smg-routing-key")',
         '("x-multi-turn-session-id", "x-session-id", "x-smg-routing-key")',
         "A session is found by any of the headers that name it.",

@@ -328,7 +328,7 @@ REPLICA = (
     ),
     Mutation(
         "line_separator_in_an_event",
-        "core/text.py",
+        "core/sse.py",
         '.replace(_PARAGRAPH_SEPARATOR, rb"\\u2029")',
         "",
         "A server-sent event holds no character at which a client splits lines.",
@@ -505,7 +505,7 @@ REPLICA = (
     ),
     Mutation(
         "no_frames_left_for_a_message",
-        "core/text.py",
+        "core/decoding.py",
         "return _below(FRAMES_LEFT, decode, data)",
         "return decode(data)",
         "A body that is nested almost to the limit is refused, and no error of the server.",

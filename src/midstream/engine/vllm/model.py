@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ConfigError
-from midstream.core.text import NOT_JSON
 
 Config = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream.core.types import GenerateRequest, TokenRecord, TopLogprob
 
 PATH = "/inference/v1/generate"

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from midstream.core.config import VllmSettings
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
     NO_LORA,

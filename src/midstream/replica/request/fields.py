@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import InvalidRequest
-from midstream.core.text import NOT_JSON, decoded
 from midstream.core.types import ModelInfo
 from midstream.replica.request.schema import ChatBody, InferenceBody, unsupported
 from midstream.replica.text.grammar import PATTERN_MAX, response_schema

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from midstream.core.engine_words import declared, engine_name, refusal
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import CannotResume
-from midstream.core.text import declared, engine_name, refusal
 from midstream.core.types import ModelInfo
 from midstream.replica.request.checked import Checked
 from midstream.replica.request.schema import InferenceBody

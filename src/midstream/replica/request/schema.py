@@ -13,8 +13,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta
 
+from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.core.text import NOT_JSON, decoded
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

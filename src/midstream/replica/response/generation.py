@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from midstream.core.errors import EngineFailed, EngineLost, StreamGivenUp
 from midstream.core.resumption import Opening, ResumeLogWriter
+from midstream.core.served_names import ServedNames
 from midstream.core.types import GenerateRequest, GenerationEvent
-from midstream.core.versions import ServedNames
 from midstream.engine.base import EngineDied, StreamLost
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Piece

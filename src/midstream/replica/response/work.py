@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from midstream.core.errors import AnotherBoot
+from midstream.core.served_names import ServedNames
 from midstream.core.types import GenerateRequest, ModelInfo
-from midstream.core.versions import ServedNames
 from midstream.engine.base import Engine
 from midstream.replica.gate import Gate
 from midstream.replica.request.checked import Checked, Prompt

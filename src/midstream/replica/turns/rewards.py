@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from midstream.core.sessions import Rewarded
+from midstream.core.measures import Rewarded
 from midstream.core.traces import Reward
 
 SUMS_MAX = 128

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.sessions import Rewarded
+from midstream.core.measures import Rewarded
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
 from midstream.replica.text import reasoning

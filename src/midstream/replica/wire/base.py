@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from msgspec import UnsetType
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.served_names import ServedNames
 from midstream.core.types import ModelInfo
-from midstream.core.versions import ServedNames
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.response.choice import Choice, Piece

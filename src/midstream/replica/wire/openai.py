@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.text import DONE, json_line, sse_event
+from midstream.core.sse import DONE, json_line, sse_event
 from midstream.core.types import TokenRecord, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion

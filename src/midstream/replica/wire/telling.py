@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from midstream.core.text import sse_event
+from midstream.core.sse import sse_event
 from midstream.core.types import FinishReason, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Scored

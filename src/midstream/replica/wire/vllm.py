@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.text import DONE, sse_event
+from midstream.core.sse import DONE, sse_event
 from midstream.core.types import served_model_name
 from midstream.replica.request.checked import Checked, Prompt, check
 from midstream.replica.request.schema import (

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.text import NOT_JSON
+from midstream.core.decoding import NOT_JSON
 from midstream.core.types import Content
 
 #: Directories of this name are worthless once their process is gone.
