@@ -10,7 +10,8 @@ import pytest
 
 from midstream.http import heap as module
 from midstream.http.heap import LARGE, Heap
-from midstream.http.reader import Limits, Request, RequestReader
+from midstream.http.message import Limits, Request
+from midstream.http.reader import RequestReader
 
 
 def test_small_bodies_trim_nothing_and_there_is_a_trim_after_the_last_large_one(

@@ -17,7 +17,7 @@ PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_t
 WALKS = Path(__file__).parents[1] / "benchmarks" / "results" / "walk.json"
 
 LINES_MAX = {
-    "api": 5540,
+    "api": 5550,
     "apidocs": 10,
     "client": 3560,
     "commands": 2520,
@@ -26,16 +26,16 @@ LINES_MAX = {
     "demo": 1630,
     "engine": 10530,
     "fleet": 4390,
-    "http": 1710,
+    "http": 1720,
     "integrations": 930,
     "launch": 4110,
     "ledger": 2420,
     "midstream": 150,
     "midstream_tinker": 7050,
     "models": 260,
-    "proxy": 4270,
-    "replica": 15340,
-    "snapshots": 4510,
+    "proxy": 4280,
+    "replica": 15380,
+    "snapshots": 4530,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
 NAMES_TWICE_MAX = 70

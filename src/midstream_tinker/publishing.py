@@ -32,8 +32,9 @@ from midstream.core.errors import ConfigError, MidstreamError, SnapshotError
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE
 from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.identity import parse_bucket, snapshot_url
-from midstream.snapshots.store.bucket import describe, list_directory, open_bucket
+from midstream.snapshots.store.bucket import describe, open_bucket
 from midstream.snapshots.store.listing import has_manifest
+from midstream.snapshots.store.upload import list_directory
 from midstream.snapshots.tasks import finished
 from midstream_tinker.trainer.types import Category, Failed
 

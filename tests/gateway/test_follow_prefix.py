@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway_harness import Message, Stage, post, respond_ok, run, staged
 from test_prefixes import chat, text
 
-from midstream.fleet.placement import read_prompt
+from midstream.fleet.prefixes import read_prompt
 
 FOLLOW = "x-midstream-follow-prefix: 1\r\n"
 

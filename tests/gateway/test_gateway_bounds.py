@@ -16,7 +16,7 @@ from gateway_harness import Message, Peer, Stage, get, post, respond_ok, run, st
 
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.reader import Limits, Request
+from midstream.http.message import Limits, Request
 from midstream.launch.channel import return_memory
 
 BODY = b"x" * 300_000

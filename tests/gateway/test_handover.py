@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gateway_harness import Peer, get, post, respond_ok, run, staged
 
-from midstream.proxy.server import Offer, take_over
+from midstream.proxy.handover import Offer, take_over
 
 
 def listening() -> socket.socket:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.core.types import Session
-from midstream.fleet.placement import ARRAYS_FROM, Candidate, Decision, Fleet, Known, load_limit, stays
+from midstream.fleet.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
+from midstream.fleet.prefixes import Known
 from midstream.fleet.sessions import SessionTable
 
 BOUND = 0.25

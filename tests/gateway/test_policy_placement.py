@@ -31,7 +31,7 @@ from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.http.reader import error_response
+from midstream.http.message import error_response
 from midstream.ledger import Ledger, Signal, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway

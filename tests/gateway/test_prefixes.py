@@ -11,8 +11,8 @@ import pytest
 from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
 from session_holders import until
 
-from midstream.fleet import placement
-from midstream.fleet.placement import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
+from midstream.fleet import prefixes
+from midstream.fleet.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
 
 
 def chat(*turns: str, **more: Any) -> bytes:
@@ -119,7 +119,7 @@ def test_what_is_short_or_no_prompt_is_not_looked_at(body: bytes) -> None:
 
 
 def test_beginnings_of_a_huge_prompt_and_the_table_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = read_prompt("", b'{"prompt":"' + b"x" * (3 * placement.LAST_BOUND) + b'"}')
+    prompt = read_prompt("", b'{"prompt":"' + b"x" * (3 * prefixes.LAST_BOUND) + b'"}')
     assert prompt is not None
     assert len(prompt.beginnings) == len(BOUNDS) - BOUNDS.index(FIRST_BOUND) < 40
     table = PrefixTable(10)

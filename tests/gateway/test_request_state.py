@@ -25,7 +25,7 @@ from midstream.core.types import ReplicaReport
 from midstream.core.wires import Wire
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.replica_route import ReplicaRoute

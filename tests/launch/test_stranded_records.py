@@ -25,7 +25,7 @@ from midstream.launch.specs import ReplicaSpec
 from midstream.launch.stranded import StrandedRecords, upload_stranded
 from midstream.launch.supervisor import Supervisor
 from midstream.replica.journal import Journal
-from midstream.snapshots.store.bucket import put_file
+from midstream.snapshots.store.upload import put_file
 
 
 class Disk:

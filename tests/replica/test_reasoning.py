@@ -29,7 +29,8 @@ from midstream.models.tiny_moe import TOKEN_ID, build_tokenizer
 from midstream.replica.response.choice import Choice
 from midstream.replica.response.stages import ReasoningStage
 from midstream.replica.text.chat import TextModel
-from midstream.replica.text.reasoning import ReasoningFormat, ReasoningParser
+from midstream.replica.text.reasoning import ReasoningParser
+from midstream.replica.text.reasoning_tags import ReasoningFormat
 from midstream.replica.text.vocabulary import Vocabulary
 
 QWEN = (

@@ -14,9 +14,9 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
 from midstream.replica.text import grammarcheck
-from midstream.replica.text.chat import Leave, Left
-from midstream.replica.text.grammar import problem_of_size
 from midstream.replica.text.grammarcheck import TOO_LONG, TOO_LONG_TOGETHER, GrammarChecks, Verdict, reason
+from midstream.replica.text.schema_bounds import problem_of_size
+from midstream.replica.text.text_jobs import Leave, Left
 
 Scenario = Callable[[Running], Awaitable[None]]
 

@@ -13,7 +13,7 @@ from test_replica_wire import play
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import ResumeLogReader, read_resume
 from midstream.core.versions import Admitted, from_header
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.proxy.resume import reason_of
 from midstream.replica import app
 

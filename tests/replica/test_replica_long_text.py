@@ -19,8 +19,9 @@ from midstream.core.errors import HEADER_ANOTHER_BOOT, AnotherBoot, InvalidReque
 from midstream.replica import prompting
 from midstream.replica.request import schema
 from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_completion
-from midstream.replica.text import chat as textjobs
-from midstream.replica.text.chat import PIECE_CHARACTERS, Leave, Left, TextJobs, TextModel
+from midstream.replica.text import text_jobs
+from midstream.replica.text.chat import PIECE_CHARACTERS, TextModel
+from midstream.replica.text.text_jobs import Leave, Left, TextJobs
 
 Scenario = Callable[[Running], Awaitable[None]]
 
@@ -329,7 +330,7 @@ def test_jobs_whose_clients_left_take_no_more_than_their_tenants_turn() -> None:
 
 def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(textjobs, "WAITING_MAX", 1)
+        monkeypatch.setattr(text_jobs, "WAITING_MAX", 1)
         jobs, go_on = TextJobs(), threading.Event()
         first = asyncio.create_task(jobs.read("a", lambda leave: go_on.wait()))
         await asyncio.sleep(0)
@@ -345,7 +346,7 @@ def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPat
 
 def test_long_bodies_of_token_ids_are_no_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding them takes milliseconds. A burst of long prompts, as a trainer sends it after a hot load, was a 429."""
-    monkeypatch.setattr(textjobs, "WAITING_MAX", 1)
+    monkeypatch.setattr(text_jobs, "WAITING_MAX", 1)
     monkeypatch.setattr(prompting, "LONG_BODY", 10)
 
     async def scenario(here: Running) -> None:

@@ -11,13 +11,13 @@ from replica_fakes import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from midstream.models.tiny_moe import build_tokenizer
-from midstream.replica.text.vocabulary import (
-    BYTE_ALPHABET,
+from midstream.replica.text.token_bound import (
     NORMAL_FORM_SHRINKS,
     bytes_per_token_max,
     tokens_at_least,
     utf8_size,
 )
+from midstream.replica.text.vocabulary import BYTE_ALPHABET
 
 FALLBACK = {f"<0x{byte:02X}>": byte for byte in range(256)}
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from midstream.replica.text.toolcalls import Item, ParsedCall, read_value
-from midstream.replica.text.toolformat import DIALECTS
+from midstream.replica.text.tool_dialects import DIALECTS
+from midstream.replica.text.toolcalls import Item, ParsedCall
+from midstream.replica.text.xml_calls import read_value
 
 BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
 SCHEMAS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}}

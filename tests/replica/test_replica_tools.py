@@ -20,7 +20,7 @@ from midstream.replica.text import grammar as grammars
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammar import response_schema
 from midstream.replica.text.grammarcheck import compile_problem
-from midstream.replica.text.toolformat import DIALECTS
+from midstream.replica.text.tool_dialects import DIALECTS
 from midstream.replica.text.tools import ToolPlan, check_template, plan_tools, prepare_history
 
 EOS = TOKEN_ID["<|im_end|>"]

@@ -27,16 +27,11 @@ from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing, S
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, parse_manifest
 from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import read_spec
-from midstream.snapshots.store import bucket as bucket_module
-from midstream.snapshots.store.bucket import (
-    check_settings,
-    describe,
-    list_directory,
-    open_bucket,
-    upload_order,
-)
+from midstream.snapshots.store import upload
+from midstream.snapshots.store.bucket import check_settings, describe, open_bucket
 from midstream.snapshots.store.fetch import fetch_snapshot
 from midstream.snapshots.store.listing import find_snapshot, list_snapshot, snapshot_fingerprint
+from midstream.snapshots.store.upload import list_directory, upload_order
 
 pytestmark = pytest.mark.slow
 
@@ -220,7 +215,7 @@ def test_a_fingerprint_follows_the_files_in_s3(s3: S3Server, tmp_path: Path) -> 
 def test_a_directory_put_into_a_bucket_is_fetched_as_it_was(
     s3: S3Server, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_module, "UPLOAD_PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(upload, "UPLOAD_PART_BYTES", 5 * 2**20)
     bucket = "s3://rollouts/put%20here" if kind == "s3" else (tmp_path / "bucket dir").as_uri()
     # Several parts of an upload.
     source = write_checkpoint(tmp_path / "source", shards=2, size=100_000)
@@ -279,9 +274,9 @@ def test_a_taken_place_is_replaced_only_when_asked_and_then_wholly(
 def test_nothing_is_put_from_a_directory_without_a_snapshot(s3: S3Server, tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(SnapshotMissing, match="holds no snapshot files"):
-        bucket_module.put_directory("s3://rollouts", "none", tmp_path)
+        upload.put_directory("s3://rollouts", "none", tmp_path)
     with pytest.raises(SnapshotRefused):
-        bucket_module.put_directory("s3://rollouts", "../none", write_checkpoint(tmp_path / "c"))
+        upload.put_directory("s3://rollouts", "../none", write_checkpoint(tmp_path / "c"))
 
 
 # --- Google and Azure, on stand-ins ---
@@ -377,7 +372,7 @@ def test_no_credential_is_in_a_message_a_log_or_a_traceback(
     attempts: list[Any] = [
         lambda: asyncio.run(fetch_snapshot("s3://rollouts/x", tmp_path / "d")),
         lambda: asyncio.run(snapshot_fingerprint("s3://rollouts/x")),
-        lambda: bucket_module.put_directory("s3://rollouts", "x", source),
+        lambda: upload.put_directory("s3://rollouts", "x", source),
     ] * 3
     said = ""
     with caplog.at_level(logging.DEBUG):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from midstream.snapshots.identity import check_checksum_format, compression_format
+from midstream.snapshots.delta_formats import check_checksum_format, compression_format
 
 
 @pytest.mark.parametrize(

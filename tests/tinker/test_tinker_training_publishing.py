@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "client"))
 import publish_world
 from s3server import S3Server
 
-from midstream.snapshots.store.bucket import list_directory, put_directory
+from midstream.snapshots.store.upload import list_directory, put_directory
 from midstream_tinker import publishing as publishing_module
 from midstream_tinker.publishing import DeploymentPublisher, remove_snapshot
 from midstream_tinker.trainer.types import Failed

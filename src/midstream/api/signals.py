@@ -16,7 +16,8 @@ from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
 from midstream.http.bodies import at_fault, json_object
-from midstream.snapshots.identity import check_checksum_format, check_identity, compression_format
+from midstream.snapshots.delta_formats import check_checksum_format, compression_format
+from midstream.snapshots.identity import check_identity
 from midstream.snapshots.layout import is_snapshot_file
 
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"

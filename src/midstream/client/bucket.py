@@ -31,8 +31,8 @@ from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.layout import is_snapshot_file
-from midstream.snapshots.store.bucket import OnFile, list_directory, put_directory, upload_order
 from midstream.snapshots.store.local import TEMPORARY_PREFIX, move_into_place
+from midstream.snapshots.store.upload import OnFile, list_directory, put_directory, upload_order
 
 #: Begins the names of directories that are not in their place yet.
 _PREFIX = ".publish-"

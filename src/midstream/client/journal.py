@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from midstream.core.decoding import NOT_JSON
-from midstream.snapshots.store.bucket import list_files, read_file
+from midstream.snapshots.store.upload import list_files, read_file
 
 Record = dict[str, Any]
 

@@ -12,7 +12,7 @@ from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.text import size
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.arc2.rebuild import rebuild, verify
-from midstream.snapshots.identity import compression_format
+from midstream.snapshots.delta_formats import compression_format
 from midstream.snapshots.layout import read_spec
 
 

@@ -13,169 +13,21 @@ Always holds:
   buried, however the hashes fall. Shares are in proportion to weights.
 - Equal inputs give equal decisions, in whatever order replicas are listed: gateways that see equal loads agree without
   talking to each other.
-
-Where the beginning of a prompt is cached, for requests without a session, or with one that is not known.
-
-The bytes of the body from its `messages` or `prompt` on are cut at fixed bounds. The end of each piece is hashed with what came
-before it. A turn that continues an earlier one repeats its bytes, so the longest beginning that is known says which replica
-computed it.
-
-Requests that run at the same time and share a beginning are a group, of samples of one prompt for example. `Known.shared` says
-so, and placement spreads a group by load instead of filling one replica with it.
-
-Always holds: the table never exceeds its bound; the least recently used beginning goes first. A body is never parsed, and of
-each piece at most PIECE_BYTES are hashed. Equal prompts of two tenants are different ones. A wrong guess costs a cache miss,
-nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
-from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from midstream.core.errors import InvalidRequest
-from midstream.core.headers import HEADER_FOLLOW_PREFIX
 from midstream.core.types import Session
-
-# Share of a prompt's bytes. A shorter common beginning decides nothing.
-FOLLOWED_FROM = 0.5
-# Bytes. Shorter prompts are cheap to compute anywhere.
-FIRST_BOUND = 512
-# The bound for a client that asks to be followed.
-SHORT_BOUND = 64
-# Only so many bytes of a prompt are looked at.
-LAST_BOUND = 2**20
-PIECE_BYTES = 512
-BEGINNINGS_MAX = 200_000
-
-_FOLLOW = HEADER_FOLLOW_PREFIX.encode()
-_VALUE = re.compile(rb'"(?:messages|prompt)"[ \t\r\n]*:')
-
-
-def _bounds() -> tuple[int, ...]:
-    """Each a quarter more than the one before: of a known beginning at most a fifth is missed."""
-    bounds = [SHORT_BOUND]
-    while bounds[-1] < FIRST_BOUND:
-        bounds.append(min(FIRST_BOUND, bounds[-1] + (bounds[-1] >> 2)))
-    while bounds[-1] < LAST_BOUND:
-        bounds.append(bounds[-1] + (bounds[-1] >> 2))
-    return tuple(bounds)
-
-
-BOUNDS = _bounds()
-_FIRST = BOUNDS.index(FIRST_BOUND)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The beginnings of a prompt, the shortest first, as hashes; size: of the prompt, in bytes; first: of the shortest, its
-    place in BOUNDS."""
-
-    beginnings: tuple[int, ...]
-    size: int
-    first: int
-
-
-def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | None:
-    """None when it is too short to matter, or there is none. short: beginnings below FIRST_BOUND matter too."""
-    if len(body) <= (SHORT_BOUND if short else FIRST_BOUND):
-        return None
-    found = _VALUE.search(body)
-    if found is None:
-        return None
-    start = found.end()
-    size = len(body) - start
-    view = memoryview(body)
-    beginnings = []
-    chain, at = hash(tenant), start
-    for bound in BOUNDS[: bisect_left(BOUNDS, size)]:
-        end = start + bound
-        chain = hash((chain, hash(view[max(at, end - PIECE_BYTES) : end])))
-        at = end
-        beginnings.append(chain)
-    first = 0 if short else _FIRST
-    kept = tuple(beginnings[first:])
-    return Prompt(kept, min(size, LAST_BOUND), first) if kept else None
-
-
-def follows(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether an unknown session begins where its prompt's beginning is known. Raises InvalidRequest."""
-    value = headers.get(_FOLLOW)
-    if value is not None and value.strip() != b"1":
-        raise InvalidRequest(f"{HEADER_FOLLOW_PREFIX} is 1, or is left out", param=HEADER_FOLLOW_PREFIX)
-    return value is not None
-
-
-class Known(NamedTuple):
-    """replica: which computed it last; share: of the prompt's bytes that it knows; alone: no other one ever computed them;
-    shared: requests that run now begin with them, too."""
-
-    replica: str
-    share: float
-    alone: bool
-    shared: bool = False
-
-
-class PrefixTable:
-    """Beginning -> name of the replica that computed it last, and whether it alone ever did; how many running requests have
-    each beginning."""
-
-    def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
-        self._max = beginnings_max
-        self._homes: OrderedDict[int, tuple[str, bool]] = OrderedDict()
-        # Only counts above 0.
-        self._running: dict[int, int] = {}
-
-    def __repr__(self) -> str:
-        return f"PrefixTable({len(self._homes)} of at most {self._max} beginnings)"
-
-    def __len__(self) -> int:
-        return len(self._homes)
-
-    def find(self, prompt: Prompt) -> Known | None:
-        """The replica that knows enough of it to be followed."""
-        for place in range(len(prompt.beginnings) - 1, -1, -1):
-            share = BOUNDS[prompt.first + place] / prompt.size
-            if share < FOLLOWED_FROM:
-                return None
-            home = self._homes.get(prompt.beginnings[place])
-            if home is not None:
-                return Known(home[0], share, home[1], prompt.beginnings[place] in self._running)
-        return None
-
-    def begin(self, prompt: Prompt) -> None:
-        """A request with this prompt runs from now on, until `end`."""
-        for beginning in prompt.beginnings:
-            self._running[beginning] = self._running.get(beginning, 0) + 1
-
-    def end(self, prompt: Prompt) -> None:
-        """It runs no longer. Call it once for each `begin`."""
-        for beginning in prompt.beginnings:
-            left = self._running[beginning] - 1
-            if left:
-                self._running[beginning] = left
-            else:
-                del self._running[beginning]
-
-    def learn(self, prompt: Prompt, replica: str) -> None:
-        """The replica computes it."""
-        homes, alone, shared = self._homes, (replica, True), (replica, False)
-        for beginning in prompt.beginnings:
-            before = homes.get(beginning, alone)
-            homes[beginning] = alone if before == alone else shared
-            homes.move_to_end(beginning)
-        while len(homes) > self._max:
-            homes.popitem(last=False)
-
+from midstream.fleet.prefixes import Known
 
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
 

@@ -20,7 +20,7 @@ from midstream.core.served_names import POLICY_INFIX, ServedNames, split_model
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.placement import PrefixTable
+from midstream.fleet.prefixes import PrefixTable
 from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable

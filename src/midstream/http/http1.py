@@ -26,7 +26,8 @@ import httptools
 from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http.budget import Budget, Share
 from midstream.http.heap import heap
-from midstream.http.reader import Limits, Request, RequestReader, error_response
+from midstream.http.message import Limits, Request, error_response
+from midstream.http.reader import RequestReader
 
 # Pipelined requests that are read ahead before reading pauses.
 QUEUED_REQUESTS_MAX = 16

@@ -42,8 +42,9 @@ from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.deployments import PolicyLimits
 from midstream.ledger.records import DeploymentChange
 from midstream.proxy import audit
+from midstream.proxy.handover import Offer, take_over
 from midstream.proxy.metrics import GatewayMetrics
-from midstream.proxy.server import Gateway, Offer, take_over
+from midstream.proxy.server import Gateway
 
 logger = logging.getLogger(__name__)
 

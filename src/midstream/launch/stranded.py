@@ -22,7 +22,7 @@ from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.retry import Backoff
 from midstream.launch.caches import LOCK, held
 from midstream.replica.journal import SEGMENTS, records_url, whole_lines
-from midstream.snapshots.store.bucket import put_file
+from midstream.snapshots.store.upload import put_file
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from midstream.core.errors import RequestLostReplicas
-from midstream.http.reader import Request
+from midstream.http.message import Request
 
 logger = logging.getLogger(__name__)
 

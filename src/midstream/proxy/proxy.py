@@ -29,12 +29,13 @@ from midstream.core.tracing import Tracer
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
-from midstream.fleet.placement import Decision, Fleet, PrefixTable, Prompt, sticky
+from midstream.fleet.placement import Decision, Fleet, sticky
+from midstream.fleet.prefixes import PrefixTable, Prompt
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, token_header
 from midstream.fleet.sessions import body_model
 from midstream.fleet.view import ReplicaView
-from midstream.http.reader import HOP_BY_HOP, Request
+from midstream.http.message import HOP_BY_HOP, Request
 from midstream.http.upstream import UpstreamPool
 from midstream.proxy.audit import AuditLog
 from midstream.proxy.auth import CREDENTIALS, NOBODY, Authenticator, Caller

@@ -18,8 +18,8 @@ from midstream.core.errors import (
 )
 from midstream.core.responses import HEADER_HELD_BY
 from midstream.core.versions import HEADER_REFUSED
+from midstream.proxy.heads import Headers
 from midstream.proxy.request_state import Event, Phase
-from midstream.proxy.route import Headers
 
 #: By status: what a header says of the reason.
 _SAID: dict[int, dict[bytes, Event]] = {

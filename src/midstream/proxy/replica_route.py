@@ -31,11 +31,12 @@ from midstream.core.resumption import PATH_RESUME
 from midstream.core.tracing import Attribute
 from midstream.core.versions import NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
-from midstream.fleet.placement import follows, read_prompt
+from midstream.fleet.prefixes import follows, read_prompt
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.proxy import refusals
+from midstream.proxy.heads import Headers, ResponseHead, session_lines
 from midstream.proxy.poison import Life, Losses, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
 from midstream.proxy.request_facts import ClientAsked, Sending, Tries
@@ -54,14 +55,11 @@ from midstream.proxy.route import (
     ELSEWHERE,
     HEAD,
     PLACED,
-    Headers,
     Judgement,
     Loss,
-    ResponseHead,
     Route,
     Until,
     reason_of_failure,
-    session_lines,
     shortage,
 )
 from midstream.proxy.versions import VersionJudge, refusal_in

@@ -21,12 +21,13 @@ from midstream.core.errors import MidstreamError, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
 from midstream.core.sse import error_event
 from midstream.http.http1 import ClientConnection
-from midstream.http.reader import Request, error_response
+from midstream.http.message import Request, error_response
 from midstream.http.upstream import UpstreamConnection
+from midstream.proxy.heads import Headers, ResponseHead, to_client, to_upstream
 from midstream.proxy.metrics import Histogram
 from midstream.proxy.request_state import ANSWERED, MAY_PASS, Action, Event, RequestState, ruling
 from midstream.proxy.resume import ResumeLog
-from midstream.proxy.route import Headers, Judgement, Loss, ResponseHead, Route, Until, to_client, to_upstream
+from midstream.proxy.route import Judgement, Loss, Route, Until
 from midstream.proxy.spans import REPLACED, RequestSpan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from midstream.core.types import ReplicaReport, Session
 from midstream.core.wires import UserField
-from midstream.fleet.placement import Prompt
+from midstream.fleet.prefixes import Prompt
 from midstream.fleet.view import ReplicaView
 from midstream.proxy.request_state import Event, Phase, Ruling, ruling
 

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.responses import HEADER_HELD_BY
 from midstream.fleet.view import ReplicaView
+from midstream.proxy.heads import Headers, ResponseHead
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import Event, Phase, Ruling, ruling
-from midstream.proxy.route import ELSEWHERE, HEAD, Headers, Judgement, ResponseHead
+from midstream.proxy.route import ELSEWHERE, HEAD, Judgement
 
 RESPONSES = "responses"
 _HELD_BY = HEADER_HELD_BY.encode()

@@ -19,7 +19,7 @@ from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
 from midstream.core.wires import is_read_in_session, split_session, wire_of
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.proxy.front import PREFIX as FRONT_PREFIX
 from midstream.proxy.front import FrontRoute, FrontUnauthorized
 from midstream.proxy.proxy import Proxy

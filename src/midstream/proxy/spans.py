@@ -7,7 +7,7 @@ is sent to again.
 from __future__ import annotations
 
 from midstream.core.tracing import HEADER_TRACEPARENT, HEADER_TRACESTATE, Attribute, Tracer
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.proxy.route import Route
 
 _CONTEXT = (HEADER_TRACEPARENT.encode(), HEADER_TRACESTATE.encode())

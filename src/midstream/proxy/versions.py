@@ -38,7 +38,7 @@ from midstream.core.wires import UserField
 from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.sessions import body_model
 from midstream.fleet.view import ReplicaView
-from midstream.http.reader import Request
+from midstream.http.message import Request
 
 #: Only a replica reads a longer body.
 BODY_READ_BYTES_MAX = 2**20

@@ -38,7 +38,7 @@ from midstream.core.wires import PREFIX, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.replica.exchange import (
     Answer,
     FailedExchange,

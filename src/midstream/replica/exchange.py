@@ -20,7 +20,7 @@ import msgspec
 from midstream.core.errors import MidstreamError
 from midstream.core.sse import error_event
 from midstream.http.http1 import ClientConnection
-from midstream.http.reader import Request, response_head
+from midstream.http.message import Request, response_head
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from midstream.core.private import FILE_MODE, private_directory
 from midstream.core.retry import Backoff
 from midstream.core.types import RecordsStats
 from midstream.snapshots.durable import sync_directory
-from midstream.snapshots.store.bucket import put_file
+from midstream.snapshots.store.upload import put_file
 
 log = logging.getLogger(__name__)
 

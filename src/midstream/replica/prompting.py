@@ -1,8 +1,8 @@
 """A body's prompts: checked, rendered and tokenized, on the thread that their size asks for.
 
 Always holds: short bodies are read at once, so that their mistakes are found before the request waits. Long bodies and texts
-are read beside the event loop, one of a tenant at a time (text/chat.py). Text that is far too long for the context is never
-tokenized whole.
+are read beside the event loop, one of a tenant at a time (text/text_jobs.py). Text that is far too long for the context is
+never tokenized whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from midstream.core.types import ModelInfo
 from midstream.replica.request.checked import Checked, Prompt, check_messages, split_prompts
 from midstream.replica.request.fields import PromptOptions, template_variables
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
-from midstream.replica.text.chat import Leave, TextJobs, TextModel
+from midstream.replica.text.chat import TextModel
+from midstream.replica.text.text_jobs import Leave, TextJobs
 from midstream.replica.text.tools import prepare_history
 from midstream.replica.turns.history import History
 

@@ -51,8 +51,9 @@ from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
 from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
 from midstream.replica.swap.table import SwapMachine
-from midstream.replica.text.chat import TextJobs, TextModel
+from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
+from midstream.replica.text.text_jobs import TextJobs
 from midstream.replica.turns.trace import trace_of, traced
 from midstream.replica.turns.tree import BYTES_MAX, Trees, Turn
 

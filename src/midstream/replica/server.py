@@ -11,7 +11,7 @@ import socket
 import sys
 
 from midstream.http.http1 import ClientConnection
-from midstream.http.reader import Limits
+from midstream.http.message import Limits
 from midstream.replica.app import ReplicaApp
 from midstream.replica.replica import Replica
 

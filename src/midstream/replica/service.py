@@ -69,8 +69,8 @@ from midstream.replica.response.work import Surroundings, Timings, Work, scored_
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar
-from midstream.replica.text.chat import TextJobs
 from midstream.replica.text.grammarcheck import GrammarChecks
+from midstream.replica.text.text_jobs import TextJobs
 from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import check_template
 from midstream.replica.turns.history import History, policy_of

@@ -18,7 +18,7 @@ from midstream.core.config import KeySettings
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.proxy import audit
 from midstream.proxy.auth import Authenticator
 from targets.control_side import NAMES

@@ -13,7 +13,7 @@ from typing import Any, cast
 from midstream.core.errors import MidstreamError
 from midstream.http.budget import Bounds, Budget
 from midstream.http.http1 import ClientConnection
-from midstream.http.reader import Limits, Request
+from midstream.http.message import Limits, Request
 from targets.target import Target, check, controlled, pieces
 
 LIMITS = Limits(max_body_bytes=2048, max_header_bytes=1024, keep_alive_s=60)

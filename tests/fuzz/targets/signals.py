@@ -15,7 +15,7 @@ import msgspec
 
 from midstream.api.signals import parse_hint, parse_signal, source_url
 from midstream.core.errors import ConfigError
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.replica import app
 from midstream.snapshots.identity import check_identity, file_url_path, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import is_snapshot_file

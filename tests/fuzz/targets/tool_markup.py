@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from midstream.core.sse import sse_event
+from midstream.replica.text.tool_dialects import DIALECTS, Dialect
 from midstream.replica.text.toolcalls import Item, ParsedCall
-from midstream.replica.text.toolformat import DIALECTS, Dialect
 from targets.target import Target, check, controlled
 
 #: Between the schemas of the tools, as JSON, and the text.

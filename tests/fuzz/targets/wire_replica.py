@@ -28,7 +28,7 @@ from midstream.core.types import (
 )
 from midstream.engine.base import Engine
 from midstream.http.http1 import ClientConnection
-from midstream.http.reader import Request
+from midstream.http.message import Request
 from midstream.replica.app import ReplicaApp
 from midstream.replica.replica import Bounds, Replica
 from midstream.replica.service import Outside

@@ -71,7 +71,7 @@ GATEWAY = (
     ),
     Mutation(
         "prompts_of_tenants_joined",
-        "fleet/placement.py",
+        "fleet/prefixes.py",
         "chain, at = hash(tenant), start",
         "chain, at = 0, start",
         "The equal prompts of two tenants are different ones.",
@@ -143,7 +143,7 @@ GATEWAY = (
     ),
     Mutation(
         "successor_not_waited_for",
-        "proxy/server.py",
+        "proxy/handover.py",
         "if await loop.sock_recv(asking, len(_TAKEN)) == _TAKEN:",
         "if await loop.sock_recv(asking, len(_TAKEN)) != asking:",
         "A gateway stops accepting only once its successor accepts.",
@@ -191,7 +191,7 @@ GATEWAY = (
     ),
     Mutation(
         "two_hosts_of_one_request",
-        "http/reader.py",
+        "http/message.py",
         'for once in (b"host", b"transfer-encoding", b"content-length", b"content-encoding"):',
         'for once in (b"transfer-encoding", b"content-length", b"content-encoding"):',
         "A request that two parsers could read differently is refused.",

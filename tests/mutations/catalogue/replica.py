@@ -354,7 +354,7 @@ REPLICA = (
     ),
     Mutation(
         "text_that_fits_refused",
-        "replica/text/vocabulary.py",
+        "replica/text/token_bound.py",
         "return shrinks * max([*sizes,",
         "return shrinks * min([*sizes,",
         "Only text that cannot fit the context is refused unread.",

@@ -17,7 +17,7 @@ from midstream.core.types import ModelInfo, SamplingParams
 from midstream.replica.request import fields
 from midstream.replica.request.fields import Answer, PromptOptions, TextOptions
 from midstream.replica.request.schema import MAX_STOPS, ChatBody, CompletionBody, InferenceBody
-from midstream.replica.text.reasoning import FIELDS
+from midstream.replica.text.reasoning_tags import FIELDS
 from midstream.replica.text.tools import ToolPlan, plan_tools
 
 #: OpenAI's default for completions. A chat may go up to the context.

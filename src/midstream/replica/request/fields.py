@@ -16,7 +16,8 @@ from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import InvalidRequest
 from midstream.core.types import ModelInfo
 from midstream.replica.request.schema import ChatBody, InferenceBody, unsupported
-from midstream.replica.text.grammar import PATTERN_MAX, response_schema
+from midstream.replica.text.grammar import response_schema
+from midstream.replica.text.schema_bounds import PATTERN_MAX
 
 BAD_WORDS_MAX = 256
 #: Characters of all bad words together. They are tokenized on the event loop.

@@ -14,7 +14,8 @@ from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import CallStage, Choice, Piece, add_piece, id_maker
 from midstream.replica.text import grammar
 from midstream.replica.text.chat import TextModel
-from midstream.replica.text.reasoning import Part, ReasoningFormat, ReasoningParser
+from midstream.replica.text.reasoning import Part, ReasoningParser
+from midstream.replica.text.reasoning_tags import ReasoningFormat
 from midstream.replica.text.toolformat import ToolFormat
 
 #: Of a prompt whose text is not known, so many tokens are looked at.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A schema within the bounds of grammar.py takes a tenth of it.
+#: A schema within the bounds of schema_bounds.py takes a tenth of it.
 CPU_S_MAX = 2.0
 REQUEST_CPU_S_MAX = 4.0
 #: The wall time on a machine that is busy with other work.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.core.errors import InvalidRequest
-from midstream.replica.text import reasoning
+from midstream.replica.text import reasoning_tags
 from midstream.replica.text.toolformat import Arguments
 
 #: Raises InvalidRequest where the template refuses.
@@ -75,7 +75,7 @@ class MessageFormat:
             return None
         if said and message.get("tool_calls") and not self.beside_calls:
             return "content", "the text of a message that has tool calls"
-        if reasoning.of_message(message) and not self.thinking:
+        if reasoning_tags.of_message(message) and not self.thinking:
             return "reasoning_content", "the reasoning of answers"
         return None
 
@@ -95,9 +95,9 @@ class MessageFormat:
         role = self._role(message["role"])
         if role != message["role"]:
             message = message | {"role": role}
-        thought = reasoning.of_message(message) if role == "assistant" else ""
+        thought = reasoning_tags.of_message(message) if role == "assistant" else ""
         # Templates read one of these names.
-        return {**dict.fromkeys(reasoning.FIELDS, thought), **message} if thought else message
+        return {**dict.fromkeys(reasoning_tags.FIELDS, thought), **message} if thought else message
 
 
 def examine(render: Render, arguments: Arguments | None, *, thinks: bool) -> MessageFormat:
@@ -119,7 +119,7 @@ def examine(render: Render, arguments: Arguments | None, *, thinks: bool) -> Mes
     function = {"name": "probe", "arguments": "{}" if arguments == "text" else {}}
     calls = [{"id": "probe0001", "type": "function", "function": function}]
     call = _ANSWER | ({} if arguments is None else {"content": "", "tool_calls": calls})
-    thinking = _ANSWER | dict.fromkeys(reasoning.FIELDS, _PROBE)
+    thinking = _ANSWER | dict.fromkeys(reasoning_tags.FIELDS, _PROBE)
     return MessageFormat(
         developer=developer,
         system=shows([later, _USER]),

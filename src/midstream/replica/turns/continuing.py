@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from midstream.core.errors import InvalidRequest
-from midstream.replica.text import reasoning
+from midstream.replica.text import reasoning_tags
 
 #: Renders messages. generation_prompt: as the request has it for a whole conversation, False for a part.
 Render = Callable[[list[dict[str, Any]], bool], str]
@@ -69,7 +69,7 @@ def _closing_within(render: Render) -> str | None:
 
 
 def _marked(messages: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
-    answer = {name: value for name, value in messages[at].items() if name not in reasoning.FIELDS}
+    answer = {name: value for name, value in messages[at].items() if name not in reasoning_tags.FIELDS}
     return [*messages[:at], {**answer, "content": MARK}, *messages[at + 1 :]]
 
 

@@ -24,7 +24,7 @@ from midstream.core.traces import RecordsKept
 from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
-from midstream.replica.text import reasoning
+from midstream.replica.text import reasoning_tags
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.continuing import Render, text_behind, without_end
 from midstream.replica.turns.tree import (
@@ -325,7 +325,7 @@ class History:
             # The client has one answer, which this one goes on with.
             own, before = own - 1, self._key_before
             content = (self._begun.get("content") or "") + content
-            thought = reasoning.of_message(self._begun) + thought
+            thought = reasoning_tags.of_message(self._begun) + thought
             calls = calls_of(self._begun) + calls
         first = self._found_at if self._parent is not None and self._parent is self._found else 0
         thoughts = {at: self._thoughts[at] for at in range(first, len(self._keys))}

@@ -29,7 +29,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.measures import Rewarded
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
-from midstream.replica.text import reasoning
+from midstream.replica.text import reasoning_tags
 from midstream.replica.turns.continuing import Closings, Render, closings_of
 from midstream.replica.turns.rewards import Rewards
 
@@ -442,7 +442,7 @@ def thought_of(content: str, beside: str) -> str:
 def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
     """Of each message."""
     return [
-        thought_of(message.get("content") or "", reasoning.of_message(message))
+        thought_of(message.get("content") or "", reasoning_tags.of_message(message))
         if message.get("role") == "assistant"
         else ""
         for message in messages

@@ -2,24 +2,14 @@
 
 Always holds: credentials come from the usual environment variables alone (AWS_*, GOOGLE_*, AZURE_*), not from profiles in
 ~/.aws. No message shows one, whatever a store or its server answered.
-
-Puts a snapshot's files into an object store (S3, Google Cloud Storage, Azure), and lists directories there.
-
-Always holds:
-- Each file appears whole: weights, then the other files, then configuration and index. So a snapshot with its index, or
-  without shards with its configuration, has all its files.
-- The manifest comes last. It has the content of every file.
-- Only files of a snapshot and their manifest are put, into the snapshot's own directory.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -27,11 +17,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing
-from midstream.core.types import Content
-from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
-from midstream.snapshots.durable import sync_directory, sync_file
-from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
-from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE, is_snapshot_file
+from midstream.snapshots.identity import Place, parse_bucket, public_url
 from midstream.snapshots.messages import TEXT_CHARS, shown
 
 if TYPE_CHECKING:
@@ -145,119 +131,3 @@ def _without_secrets(text: str, environment: Mapping[str, str]) -> str:
             for form in {value, quote(value), quote(value, safe="")}:
                 text = text.replace(form, f"<{name}>")
     return text
-
-
-UPLOAD_PART_BYTES = 16 * 2**20
-#: S3 takes 10,000 parts of one file.
-UPLOAD_PARTS_MAX = 9_000
-UPLOADS_IN_FLIGHT = 6
-
-OnFile = Callable[[str], None]
-
-
-def put_directory(bucket: str, identity: str, directory: Path, on_file: OnFile | None = None) -> None:
-    """Put the snapshot files of `directory` into `bucket` as `identity`. Replaces the files that are there.
-
-    on_file: gets the name of each file once it can be fetched.
-    Raises ConfigError (not a bucket's URL), SnapshotRefused (not an identity), SnapshotMissing (no snapshot file in
-    `directory`), SnapshotError (the bucket refuses, or a file cannot be read).
-    """
-    url = snapshot_url(bucket, identity)
-    names = upload_order(file.name for file in directory.iterdir() if file.is_file())
-    if not names:
-        raise SnapshotMissing(
-            f"{shown(directory.name)}: holds no snapshot files (config.json, *.safetensors)"
-        )
-    before, _ = list_directory(bucket, identity)
-    store = open_bucket(url)
-    with ThreadPoolExecutor(1, "manifest") as beside:
-        digested = beside.submit(directory_content, directory, names)
-        for name in names:
-            _put(store, url, directory / name)
-            if on_file is not None:
-                on_file(name)
-        content = _digested(digested)
-    try:
-        store.put(MANIFEST_FILE, encode_manifest(content))
-        if stale := sorted(set(before) - set(names)):
-            store.delete(stale)
-    except BaseError as error:
-        raise SnapshotError(
-            f"{public_url(url)}: its manifest cannot be put, or old files removed: {describe(error)}"
-        ) from None
-
-
-def _digested(content: Future[Content]) -> Content:
-    try:
-        return content.result()
-    except OSError as error:
-        raise SnapshotError(f"it cannot be read: {error.strerror or error}") from error
-
-
-def put_file(url: str, path: Path) -> None:
-    """Put one file into the directory that `url` names, under its own name; a local directory is made, and synced.
-
-    Raises ConfigError (not a bucket's URL), SnapshotError.
-    """
-    place = parse_bucket(url)
-    local = Path(place.path) if place.kind == "file" else None
-    try:
-        if local is not None:
-            local.mkdir(parents=True, exist_ok=True)
-        _put(open_bucket(url), url, path)
-        if local is not None:
-            sync_file(local / path.name)
-            sync_directory(local)
-    except OSError as error:
-        raise SnapshotError(f"{public_url(url)}: {error.strerror or error}") from error
-
-
-def list_files(url: str) -> list[str]:
-    """The paths of all files below the directory that `url` names, sorted. Raises SnapshotMissing, SnapshotError."""
-    try:
-        return sorted(one["path"] for batch in open_bucket(url).list() for one in batch)
-    except BaseError as error:
-        raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
-
-
-def read_file(url: str, path: str) -> bytes:
-    """One of `list_files`. Raises SnapshotMissing, SnapshotError."""
-    try:
-        return bytes(open_bucket(url).get(path).bytes())
-    except BaseError as error:
-        raise SnapshotError(f"{public_url(url)}: {shown(path)} cannot be read: {describe(error)}") from None
-
-
-def list_directory(bucket: str, path: str) -> tuple[list[str], list[str]]:
-    """(snapshot files, directories) directly inside `path` of `bucket`, sorted by name; both empty if nothing is there.
-
-    Raises SnapshotError when the store does not answer.
-    """
-    url = snapshot_url(bucket, path)
-    try:
-        result = open_bucket(url).list_with_delimiter()
-    except BaseError as error:
-        raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
-    names = sorted(o["path"] for o in result["objects"] if is_snapshot_file(o["path"]))
-    inside = sorted(p.rstrip("/").rpartition("/")[2] for p in result["common_prefixes"])
-    return names, inside
-
-
-def upload_order(names: Iterable[str]) -> list[str]:
-    """The snapshot files among `names`: weights, other files, the configuration, the index."""
-    order = {CONFIG_FILE: 2, INDEX_FILE: 3}
-    wanted = [name for name in names if is_snapshot_file(name)]
-    return sorted(wanted, key=lambda n: (order.get(n, 0 if n.endswith(".safetensors") else 1), n))
-
-
-def _put(store: Store, url: str, path: Path) -> None:
-    try:
-        size = os.stat(path).st_size
-        part = max(UPLOAD_PART_BYTES, -(-size // UPLOAD_PARTS_MAX))
-        store.put(path.name, path, chunk_size=part, max_concurrency=UPLOADS_IN_FLIGHT)
-    except BaseError as error:
-        raise SnapshotError(
-            f"{public_url(url)}: {shown(path.name)} cannot be put: {describe(error)}"
-        ) from None
-    except OSError as error:
-        raise SnapshotError(f"{shown(path.name)}: cannot be read: {error.strerror or error}") from error

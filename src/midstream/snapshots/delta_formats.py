@@ -1,0 +1,37 @@
+"""The names of delta formats: those that users give, and the internal ones. Pure.
+
+Always holds: a name means the same in a request and on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from midstream.core.types import CompressionFormat
+
+FORMATS: Mapping[str, CompressionFormat] = MappingProxyType(
+    {
+        "arc_v1": "arc_v1",
+        "arc_v2": "arc_v2",
+        "xor_one_to_one_zlib": "arc_v1",
+        "xor_one_to_one_zstd": "arc_v2",
+    }
+)
+#: The public clients spell it in the first way.
+CHECKSUM_FORMATS = ("alder32", "adler32")
+
+
+def compression_format(name: str) -> CompressionFormat:
+    """The format that `name` stands for, in any case. Raises ValueError that lists the formats."""
+    found = FORMATS.get(name.lower())
+    if found is not None:
+        return found
+    why = " its blobs hold pickles, which are never loaded;" if name.lower() == "arc_v3" else ""
+    raise ValueError(f"{name[:80]!r} is not supported:{why} use arc_v2 or arc_v1")
+
+
+def check_checksum_format(name: str | None) -> None:
+    """Raise ValueError unless `name` is Adler-32 in either spelling and any case. None stands for Adler-32."""
+    if name is not None and name.lower() not in CHECKSUM_FORMATS:
+        raise ValueError(f"{name[:80]!r} is not supported: use {CHECKSUM_FORMATS[0]}")
