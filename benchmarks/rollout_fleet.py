@@ -25,7 +25,7 @@ from midstream.core.config import EngineSettings, GatewaySettings
 from midstream.core.measures import Trajectories
 from midstream.core.types import ReplicaReport
 from midstream.fleet.desired_state import Running, RunningReplica
-from midstream.launch.channel import STOP_GRACE_S
+from midstream.http.channel import STOP_GRACE_S
 from midstream.launch.process import Child, Conversation
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.models.tiny_moe import write_tiny_moe

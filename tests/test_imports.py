@@ -57,18 +57,18 @@ ALLOWED: dict[str, str] = {
     "proxy": "core fleet http",
     "api": "core fleet http ledger proxy snapshots",
     # Processes, the command line, the demo.
-    "launch": "api core engine fleet ledger models proxy replica snapshots",
+    "launch": "api core engine fleet http ledger models proxy replica snapshots",
     "demo": "client core models",
     "commands": "client core demo launch models snapshots",
     "cli": "core",
     # A building of its own, which nothing in midstream imports: the Tinker API and its trainer.
-    TINKER: "client core fleet http launch proxy snapshots",
+    TINKER: "client core http snapshots",
     # A distribution of its own, which nothing in midstream imports.
     CONFORMANCE: "client core snapshots",
 }
 
 #: Edges between the parts of midstream itself, at most. Lower it when there are fewer.
-EDGES_MAX = 60
+EDGES_MAX = 48
 
 Graph = Mapping[str, set[str]]
 

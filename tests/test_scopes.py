@@ -33,13 +33,13 @@ from midstream.core.scopes import (
 )
 from midstream.core.served_names import ServedNames
 from midstream.core.settings import load_settings
-from midstream.fleet import access
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.http import routes
+from midstream.http.auth import Authenticator
 from midstream.launch.reference import document
-from midstream.proxy.auth import Authenticator
 from midstream.proxy.metrics import GatewayMetrics
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import Futures
@@ -96,7 +96,7 @@ def test_a_handler_without_an_endpoint_is_not_served() -> None:
         async def other(self, request: Request) -> Nothing:
             return Nothing()
 
-    (route,) = access.routes_of([Api()], lambda request, endpoint: None)
+    (route,) = routes.routes_of([Api()], lambda request, endpoint: None)
     assert isinstance(route, Route)
     assert route.path == "/served"
 
@@ -111,7 +111,7 @@ def test_of_two_paths_that_match_the_more_specific_one_is_served_wherever_it_sta
         async def trace(self, request: Request) -> Nothing:
             return Nothing()
 
-    app = Starlette(routes=access.routes_of([Api()], lambda request, endpoint: None))
+    app = Starlette(routes=routes.routes_of([Api()], lambda request, endpoint: None))
     assert TestClient(app).get("/v1/sessions/a/b/trace").json() == {}
 
 
@@ -127,7 +127,7 @@ def test_a_method_that_a_path_lacks_is_refused_with_all_that_it_has() -> None:
         async def get(self, request: Request) -> Nothing:
             return Nothing()
 
-    client = TestClient(Starlette(routes=access.routes_of([Api()], lambda request, endpoint: None)))
+    client = TestClient(Starlette(routes=routes.routes_of([Api()], lambda request, endpoint: None)))
     refused = client.put("/one:scale")
     assert refused.status_code == 405
     assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD", "PATCH", "POST"}

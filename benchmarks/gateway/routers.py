@@ -31,8 +31,9 @@ from hardware import commit_of, source_of
 from gateway import peers
 from gateway.tools import pin
 from midstream.core.config import GatewaySettings
+from midstream.core.supervision import Listening
 from midstream.fleet.desired_state import Running, RunningReplica
-from midstream.launch.specs import GatewaySpec, Listening
+from midstream.launch.specs import GatewaySpec
 
 PR_SET_PDEATHSIG = 1
 START_S_MAX = 60.0

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from midstream.core.beside import beside, stepwise_json
 from midstream.core.endpoints import Endpoint, endpoints_of, serves
 from midstream.core.errors import MidstreamError
-from midstream.fleet.access import routes_of
-from midstream.proxy.auth import Authenticator
+from midstream.http.auth import Authenticator
+from midstream.http.routes import routes_of
 from midstream_tinker import codec, json_losses, serving
 from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream_tinker.runs import Runs

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.errors import ConfigError
-from midstream.launch.channel import Channel, run_child
-from midstream.launch.specs import Listening, Stalled, TinkerSpec
-from midstream.proxy.appserver import AppServer
-from midstream.proxy.auth import Authenticator
+from midstream.core.supervision import Listening, Stalled, TinkerSpec
+from midstream.http.appserver import AppServer
+from midstream.http.auth import Authenticator
+from midstream.http.channel import Channel, run_child
 from midstream_tinker.adapters import Adapters
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import Futures

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.core.endpoints import Endpoint, number, serves
-from midstream.proxy.auth import Authenticator
+from midstream.http.auth import Authenticator
 from midstream_tinker import serving
 from midstream_tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, answer, body_of, get, post
 from midstream_tinker.store import CheckpointRow, ModelRow, Store

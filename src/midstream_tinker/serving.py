@@ -24,8 +24,8 @@ from midstream.core.beside import beside
 from midstream.core.endpoints import JSON, Endpoint, Parameter
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, PUBLISH, SAMPLE, Grant, Need, forbidden
-from midstream.fleet.access import log_refusal
-from midstream.proxy.auth import Authenticator, tenant_of
+from midstream.http.auth import Authenticator, tenant_of
+from midstream.http.routes import log_refusal
 
 
 class TinkerError(Exception):

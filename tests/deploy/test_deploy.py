@@ -26,7 +26,7 @@ from midstream import __version__
 from midstream.cli import build_parser
 from midstream.commands.common import settings_of
 from midstream.core.settings import load_settings
-from midstream.launch.channel import STOP_GRACE_S
+from midstream.http.channel import STOP_GRACE_S
 from midstream.launch.process import KILL_AFTER_S
 from midstream.launch.supervisor import FRONT_STOP_S, REPLICA_STOP_S
 

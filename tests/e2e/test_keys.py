@@ -16,7 +16,7 @@ import openai
 import pytest
 from serving import Server, command, serve
 
-from midstream.proxy.auth import tenant_of
+from midstream.http.auth import tenant_of
 
 KEYS = {
     "all": "key-of-all",

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from midstream.proxy.appserver import AppServer
+from midstream.http.appserver import AppServer
 
 
 def test_who_connected_before_the_end_is_answered_before_the_app_ends() -> None:

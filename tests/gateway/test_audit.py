@@ -24,8 +24,8 @@ from test_scopes import routes_of, whole_front, whole_gateway
 from midstream.api.hotload import HOT_LOAD_PATH
 from midstream.core.config import KeySettings
 from midstream.core.wires import CHANGES_BY_GET, WIRES
+from midstream.http.appserver import AppServer
 from midstream.proxy import audit
-from midstream.proxy.appserver import AppServer
 
 LINE_MAX = 40_000
 

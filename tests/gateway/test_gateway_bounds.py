@@ -15,9 +15,9 @@ import pytest
 from gateway_harness import Message, Peer, Stage, get, post, respond_ok, run, staged
 
 from midstream.http.budget import Bounds, Budget
+from midstream.http.heap import return_memory
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Limits, Request
-from midstream.launch.channel import return_memory
 
 BODY = b"x" * 300_000
 BOUNDS = {

@@ -6,7 +6,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.wires import UserField
 from midstream.fleet import sessions
 from midstream.fleet.sessions import SessionTable, body_model, session_key
-from midstream.proxy.auth import tenant_of
+from midstream.http.auth import tenant_of
 
 
 @pytest.mark.parametrize(

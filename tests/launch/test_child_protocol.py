@@ -10,16 +10,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
 from midstream.core import config
-from midstream.launch import channel, process, supervisor
+from midstream.core.supervision import ChildSpec, Listening
+from midstream.http import channel
+from midstream.launch import process, supervisor
 from midstream.launch.process import Child, Conversation, StartFailed
-from midstream.launch.specs import Listening, ReplicaSpec
+from midstream.launch.specs import ReplicaSpec
 
 
 class Script(msgspec.Struct):
@@ -33,7 +34,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that reads its settings as a real child does and runs the code in them."""
     (tmp_path / "scripted_child.py").write_text(
         "import json, os, pathlib, signal, sys, time\n"
-        "from midstream.launch.channel import Channel; from midstream.launch.specs import Listening\n"
+        "from midstream.http.channel import Channel; from midstream.core.supervision import Listening\n"
         "def main():\n"
         "    settings = json.loads(sys.stdin.readline())\n"
         "    exec(settings['code'], {**globals(), 'spec': settings})\n"
@@ -275,7 +276,7 @@ class PlayedChannel(channel.Channel):
         self.sent: list[msgspec.Struct] = []
 
     def receive(self, kind: type[Any]) -> Any:
-        return SimpleNamespace(log_level="info", log_format="text")
+        return ChildSpec(log_level="info")
 
     def send(self, message: msgspec.Struct) -> None:
         self.answered = True

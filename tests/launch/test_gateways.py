@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from midstream.core.supervision import Listening
 from midstream.fleet.desired_state import Running, RunningReplica, Wanted, WantedReplica
 from midstream.fleet.tally import STALLS, GatewayReport, Siblings, Tally, stalled
 from midstream.launch.gateways import Gateways, union
 from midstream.launch.process import Conversation, StartFailed, Supervised, ignore
-from midstream.launch.specs import Listening
 
 
 def replica(name: str, model: str = "m") -> WantedReplica:

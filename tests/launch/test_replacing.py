@@ -29,8 +29,8 @@ class Message(msgspec.Struct):
 
 MODULE = """
 import json, os, sys
-from midstream.launch.channel import Channel
-from midstream.launch.specs import Accepting, Listening
+from midstream.http.channel import Channel
+from midstream.core.supervision import Accepting, Listening
 def main():
     spec = json.loads(sys.stdin.readline())
     def note(text):

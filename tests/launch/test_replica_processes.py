@@ -18,7 +18,7 @@ from midstream.launch.replica_processes import ReplicaProcesses
 
 SCRIPTED = """
 import json, os, pathlib, signal, sys, time
-from midstream.launch.channel import Channel; from midstream.launch.specs import Listening
+from midstream.http.channel import Channel; from midstream.core.supervision import Listening
 
 def mark_own_pid(path):
     mark = pathlib.Path(path)

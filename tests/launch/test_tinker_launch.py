@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from midstream.core.config import GatewaySettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError
+from midstream.core.supervision import TinkerSpec
 from midstream.launch.local import gateway_url, own_address
-from midstream.launch.specs import TinkerSpec
 from midstream_tinker.front import max_context, served_model, trainer_start
 
 SPEC = TinkerSpec(

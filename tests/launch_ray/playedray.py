@@ -13,9 +13,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from midstream.core.supervision import Listening
 from midstream.launch import ray_child
 from midstream.launch.ray_actor import ChildActor
-from midstream.launch.specs import Listening
 
 DEADLINE_S = 30.0
 UNAVAILABLE = ActorUnavailableError("the connection broke", None)

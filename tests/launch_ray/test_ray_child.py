@@ -20,12 +20,13 @@ from playedray import DEADLINE_S, UNAVAILABLE, Actor, Cluster, until
 from ray.exceptions import ActorDiedError, RayActorError, RaySystemError, RayTaskError
 
 from midstream.core.config import EngineSettings, GatewaySettings
+from midstream.core.supervision import Listening
 from midstream.launch import ray_child
 from midstream.launch.process import Child, Conversation, HostUnwell, StartFailed
 from midstream.launch.ray_actor import ChildActor
 from midstream.launch.ray_child import RayChild
 from midstream.launch.ray_demand import Demand
-from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
 
 
 class Note(msgspec.Struct, frozen=True):

@@ -90,7 +90,7 @@ class Processes:
             if channel.answered:
                 self.crashed.append(f"{process} ended: {error!r}")
             else:
-                from midstream.launch.specs import Listening
+                from midstream.core.supervision import Listening
 
                 channel.send(Listening(error=str(error)))
         # Whatever it is ends the process.
@@ -134,7 +134,7 @@ class Processes:
 
 
 class SimChannel:
-    """A child's end, as launch/channel.Channel."""
+    """A child's end, as http/channel.Channel."""
 
     def __init__(self, processes: Processes, process: Process) -> None:
         self._processes, self._process = processes, process

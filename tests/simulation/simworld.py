@@ -29,7 +29,6 @@ from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
 from simprocess import Process, Processes
 
-import midstream.launch.channel as channel_module
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
@@ -46,11 +45,12 @@ from midstream.core.config import (
 )
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.pulse import Pulse
+from midstream.core.supervision import TinkerSpec
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied
 from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
-from midstream.launch.specs import GatewaySpec, ReplicaSpec, TinkerSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.supervisor import Supervisor
 from midstream.ledger.database import Database
 from midstream.proxy.proxy import Proxy
@@ -293,7 +293,6 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
-    put(channel_module, "return_memory", lambda: None)
     # Directories of processes that are killed.
     put(tempfile, "tempdir", str(world.place))
     put(os, "killpg", world.processes.killpg)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from midstream.core.config import KeySettings
-from midstream.proxy.auth import Authenticator
+from midstream.http.auth import Authenticator
 from midstream_tinker import app as module
 from midstream_tinker import codec, serving
 from midstream_tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app

@@ -18,7 +18,7 @@ from test_tinker_app import KEY, SAMPLE, Front, Played, play
 from training_fakes import BASE, World, world
 
 from midstream.core.beside import stepwise_json
-from midstream.proxy.auth import Authenticator, tenant_of
+from midstream.http.auth import Authenticator, tenant_of
 from midstream_tinker import codec, types
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import PROTOBUF

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from sdk_venvs import API_KEY, SDKS, run_sdk
 
-from midstream.proxy.auth import Authenticator
+from midstream.http.auth import Authenticator
 from midstream_tinker import codec
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import PROTOBUF, Future, Futures

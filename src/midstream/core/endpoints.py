@@ -1,7 +1,7 @@
 """An HTTP endpoint as one record: its route, the scope that it needs, what it reads and what it answers. Pure.
 
-Owns: `serves`, which binds records to the method that handles their requests. Routes and the check of scopes (fleet/access.py),
-the OpenAPI document (api/openapi.py) and docs/http.md are made of these records.
+Owns: `serves`, which binds records to the method that handles their requests. Routes (http/routes.py), the check of scopes
+(fleet/access.py), the OpenAPI document (api/openapi.py) and docs/http.md are made of these records.
 Always holds:
 - A record is the only place of its route.
 - A handler that takes a `body` gets it decoded. Its annotations are the types of that body and of a JSON answer.

@@ -1,6 +1,6 @@
-"""The scopes of API keys, enforced: on every route of an app, and on the deployment that a request is for.
+"""The scopes of API keys, enforced: on every route of the control app, and on the deployment that a request is for.
 
-Owns: how the gateway's data path tells the control app what a key may do, and the refusal with its line in the log.
+Owns: how the gateway's data path tells the control app what a key may do.
 Always holds:
 - An endpoint is served only after its need was met. Where keys are in use, a request that does not say what its key may do
   may do nothing.
@@ -10,30 +10,24 @@ Always holds:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from urllib.parse import quote
+from collections.abc import Callable, Iterable
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
-from midstream.core.endpoints import Bound, Endpoint, bound, own_letters
+from midstream.core.endpoints import Endpoint
 from midstream.core.errors import Forbidden, InvalidRequest, NotFound
 from midstream.core.headers import HEADER_SCOPES, HEADER_TENANT
 from midstream.core.scopes import EVERYTHING, NOTHING, Grant, Need, forbidden, parse_grant
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
-from midstream.http.bodies import answered, body_of
+from midstream.http.routes import log_refusal, routes_of
 
 logger = logging.getLogger(__name__)
 
-# Characters of a client's text that are shown in a message or a line of the log.
+# Characters of a client's text that are shown in a message.
 SHOWN_CHARS = 200
 # The key of the grant in a request's scope.
 _STATE = "midstream.grant"
-
-#: Raises what a request is refused with. The endpoint is the one that the request is to.
-Check = Callable[[Request, Endpoint], None]
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def guarded(apis: Iterable[object], deployments: Deployments, *, keyed: bool) -> list[BaseRoute]:
@@ -47,37 +41,6 @@ def guarded(apis: Iterable[object], deployments: Deployments, *, keyed: bool) ->
             check_need(endpoint.need, grant, request, deployments)
 
     return routes_of(apis, check)
-
-
-def routes_of(apis: Iterable[object], check: Check) -> list[BaseRoute]:
-    """A route for each path of these objects' endpoints, with `check` before each handler, the most specific first."""
-    by_path: dict[str, dict[str, Handler]] = {}
-    for api in apis:
-        for one in bound(type(api)):
-            handler = _behind(check, api, one)
-            for path in one.endpoint.paths:
-                by_path.setdefault(path, {})[one.endpoint.method] = handler
-    paths = sorted(by_path, key=lambda path: -own_letters(path))
-    return [Route(path, _by_method(by_path[path]), methods=[*by_path[path]]) for path in paths]
-
-
-def _by_method(handlers: Mapping[str, Handler]) -> Handler:
-    async def serve(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return serve
-
-
-def _behind(check: Check, api: object, one: Bound) -> Handler:
-    endpoint, handler = one.endpoint, getattr(api, one.handler)
-
-    async def serve(request: Request) -> Response:
-        check(request, endpoint)
-        given = () if one.reads is None else (await body_of(request, one.reads),)
-        answer = await handler(request, *given)
-        return answer if isinstance(answer, Response) else answered(answer, endpoint.status)
-
-    return serve
 
 
 def grant_of(request: Request) -> Grant:
@@ -133,11 +96,6 @@ def meant(
     if not grant.allows(scopes, found.host.name):
         raise forbidden(scopes, resource)
     return found
-
-
-def log_refusal(log: logging.Logger, request: Request, tenant: str, error: Forbidden) -> None:
-    where = quote(request.scope["path"])[:SHOWN_CHARS]
-    log.warning("refused: tenant %s, %s %s: %s", tenant or "-", request.method, where, error.message)
 
 
 def scopes_header(grant: Grant) -> bytes:

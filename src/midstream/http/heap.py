@@ -1,7 +1,8 @@
 """The memory of large bodies, given back to the system.
 
-Owns: when the C library's heaps of this process are trimmed. A body, what it was decoded to and their copies are freed piece by
-piece, and lie between pieces that are in use: the library keeps their pages. Hundreds of megabytes stayed after a few bodies.
+Owns: when the C library's heaps of this process are trimmed, and how large a block is mapped instead. A body, what it was
+decoded to and their copies are freed piece by piece, and lie between pieces that are in use: the library keeps their pages.
+Hundreds of megabytes stayed after a few bodies.
 Always holds: after the last large body there is a trim; at most one each TRIM_AFTER_S, and none without large bodies.
 """
 
@@ -12,6 +13,8 @@ import ctypes
 import threading
 from collections.abc import Callable
 
+#: Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 #: Of one connection, in bytes. Smaller bodies leave room that the next ones use.
 LARGE = 2**19
 #: For what still refers to a body when its connection lets go of it.
@@ -23,6 +26,19 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def return_memory() -> None:
+    """Have the memory of a large body go back to the system when the body is freed.
+
+    glibc raises its thresholds for that to the size of the largest block that was freed. Setting them fixes them. With another
+    C library nothing is done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # Blocks above 1 MiB are mapped, and 16 MiB at most are kept at the end of the heap.
+        mallopt(_M_MMAP_THRESHOLD, 2**20)
+        mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)
 
 
 def _trim_beside() -> None:

@@ -25,6 +25,7 @@ from midstream.api.reference import ReferenceApi
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.private import UMASK
 from midstream.core.served_names import ServedNames
+from midstream.core.supervision import Accepting, Listening
 from midstream.core.types import TransitionType
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
@@ -34,9 +35,10 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
-from midstream.launch.channel import STOP_GRACE_S, Channel, return_memory, run_child
+from midstream.http.channel import STOP_GRACE_S, Channel, run_child
+from midstream.http.heap import return_memory
 from midstream.launch.reference import document
-from midstream.launch.specs import Accepting, GatewaySpec, Listening
+from midstream.launch.specs import GatewaySpec
 from midstream.launch.tracing import tracer_of
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable
 from midstream.ledger.deployments import PolicyLimits

@@ -24,8 +24,8 @@ import msgspec
 
 from midstream.core import child
 from midstream.core.retry import Backoff
-from midstream.launch.channel import LINE_BYTES_MAX
-from midstream.launch.specs import Accepting, Listening
+from midstream.core.supervision import Accepting, Listening
+from midstream.http.channel import LINE_BYTES_MAX
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ import msgspec
 import ray
 
 from midstream.core.errors import ConfigError
+from midstream.core.supervision import Listening
 from midstream.launch.caches import take_over
 from midstream.launch.models import make_built_in
 from midstream.launch.process import Child, Conversation, StartFailed
-from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
 
 #: Runs the module `replica`, and ends with the actor.
 REPLICA = "midstream.launch.ray_replica"

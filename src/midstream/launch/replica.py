@@ -23,9 +23,10 @@ from midstream.core.config import Settings, deployment_resource, model_resource,
 from midstream.core.errors import ConfigError
 from midstream.core.private import UMASK
 from midstream.core.served_names import ServedNames
+from midstream.core.supervision import Listening
 from midstream.engine.base import EngineDied
+from midstream.http.channel import STOP_GRACE_S, Channel, run_child
 from midstream.launch.caches import held
-from midstream.launch.channel import STOP_GRACE_S, Channel, run_child
 from midstream.launch.engines import (
     engine_fields,
     make_engine,
@@ -36,7 +37,7 @@ from midstream.launch.engines import (
 )
 from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
-from midstream.launch.specs import Listening, ReplicaSpec
+from midstream.launch.specs import ReplicaSpec
 from midstream.launch.tracing import tracer_of
 from midstream.replica.journal import Journal, records_url
 from midstream.replica.replica import Bounds, Replica

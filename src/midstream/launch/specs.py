@@ -1,29 +1,23 @@
-"""What a supervisor and its child processes say to each other: settings one way, answers the other.
+"""The settings of gateway and replica processes, as the supervisor sends them.
 
-Always holds: each message is one JSON line. After these, gateways and the supervisor exchange Wanted and Running
-(fleet/desired_state.py).
+Always holds: each is one JSON line. core/supervision.py has the messages that follow it. After these, gateways and the
+supervisor exchange Wanted and Running (fleet/desired_state.py).
 """
 
 from __future__ import annotations
-
-from typing import Literal
-
-import msgspec
 
 from midstream.core.config import (
     EngineKind,
     EngineSettings,
     GatewaySettings,
-    KeySettings,
     SwapOrder,
-    TinkerSettings,
     TracingSettings,
     VllmSettings,
 )
-from midstream.core.logs import LogFormat
+from midstream.core.supervision import ChildSpec
 
 
-class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     """A replica process.
 
     name: as responses and logs say it; empty means HOST:PORT. port: 0 for any free one. model: accounts/A/models/M.
@@ -33,7 +27,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may.
     """
 
-    name: str = ""
     host: str
     port: int
     model_dir: str
@@ -42,8 +35,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str
     token: str
     engine: EngineSettings
-    log_level: str
-    log_format: LogFormat = "text"
     session_idle_s: float = 3600.0
     pin_drain_s: float = 60.0
     resident_snapshots: int = 1
@@ -61,7 +52,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     tracing: TracingSettings = TracingSettings()
 
 
-class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
+class GatewaySpec(ChildSpec, frozen=True, kw_only=True):
     """A gateway process.
 
     model, deployment, replicas: of the default deployment, as the settings say. models: bare names of those that can be
@@ -81,55 +72,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     ledger: str
     token: str
     settings: GatewaySettings
-    log_level: str
-    log_format: LogFormat = "text"
     tinker_path: str | None = None
     takes_over: str | None = None
     shares_port: bool = False
     tracing: TracingSettings = TracingSettings()
-
-
-class TinkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The Tinker front.
-
-    path: of its socket. names: what clients may call the model, its own name first. deployment: accounts/A/deployments/D.
-    threads: of the trainer. key: the server's own, which may publish to the deployment; None where keys are not in use.
-    """
-
-    path: str
-    gateway_url: str
-    names: tuple[str, ...]
-    model_dir: str
-    deployment: str
-    bucket: str
-    state_dir: str
-    api_keys: tuple[str | KeySettings, ...]
-    key: str | None = None
-    threads: int
-    settings: TinkerSettings
-    log_level: str
-    log_format: LogFormat = "text"
-
-
-class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """A child's answer to its settings.
-
-    port: 0 where it listens on no port. error: why it could not start; it then ends. offer: where it offers its listening
-    sockets to a successor. A successor answers as soon as it can read messages, and says Accepting later.
-    """
-
-    port: int = 0
-    error: str | None = None
-    offer: str | None = None
-
-
-class Stalled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A child's event loop stood still by its own doing."""
-
-    stalled_s: float
-
-
-class Accepting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A successor accepts connections from now on."""
-
-    accepting: Literal[True] = True

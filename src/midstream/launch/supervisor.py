@@ -35,9 +35,11 @@ from midstream.core.errors import ConfigError
 from midstream.core.headers import HEADER_TOKEN
 from midstream.core.pulse import Pulse
 from midstream.core.scopes import PUBLISH
+from midstream.core.supervision import Stalled, TinkerSpec
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.fleet.tally import stalled
-from midstream.launch.channel import STOP_GRACE_S
+from midstream.http.appserver import socket_directory
+from midstream.http.channel import STOP_GRACE_S
 from midstream.launch.engines import records_fields, records_root, resident_fields
 from midstream.launch.gateways import Gateways
 from midstream.launch.local import (
@@ -53,11 +55,10 @@ from midstream.launch.models import model_directory
 from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, Conversation, StartFailed, Supervised
 from midstream.launch.replica_processes import ReplicaProcesses
 from midstream.launch.restart import LOCK, Restarts
-from midstream.launch.specs import GatewaySpec, ReplicaSpec, Stalled, TinkerSpec
+from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.stranded import StrandedRecords, say_what_waits
 from midstream.launch.tracing import check as check_tracing
 from midstream.ledger import sqlite_url
-from midstream.proxy.appserver import socket_directory
 from midstream.snapshots.identity import parse_bucket
 from midstream.snapshots.store.bucket import check_settings
 

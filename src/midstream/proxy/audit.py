@@ -28,9 +28,9 @@ from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.private import private_file
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
+from midstream.http.auth import Authenticator
 from midstream.http.bodies import MAX_BODY_BYTES
 from midstream.http.message import Request
-from midstream.proxy.auth import Authenticator
 
 logger = logging.getLogger("midstream.audit")
 # Whatever the level of the other loggers is.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from midstream.core.errors import MidstreamError, Overloaded, ReplicaUnavailable, Unauthorized
+from midstream.http.auth import CREDENTIALS
 from midstream.http.message import Request
-from midstream.proxy.auth import CREDENTIALS
 from midstream.proxy.route import Route
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 
-from midstream.proxy.appserver import socket_directory
+from midstream.http.appserver import socket_directory
 
 HANDOVER_SOCKET = "handover.sock"
 SOCKETS_MAX = 64

@@ -35,10 +35,10 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, token_header
 from midstream.fleet.sessions import body_model
 from midstream.fleet.view import ReplicaView
+from midstream.http.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.http.message import HOP_BY_HOP, Request
 from midstream.http.upstream import UpstreamPool
 from midstream.proxy.audit import AuditLog
-from midstream.proxy.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.poison import Suspects
 

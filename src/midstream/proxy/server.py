@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import ConfigError
 from midstream.fleet.registry import Deployments
+from midstream.http.appserver import AppServer, socket_directory
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Limits
 from midstream.http.upstream import UpstreamPool
-from midstream.proxy.appserver import AppServer, socket_directory
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.service import GatewayService

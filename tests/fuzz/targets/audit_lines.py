@@ -18,9 +18,9 @@ from midstream.core.config import KeySettings
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
+from midstream.http.auth import Authenticator
 from midstream.http.message import Request
 from midstream.proxy import audit
-from midstream.proxy.auth import Authenticator
 from targets.control_side import NAMES
 from targets.target import Target, check, controlled
 

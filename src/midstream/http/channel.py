@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import resource
@@ -26,17 +25,15 @@ import uvloop
 from midstream.core import logs
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.pulse import Pulse
-from midstream.launch.specs import GatewaySpec, Listening, ReplicaSpec, TinkerSpec
+from midstream.core.supervision import ChildSpec, Listening
 
 logger = logging.getLogger(__name__)
 
 LINE_BYTES_MAX = 16 * 2**20
 #: How long streams may go on after a request to stop.
 STOP_GRACE_S = 10.0
-#: Parameters of mallopt(3).
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-Spec = TypeVar("Spec", ReplicaSpec, GatewaySpec, TinkerSpec)
+Spec = TypeVar("Spec", bound=ChildSpec)
 T = TypeVar("T")
 
 
@@ -105,10 +102,11 @@ def run_child(
     told: tuple[type[Exception], ...] = (ConfigError, SnapshotError, OSError, *failures)
     channel = Channel()
     spec = channel.receive(kind)
-    own = getattr(spec, "name", "")
-    channel.pulse = Pulse(own or name)
-    fields = {"replica": own} if own else {}
-    logs.configure(own or name, logs.Logging(level=spec.log_level, format=spec.log_format, fields=fields))
+    channel.pulse = Pulse(spec.name or name)
+    fields = {"replica": spec.name} if spec.name else {}
+    logs.configure(
+        spec.name or name, logs.Logging(level=spec.log_level, format=spec.log_format, fields=fields)
+    )
     raise_file_limit()
     try:
         with around(spec), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -127,16 +125,3 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def return_memory() -> None:
-    """Have the memory of a large body go back to the system when the body is freed.
-
-    glibc raises its thresholds for that to the size of the largest block that was freed. Setting them fixes them. With another
-    C library nothing is done.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        # Blocks above 1 MiB are mapped, and 16 MiB at most are kept at the end of the heap.
-        mallopt(_M_MMAP_THRESHOLD, 2**20)
-        mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)
