@@ -127,7 +127,7 @@ def test_a_snapshot_that_comes_in_a_pause_is_proved_after_it(tmp_path: Path, sou
             newcomer = stream(here)
             await here.swap("step-1")
             await here.until(lambda: here.replica.report().stage is Stage.CHECKING)
-            assert (fake.weights, fake.paused, here.replica.gate.waiting) == (1, True, 1)
+            assert (fake.weights, fake.paused, here.replica.own.gate.waiting) == (1, True, 1)
             fake.nan_scores = not sound
             fake.hold_scores = True
             scored = len(fake.scores)

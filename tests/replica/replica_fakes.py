@@ -33,7 +33,8 @@ from midstream.core.types import (
     TopLogprob,
 )
 from midstream.engine.base import Engine, EngineDied, StagingFailed, StreamLost
-from midstream.replica.replica import Bounds, Replica
+from midstream.replica.policy import Bounds
+from midstream.replica.replica import Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.service import Outside
 from midstream.replica.swap.source import SnapshotSource
@@ -472,7 +473,7 @@ class Running:
 
     async def swapped(self, snapshot: str, **more: Any) -> None:
         await self.swap(snapshot, **more)
-        await self.until(lambda: self.replica.driver.machine.serving == snapshot)
+        await self.until(lambda: self.replica.own.driver.machine.serving == snapshot)
 
 
 def make_replica(

@@ -590,7 +590,7 @@ def test_a_request_during_a_commit_waits_and_is_served_by_the_new_snapshot(tmp_p
         assert (early.status_code, early.headers["retry-after"]) == (425, "1")
         assert early.json()["error"]["code"] == "snapshot_transition"
         waiting = asyncio.create_task(ask(here, prompt="a", max_tokens=1))
-        await here.until(lambda: here.replica.gate.waiting == 1)
+        await here.until(lambda: here.replica.own.gate.waiting == 1)
         here.engine.commit_gate.set()
         assert (await waiting).json()["model"] == f"{MODEL}@v1"
 
@@ -640,11 +640,11 @@ def test_a_client_that_disconnects_ends_its_generation(tmp_path: Path, stream: b
         body = {"model": MODEL, "prompt": [65], "max_tokens": 9, "stream": stream}
         task = asyncio.create_task(ask(here, **body))
         await here.engine.started_streams.wait()
-        await here.until(lambda: here.replica.gate.inside == 1)
+        await here.until(lambda: here.replica.own.gate.inside == 1)
         task.cancel()
         await here.engine.any_aborted.wait()
         assert here.engine.aborted == [here.engine.requests[0].request_id]
-        await here.until(lambda: here.replica.gate.inside == 0)
+        await here.until(lambda: here.replica.own.gate.inside == 0)
 
     play(tmp_path, lambda: FakeEngine(allowed=1), scenario)
 
@@ -754,7 +754,7 @@ def test_missing_records_of_an_echoed_prompt_fail_closed(tmp_path: Path) -> None
 def test_one_request_more_than_the_limit_is_told_to_come_back(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         first = asyncio.create_task(ask(here, prompt="a", max_tokens=2))
-        await here.until(lambda: here.replica.gate.inside == 1)
+        await here.until(lambda: here.replica.own.gate.inside == 1)
         answer = await ask(here, prompt="a")
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "overloaded_error"
@@ -858,7 +858,7 @@ def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Pat
         for _ in range(3):
             answer = await here.http.post("/replica/desired", json=body)
             assert (answer.status_code, answer.json()["generation"]) == (202, 7)
-        await here.until(lambda: here.replica.driver.machine.serving == "v1")
+        await here.until(lambda: here.replica.own.driver.machine.serving == "v1")
         await here.http.post("/replica/desired", json=body)
         assert here.engine.calls == ["stage v1 v1", "commit v1"]
 

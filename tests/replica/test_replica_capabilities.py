@@ -73,7 +73,7 @@ def test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feat
 ) -> None:
     async def scenario(here: Running) -> None:
         # Whoever waits for it would get a 425 in the end.
-        here.replica.gate.set(Door.CLOSED)
+        here.replica.own.gate.set(Door.CLOSED)
         for stream in (False, True):
             answer = await here.http.post(path, json={**fields(path, more), "stream": stream})
             error = answer.json()["error"]
@@ -152,14 +152,14 @@ def test_a_stream_of_an_engine_that_cannot_resume_is_not_told_and_none_is_taken_
         assert ": m " not in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
 
-        assert here.replica.service is not None
-        here.replica.service.info = an_engine().info
+        assert here.replica.own.service is not None
+        here.replica.own.service.info = an_engine().info
         told = await here.http.post(COMPLETIONS, json=body, headers=asked)
         state = "\n".join(line[4:] for line in told.text.splitlines()[:1])
         sent = {"path": COMPLETIONS, "lost": "r", "exact": True, "state": state, "body": body}
         assert (await here.http.post(PATH_RESUME, json=sent)).status_code == 200
 
-        here.replica.service.info = an_engine("resume").info
+        here.replica.own.service.info = an_engine("resume").info
         refused = await here.http.post(PATH_RESUME, json=sent)
         assert refused.status_code == 409
         assert "(vllm 0.32.0) does not go on with another's stream" in refused.json()["error"]["message"]

@@ -52,7 +52,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 async def at(replica: Replica, snapshot: str, stage: Stage) -> None:
     """`snapshot` serves and its last stage was that one."""
-    machine = replica.driver.machine
+    machine = replica.own.driver.machine
     await until(replica, lambda: (machine.serving, machine.stage) == (snapshot, stage) and not machine.behind)
 
 
@@ -79,7 +79,7 @@ def test_a_replica_whose_base_weights_are_not_sound_does_not_start(tmp_path: Pat
         replica = make_replica(tmp_path, engine, FakeSource())
         with pytest.raises(NotSound, match="canary token 1 is nan"):
             await replica.start()
-        assert (replica.ready, replica.gate.door) == (False, Door.DOWN)
+        assert (replica.ready, replica.own.gate.door) == (False, Door.DOWN)
         await replica.close()
 
     asyncio.run(main())
@@ -93,7 +93,7 @@ def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: P
         await at(replica, "v1", Stage.CHECKING)
         report = replica.report()
         assert (report.check, report.target, report.ready) == (None, "v1", True)
-        assert replica.gate.door is Door.OPEN, "requests go on while it is checked"
+        assert replica.own.gate.door is Door.OPEN, "requests go on while it is checked"
         engine.check_gate.set()
         await at(replica, "v1", Stage.IDLE)
         assert replica.report().check == SnapshotCheck(
@@ -131,7 +131,7 @@ def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_pat
     """Also not in a pause, whose call was answered with the failure."""
 
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        before = replica.namespaces.admit(("", "s"))
+        before = replica.own.namespaces.admit(("", "s"))
         replica.pause(Pause(serial=1, mode="keep"))
         engine.canary["v1"] = [NAN, -1.0]
         replica.desire(wanted("v1", 1, reset_prompt_cache="none"))
@@ -147,7 +147,7 @@ def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_pat
         await at(replica, "v1", Stage.IDLE)
         assert engine.switches == ["v1", "v1"], "its user asked again"
         assert replica.report().ready
-        assert replica.namespaces.admit(("", "s")) != before, "KV of unsound weights may be found"
+        assert replica.own.namespaces.admit(("", "s")) != before, "KV of unsound weights may be found"
 
     play(tmp_path, scenario)
 
@@ -158,18 +158,18 @@ def test_nobody_enters_under_weights_that_failed_their_check(tmp_path: Path, pro
         engine.canary["v1"] = [NAN]
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().stage is Stage.ERROR)
-        assert replica.gate.door is Door.UNSOUND
+        assert replica.own.gate.door is Door.UNSOUND
         with pytest.raises(AnotherBoot, match="failed their check"):
-            await replica.gate.enter()
+            await replica.own.gate.enter()
         engine.check_gate.clear()
         replica.desire(wanted("v2", 2, reset_prompt_cache="none"))
         await at(replica, "v2", Stage.CHECKING)
-        assert replica.gate.door is not Door.OPEN, "nothing has passed a check yet"
+        assert replica.own.gate.door is not Door.OPEN, "nothing has passed a check yet"
         engine.check_gate.set()
         await at(replica, "v2", Stage.IDLE)
         assert replica.report().ready
-        await replica.gate.enter()
-        assert replica.namespaces.admit(None) == 2, "KV of unsound weights may be found"
+        await replica.own.gate.enter()
+        assert replica.own.namespaces.admit(None) == 2, "KV of unsound weights may be found"
 
     play(tmp_path, scenario, unproved() if not proved else None)
 
@@ -193,12 +193,12 @@ def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(
         await at(replica, "v1", Stage.CHECKING)
         if transition == "SYNC":
             with pytest.raises(SnapshotTransition):
-                await replica.gate.enter()
+                await replica.own.gate.enter()
             engine.check_gate.set()
             await until(replica, lambda: replica.report().stage in (Stage.IDLE, Stage.ERROR))
-            assert replica.gate.door is (Door.OPEN if sound else Door.UNSOUND)
+            assert replica.own.gate.door is (Door.OPEN if sound else Door.UNSOUND)
             return
-        newcomer = asyncio.create_task(replica.gate.enter())
+        newcomer = asyncio.create_task(replica.own.gate.enter())
         for _ in range(20):
             await asyncio.sleep(0)
         assert not newcomer.done(), "it would be served by weights that nobody has looked at"
@@ -224,10 +224,10 @@ def test_the_check_of_weights_that_were_not_proved_before_is_not_given_up(tmp_pa
         for _ in range(20):
             await asyncio.sleep(0)
         assert replica.report().stage is Stage.CHECKING
-        assert replica.gate.door is Door.HELD
+        assert replica.own.gate.door is Door.HELD
         engine.check_gate.set()
         await until(replica, lambda: replica.report().stage is Stage.ERROR)
-        assert (replica.report().snapshot, replica.gate.door) == ("v1", Door.OPEN)
+        assert (replica.report().snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
         assert replica.report().check is not None
 
     play(tmp_path, scenario, unproved())
@@ -316,10 +316,10 @@ def test_a_swap_opens_no_gate_of_a_replica_that_takes_no_more_requests(
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         engine.stage_gate.clear()
         replica.desire(wanted("v1", 7, transition=transition))
-        await until(replica, lambda: replica.driver.machine.stage is Stage.STAGING)
+        await until(replica, lambda: replica.own.driver.machine.stage is Stage.STAGING)
         await replica.drained()
         engine.stage_gate.set()
         await at(replica, "v1", Stage.IDLE)
-        assert replica.gate.door is Door.DOWN
+        assert replica.own.gate.door is Door.DOWN
 
     play(tmp_path, scenario)

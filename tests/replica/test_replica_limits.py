@@ -49,7 +49,7 @@ def test_prompts_times_n_has_a_limit_that_names_both(tmp_path: Path) -> None:
 def test_the_gate_counts_choices(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         first = asyncio.create_task(ask(here, prompt=["a", "b"], n=2, max_tokens=2))
-        await here.until(lambda: here.replica.gate.choices == 4)
+        await here.until(lambda: here.replica.own.gate.choices == 4)
         refused = await ask(here, prompt="a", n=2, max_tokens=2)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["message"] == (
@@ -57,10 +57,10 @@ def test_the_gate_counts_choices(tmp_path: Path) -> None:
         )
         assert here.replica.report().in_flight == 1
         fits = asyncio.create_task(ask(here, prompt="a", max_tokens=2))
-        await here.until(lambda: here.replica.gate.choices == 5)
+        await here.until(lambda: here.replica.own.gate.choices == 5)
         here.engine.allow(2)
         assert [(await task).status_code for task in (first, fits)] == [200, 200]
-        assert here.replica.gate.choices == 0
+        assert here.replica.own.gate.choices == 0
 
     play(tmp_path, FakeEngine(allowed=1), scenario, requests_max=5)
 
@@ -145,15 +145,15 @@ def test_a_request_that_cannot_enter_is_refused_before_it_is_tokenized_but_after
 ) -> None:
     async def scenario(here: Running) -> None:
         seen = count_tokenizing(here, monkeypatch)
-        here.replica.gate.set(Door.CLOSED)
+        here.replica.own.gate.set(Door.CLOSED)
         assert (await ask(here, prompt="a")).status_code == 425
         assert (await ask(here, prompt="a", n=0)).status_code == 400
         assert (await ask(here, prompt=[1, "a"])).status_code == 400
         assert (await ask(here, "/v1/chat/completions", messages=[])).status_code == 400
-        here.replica.gate.set(Door.DOWN)
+        here.replica.own.gate.set(Door.DOWN)
         assert (await ask(here, prompt="a")).status_code == 503
         assert seen == []
-        here.replica.gate.set(Door.OPEN)
+        here.replica.own.gate.set(Door.OPEN)
 
     play(tmp_path, FakeEngine(), scenario)
 
@@ -220,7 +220,7 @@ def test_an_engine_that_dies_under_several_prompts_is_reported_once(tmp_path: Pa
         unheard: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
         assert (await ask(here, prompt=["a", "b", "c"])).status_code == 503
-        await here.until(lambda: here.replica.ready and here.replica.gate.inside == 0)
+        await here.until(lambda: here.replica.ready and here.replica.own.gate.inside == 0)
         gc.collect()
         assert unheard == []
 

@@ -43,9 +43,9 @@ async def test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let
         await pause(here, 1, "wait")
         assert await is_held(here)
         waits = asyncio.create_task(here.http.post("/v1/completions", json=BODY))
-        await here.until(lambda: here.replica.gate.waiting == 1)
+        await here.until(lambda: here.replica.own.gate.waiting == 1)
         await here.swapped("step-1")
-        assert here.replica.gate.waiting == 1
+        assert here.replica.own.gate.waiting == 1
         await pause(here, 1, None)
         assert await is_held(here), "an older message changes nothing"
         await pause(here, 2, None)
@@ -59,7 +59,7 @@ async def test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let
 async def test_an_abort_ends_streams_and_plain_answers_with_what_they_have(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here, streaming(here) as stream:
         plain = asyncio.create_task(here.http.post("/v1/completions", json=BODY | {"stream": False, "n": 2}))
-        await here.until(lambda: here.replica.gate.inside == 2)
+        await here.until(lambda: here.replica.own.gate.inside == 2)
         await pause(here, 1, "abort")
         await here.until(lambda: here.replica.report().in_flight == 0)
         text, finishes = said((await stream).text)
@@ -242,16 +242,16 @@ async def test_requests_that_a_pause_holds_end_by_name_and_the_others_wait_on(tm
         part = asyncio.create_task(post("/generate", json=batch(["c", "d"], 2)))
         named = asyncio.create_task(post("/v1/completions", json=BODY | {"stream": False, "request_id": "e"}))
         other = asyncio.create_task(post("/v1/completions", json=BODY | {"stream": False}))
-        await here.until(lambda: here.replica.gate.waiting == 4)
+        await here.until(lambda: here.replica.own.gate.waiting == 4)
         assert (await post("/replica/abort", json=["a", "b", "c", "e"])).json() == {"aborted": 3}
         assert ends(await whole) == [("a", "abort", 0), ("b", "abort", 0)]
         (choice,) = (await named).json()["choices"]
         assert (choice["finish_reason"], here.engine.requests) == ("abort", [])
-        assert here.replica.gate.waiting == 2
+        assert here.replica.own.gate.waiting == 2
         await pause(here, 2, None)
         assert ends(await part) == [("c", "abort", 0), ("d", "length", 6)]
         assert (await other).json()["choices"][0]["finish_reason"] == "length"
-        assert not here.replica.service.called
+        assert not here.replica.own.service.called
 
 
 @in_a_loop
@@ -259,9 +259,9 @@ async def test_all_means_those_that_wait_too_but_a_pause_ends_none_of_them(tmp_p
     async with running(tmp_path, FakeEngine()) as here:
         await pause(here, 1, "wait")
         waits = asyncio.create_task(here.http.post("/v1/completions", json=BODY | {"stream": False}))
-        await here.until(lambda: here.replica.gate.waiting == 1)
+        await here.until(lambda: here.replica.own.gate.waiting == 1)
         await pause(here, 2, "abort")
-        assert here.replica.gate.waiting == 1
+        assert here.replica.own.gate.waiting == 1
         assert (await here.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
         assert (await waits).json()["choices"][0]["finish_reason"] == "abort"
 
@@ -288,7 +288,7 @@ class Slow:
 @in_a_loop
 async def test_a_choice_that_ends_while_others_are_told_that_they_did_ends_too(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
-        service = here.replica.service
+        service = here.replica.own.service
         assert service is not None
         body = json.dumps(BODY | {"n": 4}).encode()
         async with service.admitted(GENERATING["completions"], body, {}) as generation:

@@ -197,9 +197,9 @@ async def test_a_newer_snapshot_takes_the_place_of_one_that_waits_for_pinned_str
         streaming(here, f"{MODEL}@base") as pinned,
     ):
         await here.swap("v1")
-        await here.until(lambda: here.replica.pins.coming == "v1")
+        await here.until(lambda: here.replica.own.pins.coming == "v1")
         await here.swap("v2")
-        await here.until(lambda: here.replica.pins.coming == "v2")
+        await here.until(lambda: here.replica.own.pins.coming == "v2")
         here.engine.allow(10)
         assert labels((await pinned).text) == ["base"] * 6
         await here.until(lambda: here.replica.report().snapshot == "v2")
@@ -245,7 +245,7 @@ async def test_a_request_is_served_only_by_the_snapshot_that_its_gateway_judged_
         wanted = asyncio.create_task(
             here.http.post("/v1/completions", json=BODY, headers=admitted("v1", pinned=True))
         )
-        await here.until(lambda: here.replica.gate.waiting == 2)
+        await here.until(lambda: here.replica.own.gate.waiting == 2)
         here.engine.commit_gate.set()
         assert await asked == {"serving": "v1", "constraint": {}}
         assert labels((await wanted).text) == ["v1"] * 6

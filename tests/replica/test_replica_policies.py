@@ -12,7 +12,7 @@ from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_NOT_LOADED
 from midstream.core.headers import HEADER_POLICY
 from midstream.core.types import GenerateRequest, GenerationEvent, Stage, SwapTiming
 from midstream.engine.base import Slot, StagingFailed
-from midstream.replica.policies import UNUSED_S
+from midstream.replica.policy import UNUSED_S
 
 UNDER = {HEADER_POLICY: "red"}
 SAMPLE = BODY | {"model": "accounts/local/models/red"}
@@ -183,7 +183,7 @@ async def test_a_replica_that_takes_no_more_requests_takes_none_of_a_new_policy_
         body = {"policy": "red", "made": 1.0, "snapshot": "red-1", "generation": 1, "url": "file:///b/red-1"}
         answer = await here.http.post("/replica/desired", json=body)
         assert (answer.status_code, HEADER_ANOTHER_BOOT in answer.headers) == (503, True)
-        assert list(here.replica.policies) == []
+        assert list(here.replica.policies) == [here.replica.own]
 
 
 @in_a_loop
@@ -194,8 +194,9 @@ async def test_a_boot_ends_without_waiting_for_an_ended_policys_requests(tmp_pat
         await here.until(lambda: reported(here) == {1.0: "red-1"})
         stream = await sampling(here)
         assert await end(here, 1.0)
+        here.replica.policies.shut()
         await here.replica.policies.close()
-        assert here.replica.policies.everyone == []
+        assert here.replica.policies.everyone == [here.replica.own]
         stream.cancel()
 
 
@@ -292,7 +293,7 @@ async def test_an_ended_policy_that_has_requests_left_counts_as_held(tmp_path: P
         await desire(here, 1.0, "green-1", "green", taken=False)
         engine.allow(10)
         assert labels((await stream).text) == ["red-1"] * 6
-        await here.until(lambda: not here.replica.policies.everyone)
+        await here.until(lambda: here.replica.policies.everyone == [here.replica.own])
         await loaded(here, "green")
 
 

@@ -103,7 +103,7 @@ async def test_beyond_the_bound_a_swap_waits_for_the_least_recently_used_alone(t
         assert await after(here, "v1") == ("base",)
         async with streaming(here, f"{MODEL}@v1", max_tokens=8) as newer:
             await here.swap("v2")
-            await here.until(lambda: here.replica.pins.coming == "v2" or len(here.engine.switches) == 2)
+            await here.until(lambda: here.replica.own.pins.coming == "v2" or len(here.engine.switches) == 2)
             assert here.engine.switches == ["v1"]
             assert (await refused(here, model=f"{MODEL}@v1"))["pinnable"] is False
             here.engine.allow(6)
@@ -139,7 +139,7 @@ async def test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams(tmp_
         async with streaming(here, f"{MODEL}@v1") as pinned:
             await here.swapped("v2")
             await here.swap("v1", fingerprint="other")
-            await here.until(lambda: here.replica.pins.coming == "v1" or len(here.engine.switches) == 3)
+            await here.until(lambda: here.replica.own.pins.coming == "v1" or len(here.engine.switches) == 3)
             assert here.engine.switches == ["v1", "v2"]
             here.engine.allow(10)
             assert labels((await pinned).text) == ["v1"] * 6
@@ -268,7 +268,7 @@ async def test_who_waited_at_the_gate_while_its_snapshot_was_replaced_is_served_
         await here.swap("v1")
         await here.engine.committing.wait()
         asked = [asyncio.create_task(ask(here, name)) for name in ("base", "v1")]
-        await here.until(lambda: here.replica.gate.waiting == 2)
+        await here.until(lambda: here.replica.own.gate.waiting == 2)
         here.engine.commit_gate.set()
         assert [labels((await task).text) for task in asked] == [["base"] * 6, ["v1"] * 6]
 

@@ -52,7 +52,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 
 async def serves(replica: Replica, snapshot: str) -> None:
-    machine = replica.driver.machine
+    machine = replica.own.driver.machine
     await until(replica, lambda: machine.serving == snapshot and machine.stage is Stage.IDLE)
 
 
@@ -62,7 +62,7 @@ def attempts_left() -> list[str]:
 
 def check_agreement(replica: Replica, engine: FakeEngine, boot: str) -> None:
     """What the replica says of its swaps is what the engine did, in the same order."""
-    machine = replica.driver.machine
+    machine = replica.own.driver.machine
     done = [
         after.snapshot
         for before, after in zip(machine.transitions, list(machine.transitions)[1:], strict=False)
@@ -70,8 +70,8 @@ def check_agreement(replica: Replica, engine: FakeEngine, boot: str) -> None:
     ]
     assert done == engine.switches
     assert machine.serving == engine.serving
-    assert replica.namespaces.admit(None) == len(engine.switches)
-    assert (replica.boot, replica.ready, replica.gate.door, engine.starts) == (boot, True, Door.OPEN, 1)
+    assert replica.own.namespaces.admit(None) == len(engine.switches)
+    assert (replica.boot, replica.ready, replica.own.gate.door, engine.starts) == (boot, True, Door.OPEN, 1)
 
 
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
@@ -111,7 +111,7 @@ def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(tmp_path:
             replica.desire(wanted("v2", 2))
             await tick(between)
             replica.desire(wanted("v1", 1))
-            machine = replica.driver.machine
+            machine = replica.own.driver.machine
             await until(replica, lambda: not machine.behind and machine.stage is Stage.IDLE)
             assert machine.serving == "v1"
             check_agreement(replica, engine, boot)
@@ -127,7 +127,8 @@ def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_h
         engine, source = paced(2, commit, 2)
 
         async def scenario(replica: Replica, after: int = after, engine: FakeEngine = engine) -> None:
-            driver = replica._fresh_driver()
+            replica.own.begin()
+            driver = replica.own.driver
             # As a replica that has started has it.
             driver.info = engine.info
             task = asyncio.create_task(driver.run())
@@ -142,8 +143,8 @@ def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_h
             assert attempts_left() == []
             serving = "v1" if begun else BASE_SNAPSHOT
             assert (engine.serving, driver.machine.serving) == (serving, serving)
-            assert replica.namespaces.admit(None) == len(engine.switches) == begun
-            assert replica.gate.door is Door.OPEN
+            assert replica.own.namespaces.admit(None) == len(engine.switches) == begun
+            assert replica.own.gate.door is Door.OPEN
             await tick(20)
             assert engine.serving == serving
 
@@ -168,7 +169,7 @@ def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_pat
         engine.stage_gate.set()
         await serves(replica, "v2")
         assert engine.switches == ["v2"]
-        assert replica.gate.door is Door.OPEN
+        assert replica.own.gate.door is Door.OPEN
 
     play(tmp_path, engine, source, scenario)
 
@@ -275,7 +276,7 @@ def test_a_bug_in_the_driver_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.M
     engine = FakeEngine()
 
     async def scenario(replica: Replica) -> None:
-        boot, machine = replica.boot, replica.driver.machine
+        boot, machine = replica.boot, replica.own.driver.machine
 
         def broken(event: Event) -> None:
             raise ZeroDivisionError(event)
@@ -357,7 +358,7 @@ def test_a_sync_swap_says_how_many_requests_it_waits_for(
     monkeypatch.setattr(caplog.handler, "emit", watch)
 
     async def scenario(replica: Replica) -> None:
-        with replica.gate.admitted(), replica.gate.admitted():
+        with replica.own.gate.admitted(), replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
             await logged.wait()
             assert caplog.messages[0] == "the switch to v1 waits for 2 requests to end"
@@ -417,7 +418,7 @@ def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> No
         assert replica.report().stage is Stage.CHECKING
         engine.check_gate.set()
         await until(
-            replica, lambda: replica.report().stage is Stage.IDLE and not replica.driver.machine.behind
+            replica, lambda: replica.report().stage is Stage.IDLE and not replica.own.driver.machine.behind
         )
         assert engine.switches == ["v1"]
         assert len(engine.canaries) == 2, "of the start and of v1"
@@ -512,7 +513,7 @@ def test_the_report_names_the_signal_of_what_serves(tmp_path: Path) -> None:
         assert (replica.report().generation, replica.report().signalled) == (7, 2)
         replica.desire(wanted("a", 8, signalled=8))
         await until(replica, lambda: replica.report().generation == 8)
-        await until(replica, lambda: replica.driver.machine.stage is Stage.IDLE)
+        await until(replica, lambda: replica.own.driver.machine.stage is Stage.IDLE)
         assert replica.report().signalled == 2, "nothing was switched"
 
     play(tmp_path, engine, source, scenario)
@@ -528,10 +529,10 @@ def test_a_policy_that_was_meant_for_a_newer_snapshot_than_serves_is_not_enough(
     async def scenario(replica: Replica) -> None:
         replica.desire(wanted("a", 6, signalled=2))
         await serves(replica, "a")
-        before = replica.namespaces.admit(None)
+        before = replica.own.namespaces.admit(None)
         replica.desire(wanted("c", 7, signalled=7, reset_prompt_cache="none", reset_since=since))
         await serves(replica, "c")
-        assert (replica.namespaces.admit(None) == before) is kept
+        assert (replica.own.namespaces.admit(None) == before) is kept
 
     play(tmp_path, engine, source, scenario)
 

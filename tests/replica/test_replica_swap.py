@@ -201,7 +201,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 
 async def settled(replica: Replica) -> None:
-    machine = replica.driver.machine
+    machine = replica.own.driver.machine
     await until(replica, lambda: not machine.behind and machine.stage in (Stage.IDLE, Stage.ERROR))
 
 
@@ -214,7 +214,7 @@ def test_a_change_counts_from_the_call_on_also_before_the_task_that_waits_runs(t
 
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         told = asyncio.create_task(replica.changed(60.0))
-        replica.gate.set(Door.HELD)
+        replica.own.gate.set(Door.HELD)
         await asyncio.wait({told}, timeout=5.0)
         assert told.done()
 
@@ -254,7 +254,7 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
         assert (report.snapshot, report.stage, report.target) == ("v1", Stage.ERROR, "v2")
         assert report.error == "v2: checksum of a.weight differs"
         assert report.transitions[-1].detail == report.error
-        assert (engine.serving, report.ready, replica.gate.door) == ("v1", True, Door.OPEN)
+        assert (engine.serving, report.ready, replica.own.gate.door) == ("v1", True, Door.OPEN)
         assert "stage v2 v2" not in engine.calls
 
     play(tmp_path, scenario)
@@ -268,7 +268,7 @@ def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Pat
         assert replica.report().error == "v1: tensor a.weight has shape [2], expected [3]"
         engine.refuse_stage = False
         replica.desire(wanted("v1", 1))
-        assert not replica.driver.machine.behind
+        assert not replica.own.driver.machine.behind
         replica.desire(wanted("v1", 2))
         await settled(replica)
         assert (replica.report().snapshot, replica.report().error) == ("v1", None)
@@ -341,14 +341,14 @@ def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) 
         engine.commit_gate.clear()
         replica.desire(wanted("v1", 1))
         await engine.committing.wait()
-        assert replica.gate.door is Door.HELD
+        assert replica.own.gate.door is Door.HELD
         with pytest.raises(SnapshotTransition):
-            await replica.gate.enter(0)
-        patient = asyncio.create_task(replica.gate.enter(60))
-        await until(replica, lambda: replica.gate.waiting == 1)
+            await replica.own.gate.enter(0)
+        patient = asyncio.create_task(replica.own.gate.enter(60))
+        await until(replica, lambda: replica.own.gate.waiting == 1)
         engine.commit_gate.set()
         await patient
-        assert replica.driver.machine.serving == "v1"
+        assert replica.own.driver.machine.serving == "v1"
 
     play(tmp_path, scenario)
 
@@ -379,27 +379,27 @@ def test_who_waited_at_the_gate_goes_by_the_door_that_follows(
 
 def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        with replica.gate.admitted():
+        with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
-            await until(replica, lambda: replica.gate.door is Door.CLOSED)
+            await until(replica, lambda: replica.own.gate.door is Door.CLOSED)
             with pytest.raises(SnapshotTransition) as caught:
-                await replica.gate.enter(60)
+                await replica.own.gate.enter(60)
             assert (caught.value.status, caught.value.retry_after_s) == (425, 1)
             assert replica.report().stage is Stage.STAGED
             assert "commit v1" not in engine.calls
         await settled(replica)
-        assert (replica.report().snapshot, replica.gate.door) == ("v1", Door.OPEN)
+        assert (replica.report().snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
 
     play(tmp_path, scenario)
 
 
 def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        with replica.gate.admitted():
-            with replica.gate.admitted():
+        with replica.own.gate.admitted():
+            with replica.own.gate.admitted():
                 replica.desire(wanted("v1", 1, transition="SYNC"))
-                await until(replica, lambda: replica.gate.door is Door.CLOSED)
-            drained = asyncio.create_task(replica.gate.drained())
+                await until(replica, lambda: replica.own.gate.door is Door.CLOSED)
+            drained = asyncio.create_task(replica.own.gate.drained())
             await asyncio.sleep(0)
             assert not drained.done()
             assert replica.report().stage is Stage.STAGED
@@ -412,12 +412,12 @@ def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
 
 def test_a_sync_swap_that_drains_can_still_be_superseded_and_opens_the_gate(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        with replica.gate.admitted():
+        with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
-            await until(replica, lambda: replica.gate.door is Door.CLOSED)
+            await until(replica, lambda: replica.own.gate.door is Door.CLOSED)
             replica.desire(wanted(BASE_SNAPSHOT, 2))
             await settled(replica)
-            assert replica.gate.door is Door.OPEN
+            assert replica.own.gate.door is Door.OPEN
         assert "commit v1" not in engine.calls
         assert replica.report().snapshot == BASE_SNAPSHOT
 
@@ -428,7 +428,7 @@ def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: 
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         replica.desire(wanted("v1", 4))
         await settled(replica)
-        boot, before = replica.boot, replica.namespaces.admit(("", "s"))
+        boot, before = replica.boot, replica.own.namespaces.admit(("", "s"))
         await engine.die()
         assert replica.report().ready is False
         await until(replica, lambda: replica.ready)
@@ -436,7 +436,7 @@ def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: 
         assert report.boot != boot
         assert (report.snapshot, report.generation, report.transitions) == (BASE_SNAPSHOT, 0, ())
         assert engine.starts == 2
-        assert replica.namespaces.admit(("", "s")) != before
+        assert replica.own.namespaces.admit(("", "s")) != before
         replica.engine_died(boot, "a late stream of the old boot")
         assert replica.ready
         replica.desire(wanted("v1", 4))

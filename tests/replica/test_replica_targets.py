@@ -48,7 +48,7 @@ async def until(replica: Replica, holds: Callable[[], bool]) -> None:
 
 
 async def at(replica: Replica, snapshot: str, stage: Stage = Stage.IDLE) -> None:
-    machine = replica.driver.machine
+    machine = replica.own.driver.machine
     await until(
         replica,
         lambda: (
@@ -179,7 +179,7 @@ def test_a_reload_loads_what_serves_once_more_with_a_new_cache_and_only_once(tmp
         replica.desire(wanted("v1", 2, reset_prompt_cache="none", reload=1))
         await at(replica, "v1")
         assert engine.switches == ["v1", "v1"]
-        assert replica.namespaces.admit(None) == 1
+        assert replica.own.namespaces.admit(None) == 1
         replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=3, reload=1))
         await at(replica, BASE_SNAPSHOT)
         replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=3, reload=2))
@@ -209,11 +209,11 @@ def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
         await at(replica, "v1", Stage.STAGED)
         replica.desire(held)
         await tick(20)
-        assert (replica.report().stage, replica.gate.door) == (Stage.STAGED, Door.OPEN)
+        assert (replica.report().stage, replica.own.gate.door) == (Stage.STAGED, Door.OPEN)
         assert engine.switches == []
         replica.desire(wanted("v1", 1, transition=transition, reset_prompt_cache="none", max_cache_age=3))
         await at(replica, "v1")
-        assert (replica.namespaces.admit(None), replica.namespaces.kv_age_max) == (0, 3), (
+        assert (replica.own.namespaces.admit(None), replica.own.namespaces.kv_age_max) == (0, 3), (
             "not as it was let go"
         )
         # Late: it has been let go.
@@ -294,7 +294,7 @@ def test_a_held_target_that_is_superseded_while_it_may_not_be_given_up_does_not_
 def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         assert replica.report().admitting
-        with replica.gate.admitted():
+        with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
             await until(replica, lambda: not replica.report().admitting)
             assert (replica.report().stage, replica.report().in_flight) == (Stage.STAGED, 1)
@@ -350,7 +350,7 @@ def test_a_hint_fetches_files_early_and_a_load_goes_before_it(tmp_path: Path) ->
                     finally:
                         source.calls.append("stopped")
 
-            it.replica._hints._prefetch = prefetch
+            it.replica.own.hints._prefetch = prefetch
             for given in (hint("v1", "slow"), hint("v1", "b"), hint("v2", "c")):
                 body = {"snapshot": given.snapshot, "url": given.url, "files": given.files}
                 assert (await it.http.post("/replica/hint", json=body)).status_code == 202

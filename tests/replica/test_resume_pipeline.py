@@ -459,11 +459,11 @@ def test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot(tmp_
 
     async def scenario(here: Running, there: Running) -> None:
         writes = await stream(here, path, body)
-        service = there.replica.service
+        service = there.replica.own.service
         assert service is not None
         async with service.replays:
             asked = asyncio.create_task(resume(there, path, body, writes[:2]))
-            await there.until(lambda: there.replica.gate.inside == 1)
+            await there.until(lambda: there.replica.own.gate.inside == 1)
             await there.engine.die()
             await there.until(lambda: there.replica.ready)
         answer = await asked
@@ -479,13 +479,13 @@ def test_resumed_streams_are_let_in_beside_as_many_as_fit(tmp_path: Path) -> Non
     async def scenario(here: Running, there: Running) -> None:
         writes = await stream(here, path, body)
         there.engine.allowed = 0
-        there.replica.gate._requests_max = 1
+        there.replica.own.gate._requests_max = 1
         first = asyncio.create_task(stream(there, path, body))
         await there.engine.started_streams.wait()
         full = await there.http.post(path, json={"model": MODEL, **body})
         assert full.status_code == 429
         resumed = [asyncio.create_task(resume(there, path, body, writes[:2])) for _ in range(3)]
-        await there.until(lambda: there.replica.gate.inside == 4)
+        await there.until(lambda: there.replica.own.gate.inside == 4)
         there.engine.allow(99)
         assert [(await answer).status_code for answer in resumed] == [200] * 3
         await first
@@ -601,8 +601,8 @@ def test_the_log_says_of_which_files_kv_is_before_the_engine_has_told_of_its_swi
         engine, replica = cast(SlowToSay, here.engine), here.replica
 
         async def loaded(generation: int) -> str:
-            await here.until(lambda: replica.report().generation == generation and replica.driver.resting)
-            return replica.driver.meanings.files("s")
+            await here.until(lambda: replica.report().generation == generation and replica.own.driver.resting)
+            return replica.own.driver.meanings.files("s")
 
         replica.desire(wanted("s", 1, A))
         old = await loaded(1)

@@ -344,7 +344,7 @@ def test_a_session_that_is_closed_under_a_request_is_not_kept_after_it(tmp_path:
         async with running(tmp_path, engine) as here:
             engine.allow(2)
             asked = asyncio.create_task(turn(here, [USER]))
-            await here.until(lambda: here.replica.gate.inside == 1)
+            await here.until(lambda: here.replica.own.gate.inside == 1)
             closed = await here.http.post("/replica/sessions/close", json={"tenant": "", "key": "s"})
             assert closed.json() == {"closed": True}
             engine.allow(10_000)

@@ -29,7 +29,8 @@ from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
 from midstream.replica.gate import Gate, Namespaces
 from midstream.replica.pins import Pins
-from midstream.replica.policies import Policies, Policy
+from midstream.replica.policies import Policies
+from midstream.replica.policy import Policy
 from midstream.replica.response.work import Surroundings
 from midstream.replica.swap import source
 from midstream.snapshots.store import fetch
@@ -254,7 +255,7 @@ def _ended_under_its_requests() -> None:
 
     async def end(self: Policies, policy: Policy) -> None:
         await policy.close()
-        self._parts.engine.end_policy(policy.own_name)
+        self._parts.engine.end_policy(policy.key)
         self._going.remove(policy)
 
     Policies._end = end  # type: ignore[method-assign]

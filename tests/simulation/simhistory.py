@@ -523,6 +523,6 @@ class History:
             if process.alive and busy:
                 raise Wrong(f"{process} has requests on {busy}, and nobody asked for anything")
         for process, replica in self.world.replicas:
-            gate, pins = replica.gate, replica.pins
+            gate, pins = replica.own.gate, replica.own.pins
             if process.alive and (gate.inside or gate.choices or gate.waiting or len(pins)):
                 raise Wrong(f"{process} has {gate} and {pins}, and nobody asked for anything")

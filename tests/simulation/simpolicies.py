@@ -292,7 +292,10 @@ class Policies:
         for process, replica in self._world.replicas:
             if not process.alive or process.engine is None:
                 continue
-            left = [*replica.policies.everyone, *(name for name in process.engine.slots if name)]
+            left = [
+                *(one for one in replica.policies.everyone if one.name),
+                *(name for name in process.engine.slots if name),
+            ]
             if left:
                 raise Wrong(f"{process} has {left}, and every policy was ended")
 

@@ -40,7 +40,8 @@ from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import ReplicaSpec
 from midstream.launch.tracing import tracer_of
 from midstream.replica.journal import Journal, records_url
-from midstream.replica.replica import Bounds, Replica
+from midstream.replica.policy import Bounds
+from midstream.replica.replica import Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.source import CachedSource

@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,55 +27,34 @@ from midstream.core.served_names import ServedNames
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.tracing import Tracer
 from midstream.core.types import (
-    BASE_SNAPSHOT,
     ENGINE_SILENT_FROM_S,
-    POLICIES_MAX,
     Desired,
     Hint,
+    ModelInfo,
     Pause,
     ReplicaReport,
     Session,
-    Stage,
 )
 from midstream.engine.base import Engine, EngineDied
-from midstream.replica import policies
-from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
+from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
-from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
-from midstream.replica.policies import Boot, Parts, Policies
+from midstream.replica.policies import Policies
+from midstream.replica.policy import Bounds, Parts, Policy
 from midstream.replica.service import REAL, Kept, Outside, Service
-from midstream.replica.sessions import SESSION_IDLE_S, Sessions
+from midstream.replica.sessions import Sessions
 from midstream.replica.spans import trace_swap
 from midstream.replica.stored import StoredResponses
-from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
 from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files, Hints, SnapshotSource
-from midstream.replica.swap.table import SwapMachine
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.text_jobs import TextJobs
 from midstream.replica.turns.trace import trace_of, traced
-from midstream.replica.turns.tree import BYTES_MAX, Trees, Turn
+from midstream.replica.turns.tree import Trees, Turn
 
 log = logging.getLogger(__name__)
 
 RESTARTS = Backoff(first_s=0.5, last_s=10.0)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """requests_max: choices inside or waiting at the gate; a request that would bring more gets 429. session_idle_s: how
-    long a session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that
-    are pinned to what serves. residency: of full snapshots; of a policy's only the number counts. policies_max: held at once.
-    turns_bytes_max: of the tokens of all sessions' turns.
-    """
-
-    requests_max: int = REQUESTS_MAX
-    session_idle_s: float = SESSION_IDLE_S
-    pin_drain_s: float = PIN_DRAIN_S
-    residency: Residency = ONE
-    policies_max: int = POLICIES_MAX
-    turns_bytes_max: int = BYTES_MAX
 
 
 DEFAULT_BOUNDS = Bounds()
@@ -102,9 +81,6 @@ class Replica:
         clock, monotonic = outside.clock, outside.monotonic
         self.name = name
         self.names = names
-        self.gate = Gate(self._changed, bounds.requests_max)
-        self.pins = Pins(self._changed, bounds.pin_drain_s, bounds.residency, engine.retain)
-        self.namespaces = Namespaces(idle_s_max=bounds.session_idle_s, clock=monotonic)
         self.trees = Trees(bounds.turns_bytes_max)
         self.sessions = Sessions(
             idle_s=bounds.session_idle_s,
@@ -113,41 +89,40 @@ class Replica:
             on_change=self._changed,
             on_close=self.trees.close,
         )
-        self.service: Service | None = None
         self.ready = False
         self.clock, self.monotonic = clock, monotonic
         self._engine = engine
         self._text = text
         self._outside = outside
-        self._hints = Hints(source.prefetch)
-        self._files = Files(source, self._hints, base_directory)
-        self._checker = Checker(engine, outside.new_boot)
         self._jobs = TextJobs()
         #: Of the process, once it is watched.
         self._pulse = Pulse(name)
         self._grammars = GrammarChecks()
         self.responses = StoredResponses(name, self.trees.close)
         self._journal: Journal | None = None
-        self._kept = self._kept_over_boots()
+        self._kept = Kept(self.sessions, self._jobs, self._grammars, self.trees, self.responses)
         #: What was asked for last, and what was carried out.
         self._to_pause = self._pause = Pause()
         self._pausing: asyncio.Task[None] | None = None
         self._watch = asyncio.Event()
         #: Loads that have ended, of the deployment's own snapshots and of policies: each end is told at once.
         self.settled = 0
-        self._driving: asyncio.Task[None] | None = None
         self._recovery: asyncio.Task[None] | None = None
         #: Why the engine cannot be started again.
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
         self._policies_max = bounds.policies_max
-        self.policies = Policies(self._parts(bounds))
-        self.driver = self._fresh_driver()
+        self.policies = Policies(self._parts(bounds, Files(source, Hints(source.prefetch), base_directory)))
         engine.on_death(self._on_death)
 
     def __repr__(self) -> str:
-        return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.driver.machine!r}, {self.gate!r})"
+        return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.own!r})"
+
+    @property
+    def own(self) -> Policy:
+        """The deployment's own policy."""
+        return self.policies.own
 
     def keep_records(self, journal: Journal) -> None:
         """The records of turns and rewards go into it. To be called before `start`."""
@@ -162,49 +137,34 @@ class Replica:
         pulse.on_change = self._changed
         pulse.on_stall = partial(self.sessions.measures.observe, "event_loop_stall_seconds")
 
-    def _parts(self, bounds: Bounds) -> Parts:
+    def _parts(self, bounds: Bounds, files: Files) -> Parts:
         return Parts(
             engine=self._engine,
             text=self._text,
             names=self.names,
-            files=self._files,
+            files=files,
             kept=lambda: self._kept,
             outside=self._outside,
-            bounds=policies.Bounds(
-                bounds.requests_max,
-                bounds.session_idle_s,
-                bounds.pin_drain_s,
-                Residency(bounds.residency.snapshots),
-                bounds.policies_max,
-            ),
+            bounds=bounds,
+            boot=lambda: self.boot,
             on_change=self._changed,
             on_settled=self._settled,
             on_swapped=self._swapped,
             died=self.engine_died,
+            driver_ended=self._driver_ended,
         )
 
     def serves(self, policy: str, boot: str | None = None) -> AbstractContextManager[Service]:
         """What serves a policy's requests, for one of them. boot: the one that is meant.
 
         Raises AnotherBoot, and PolicyNotLoaded as it is entered."""
-        if self.service is None:
+        if (service := self.own.service) is None:
             raise AnotherBoot("the engine is starting; retry this request")
         if not policy:
-            return contextlib.nullcontext(self.service)
+            return contextlib.nullcontext(service)
         if boot not in (None, self.boot) or not self.ready:
             raise AnotherBoot("the replica began anew after this request was sent to it; retry this request")
         return self.policies.serves(policy)
-
-    def _kept_over_boots(self) -> Kept:
-        return Kept(
-            self.pins,
-            self.namespaces,
-            self.sessions,
-            self._jobs,
-            self._grammars,
-            self.trees,
-            self.responses,
-        )
 
     def trace(self, session: Session) -> Trace | None:
         """The turns of a session; None: nothing is known of it here."""
@@ -213,7 +173,7 @@ class Replica:
 
     def _routes_shape(self) -> tuple[int, bool]:
         """Experts of a token in each layer, and whether their numbers have 16 bits."""
-        info = None if self.service is None else self.service.info
+        info = self._info
         return (0, False) if info is None else (info.top_k, info.num_experts > 256)
 
     def _turn_ended(self, session: Session, tree: int, turn: Turn) -> None:
@@ -250,36 +210,18 @@ class Replica:
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""
         info = await self._engine.start()
-        boot = self.boot
-        self.service = Service(
-            engine=self._engine,
-            info=info,
-            text=self._text,
-            names=self.names,
-            kept=self._kept,
-            gate=self.gate,
-            clock=self.clock,
-            monotonic=self._outside.monotonic,
-            random_seed=self._outside.random_seed,
-            boot=boot,
-            boot_now=lambda: self.boot,
-            serving=lambda: self.driver.machine.serving,
-            files_of=lambda snapshot: self.driver.meanings.files(snapshot),
-            on_engine_death=lambda reason: self.engine_died(boot, reason),
-        )
-        self.driver.info = info
-        self.pins.begin(able=info.card.has("resident_snapshots"))
-        self.driver.check = await self._checker.check(info, BASE_SNAPSHOT, 0)
-        self._driving = asyncio.create_task(self.driver.run(), name="swap driver")
-        self._driving.add_done_callback(lambda task: self._driver_ended(boot, task))
+        own = self.own
+        own.start(info)
+        await own.prove_base(info)
+        own.drive()
         self._down = None
         self.ready = True
-        self.gate.set(Door.OPEN)
+        own.gate.set(Door.OPEN)
         self._changed()
 
     async def drained(self) -> None:
         """Take no more requests, and wait until none is inside."""
-        gates = [self.gate, *(policy.gate for policy in self.policies.everyone)]
+        gates = [policy.gate for policy in self.policies.everyone]
         for gate in gates:
             gate.set(Door.DOWN)
         for gate in gates:
@@ -289,8 +231,8 @@ class Replica:
         """Idempotent. Requests inside end with the engine."""
         self.closed = True
         self.ready = False
-        self.gate.set(Door.DOWN)
-        await self._hints.close()
+        self.own.gate.set(Door.DOWN)
+        await self.own.hints.close()
         self._jobs.close()
         self._grammars.close()
         for task in (self._recovery, self._pausing):
@@ -301,16 +243,16 @@ class Replica:
     def desire(self, desired: Desired) -> None:
         """Raises InvalidRequest for a policy that this engine does not serve, AnotherBoot while the replica takes none."""
         if not desired.policy:
-            self.driver.desire(desired)
+            self.own.driver.desire(desired)
             return
-        info = None if self.service is None else self.service.info
+        info = self._info
         if info is None or not self.ready:
             raise AnotherBoot("the engine is starting; retry this request")
-        if self.gate.door is Door.DOWN:
+        if self.own.gate.door is Door.DOWN:
             raise AnotherBoot("the replica is ending; retry this request")
         if not info.card.has("policies"):
             raise InvalidRequest("policy: this engine serves one policy", param="policy")
-        self.policies.desire(desired, Boot(self.boot, info, lambda: self.boot))
+        self.policies.desire(desired, info)
 
     def pause(self, wanted: Pause) -> None:
         """Pause or go on, unless a newer message said otherwise. The report tells when it is done."""
@@ -321,7 +263,6 @@ class Replica:
         if stale or (again and (wanted != self._to_pause or under_way or self._pause == wanted)):
             return
         self._to_pause = wanted
-        self.gate.pause(wanted.mode is not None)
         self.policies.pause(wanted.mode is not None)
         if self._pausing is None or self._pausing.done():
             self._pausing = asyncio.create_task(self._carry_out_pause(), name="pause")
@@ -343,66 +284,64 @@ class Replica:
 
     def abort(self, ids: tuple[str, ...] | None = None, *, held: bool = True) -> int:
         """Ends requests with what they have; None: all. held: also those that wait at a gate. Returns of how many."""
-        own = 0 if self.service is None else self.service.abort(ids, held=held)
-        return own + sum(policy.service.abort(ids, held=held) for policy in self.policies.everyone)
+        return sum(policy.abort(ids, held=held) for policy in self.policies.everyone)
 
     def reset_cache(self) -> None:
-        for namespaces in (self.namespaces, *(policy.namespaces for policy in self.policies)):
-            namespaces.reset()
+        for policy in self.policies:
+            policy.namespaces.reset()
 
     def hint(self, hint: Hint) -> None:
-        """Fetch files early that a target will need."""
-        if hint.policy:
-            self.policies.hint(hint)
-        else:
-            self._hints.add(hint)
+        self.policies.hint(hint)
 
     def close_session(self, session: Session) -> bool:
         """Whether it was held here. Its next request begins anew; one that runs goes on."""
-        for namespaces in (self.namespaces, *(policy.namespaces for policy in self.policies)):
-            namespaces.forget(session)
+        for policy in self.policies:
+            policy.namespaces.forget(session)
         # Its turns outlive the engine, whose end closes the session.
         had = self.trees.of(session) is not None
         self.trees.close(session)
         return self.sessions.close(session) or had
 
     def report(self) -> ReplicaReport:
-        machine = self.driver.machine
-        idle = machine.stage is Stage.IDLE
-        info = None if self.service is None else self.service.info
+        own, info = self.own.report(), self._info
         silent_s = int(self._engine.silent_s()) if self.ready else 0
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
-            ready=self.ready and machine.sound,
+            ready=self.ready and own.sound,
             ready_at_all=self.ready,
-            resident=self.pins.resident(machine.serving),
-            snapshot=machine.serving,
-            signalled=machine.signalled,
-            generation=machine.accepted.generation if machine.accepted else 0,
-            stage=machine.stage,
-            target=None if idle or machine.target is None else machine.target.snapshot,
-            error=self._down if machine.error is None else machine.error,
-            in_flight=self.gate.inside + sum(policy.gate.inside for policy in self.policies.everyone),
+            resident=own.resident,
+            snapshot=own.snapshot,
+            signalled=own.signalled,
+            generation=own.generation,
+            stage=own.stage,
+            target=own.target,
+            error=self._down if own.error is None else own.error,
+            in_flight=self.policies.requests,
             policies=self.policies.reports(),
             policies_max=self._policies_max,
-            held=machine.stage is Stage.STAGED and machine.held,
-            admitting=self.gate.door is not Door.CLOSED,
+            held=own.held,
+            admitting=own.admitting,
             pause=self._pause,
-            pinnable=self.pins.coming is None,
-            check=self.driver.check,
-            contents=self.driver.contents,
-            last_swap=self.driver.last_swap,
-            swaps=self.driver.swaps,
+            pinnable=own.pinnable,
+            check=own.check,
+            contents=own.contents,
+            last_swap=own.last_swap,
+            swaps=self.own.driver.swaps,
             engine=self._engine.stats(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
-            transitions=tuple(machine.transitions),
+            transitions=own.transitions,
             long_texts=self._jobs.jobs,
             records=None if self._journal is None else self._journal.stats(),
             stalled_s=self._pulse.stalled_s,
             engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
         )
+
+    @property
+    def _info(self) -> ModelInfo | None:
+        """Of the engine that runs, or ran last."""
+        return None if self.own.service is None else self.own.service.info
 
     def changed(self, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Returns at the first change of the report after this call, or after `timeout_s`."""
@@ -414,7 +353,7 @@ class Replica:
             return
         log.error("%s: the engine died: %s", self.name, reason)
         self.ready = False
-        self.gate.set(Door.DOWN)
+        self.own.gate.set(Door.DOWN)
         self._recovery = asyncio.create_task(self._recover(), name="engine recovery")
         self._recovery.add_done_callback(_log_failure)
         self._changed()
@@ -424,24 +363,22 @@ class Replica:
             # A boot that never served is for `start` to report.
             self.engine_died(self.boot, reason)
 
-    def _driver_ended(self, boot: str, task: asyncio.Task[None]) -> None:
+    def _driver_ended(self, boot: str, policy: str, task: asyncio.Task[None]) -> None:
         """A driver that ends by itself leaves open what the engine serves, so the replica starts over."""
-        error = None if task.cancelled() else task.exception()
-        if self.closed or self._recovery is not None or boot != self.boot:
+        if task.cancelled() or self.closed or self._recovery is not None or boot != self.boot:
             return
-        log.error("%s: the swap driver failed", self.name, exc_info=error)
-        self.engine_died(boot, f"the swap driver failed: {error!r}")
+        error = task.exception()
+        driver = f"the swap driver of policy {policy}" if policy else "the swap driver"
+        log.error("%s: %s failed", self.name, driver, exc_info=error)
+        self.engine_died(boot, f"{driver} failed: {error!r}")
 
     async def _end_boot(self) -> None:
-        """The engine is closed before the driver is waited for: a commit under way ends with the engine at the latest."""
-        if self._driving is not None:
-            self._driving.cancel()
+        """The engine is closed before the drivers are waited for: a commit under way ends with the engine at the latest."""
+        self.policies.shut()
         try:
             await self._engine.close()
         finally:
             await self.policies.close()
-            if self._driving is not None:
-                await asyncio.wait((self._driving,))
 
     async def _recover(self) -> None:
         try:
@@ -451,10 +388,9 @@ class Replica:
             log.exception("%s: the dead engine could not be closed", self.name)
         self.boot = self._outside.new_boot()
         # The cache died with the engine.
-        self.namespaces.commit("all")
-        self.pins.begin(able=False)
+        self.own.namespaces.commit("all")
         self.sessions.close_all()
-        self.driver = self._fresh_driver()
+        self.own.begin()
         self._changed()
         failures = 0
         while True:
@@ -474,23 +410,6 @@ class Replica:
                 self._recovery = None
                 return
 
-    def _fresh_driver(self) -> SwapDriver:
-        boot = self.boot
-        return SwapDriver(
-            engine=self._engine,
-            files=self._files,
-            entrance=Entrance(self.gate, self.pins, self.namespaces),
-            machine=SwapMachine(self.clock),
-            checker=self._checker,
-            monotonic=self._outside.monotonic,
-            told=Told(
-                self._changed,
-                self._settled,
-                lambda reason: self.engine_died(boot, reason),
-                self._swapped,
-            ),
-        )
-
     def _swapped(self, history: SwapHistory) -> None:
         history.count(self.sessions.measures)
         if self.tracer is not None:
@@ -502,7 +421,7 @@ class Replica:
         self._changed()
 
     def _changed(self) -> None:
-        if self.driver.quiet:
+        if self.own.driver.quiet:
             return
         watch, self._watch = self._watch, asyncio.Event()
         watch.set()

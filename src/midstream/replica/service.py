@@ -98,10 +98,8 @@ REAL = Outside()
 
 @dataclass(frozen=True)
 class Kept:
-    """What a replica keeps while its engine ends and starts again."""
+    """What all policies of a replica share, and keep while its engine ends and starts again."""
 
-    pins: Pins
-    namespaces: Namespaces
     sessions: Sessions
     jobs: TextJobs
     grammars: GrammarChecks
@@ -125,9 +123,11 @@ class _Ready(NamedTuple):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Service(Surroundings):
-    """Serves the requests of one boot."""
+    """Serves the requests of one policy in one boot."""
 
     kept: Kept
+    pins: Pins
+    namespaces: Namespaces
     random_seed: Callable[[], int]
     #: The requests that wait at the gate or are inside, as clients may call them.
     called: dict[Called, None] = field(default_factory=dict)
@@ -198,15 +198,14 @@ class Service(Surroundings):
         self.check_boot(headers.get(HEADER_BOOT))
         timings.admitted = self.monotonic()
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
-        pins = self.kept.pins
-        begins = asked.check(self.serving(), pins)
+        begins = asked.check(self.serving(), self.pins)
         older = None if begins == self.serving() else begins
         # KV under the salt of an older snapshot is its own, so of age 0.
-        age_max = None if older else self.kept.namespaces.kv_age_max
+        age_max = None if older else self.namespaces.kv_age_max
         salt = self._salt(work.checked, session, headers, older)
-        fixed = begins if asked.pinned and pins.several else None
+        fixed = begins if asked.pinned and self.pins.several else None
         requests = [replace(r, salt=salt, kv_age_max=age_max, snapshot=fixed) for r in work.requests]
-        pinned = pins.hold(asked, begins) if asked.pinned else nullcontext()
+        pinned = self.pins.hold(asked, begins) if asked.pinned else nullcontext()
         inside = self.gate.admitted(ready.choices)
         async with pinned:
             with inside, self.kept.sessions.turn(session, stamp_of(headers)) as turn:
@@ -253,7 +252,7 @@ class Service(Surroundings):
         counted = choices if continued is None else 0
         self.gate.check(counted)
         if self.gate.door is gate.Door.OPEN:
-            asked.check(self.serving(), self.kept.pins)
+            asked.check(self.serving(), self.pins)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         told = continued is not None and not given.whole
         prompts = [] if told else await self._reader.prompts(unread, headers)
@@ -382,15 +381,14 @@ class Service(Surroundings):
     def _salt(
         self, checked: Checked, session: Session | None, headers: Mapping[str, str], older: str | None
     ) -> bytes:
-        namespaces = self.kept.namespaces
         # An engine that does not keep ages may have KV that is too old.
-        too_old = namespaces.kv_age_max is not None and not ages_are_kept(self.info)
+        too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)
         if not checked.prompt_cache or too_old:
             return os.urandom(16)
         whose = (headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, ""))
-        namespace = namespaces.admit(session) if older is None else namespaces.resets
-        own = self.kept.pins.salt_of(older)
-        return cache_salt(namespace, *whose, (self.salted or self.names.model) + own)
+        namespace = self.namespaces.admit(session) if older is None else self.namespaces.resets
+        own = self.pins.salt_of(older)
+        return cache_salt(namespace, *whose, (self.policy or self.names.model) + own)
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:

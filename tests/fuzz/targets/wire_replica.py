@@ -30,7 +30,8 @@ from midstream.engine.base import Engine
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request
 from midstream.replica.app import ReplicaApp
-from midstream.replica.replica import Bounds, Replica
+from midstream.replica.policy import Bounds
+from midstream.replica.replica import Replica
 from midstream.replica.service import Outside
 from midstream.replica.swap.source import SnapshotSource
 from midstream.replica.text.chat import TextModel

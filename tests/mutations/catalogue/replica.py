@@ -6,8 +6,8 @@ REPLICA = (
     Mutation(
         "a_pause_holds_nobody",
         "replica/replica.py",
-        "self.gate.pause(wanted.mode is not None)",
-        "self.gate.pause(False)",
+        "self.policies.pause(wanted.mode is not None)",
+        "self.policies.pause(False)",
         "A paused deployment holds every newcomer.",
         (
             "replica/test_replica_pause.py::test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let_them_in",
@@ -62,7 +62,7 @@ REPLICA = (
     ),
     Mutation(
         "report_forgets_its_signal",
-        "replica/replica.py",
+        "replica/policy.py",
         "signalled=machine.signalled",
         "signalled=0",
         "A replica reports which signal what it serves belongs to.",
@@ -194,7 +194,7 @@ REPLICA = (
     ),
     Mutation(
         "dead_engines_snapshots_are_offered",
-        "replica/replica.py",
+        "replica/policy.py",
         "self.pins.begin(able=False)",
         "pass",
         "A new boot has what it starts on alone.",
@@ -521,7 +521,7 @@ REPLICA = (
     ),
     Mutation(
         "policy_in_use_makes_way",
-        "replica/policies.py",
+        "replica/policy.py",
         "return not (self.users or waits) and self.driver.resting",
         "return not waits and self.driver.resting",
         "A policy that a request uses makes way for no other one.",
@@ -556,7 +556,7 @@ REPLICA = (
     ),
     Mutation(
         "loaded_policy_makes_way_unused",
-        "replica/policies.py",
+        "replica/policy.py",
         "waits = self.unused_since is not None and now - self.unused_since < UNUSED_S",
         "waits = False",
         "A policy that has just loaded waits for the request that it was loaded for.",

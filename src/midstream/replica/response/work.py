@@ -39,10 +39,8 @@ class Surroundings:
     boot: str
     #: The boot that serves now.
     boot_now: Callable[[], str]
-    #: Whose weights the requests take; "" is the deployment's own.
+    #: What the engine calls the policy whose weights the requests take; "" is the deployment's own.
     policy: str = ""
-    #: What stands for the model in salts of the cache; "": the model's name.
-    salted: str = ""
     #: What the files of a snapshot are, comparable between replicas; "": not known.
     files_of: Callable[[str], str] = lambda snapshot: ""
     #: Held while a resumed stream replays its log: one stream at a time.
