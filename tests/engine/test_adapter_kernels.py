@@ -72,7 +72,7 @@ def test_logits_are_those_of_peft(tmp_path: Path, shape: str, kind: str) -> None
     with torch.inference_mode():
         expected = peft(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
         plain = module(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
-    decoder = CpuDecoder(module, POSITIONS, threads=2)
+    decoder = CpuDecoder(module, POSITIONS, threads=2, near_tie=0.0)
     table = np.random.default_rng(1).permutation(BLOCKS)[:5]
     batch = replace(step([(ids, 0, 70, table)]), adapters=(decoder.adapter(maps),))
     logits, _ = decoder.forward(batch, poisoned(decoder), np.arange(70))
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_the_adapters_beside_them(
     tmp_path: Path, shape: str, dtype: torch.dtype
 ) -> None:
     module = model(shape, dtype)
-    decoder = CpuDecoder(module, POSITIONS, threads=2)
+    decoder = CpuDecoder(module, POSITIONS, threads=2, near_tie=0.0)
     rng = np.random.default_rng(0)
     packed = [
         decoder.adapter(made(module, tmp_path, kind, seed)[1])
@@ -120,6 +120,6 @@ def test_bits_do_not_depend_on_the_adapters_beside_them(
 def test_memory_is_the_numbers_and_hardly_more(tmp_path: Path) -> None:
     module = model("odd-sizes", torch.bfloat16)
     _, maps = made(module, tmp_path, "all", 0)
-    packed = CpuDecoder(module, POSITIONS, threads=1).adapter(maps)
+    packed = CpuDecoder(module, POSITIONS, threads=1, near_tie=0.0).adapter(maps)
     numbers = sum(low.a.nbytes + low.b.nbytes for low in maps.values())
     assert packed.nbytes <= 1.25 * numbers

@@ -159,7 +159,7 @@ def test_float32_logits_and_routes_are_the_modules_own(shape: str) -> None:
             part.register_forward_hook(lambda m, i, output: chosen.append(output[2]))
     with torch.inference_mode():
         expected = module(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
-    decoder = CpuDecoder(module, POSITIONS, threads=2)
+    decoder = CpuDecoder(module, POSITIONS, threads=2, near_tie=0.0)
     logits, routes = in_chunks(decoder, ids, [150], np.random.default_rng(1).permutation(BLOCKS)[:10])
     assert (logits - expected).abs().max().item() < 1e-4
     if chosen:
@@ -175,7 +175,10 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_where_blocks_lie(
 ) -> None:
     module = model(shape, dtype)
     rng = np.random.default_rng(0)
-    one, two = CpuDecoder(module, POSITIONS, threads=1), CpuDecoder(module, POSITIONS, threads=2)
+    one, two = (
+        CpuDecoder(module, POSITIONS, threads=1, near_tie=0.0),
+        CpuDecoder(module, POSITIONS, threads=2, near_tie=0.0),
+    )
     sequences = [rng.integers(0, VOCAB, length) for length in (150, 97, 3)]
     tables = [np.arange(10), rng.permutation(np.arange(10, 20)), np.array([33])]
     alone = [in_chunks(one, ids, [len(ids)], t) for ids, t in zip(sequences, tables, strict=True)]
@@ -193,20 +196,20 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_where_blocks_lie(
 
 def test_a_rotary_embedding_that_grows_with_the_prompt_is_not_fused_beyond_where_it_grows() -> None:
     module = model("dynamic-rope", torch.float32)
-    CpuDecoder(module, POSITIONS, threads=1)
+    CpuDecoder(module, POSITIONS, threads=1, near_tie=0.0)
     with pytest.raises(
         KernelsUnavailable, match="rotary embedding of type dynamic, of 512 positions where 513 are needed"
     ):
-        CpuDecoder(module, POSITIONS + 1, threads=1)
+        CpuDecoder(module, POSITIONS + 1, threads=1, near_tie=0.0)
 
 
 def test_heads_that_do_not_fit_the_kernels_when_they_are_filled_up_are_not_fused() -> None:
     with pytest.raises(KernelsUnavailable, match="head_dim 264, which takes more than 256"):
-        CpuDecoder(model("head-dim-264", torch.float32), POSITIONS, threads=1)
+        CpuDecoder(model("head-dim-264", torch.float32), POSITIONS, threads=1, near_tie=0.0)
 
 
 def test_positions_beyond_the_rotary_table_are_refused_not_read() -> None:
-    decoder = CpuDecoder(model("odd-sizes", torch.float32), 20, threads=1)
+    decoder = CpuDecoder(model("odd-sizes", torch.float32), 20, threads=1, near_tie=0.0)
     ids = np.zeros(21, dtype=np.int64)
     cache = decoder.new_cache(32)
     decoder.forward(step([(ids, 0, 20, np.arange(2))]), cache, np.arange(1))
@@ -230,7 +233,7 @@ def test_a_linear_map_that_does_more_than_multiply_is_not_fused() -> None:
     module = model("odd-sizes", torch.float32)
     module.model.layers[1].mlp.up_proj.__class__ = Adapted
     with pytest.raises(KernelsUnavailable, match="Adapted is not a plain linear map"):
-        CpuDecoder(module, POSITIONS, threads=1)
+        CpuDecoder(module, POSITIONS, threads=1, near_tie=0.0)
 
 
 def test_a_kernel_without_huge_pages_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +242,6 @@ def test_a_kernel_without_huge_pages_is_no_hindrance(monkeypatch: pytest.MonkeyP
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Plain)
-    decoder = CpuDecoder(model("odd-sizes", torch.float32), POSITIONS, threads=1)
+    decoder = CpuDecoder(model("odd-sizes", torch.float32), POSITIONS, threads=1, near_tie=0.0)
     logits, _ = in_chunks(decoder, np.arange(3), [3], np.arange(1))
     assert torch.isfinite(logits).all()

@@ -7,7 +7,7 @@ The surface towards engine/embedded is what this module exports, and nothing els
 - `KernelsUnavailable` says why a model or a machine cannot use the kernels. The embedded engine then uses PyTorch.
 - `GROUP`: the block size of the KV cache must be a multiple of this.
 
-Always holds: this package imports nothing of engine/embedded, so that the embedded engine works the same without it.
+Always holds: this package imports nothing else of midstream. What it takes from the engine has the forms of port.py.
 """
 
 from midstream.engine.cpu.build import KernelsUnavailable

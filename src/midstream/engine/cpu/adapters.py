@@ -8,7 +8,7 @@ the bits that they get in a batch where nobody has one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Protocol
@@ -16,11 +16,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from midstream.engine.adapter import LowRank, LowRanks
 from midstream.engine.cpu.build import KernelsUnavailable
 from midstream.engine.cpu.memory import big, give_back
 from midstream.engine.cpu.packing import LANES, PANEL, HeadLayout, gate_up_order
-from midstream.engine.step import StepBatch
+from midstream.engine.cpu.port import Batch, Factors, OwnFactors
 
 #: The pieces of a layer, in the order of the table, by the map of the decoder that they add to.
 QKV, OUT, GATE_UP, DOWN = slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)
@@ -72,7 +71,7 @@ def padded(size: int) -> int:
 class PackedAdapter:
     """pieces: [layers, PIECES, FIELDS]; head: [1, FIELDS]. experts: by layer [experts, 3, FIELDS], where any is adapted."""
 
-    def __init__(self, decoder: Shapes, maps: LowRanks) -> None:
+    def __init__(self, decoder: Shapes, maps: Mapping[str, Factors]) -> None:
         """Raises KernelsUnavailable, naming a map that these kernels do not adapt."""
         self._decoder = decoder
         size = sum(self._bytes(low) for low in maps.values())
@@ -94,7 +93,7 @@ class PackedAdapter:
         """Free the numbers. Nothing may read them afterwards."""
         give_back(self._arena.memory.data_ptr(), self._arena.memory.nbytes)
 
-    def _add(self, path: str, low: LowRank) -> None:
+    def _add(self, path: str, low: Factors) -> None:
         if path == "lm_head":
             self.head[0] = self._piece(low, _Place())
             return
@@ -112,7 +111,7 @@ class PackedAdapter:
             raise KernelsUnavailable(f"an adapter of {path}")
         at, place = places[rest]
         if rest == "self_attn.o_proj":
-            low = LowRank(self._decoder.head_layout.widened(low.a), low.b)
+            low = OwnFactors(self._decoder.head_layout.widened(low.a), low.b)
         self.pieces[number, at] = self._piece(low, place)
 
     def _places(self, dense: bool) -> dict[str, tuple[int, _Place]]:
@@ -132,7 +131,7 @@ class PackedAdapter:
             places["mlp.down_proj"] = (6, _Place())
         return places
 
-    def _add_experts(self, layer: int, one: str | None, part: str, low: LowRank) -> None:
+    def _add_experts(self, layer: int, one: str | None, part: str, low: Factors) -> None:
         count = self._decoder.num_experts
         table = self.experts.setdefault(layer, np.zeros((count, 3, FIELDS), np.int64))
         inner = low.b.shape[-2] // 2
@@ -146,9 +145,9 @@ class PackedAdapter:
             table[int(one), at] = self._piece(low, place)
             return
         for expert in range(count):
-            table[expert, at] = self._piece(LowRank(low.a[expert], low.b[expert]), place)
+            table[expert, at] = self._piece(OwnFactors(low.a[expert], low.b[expert]), place)
 
-    def _piece(self, low: LowRank, place: _Place) -> tuple[int, ...]:
+    def _piece(self, low: Factors, place: _Place) -> tuple[int, ...]:
         rank = len(low.a)
         a = self._arena.take(low.a.nbytes)
         a.copy_(low.a.contiguous().reshape(-1).view(torch.uint8))
@@ -172,7 +171,7 @@ class PackedAdapter:
         )
         return packed
 
-    def _bytes(self, low: LowRank) -> int:
+    def _bytes(self, low: Factors) -> int:
         """At most what the map takes. Heads that are filled up make it larger."""
         heads = -(-self._decoder.head_dim // self._decoder.head_layout.own) + 1
         experts = low.a.shape[0] if low.a.ndim == 3 else 1
@@ -214,7 +213,7 @@ class StepAdapters:
     starts: [adapters + 1] int32. pieces: [layers, adapters, PIECES, FIELDS].
     """
 
-    def __init__(self, batch: StepBatch, layers: int) -> None:
+    def __init__(self, batch: Batch, layers: int) -> None:
         adapters: list[PackedAdapter] = []
         numbers: dict[int, int] = {}
         of_span = []
@@ -236,7 +235,7 @@ class StepAdapters:
         self.layers = [LayerAdapters(self, layer) for layer in range(layers)]
 
     @staticmethod
-    def key(batch: StepBatch) -> tuple[tuple[int, ...], bytes]:
+    def key(batch: Batch) -> tuple[tuple[int, ...], bytes]:
         """Equal for batches that have the same of everything here. The adapters have to live."""
         return tuple(map(id, batch.adapters)), batch.spans[:, 1].tobytes()
 

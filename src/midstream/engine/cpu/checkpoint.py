@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from midstream.engine.cpu.decoder import FAMILIES, Pieces
 from midstream.engine.cpu.memory import PAGE, give_back
-from midstream.snapshots.layout import read_file_layout, read_spec
+from midstream.engine.cpu.port import WeightsFile
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 ALIGNED = 4
@@ -34,26 +34,29 @@ Tensors = dict[str, torch.Tensor]
 
 
 @contextlib.contextmanager
-def mapped_module(directory: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[Any, Pieces] | None]:
+def mapped_module(
+    directory: Path, files: Mapping[str, WeightsFile], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[Any, Pieces] | None]:
     """The module of `directory` over its mapped files, and the pieces of the parameters that stay on the meta device.
 
-    dtypes: the dtype that each parameter must have. Nothing may read the tensors after the `with` block.
-    Raises SnapshotError, OSError.
+    files: its weights files by name. dtypes: the dtype that each parameter must have. Nothing may read the tensors after the
+    `with` block. Raises OSError.
     """
     mappings: list[tuple[int, int]] = []
     try:
-        tensors = _mapped(directory, mappings)
+        tensors = _mapped(directory, files, mappings)
         yield None if tensors is None else _assembled(directory, tensors, dtypes)
     finally:
         for address, size in mappings:
             give_back(address, -(-size // PAGE) * PAGE)
 
 
-def _mapped(directory: Path, mappings: list[tuple[int, int]]) -> Tensors | None:
+def _mapped(
+    directory: Path, files: Mapping[str, WeightsFile], mappings: list[tuple[int, int]]
+) -> Tensors | None:
     """The tensors of all files; None when one cannot be used where it lies. Adds address and size of each mapping."""
     tensors: Tensors = {}
-    for name in sorted({spec.file for spec in read_spec(directory).tensors.values()}):
-        layout = read_file_layout(directory / name)
+    for name, layout in sorted(files.items()):
         with (directory / name).open("rb") as file:
             # The mapping is private, and nobody writes to it.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

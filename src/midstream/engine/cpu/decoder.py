@@ -12,13 +12,12 @@ Always holds:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.engine.adapter import LowRanks
 from midstream.engine.cpu.adapters import (
     DOWN,
     GATE_UP,
@@ -31,7 +30,7 @@ from midstream.engine.cpu.adapters import (
 from midstream.engine.cpu.build import KernelsUnavailable, kernels
 from midstream.engine.cpu.memory import big, copied, give_back
 from midstream.engine.cpu.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
-from midstream.engine.step import StepBatch, near_tie, route_dtype
+from midstream.engine.cpu.port import Batch, Factors
 
 #: Tokens that share a group of the KV cache. A block of the cache consists of whole groups.
 GROUP = 16
@@ -93,11 +92,17 @@ class _Layer:
 
 class CpuDecoder:
     def __init__(
-        self, module: Any, max_positions: int, threads: int, pieces: Mapping[str, Sequence[torch.Tensor]] = {}
+        self,
+        module: Any,
+        max_positions: int,
+        threads: int,
+        near_tie: float,
+        pieces: Mapping[str, Sequence[torch.Tensor]] = {},
     ) -> None:
         """Copies the weights out of `module`, which is not needed afterwards. Raises KernelsUnavailable.
 
-        pieces: the values of those parameters that are on the meta device.
+        near_tie: a router's choice is a near tie within this share of its largest logit. pieces: the values of those parameters
+        that are on the meta device.
         """
         family = FAMILIES.get(type(module).__name__)
         if family is None:
@@ -129,21 +134,22 @@ class CpuDecoder:
         self.moe_layers = len(moe)
         self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
         self.router_ties = np.zeros(0, np.uint8)
-        self._tie = near_tie(self.dtype)
-        self._route_dtype = route_dtype(self.num_experts)
+        self._tie = near_tie
+        # As kernels/kernels.cpp writes them.
+        self._route_dtype = np.uint8 if self.num_experts <= 256 else np.uint16
         self._scratch = _Scratch(self, 0)
         self._last_adapters: tuple[Any, StepAdapters | None, Any] | None = None
         self._pieces = {}
 
     def forward(
-        self, batch: StepBatch, cache: PackedCache, rows: np.ndarray
+        self, batch: Batch, cache: PackedCache, rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """See embedded/loading.Decoder. Raises RuntimeError for a position beyond those that the decoder was made for."""
+        """See engine/embedded/loading.Decoder. Raises RuntimeError for a position beyond those of the decoder."""
         highest, table = int(batch.positions.max()), len(self.cos)
         if highest >= table:
             # The kernels would read past the end of the table.
             raise RuntimeError(f"position {highest} in a model with {table} positions")
-        batch = _in_groups(batch)
+        spans, groups = _in_groups(batch)
         tokens = len(batch.positions)
         if tokens > self._scratch.tokens:
             self._scratch = _Scratch(self, tokens)
@@ -160,7 +166,7 @@ class CpuDecoder:
         for number, layer in enumerate(self.layers):
             of_layer = None if adapters is None else adapters.layers[number]
             kv = cache.keys[number].data_ptr(), cache.values[number].data_ptr()
-            self._attend(layer, batch, tokens, *kv, of_layer)
+            self._attend(layer, batch, spans, groups, *kv, of_layer)
             self._normalise(scratch.residual, None, layer.post_norm, tokens, scratch.normed)
             if isinstance(layer.feed_forward, Mlp):
                 self._mlp(layer.feed_forward, tokens, of_layer)
@@ -202,20 +208,21 @@ class CpuDecoder:
         """Allocate the scratch memory for the largest step that `serving` has run, so that no step has to."""
         self._scratch = _Scratch(self, serving._scratch.tokens)
 
-    def adapter(self, maps: LowRanks) -> PackedAdapter:
+    def adapter(self, maps: Mapping[str, Factors]) -> PackedAdapter:
         """An adapter for this decoder, and for every one of the same shapes. Raises KernelsUnavailable."""
         return PackedAdapter(self, maps)
 
     def _attend(
         self,
         layer: _Layer,
-        batch: StepBatch,
-        tokens: int,
+        batch: Batch,
+        spans: np.ndarray,
+        groups: np.ndarray,
         keys: int,
         values: int,
         adapters: LayerAdapters | None,
     ) -> None:
-        scratch, call = self._scratch, self.kernels
+        scratch, call, tokens = self._scratch, self.kernels, len(batch.positions)
         shape = (self.heads, self.kv_heads, self.head_dim)
         self._normalise(scratch.residual, None, layer.input_norm, tokens, scratch.normed)
         self._linear(layer.qkv, scratch.normed_at, tokens, STORE, scratch.qkv_at, layer.qkv.n)
@@ -229,7 +236,7 @@ class CpuDecoder:
         )
         call.attention(
             *(scratch.qkv_at, layer.qkv.n, scratch.attended_at, *shape, keys, values),
-            *(batch.spans.ctypes.data, len(batch.spans), batch.blocks.ctypes.data),
+            *(spans.ctypes.data, len(spans), groups.ctypes.data),
             *(layer.window, self.scale, self.threads),
         )
         self._linear_to_residual(layer.out, scratch.attended_at, tokens, OUT, adapters)
@@ -258,7 +265,7 @@ class CpuDecoder:
     def _adapt(self, adapters: LayerAdapters, part: slice, x: int, k: int, out: int, width: int) -> None:
         adapters.add(self.kernels.lora, part, x, k, out, width, self.threads)
 
-    def _adapters_of(self, batch: StepBatch) -> StepAdapters | None:
+    def _adapters_of(self, batch: Batch) -> StepAdapters | None:
         """Steps of the same streams, one after the other, have the same."""
         key = StepAdapters.key(batch)
         if self._last_adapters is None or self._last_adapters[0] != key:
@@ -375,14 +382,14 @@ def _tensors_of(name: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors_of(f"{name}.{entry.name}", getattr(part, entry.name))
 
 
-def _in_groups(batch: StepBatch) -> StepBatch:
-    """The same batch with blocks of 16 slots, the groups of the kernels."""
+def _in_groups(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The batch's spans and blocks with blocks of 16 slots, the groups of the kernels."""
     per_block = batch.block_size // GROUP
     if per_block == 1:
-        return batch
+        return batch.spans, batch.blocks
     spans = batch.spans * np.array([1, 1, 1, per_block], dtype=np.int32)
     groups = (batch.blocks[:, None] * per_block + np.arange(per_block, dtype=np.int32)).reshape(-1)
-    return replace(batch, spans=spans, blocks=groups, block_size=GROUP)
+    return spans, groups
 
 
 def _check(module: Any, dtype: torch.dtype, pieces: Mapping[str, Any]) -> None:

@@ -9,11 +9,13 @@ import torch
 
 from midstream.engine.cpu.build import kernels
 from midstream.engine.cpu.decoder import SUFFIX
-from midstream.engine.step import GREEDY_BELOW, SEED_MASK, Sampled, SampleRow, near_tie
+
+#: One entry per row: token, log-probability, sampling log-probability, best alternatives, bits of near ties.
+Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]]], list[int]]
 
 
 class CpuSampler:
-    """The kernel draws the same numbers as embedded/sampler.py, but penalises, biases and masks nothing."""
+    """The kernel draws the same numbers as engine/embedded/sampler.py, but penalises, biases and masks nothing."""
 
     def __init__(self, threads: int) -> None:
         """Raises KernelsUnavailable."""
@@ -25,21 +27,29 @@ class CpuSampler:
     def takes(logits: torch.Tensor) -> bool:
         return logits.dtype in SUFFIX
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
-        """One token per row, drawn after temperature and filters. logits: [rows, vocab]."""
-        temperatures = np.array([r.params.temperature for r in rows], dtype=np.float32)
-        temperatures[temperatures < GREEDY_BELOW] = 0.0
-        filters = np.array([(r.params.top_k, r.params.top_p, r.params.min_p) for r in rows], dtype=np.float32)
-        counters = np.array([(r.params.seed & SEED_MASK, r.index, r.position) for r in rows], dtype=np.uint64)
-        draw = np.full(len(rows), -1)
-        return self._call(logits, temperatures, filters, counters, draw, [r.top_logprobs for r in rows])
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperatures: np.ndarray,
+        filters: np.ndarray,
+        counters: np.ndarray,
+        near_tie: float,
+        top_logprobs: Sequence[int],
+    ) -> Columns:
+        """One token per row, drawn after temperature and filters. logits: [rows, vocab].
 
-    def score(self, logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Sampled:
-        """The raw log-probability of a given next token per row. logits: [rows, vocab]."""
+        temperatures: [rows] float32, 0 for a greedy choice. filters: [rows, 3] float32: top_k, top_p, min_p.
+        counters: [rows, 3] uint64: seed, choice, position. near_tie: logits within this share of the largest one are near ties.
+        """
+        draw = np.full(len(temperatures), -1)
+        return self._call(logits, temperatures, filters, counters, draw, near_tie, top_logprobs)
+
+    def score(self, logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Columns:
+        """The raw log-probability of a given next token per row. logits: [rows, vocab]. No row is a near tie."""
         count = len(targets)
         counters = np.zeros((count, 3), dtype=np.uint64)
         temperatures, filters = np.ones(count, dtype=np.float32), np.zeros((count, 3), dtype=np.float32)
-        return self._call(logits, temperatures, filters, counters, np.array(targets), top_logprobs)
+        return self._call(logits, temperatures, filters, counters, np.array(targets), 0.0, top_logprobs)
 
     def _call(
         self,
@@ -48,9 +58,10 @@ class CpuSampler:
         filters: np.ndarray,
         counters: np.ndarray,
         wanted: np.ndarray,
+        near_tie: float,
         top_logprobs: Sequence[int],
-    ) -> Sampled:
-        """filters: [rows, 3] top_k, top_p, min_p. wanted: [rows] int64, the token to score, or -1 to draw one."""
+    ) -> Columns:
+        """wanted: [rows] int64, the token to score, or -1 to draw one."""
         logits = logits.contiguous()
         count, vocab = logits.shape
         most = min(max(top_logprobs, default=0), vocab)
@@ -60,7 +71,7 @@ class CpuSampler:
         ties = np.empty(count, dtype=np.uint8)
         kernels(SUFFIX[logits.dtype]).sample(
             *(logits.data_ptr(), count, vocab, temperatures.ctypes.data, filters.ctypes.data),
-            *(counters.ctypes.data, wanted.ctypes.data, near_tie(logits.dtype), tokens.ctypes.data),
+            *(counters.ctypes.data, wanted.ctypes.data, near_tie, tokens.ctypes.data),
             *(raw.ctypes.data, sampling.ctypes.data, ties.ctypes.data),
             *(most, ids.ctypes.data, values.ctypes.data, self._threads),
         )
@@ -68,4 +79,4 @@ class CpuSampler:
         if most:
             pairs = zip(ids.tolist(), values.tolist(), top_logprobs, strict=True)
             top = [list(zip(i[:n], v[:n], strict=True)) for i, v, n in pairs]
-        return Sampled(tokens.tolist(), raw.tolist(), sampling.tolist(), top, ties.tolist())
+        return tokens.tolist(), raw.tolist(), sampling.tolist(), top, ties.tolist()

@@ -27,7 +27,8 @@ from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import check_device, loading
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
-from midstream.engine.step import StepBatch
+from midstream.engine.step import StepBatch, near_tie
+from midstream.snapshots.layout import read_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def _load_beside_cpu(
     """Packs the weights straight from the files where that can be done."""
     dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
     loaded = None
-    with mapped_module(directory, dtypes) as mapped:
+    with mapped_module(directory, read_checkpoint(directory)[1], dtypes) as mapped:
         if mapped is not None:
             loaded = _packed_beside(serving, mapped[0], settings, mapped[1])
     if loaded is None:
@@ -253,7 +254,8 @@ def _cpu_decoder(module: Any, settings: EngineSettings, pieces: Pieces | None = 
     positions = int(module.config.max_position_embeddings)
     if settings.kv_cache_memory is None:
         positions = min(positions, settings.kv_cache_tokens)
-    return CpuDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), pieces or {})
+    tie = near_tie(next(module.parameters()).dtype)
+    return CpuDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), tie, pieces or {})
 
 
 def _read(directory: Path, dtype: torch.dtype | str) -> Any:

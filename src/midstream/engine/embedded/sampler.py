@@ -37,13 +37,13 @@ class Sampler:
             return sample(logits, rows)
         plain = [i for i, row in enumerate(rows) if row.mask is None and not _has_penalty(row.params)]
         if len(plain) == len(rows):
-            return kernel.sample(logits, rows)
+            return _drawn(kernel, logits, rows)
         others = sorted(set(range(len(rows))) - set(plain))
         zeros = [0.0] * len(rows)
         merged = Sampled([0] * len(rows), zeros, [*zeros], [[] for _ in rows], [0] * len(rows))
         parts = [(others, sample(logits[others], [rows[i] for i in others]))]
         if plain:
-            parts.append((plain, kernel.sample(logits[plain], [rows[i] for i in plain])))
+            parts.append((plain, _drawn(kernel, logits[plain], [rows[i] for i in plain])))
         for where, part in parts:
             for to, found in zip(merged.columns, part.columns, strict=True):
                 for i, value in zip(where, found, strict=True):
@@ -53,8 +53,17 @@ class Sampler:
     def score(self, logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Sampled:
         """The raw log-probability of a given next token per row: prompt scoring. logits: [rows, vocab]."""
         if self._kernel is not None and self._kernel.takes(logits):
-            return self._kernel.score(logits, targets, top_logprobs)
+            return Sampled(*self._kernel.score(logits, targets, top_logprobs))
         return score(logits, targets, top_logprobs)
+
+
+def _drawn(kernel: CpuSampler, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    temperatures = np.array([r.params.temperature for r in rows], dtype=np.float32)
+    temperatures[temperatures < GREEDY_BELOW] = 0.0
+    filters = np.array([(r.params.top_k, r.params.top_p, r.params.min_p) for r in rows], dtype=np.float32)
+    counters = np.array([(r.params.seed & SEED_MASK, r.index, r.position) for r in rows], dtype=np.uint64)
+    top, tie = [r.top_logprobs for r in rows], near_tie(logits.dtype)
+    return Sampled(*kernel.sample(logits, temperatures, filters, counters, tie, top))
 
 
 def uniform(seed: int, index: int, position: int) -> float:
