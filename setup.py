@@ -1,7 +1,7 @@
 """Compiles the CPU kernels into a wheel, for the machine that MIDSTREAM_KERNELS names: x86_64 or aarch64.
 
 Everything else about the distribution is in pyproject.toml. Without the variable a wheel is pure Python and needs no compiler
-to build; the kernels are then compiled at the first start (midstream/engine/cpu/build.py). An editable install has none either.
+to build; the kernels are then compiled at the first start (midstream_kernels/build.py). An editable install has none either.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 MACHINE = os.environ.get("MIDSTREAM_KERNELS")
-CPU = Path("midstream") / "engine" / "cpu"
+KERNELS = Path("midstream_kernels")
 
 
 class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         if MACHINE and not self.editable_mode:
-            # By path: the package midstream.engine.cpu imports torch.
-            spec = importlib.util.spec_from_file_location("prebuilt", Path("src") / CPU / "prebuilt.py")
+            # By path: the package midstream_kernels imports torch.
+            spec = importlib.util.spec_from_file_location("prebuilt", Path("src") / KERNELS / "prebuilt.py")
             prebuilt = importlib.util.module_from_spec(spec)
             sys.modules["prebuilt"] = prebuilt
             spec.loader.exec_module(prebuilt)
             cross = "" if platform.machine() == MACHINE else f"{MACHINE}-linux-gnu-"
-            source = Path("src") / CPU / "kernels" / "kernels.cpp"
-            target = Path(self.build_lib) / CPU / "libraries"
+            source = Path("src") / KERNELS / "kernels" / "kernels.cpp"
+            target = Path(self.build_lib) / KERNELS / "libraries"
             prebuilt.compile_all(source, target, MACHINE, os.environ.get("CXX") or f"{cross}g++")
 
 

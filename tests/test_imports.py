@@ -1,10 +1,10 @@
 """Which part of midstream may import which.
 
-A part is a package or a top-level module of `midstream`. The Tinker building and the conformance distribution are two more.
-`midstream` itself has the version, which every part may import, and imports nothing. Every import statement counts, wherever it
-stands: at the top, in a function, under TYPE_CHECKING. Who reads a module has to know the other one in each case. Imports by
-name at run time do not count: cli.py loads a subcommand so, commands/conformance.py the conformance rows, and
-launch/reference.py the endpoints of the Tinker building.
+A part is a package or a top-level module of `midstream`. The CPU kernels, the Tinker building and the conformance
+distribution are three more. `midstream` itself has the version, which every part may import, and imports nothing. Every import
+statement counts, wherever it stands: at the top, in a function, under TYPE_CHECKING. Who reads a module has to know the other
+one in each case. Imports by name at run time do not count: cli.py loads a subcommand so, commands/conformance.py the
+conformance rows, and launch/reference.py the endpoints of the Tinker building.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from pathlib import Path
 import pytest
 
 import midstream
+import midstream_kernels
 import midstream_tinker
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     Path(midstream.__file__).parent,
+    Path(midstream_kernels.__file__).parent,
     Path(midstream_tinker.__file__).parent,
     ROOT / "conformance" / "src" / "midstream_conformance",
 )
+KERNELS = "midstream_kernels"
 TINKER = "midstream_tinker"
 CONFORMANCE = "midstream_conformance"
 
@@ -46,9 +49,11 @@ ALLOWED: dict[str, str] = {
     "dashboard": "",
     # Those of the page that shows the HTTP API.
     "apidocs": "",
+    # Buildings of their own: the CPU kernels know nothing of midstream.
+    KERNELS: "",
     # Models and engines.
     "models": "",
-    "engine": "core http snapshots",
+    "engine": "core http snapshots midstream_kernels",
     # One engine's replica.
     "replica": "core engine http snapshots",
     # All replicas of all deployments, and what is wanted of them.
@@ -113,11 +118,11 @@ def test_there_is_no_circle_between_modules() -> None:
 
 
 def test_the_cpu_kernels_are_fenced() -> None:
-    """The embedded engine uses what midstream.engine.cpu exports, and the kernels import nothing of midstream."""
-    kernels = {name for name in GRAPH if f"{name}.".startswith("midstream.engine.cpu.")}
+    """The embedded engine uses what midstream_kernels exports, and the kernels import nothing of midstream."""
+    kernels = {name for name in GRAPH if f"{name}.".startswith("midstream_kernels.")}
     users = {name: targets & kernels for name, targets in GRAPH.items() if name not in kernels}
     assert {name: targets for name, targets in users.items() if targets} == {
-        f"midstream.engine.embedded.{name}": {"midstream.engine.cpu"}
+        f"midstream.engine.embedded.{name}": {"midstream_kernels"}
         for name in ("loading", "sampler", "weights")
     }
     assert set().union(*(GRAPH[name] for name in kernels)) - kernels == set()

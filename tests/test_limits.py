@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import midstream
+import midstream_kernels
 import midstream_tinker
 
-PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_tinker)]
+PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_kernels, midstream_tinker)]
 LINES_BELOW = 60
 ARGUMENTS_MAX = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef

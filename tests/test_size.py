@@ -11,9 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 import midstream
+import midstream_kernels
 import midstream_tinker
 
-PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_tinker)]
+PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_kernels, midstream_tinker)]
 WALKS = Path(__file__).parents[1] / "benchmarks" / "results" / "walk.json"
 
 LINES_MAX = {
@@ -24,13 +25,14 @@ LINES_MAX = {
     "core": 4155,
     "dashboard": 10,
     "demo": 1630,
-    "engine": 10530,
+    "engine": 9160,
     "fleet": 4350,
     "http": 2140,
     "integrations": 930,
     "launch": 3920,
     "ledger": 2420,
     "midstream": 150,
+    "midstream_kernels": 1470,
     "midstream_tinker": 7050,
     "models": 260,
     "proxy": 4080,

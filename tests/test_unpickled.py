@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import midstream
+import midstream_kernels
 import midstream_tinker
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
@@ -16,7 +17,7 @@ ARGUMENTS = {"trust_remote_code", "allow_pickle"}
 
 def test_nothing_in_the_package_unpickles_or_runs_text() -> None:
     found = []
-    packages = [Path(package.__file__).parent for package in (midstream, midstream_tinker)]
+    packages = [Path(package.__file__).parent for package in (midstream, midstream_kernels, midstream_tinker)]
     files = sorted(file for package in packages for file in package.rglob("*.py"))
     assert len(files) > 200
     for file in files:

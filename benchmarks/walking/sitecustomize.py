@@ -15,7 +15,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 PLACE = Path(os.environ["MIDSTREAM_WALK"])
-INSIDE = tuple(f"{os.sep}src{os.sep}{package}{os.sep}" for package in ("midstream", "midstream_tinker"))
+INSIDE = tuple(
+    f"{os.sep}src{os.sep}{package}{os.sep}"
+    for package in ("midstream", "midstream_kernels", "midstream_tinker")
+)
 LOOK_EVERY_S = 0.02
 
 _seen: set[CodeType] = set()

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
-from midstream.engine.cpu import KernelsUnavailable
-from midstream.engine.cpu.build import kernels as native_kernels
 from midstream.engine.embedded.core import EngineCore
+from midstream_kernels import KernelsUnavailable
+from midstream_kernels.build import kernels as native_kernels
 
 #: For parameters that need a CUDA device.
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

@@ -14,7 +14,7 @@ from engine_helpers import needs_compiler
 from test_cpu_decoder import BLOCKS, FUSED, POSITIONS, VOCAB, model, poisoned, step
 
 from midstream.engine.adapter import load_adapter
-from midstream.engine.cpu import CpuDecoder
+from midstream_kernels import CpuDecoder
 
 #: name: what PEFT is asked for.
 KINDS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,6 @@ from midstream.core.config import EngineSettings
 from midstream.core.errors import SnapshotNotFinite
 from midstream.core.types import EngineStats, SwapTiming
 from midstream.engine.base import StagingFailed
-from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded import loading
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.background import NICENESS, Background
@@ -35,6 +34,7 @@ from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.stager import DROPPED, Stager
 from midstream.engine.embedded.weights_digest import digest
+from midstream_kernels.decoder import CpuDecoder
 
 SETTINGS = EngineSettings(kv_cache_tokens=256, threads=1)
 FAMILIES: dict[str, dict[str, Any]] = {

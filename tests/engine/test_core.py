@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from midstream.core.config import EngineSettings
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotNotFinite
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams, TokenRecord
-from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded.core import EngineCore
+from midstream_kernels.decoder import CpuDecoder
 
 torch.set_num_threads(1)
 

@@ -11,10 +11,10 @@ import pytest
 from engine_helpers import request, run
 
 from midstream.core.config import EngineSettings
-from midstream.engine.cpu import build
-from midstream.engine.cpu.build import kernels
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.modules import ModuleDecoder
+from midstream_kernels import build
+from midstream_kernels.build import kernels
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from engine_helpers import needs_compiler
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
-from midstream.engine.cpu import CpuDecoder, KernelsUnavailable
-from midstream.engine.cpu.decoder import PackedCache
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.loading import checked_decoder
 from midstream.engine.step import StepBatch
+from midstream_kernels import CpuDecoder, KernelsUnavailable
+from midstream_kernels.decoder import PackedCache
 
 VOCAB, POSITIONS, BLOCKS = 267, 512, 64
 

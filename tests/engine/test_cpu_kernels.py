@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine_helpers import needs_compiler
 
-from midstream.engine.cpu.build import kernels
+from midstream_kernels.build import kernels
 
 
 @pytest.fixture(autouse=True)

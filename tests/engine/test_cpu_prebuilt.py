@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.engine.cpu import build, prebuilt
+from midstream_kernels import build, prebuilt
 
 X86 = [level.name for level in prebuilt.LEVELS if level.machine == "x86_64"]
 #: As Linux lists them, of an EPYC 9004 (Zen 4), an EPYC 7003 (Zen 3), a Xeon of 2010 (Westmere) and a Graviton 3.

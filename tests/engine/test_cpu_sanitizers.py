@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.variant, pytest.mark.timeout(1800)]
 
 BEYOND = """
 import numpy as np
-from midstream.engine.cpu.build import kernels
+from midstream_kernels.build import kernels
 
 x = np.zeros((4, 32), np.float32)
 out = np.empty({rows} * 32, np.float32)

@@ -16,11 +16,11 @@ from families import FAMILIES, FUSED, SIZES, write_model
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
-from midstream.engine.cpu.decoder import CpuDecoder
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.loading import checked_decoder, disagreement
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
+from midstream_kernels.decoder import CpuDecoder
 
 
 @pytest.mark.parametrize("batch_tokens", [48, 1024], ids=["chunked", "whole"])

@@ -11,9 +11,9 @@ from engine_helpers import needs_compiler
 from tiers import slow
 
 from midstream.core.types import SamplingParams
-from midstream.engine.cpu import CpuSampler
 from midstream.engine.embedded.sampler import Sampler, sample, uniform
 from midstream.engine.step import Sampled, SampleRow
+from midstream_kernels import CpuSampler
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 

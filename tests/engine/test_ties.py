@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_ROUTER, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
-from midstream.engine.cpu import CpuSampler
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.near_ties import Routers
 from midstream.engine.embedded.sampler import Sampler
 from midstream.engine.embedded.token_scores import ScoreStore
 from midstream.engine.step import SampleRow
+from midstream_kernels import CpuSampler
 
 torch.set_num_threads(1)
 

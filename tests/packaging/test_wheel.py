@@ -26,11 +26,11 @@ import httpx
 import pytest
 
 from midstream import __version__
-from midstream.engine.cpu import prebuilt
+from midstream_kernels import prebuilt
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
-CPU = "midstream/engine/cpu"
+KERNELS = "midstream_kernels"
 START_S = 120.0
 #: Without this checkout's own package and its compiler.
 PLAIN = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CXX")}
@@ -105,14 +105,14 @@ def test_the_sdist_has_the_package_and_what_builds_it(sdist: Path, tracked: set[
 def test_the_wheel_has_the_package_and_every_level_of_its_machine(wheel: Path, tracked: set[str]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
-        manifest = json.loads(archive.read(f"{CPU}/libraries/manifest.json"))
+        manifest = json.loads(archive.read(f"{KERNELS}/libraries/manifest.json"))
         metadata = archive.read(f"midstream-{__version__}.dist-info/METADATA").decode()
         assert f"midstream-{__version__}.dist-info/licenses/LICENSE" in archive.namelist()
     levels = {level.name for level in prebuilt.LEVELS if level.machine == platform.machine()}
-    libraries = {f"{CPU}/libraries/kernels-{level}.so" for level in levels}
-    assert files == tracked | libraries | {f"{CPU}/libraries/manifest.json"}
+    libraries = {f"{KERNELS}/libraries/kernels-{level}.so" for level in levels}
+    assert files == tracked | libraries | {f"{KERNELS}/libraries/manifest.json"}
     assert set(manifest["libraries"]) == levels
-    assert manifest["source"] == prebuilt.source_digest(ROOT / "src" / CPU / "kernels" / "kernels.cpp")
+    assert manifest["source"] == prebuilt.source_digest(ROOT / "src" / KERNELS / "kernels" / "kernels.cpp")
     assert f"\nVersion: {__version__}\n" in metadata
 
 
@@ -241,10 +241,10 @@ def test_arm_kernels_compute_the_bits_of_x86_ones_under_an_emulator(
 ) -> None:
     """Both have fused multiply-add, and every kernel adds in one order. So no bit may differ."""
     place, programs = arm
-    source = ROOT / "src" / CPU / "kernels" / "kernels.cpp"
+    source = ROOT / "src" / KERNELS / "kernels" / "kernels.cpp"
     prebuilt.compile_all(source, place, "aarch64", "aarch64-linux-gnu-g++")
     with zipfile.ZipFile(wheel) as archive:
-        library = archive.extract(f"{CPU}/libraries/kernels-x86-64-v3.so", place)
+        library = archive.extract(f"{KERNELS}/libraries/kernels-x86-64-v3.so", place)
     emulated = [
         "qemu-aarch64",
         "-L",
@@ -266,7 +266,7 @@ def test_every_level_that_this_processor_runs_draws_the_same_tokens(
     with zipfile.ZipFile(wheel) as archive:
         for level in prebuilt.LEVELS:
             if prebuilt.choose([level.name], "x86_64", has):
-                library = archive.extract(f"{CPU}/libraries/kernels-{level.name}.so", place)
+                library = archive.extract(f"{KERNELS}/libraries/kernels-{level.name}.so", place)
                 done = subprocess.run(
                     [programs["x86_64"], library], capture_output=True, text=True, check=True
                 )

@@ -1,7 +1,7 @@
 """One step, as decoders and samplers see it.
 
 Owns: the input of a forward pass, the input and the output of sampling, and the thresholds of near ties. The embedded engine
-fills these. Its PyTorch code and the CPU kernels (engine/cpu) compute with them. Imports no torch.
+fills these. Its PyTorch code and the CPU kernels (midstream_kernels) compute with them. Imports no torch.
 Always holds: in a batch, the tokens of a sequence are contiguous, in order of position, and the last ones of the sequence.
 """
 
@@ -23,7 +23,8 @@ SEED_MASK = (1 << 64) - 1
 #: By dtype: how much rounding may change the difference of two logits, as a share of the largest logit of their row.
 #: It holds for router logits and for the logits that tokens are drawn from.
 NEAR_TIE = {"float32": 2e-5, "float16": 6e-3, "bfloat16": 5e-2}
-#: How much rounding may change a sum of probabilities that is added in float32. cpu/kernels/sample.h has the same constant.
+#: How much rounding may change a sum of probabilities that is added in float32. kernels/sample.h of midstream_kernels has the
+#: same constant.
 SUM_ROUNDING = 2e-7
 
 

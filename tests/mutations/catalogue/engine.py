@@ -13,7 +13,7 @@ ENGINE = (
     ),
     Mutation(
         "kernels_of_another_source",
-        "engine/cpu/prebuilt.py",
+        "midstream_kernels/prebuilt.py",
         'if manifest["source"] != source_digest(source):',
         'if manifest["source"] == "":',
         "A library of a wheel runs only with the source that it was compiled from.",
@@ -21,7 +21,7 @@ ENGINE = (
     ),
     Mutation(
         "kernels_of_a_newer_processor",
-        "engine/cpu/prebuilt.py",
+        "midstream_kernels/prebuilt.py",
         "if has.issuperset(level.needs.split())",
         "if has.intersection(level.needs.split())",
         "A processor runs only kernels whose instructions it has.",
@@ -95,7 +95,7 @@ ENGINE = (
     ),
     Mutation(
         "tie_of_the_filter_not_marked",
-        "engine/cpu/kernels/sample.h",
+        "midstream_kernels/kernels/sample.h",
         "if (weight - border.top_p <= slack) *near_tie |= NEAR_TOP_P;",
         "if (weight - border.top_p <= -slack) *near_tie |= NEAR_TOP_P;",
         "A token as heavy as one that top-p cut off is marked as a near tie.",
@@ -103,7 +103,7 @@ ENGINE = (
     ),
     Mutation(
         "sampling_logprob_of_temperature_one",
-        "engine/cpu/kernels/sample.h",
+        "midstream_kernels/kernels/sample.h",
         "(float)(value / temperature - log_drawn)",
         "(float)(value - log_raw)",
         "A sampling log-probability is of the distribution that the token was drawn from.",
@@ -175,7 +175,7 @@ ENGINE = (
     ),
     Mutation(
         "one_adapter_for_all_rows",
-        "engine/cpu/adapters.py",
+        "midstream_kernels/adapters.py",
         "of_span.append(-1 if adapter is None else numbers[id(adapter)])",
         "of_span.append(-1 if adapter is None else 0)",
         "Each row of a step has the adapter of its own request.",
@@ -287,7 +287,7 @@ ENGINE = (
     ),
     Mutation(
         "maps_of_an_expert_swapped",
-        "engine/cpu/checkpoint.py",
+        "midstream_kernels/checkpoint.py",
         'for kind in ("gate_proj", "up_proj")]',
         'for kind in ("up_proj", "gate_proj")]',
         "A snapshot packed straight from its files holds the weights that transformers reads from them.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Mutation:
     """`before` becomes `after` in `file`. breaks: the guarantee that no longer holds.
 
-    file: a path below src/midstream, or below src where it names the Tinker building.
+    file: a path below src/midstream, or below src where it names a building beside it.
     tests: what is run to kill it. fast: one of them, and so `make test-fast`, kills it without the tests that it leaves out.
     """
 
@@ -24,4 +24,4 @@ class Mutation:
     @property
     def path(self) -> str:
         """Below src."""
-        return self.file if self.file.startswith("midstream_tinker/") else f"midstream/{self.file}"
+        return self.file if self.file.startswith("midstream_") else f"midstream/{self.file}"

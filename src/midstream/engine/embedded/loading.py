@@ -22,13 +22,13 @@ from midstream.core.config import EngineSettings, parse_size
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotNotFinite
 from midstream.engine.adapter import LowRanks
 from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
-from midstream.engine.cpu import GROUP, CpuDecoder, KernelsUnavailable, Pieces, mapped_module
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import check_device, loading
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 from midstream.engine.step import StepBatch, near_tie
 from midstream.snapshots.layout import read_checkpoint
+from midstream_kernels import GROUP, CpuDecoder, KernelsUnavailable, Pieces, mapped_module
 
 logger = logging.getLogger(__name__)
 

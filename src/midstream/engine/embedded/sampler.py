@@ -20,8 +20,8 @@ import torch
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
-from midstream.engine.cpu import CpuSampler, KernelsUnavailable
 from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
+from midstream_kernels import CpuSampler, KernelsUnavailable
 
 
 class Sampler:
@@ -69,7 +69,7 @@ def _drawn(kernel: CpuSampler, logits: torch.Tensor, rows: Sequence[SampleRow]) 
 def uniform(seed: int, index: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits: SplitMix64 over the counter (Steele et al., 2014).
 
-    cpu/kernels/sample.h has the same function.
+    midstream_kernels/kernels/sample.h has the same function.
     """
     state = _mix64((seed & SEED_MASK) ^ _mix64((index + 1) * 0x9E3779B97F4A7C15))
     return (_mix64(state + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53

@@ -21,11 +21,11 @@ from midstream.core.config import EngineSettings
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.engine.adapter import load_adapter
-from midstream.engine.cpu import KernelsUnavailable
 from midstream.engine.embedded.device import loading
 from midstream.engine.embedded.loading import LoadedModel, probe
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.track import Track
+from midstream_kernels import KernelsUnavailable
 
 
 class Retired(Protocol):

@@ -10,9 +10,9 @@ The surface towards engine/embedded is what this module exports, and nothing els
 Always holds: this package imports nothing else of midstream. What it takes from the engine has the forms of port.py.
 """
 
-from midstream.engine.cpu.build import KernelsUnavailable
-from midstream.engine.cpu.checkpoint import mapped_module
-from midstream.engine.cpu.decoder import GROUP, CpuDecoder, Pieces
-from midstream.engine.cpu.sampler import CpuSampler
+from midstream_kernels.build import KernelsUnavailable
+from midstream_kernels.checkpoint import mapped_module
+from midstream_kernels.decoder import GROUP, CpuDecoder, Pieces
+from midstream_kernels.sampler import CpuSampler
 
 __all__ = ["GROUP", "CpuDecoder", "CpuSampler", "KernelsUnavailable", "Pieces", "mapped_module"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from midstream.engine.cpu.build import kernels
-from midstream.engine.cpu.decoder import SUFFIX
+from midstream_kernels.build import kernels
+from midstream_kernels.decoder import SUFFIX
 
 #: One entry per row: token, log-probability, sampling log-probability, best alternatives, bits of near ties.
 Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]]], list[int]]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from midstream.engine.cpu.build import KernelsUnavailable
-from midstream.engine.cpu.memory import big
+from midstream_kernels.build import KernelsUnavailable
+from midstream_kernels.memory import big
 
 #: Outputs of a linear map that are packed side by side, in two vectors.
 PANEL = 32

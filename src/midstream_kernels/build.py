@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.engine.cpu import prebuilt
+from midstream_kernels import prebuilt
 
 logger = logging.getLogger(__name__)
 

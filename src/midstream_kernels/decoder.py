@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.engine.cpu.adapters import (
+from midstream_kernels.adapters import (
     DOWN,
     GATE_UP,
     OUT,
@@ -27,10 +27,10 @@ from midstream.engine.cpu.adapters import (
     PackedAdapter,
     StepAdapters,
 )
-from midstream.engine.cpu.build import KernelsUnavailable, kernels
-from midstream.engine.cpu.memory import big, copied, give_back
-from midstream.engine.cpu.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
-from midstream.engine.cpu.port import Batch, Factors
+from midstream_kernels.build import KernelsUnavailable, kernels
+from midstream_kernels.memory import big, copied, give_back
+from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
+from midstream_kernels.port import Batch, Factors
 
 #: Tokens that share a group of the KV cache. A block of the cache consists of whole groups.
 GROUP = 16

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midstream.engine.cpu.decoder import FAMILIES, Pieces
-from midstream.engine.cpu.memory import PAGE, give_back
-from midstream.engine.cpu.port import WeightsFile
+from midstream_kernels.decoder import FAMILIES, Pieces
+from midstream_kernels.memory import PAGE, give_back
+from midstream_kernels.port import WeightsFile
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 ALIGNED = 4

@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from midstream.engine.cpu.build import KernelsUnavailable
-from midstream.engine.cpu.memory import big, give_back
-from midstream.engine.cpu.packing import LANES, PANEL, HeadLayout, gate_up_order
-from midstream.engine.cpu.port import Batch, Factors, OwnFactors
+from midstream_kernels.build import KernelsUnavailable
+from midstream_kernels.memory import big, give_back
+from midstream_kernels.packing import LANES, PANEL, HeadLayout, gate_up_order
+from midstream_kernels.port import Batch, Factors, OwnFactors
 
 #: The pieces of a layer, in the order of the table, by the map of the decoder that they add to.
 QKV, OUT, GATE_UP, DOWN = slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)
