@@ -8,7 +8,6 @@ Always holds: when it ends, polls are answered before their connections close, a
 from __future__ import annotations
 
 import gc
-import ssl
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from midstream.core.errors import ConfigError
 from midstream.core.supervision import Listening, Stalled, TinkerSpec
 from midstream.http.appserver import AppServer
 from midstream.http.auth import Authenticator
+from midstream.http.call import unverified_tls
 from midstream.http.channel import Channel, run_child
 from midstream_tinker.adapters import Adapters
 from midstream_tinker.app import tinker_app
@@ -41,7 +41,7 @@ class _Config(msgspec.Struct):
 
 
 async def serve(spec: TinkerSpec, channel: Channel) -> None:
-    tls = _unverified() if spec.gateway_url.startswith("https:") else None
+    tls = unverified_tls() if spec.gateway_url.startswith("https:") else None
     served = served_model(spec)
     places = Places(Path(spec.state_dir) / "tinker")
     store = Store(Path(spec.state_dir) / "tinker.db")
@@ -97,7 +97,6 @@ async def serve(spec: TinkerSpec, channel: Channel) -> None:
         await server.stop()
         await sampling.close()
         await training.close()
-        await policies.close()
         store.close()
 
 
@@ -129,14 +128,6 @@ def trainer_start(spec: TinkerSpec) -> Start:
         device=spec.settings.trainer_device,
         threads=spec.threads,
     )
-
-
-def _unverified() -> ssl.SSLContext:
-    """For the gateway of this server, whose certificate need not be for this address."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def main() -> int:

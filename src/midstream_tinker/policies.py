@@ -11,12 +11,15 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
+from urllib.parse import quote
 
-import httpx
+import msgspec
 
 from midstream.client.server import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
-from midstream.core.retry import Backoff, outcome_of
+from midstream.core.http_answer import HttpAnswer, NotThatAnswer
+from midstream.core.retry import Backoff, Deadline
+from midstream.http.call import CallFailed, call
 from midstream_tinker.trainer.types import Failed
 
 REQUEST_TIMEOUT_S = 30.0
@@ -73,14 +76,10 @@ class DeploymentPolicies:
         self._spread_s = spread_s
         self._sleep = sleep
         self._now = now
-        # Without HTTPS no TLS context is set up, which takes a while.
-        self._http = httpx.AsyncClient(verify=tls or False, timeout=REQUEST_TIMEOUT_S, trust_env=False)
-
-    async def close(self) -> None:
-        await self._http.aclose()
+        self._tls = tls
 
     async def several(self) -> bool:
-        until, what = self._now() + self._patience_s, f"asking for the engines of {self._deployment}"
+        until, what = self._deadline(), f"asking for the engines of {self._deployment}"
         while True:
             shown = await self._ask("GET", f"/v1/models/{self._deployment}", what, until)
             engines = _json(shown, what).get("midstream")
@@ -90,10 +89,10 @@ class DeploymentPolicies:
             await self._pause(POLL_S, until, what, "no replica answers")
 
     async def known(self) -> list[str]:
-        what, until = f"listing the policies of {self._deployment}", self._now() + self._patience_s
+        until, what = self._deadline(), f"listing the policies of {self._deployment}"
         found, page = list[str](), ""
         while True:
-            answer = await self._ask("GET", self._policies, what, until, params={"pageToken": page})
+            answer = await self._ask("GET", f"{self._policies}?pageToken={quote(page, safe='')}", what, until)
             told = _json(answer, what)
             found += [str(one["policy"]) for one in told["policies"]]
             page = str(told.get("nextPageToken") or "")
@@ -101,14 +100,13 @@ class DeploymentPolicies:
                 return found
 
     async def load(self, policy: str, snapshot: str) -> None:
-        until, what = self._now() + self._patience_s, f"serving {snapshot!r}"
+        until, what = self._deadline(), f"serving {snapshot!r}"
+        path = f"{HOT_LOAD_PATH}?policy={quote(policy, safe='')}"
         await self._signal(policy, snapshot, what, until)
         first: float | None = None
         while True:
-            answer = await self._ask(
-                "GET", HOT_LOAD_PATH, what, until, params={"policy": policy}, final=(404,)
-            )
-            if answer.status_code == 404:
+            answer = await self._ask("GET", path, what, until, final=(404,))
+            if answer.status == 404:
                 # Another gateway does not know it yet, or somebody has ended it.
                 await self._signal(policy, snapshot, what, until)
             else:
@@ -126,62 +124,66 @@ class DeploymentPolicies:
             await self._pause(POLL_S, until, what, "no replica serves it in time")
 
     async def end(self, policy: str) -> None:
-        until, what = self._now() + self._patience_s, f"ending the policy {policy!r}"
+        until, what = self._deadline(), f"ending the policy {policy!r}"
         path = f"{self._policies}/{policy}"
         answer = await self._ask("DELETE", path, what, until, final=(404,))
-        while answer.status_code != 404:
+        while answer.status != 404:
             await self._pause(POLL_S, until, what, "replicas still have it")
             answer = await self._ask("GET", path, what, until, final=(404,))
 
-    async def _signal(self, policy: str, snapshot: str, what: str, until: float) -> None:
+    async def _signal(self, policy: str, snapshot: str, what: str, until: Deadline) -> None:
         body = {"identity": snapshot, "policy": policy}
         absent = 0
         while True:
-            answer = await self._ask("POST", HOT_LOAD_PATH, what, until, json=body, final=(409,))
-            if answer.status_code != 409:
+            answer = await self._ask("POST", HOT_LOAD_PATH, what, until, body=body, final=(409,))
+            if answer.status != 409:
                 return
             # One of its name may be on its way out.
             path = f"{self._policies}/{policy}"
             there = await self._ask("GET", path, what, until, final=(404,))
-            absent += there.status_code == 404
-            leaving = there.status_code != 404 and _json(there, what).get("state") == "DELETING"
-            if not leaving and (there.status_code != 404 or absent > ABSENT_MAX):
+            absent += there.status == 404
+            leaving = there.status != 404 and _json(there, what).get("state") == "DELETING"
+            if not leaving and (there.status != 404 or absent > ABSENT_MAX):
                 raise Failed(f"{what} failed: {_message(answer)}", "server")
             await self._pause(POLL_S, until, what, _message(answer))
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._patience_s, self._now)
 
     async def _ask(
         self,
         method: str,
         path: str,
         what: str,
-        until: float,
+        until: Deadline,
         final: tuple[int, ...] = (),
-        **request: Any,
-    ) -> httpx.Response:
+        body: Mapping[str, Any] | None = None,
+    ) -> HttpAnswer:
         """A 2xx, or one of `final`. Raises Failed for other answers, and when there is none until then."""
-        headers = {"fireworks-deployment": self._deployment}
+        headers = f"fireworks-deployment: {self._deployment}\r\n"
         if self._key:
-            headers["authorization"] = f"Bearer {self._key}"
+            headers += f"authorization: Bearer {self._key}\r\n"
+        data = None if body is None else msgspec.json.encode(body)
         failures = 0
         while True:
             try:
-                answer = await self._http.request(
-                    method, f"{self.gateway_url}{path}", headers=headers, **request
+                answer = await call(
+                    self.gateway_url, method, path, data, REQUEST_TIMEOUT_S, headers, tls=self._tls
                 )
-            except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
+            except CallFailed as error:
+                problem = str(error)
             else:
-                if answer.is_success or answer.status_code in final:
+                if answer.outcome == "done" or answer.status in final:
                     return answer
                 problem = _message(answer)
-                if outcome_of(answer.status_code) == "refused":
+                if answer.outcome == "refused":
                     raise Failed(f"{what} failed: {problem}", "user")
             failures += 1
             await self._pause(BACKOFF.pause_s(failures), until, what, problem)
 
-    async def _pause(self, seconds: float, until: float, what: str, problem: str) -> None:
+    async def _pause(self, seconds: float, until: Deadline, what: str, problem: str) -> None:
         """Raises Failed when it is too late to go on."""
-        if self._now() + seconds > until:
+        if not until.allows(seconds):
             raise Failed(f"{what} failed: {problem}", "server")
         await self._sleep(seconds)
 
@@ -190,14 +192,11 @@ def _somewhere(status: Status, snapshot: str) -> bool:
     return any(replica.ready and replica.snapshot == snapshot for replica in status.replicas)
 
 
-def _json(answer: httpx.Response, what: str) -> Mapping[str, Any]:
+def _json(answer: HttpAnswer, what: str) -> dict[str, Any]:
     try:
-        found = answer.json()
-    except ValueError as error:
-        raise Failed(f"{what} failed: the server's answer is not JSON", "server") from error
-    if not isinstance(found, dict):
-        raise Failed(f"{what} failed: the server's answer is no object", "server")
-    return found
+        return answer.read(dict[str, Any])
+    except NotThatAnswer as error:
+        raise Failed(f"{what} failed: the server's answer is no JSON object: {error}", "server") from error
 
 
 def _status(answer: Mapping[str, Any], what: str) -> Status:
@@ -207,8 +206,5 @@ def _status(answer: Mapping[str, Any], what: str) -> Status:
         raise Failed(f"{what} failed: {error}", "server") from error
 
 
-def _message(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {answer.status_code}"
+def _message(answer: HttpAnswer) -> str:
+    return answer.message or f"the server answered {answer.status}"

@@ -23,12 +23,13 @@ import msgspec
 
 from midstream.core.beside import beside
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
+from midstream.core.http_answer import HttpAnswer
 from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 from midstream_tinker import codec
 from midstream_tinker.adapters import Adapters
-from midstream_tinker.completion import Answer, Completions, NotServed, NotThere
+from midstream_tinker.completion import Completions, NotServed, NotThere
 from midstream_tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
 from midstream_tinker.samples import Sample, Sampled, check, sampled
 from midstream_tinker.serving import TinkerError
@@ -273,7 +274,7 @@ class Sampling:
                 details=_details(future, done),
             )
 
-    async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> Answer:
+    async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> HttpAnswer:
         """Raises Failed, NotServed."""
         snapshot = weights.snapshot or ""
         body = await _completion(sample, f"{self._deployment}{POLICY_INFIX}{policy_of(snapshot)}")
@@ -288,13 +289,13 @@ class Sampling:
                     await self._adapters.load_again(snapshot)
             return await self._complete(body, weights, headers)
 
-    async def _complete(self, body: bytes, weights: Weights, headers: Mapping[str, str]) -> Answer:
+    async def _complete(self, body: bytes, weights: Weights, headers: Mapping[str, str]) -> HttpAnswer:
         return await self._completions.complete(
             body, headers, lambda refused: may_come_back(weights, refused.refusal)
         )
 
 
-async def _read(sample: Sample, answer: Answer, key: str | None) -> tuple[Sampled, bytes]:
+async def _read(sample: Sample, answer: HttpAnswer, key: str | None) -> tuple[Sampled, bytes]:
     def read() -> tuple[Sampled, bytes]:
         done = sampled(sample, answer.body, answer.headers, key)
         return done, codec.sample_response(done.result)

@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -14,6 +15,7 @@ from gateway_harness import Message, Peer, get, post, read_chunk, read_head, run
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import ConfigError
+from midstream.http.call import CallFailed, call, unverified_tls
 from midstream.proxy import server
 from midstream.proxy.server import tls_context
 
@@ -114,3 +116,22 @@ def test_a_certificate_that_cannot_be_used_says_which_and_why(tmp_path: Path) ->
     cert, key = certificate(tmp_path / "hidden", b"secret")
     with pytest.raises(ConfigError, match="needs a password"):
         tls_context(GatewaySettings(tls_cert=cert, tls_key=key))
+
+
+def test_a_call_of_the_server_itself_takes_a_certificate_for_another_name(tmp_path: Path) -> None:
+    """The supervisor and the Tinker front call the gateway by an address that the certificate need not name."""
+    cert, key = certificate(tmp_path)
+
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.respond(request.body)
+
+    async def main() -> None:
+        async with staged(handler, tls_cert=cert, tls_key=key) as stage:
+            url = f"https://127.0.0.1:{stage.port}"
+            answer = await call(url, "GET", "/health", None, 10.0, tls=unverified_tls())
+            assert answer.status == 200
+            assert len(answer.read(dict[str, Any])["replicas"]) == 1
+            with pytest.raises(CallFailed, match="CERTIFICATE_VERIFY_FAILED"):
+                await call(url, "GET", "/health", None, 10.0, tls=ssl.create_default_context())
+
+    run(main)

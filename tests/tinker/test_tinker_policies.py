@@ -43,10 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
 def play(server: Server, scene: Callable[[DeploymentPolicies], Awaitable[None]]) -> None:
     async def run() -> None:
         policies = DeploymentPolicies(gateway_url=server.url, deployment=server.deployment, patience_s=60.0)
-        try:
-            await scene(policies)
-        finally:
-            await policies.close()
+        await scene(policies)
 
     asyncio.run(run())
 
@@ -123,6 +120,5 @@ def test_a_gateway_that_is_away_is_waited_for_and_then_given_up() -> None:
             await policies.load("tinker-ab-0-1", "step-1")
         assert failed.value.category == "server"
         assert 90 < sum(waited) <= 100
-        await policies.close()
 
     asyncio.run(run())

@@ -53,10 +53,13 @@ class HttpAnswer(NamedTuple):
 
     def read(self, kind: type[_Kind]) -> _Kind:
         """The JSON of the body. Raises NotThatAnswer."""
-        return read(self.json(), kind)
+        try:
+            return msgspec.json.decode(self.body, type=kind)
+        except NOT_JSON as error:
+            raise NotThatAnswer(str(error)) from error
 
     def json(self) -> Any:
-        """Raises NotThatAnswer."""
+        """The JSON of the body, whatever it holds. Raises NotThatAnswer."""
         try:
             return msgspec.json.decode(self.body)
         except NOT_JSON as error:
@@ -64,7 +67,7 @@ class HttpAnswer(NamedTuple):
 
 
 def read(value: Any, kind: type[_Kind]) -> _Kind:
-    """`value`, which is decoded JSON, as `kind`. Raises NotThatAnswer."""
+    """`value`, which is JSON that was decoded before, as `kind`. Raises NotThatAnswer."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

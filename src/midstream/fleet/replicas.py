@@ -242,25 +242,22 @@ class ReplicaSet(Holding):
     async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
         """A replica's answer. Raises ReplicaUnavailable when its status is another than expected."""
         try:
-            status, answer = await call(view.url, "POST", path, body, self._call_timeout_s, self._header)
+            answer = await call(view.url, "POST", path, body, self._call_timeout_s, self._header)
         except CallFailed as error:
             raise ReplicaUnavailable(f"{view.name}: {error}") from error
-        if status != expected:
-            text = answer[:500].decode("utf-8", "replace")
-            raise ReplicaUnavailable(f"{view.name} answered {status}: {text}")
-        return answer
+        if answer.status != expected:
+            raise ReplicaUnavailable(f"{view.name} answered {answer.status}: {answer.message}")
+        return answer.body
 
     async def send_hint(self, view: ReplicaView, hint: Hint) -> bool:
         """Tell a replica of files that will be asked for; whether it took note."""
         body = msgspec.json.encode(hint)
         try:
-            status, _ = await call(
-                view.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header
-            )
+            answer = await call(view.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header)
         except CallFailed as error:
             logger.info("%s was not told of files of %s: %s", view.name, hint.snapshot, error)
             return False
-        return status == 202
+        return answer.status == 202
 
     def refused(self, view: ReplicaView) -> None:
         """The data path was refused a connection: without an event stream either, the replica is dead."""
@@ -302,10 +299,10 @@ class ReplicaSet(Holding):
         while view.standing != "gone":
             await asyncio.sleep(self._backoff.last_s)
             try:
-                status, _ = await call(view.url, "GET", "/health", None, self._call_timeout_s, self._header)
+                answer = await call(view.url, "GET", "/health", None, self._call_timeout_s, self._header)
             except CallFailed:
                 continue
-            if status == 200:
+            if answer.status == 200:
                 break
         view.failures = 0
         view.suspended = False

@@ -1,5 +1,5 @@
-"""A small HTTP/1.1 client for calls of our own: a gateway's to replicas, a replica's to vLLM. One connection, one request, one
-response.
+"""A small HTTP/1.1 client for calls of our own: a gateway's to replicas, a replica's to vLLM, the supervisor's and the Tinker
+front's to a gateway. One connection, one request, one response.
 
 Proxied bytes do not pass here: they go through http/upstream.py.
 Always holds: nothing is retried, nothing is pooled, and `ended` is set exactly once, when the response is
@@ -9,11 +9,14 @@ complete or the connection is gone. docs/decisions/0032 says why this is not htt
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from midstream.core.http_answer import HttpAnswer
 
 
 class CallFailed(Exception):
@@ -22,6 +25,10 @@ class CallFailed(Exception):
 
 class NotListening(CallFailed):
     """Nobody listens at the address."""
+
+
+class Lost(CallFailed):
+    """The connection ended before the response did: the other side may have worked on the request."""
 
 
 class _Complete(Exception):
@@ -92,38 +99,81 @@ async def open_stream(
 
     `headers`: further header lines, each with its line end.
     """
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 80
-    head = f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\n{headers}"
-    if body is not None:
-        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    request = head.encode() + b"\r\n" + (body or b"")
-    loop = asyncio.get_running_loop()
+    stream = ResponseStream(_request(url, method, path, body, headers), on_body)
+    await _connect(stream, url, timeout_s, None)
+    return stream
+
+
+async def call(
+    url: str,
+    method: str,
+    path: str,
+    body: bytes | None,
+    timeout_s: float | None,
+    headers: str = "",
+    *,
+    connect_s: float | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> HttpAnswer:
+    """The answer to one request. Raises CallFailed on anything but a response complete in time.
+
+    timeout_s: of the response, in seconds; None waits for as long as the connection lasts. connect_s: of the connection;
+    None: as timeout_s. tls: of an https URL.
+    """
+    whole = _WholeResponse(_request(url, method, path, body, headers))
+    await _connect(whole, url, timeout_s if connect_s is None else connect_s, tls)
     try:
         async with asyncio.timeout(timeout_s):
-            _, stream = await loop.create_connection(lambda: ResponseStream(request, on_body), host, port)
+            reason = await whole.ended
+    except TimeoutError as error:
+        raise CallFailed(f"no response within {timeout_s:g} s") from error
+    finally:
+        whole.abort()
+    if reason is not None:
+        raise Lost(reason)
+    return HttpAnswer(whole.status, whole.headers, b"".join(whole.parts))
+
+
+def unverified_tls() -> ssl.SSLContext:
+    """For the gateway of this server, whose certificate need not be for this address."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class _WholeResponse(ResponseStream):
+    def __init__(self, request: bytes) -> None:
+        self.headers: dict[str, str] = {}
+        self.parts: list[bytes] = []
+        super().__init__(request, self.parts.append)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+
+def _request(url: str, method: str, path: str, body: bytes | None, headers: str) -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n{headers}"
+    if body is not None:
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode("latin-1") + b"\r\n" + (body or b"")
+
+
+async def _connect(
+    stream: ResponseStream, url: str, timeout_s: float | None, tls: ssl.SSLContext | None
+) -> None:
+    """Raises CallFailed."""
+    parts = urlsplit(url)
+    secure = tls if parts.scheme == "https" else None
+    port = parts.port or (443 if secure else 80)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.get_running_loop().create_connection(
+                lambda: stream, parts.hostname or "", port, ssl=secure
+            )
     except TimeoutError as error:
         raise CallFailed(f"no connection within {timeout_s:g} s") from error
     except ConnectionRefusedError as error:
         raise NotListening(str(error)) from error
     except OSError as error:
-        raise CallFailed(str(error)) from error
-    return stream
-
-
-async def call(
-    url: str, method: str, path: str, body: bytes | None, timeout_s: float, headers: str = ""
-) -> tuple[int, bytes]:
-    """Status and body of one exchange. Raises CallFailed on anything but a response complete in time."""
-    parts: list[bytes] = []
-    stream = await open_stream(url, method, path, body, parts.append, timeout_s, headers)
-    try:
-        async with asyncio.timeout(timeout_s):
-            reason = await stream.ended
-    except TimeoutError as error:
-        raise CallFailed(f"no response within {timeout_s:g} s") from error
-    finally:
-        stream.abort()
-    if reason is not None:
-        raise CallFailed(reason)
-    return stream.status, b"".join(parts)
+        raise CallFailed(str(error) or type(error).__name__) from error

@@ -16,11 +16,11 @@ import logging
 import secrets
 import shutil
 import signal
+import ssl
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from midstream.core.config import (
@@ -32,13 +32,15 @@ from midstream.core.config import (
     parse_size,
 )
 from midstream.core.errors import ConfigError
-from midstream.core.headers import HEADER_TOKEN
+from midstream.core.http_answer import NotThatAnswer
 from midstream.core.pulse import Pulse
 from midstream.core.scopes import PUBLISH
 from midstream.core.supervision import Stalled, TinkerSpec
 from midstream.fleet.desired_state import Wanted, WantedReplica
+from midstream.fleet.replicas import token_header
 from midstream.fleet.tally import stalled
 from midstream.http.appserver import socket_directory
+from midstream.http.call import CallFailed, call, unverified_tls
 from midstream.http.channel import STOP_GRACE_S
 from midstream.launch.engines import records_fields, records_root, resident_fields
 from midstream.launch.gateways import Gateways
@@ -67,6 +69,8 @@ logger = logging.getLogger(__name__)
 #: A second signal that comes sooner is the same request to stop, delivered twice.
 SECOND_SIGNAL_AFTER_S = 1.0
 READY_POLL_S = 0.05
+#: Of one look at a gateway's health.
+HEALTH_S = 5.0
 #: A server that is not ready after these times says what it waits for: first as news, then as a warning.
 WAITING_S = 10.0
 NOT_READY_S = 60.0
@@ -344,35 +348,35 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         since, said, shown = loop.time(), ("", 0), -1
-        # The gateway's certificate need not be for this address.
-        async with httpx.AsyncClient(timeout=5.0, trust_env=False, verify=False) as client:
-            while True:
-                if (why := self.replicas.failure(self.deployment)) is not None:
-                    raise StartFailed(why)
-                found = [await self._usable(client, url) for url in self._urls()]
-                lacks = next((one for one in found if isinstance(one, str)), None)
-                if lacks is None:
-                    return int(found[0])
-                if (loaded := self._loaded()) != shown and self.replicas:
-                    logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
-                    shown = loaded
-                waited_s = loop.time() - since
-                late = waited_s >= NOT_READY_S
-                level = logging.WARNING if late else logging.INFO
-                if (lacks, level) != said and (late or waited_s >= WAITING_S):
-                    logger.log(level, "not ready yet: %s" if late else "waiting: %s", lacks)
-                    said = (lacks, level)
-                await asyncio.sleep(READY_POLL_S)
+        tls = unverified_tls() if self._settings.gateway.tls_cert is not None else None
+        while True:
+            if (why := self.replicas.failure(self.deployment)) is not None:
+                raise StartFailed(why)
+            found = [await self._usable(url, tls) for url in self._urls()]
+            lacks = next((one for one in found if isinstance(one, str)), None)
+            if lacks is None:
+                return int(found[0])
+            if (loaded := self._loaded()) != shown and self.replicas:
+                logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
+                shown = loaded
+            waited_s = loop.time() - since
+            late = waited_s >= NOT_READY_S
+            level = logging.WARNING if late else logging.INFO
+            if (lacks, level) != said and (late or waited_s >= WAITING_S):
+                logger.log(level, "not ready yet: %s" if late else "waiting: %s", lacks)
+                said = (lacks, level)
+            await asyncio.sleep(READY_POLL_S)
 
     def _loaded(self) -> int:
         """How many replicas listen, which they do once their engine has the model."""
         return sum(replica.url is not None for replica in self.replicas.running().replicas)
 
-    async def _usable(self, client: httpx.AsyncClient, url: str) -> int | str:
+    async def _usable(self, url: str, tls: ssl.SSLContext | None) -> int | str:
         """How many replicas the default deployment should have, by a gateway that has all it should; else what it lacks."""
         try:
-            health = (await client.get(f"{url}/health", headers={HEADER_TOKEN: self._token})).json()
-        except (httpx.TransportError, ValueError) as error:
+            answer = await call(url, "GET", "/health", None, HEALTH_S, token_header(self._token), tls=tls)
+            health = answer.read(dict[str, Any])
+        except (CallFailed, NotThatAnswer) as error:
             return f"the gateway does not answer at {url}: {error or repr(error)}"
         waiting = self.replicas.waiting(self.deployment)
         return lacking(health, len(self.gateways), waiting) or int(health["deployments"][0]["wanted"])

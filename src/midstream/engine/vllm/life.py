@@ -193,11 +193,11 @@ class ServerLife(Engine):
         salt = secrets.token_hex(16)
         data = protocol.body(request, 0, model=self._server.served_name, salt=salt, stream=False)
         url, headers = self._server.url, self._server.headers
-        status, answer = await call(url, "POST", protocol.PATH, data, FIRST_S_MAX, headers)
-        if status != 200:
-            raise CallFailed(protocol.error_of(status, answer))
+        answer = await call(url, "POST", protocol.PATH, data, FIRST_S_MAX, headers)
+        if answer.status != 200:
+            raise CallFailed(protocol.error_of(answer.status, answer.body))
         try:
-            cached = protocol.read_answer(answer).cached
+            cached = protocol.read_answer(answer.body).cached
         except protocol.InvalidAnswer as error:
             raise ServerFailed(f"the vLLM server at {url}: {error}") from error
         if cached is None:

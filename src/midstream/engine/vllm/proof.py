@@ -145,13 +145,11 @@ class Proof:
             want_logprobs=True,
         )
         data = protocol.body(request, 0, model=name, salt=secrets.token_hex(16), stream=False)
-        status, answer = await call(
-            self._server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._server.headers
-        )
-        if status != 200:
-            raise CallFailed(protocol.error_of(status, answer))
+        answer = await call(self._server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._server.headers)
+        if answer.status != 200:
+            raise CallFailed(protocol.error_of(answer.status, answer.body))
         try:
-            return list(protocol.read_answer(answer).tokens)
+            return list(protocol.read_answer(answer.body).tokens)
         except protocol.InvalidAnswer as error:
             raise NotExact(f"vLLM's answer to a prompt cannot be used: {error}") from error
 

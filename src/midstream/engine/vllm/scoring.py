@@ -59,13 +59,13 @@ class Scorer:
         )
         for _ in range(TRIES):
             epoch = self._epochs.now
-            status, answer = await call(self._url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._headers)
-            if status == UNKNOWN_MODEL:
-                raise CallFailed(protocol.error_of(status, answer))
-            if status != 200:
-                return protocol.error_of(status, answer)
+            answer = await call(self._url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._headers)
+            if answer.status == UNKNOWN_MODEL:
+                raise CallFailed(protocol.error_of(answer.status, answer.body))
+            if answer.status != 200:
+                return protocol.error_of(answer.status, answer.body)
             if self._epochs.now == epoch:
-                return self._records(request, answer, first)
+                return self._records(request, answer.body, first)
         return f"weights were switched {TRIES} times while the prompt was scored"
 
     def _records(self, request: GenerateRequest, answer: bytes, first: int) -> tuple[TokenRecord, ...] | str:

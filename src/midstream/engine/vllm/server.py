@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from midstream.core.config import VllmSettings
-from midstream.core.decoding import NOT_JSON
+from midstream.core.http_answer import NotThatAnswer
 from midstream.engine.vllm import keeper, protocol
 from midstream.engine.vllm.arguments import (
     NO_LORA,
@@ -167,7 +167,8 @@ class VllmServer:
     def headers(self) -> str:
         """Header lines for every call, with their line ends: the key, if the user has set one for the server."""
         key = self._settings.env.get("VLLM_API_KEY", os.environ.get("VLLM_API_KEY", ""))
-        return f"authorization: Bearer {key}\r\n" if key else ""
+        # As the bytes of its UTF-8, which a header line holds as they are.
+        return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
 
     async def start(self) -> None:
         """Start or attach. Returns when the server is healthy and has what is needed. Raises ServerFailed, ConfigError."""
@@ -298,12 +299,12 @@ class VllmServer:
     async def health(self, timeout_s: float = ANSWER_S_MAX) -> int:
         """The status of /health; NO_ANSWER, or NOBODY if nothing listens there."""
         try:
-            status, _ = await call(self.url, "GET", "/health", None, timeout_s, self.headers)
+            answer = await call(self.url, "GET", "/health", None, timeout_s, self.headers)
         except NotListening:
             return NOBODY
         except CallFailed:
             return NO_ANSWER
-        return status
+        return answer.status
 
     async def _inspect(self) -> None:
         """Find out what the server is and has. Raises ServerFailed when it lacks something."""
@@ -356,16 +357,16 @@ class VllmServer:
     async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = INSPECT_S_MAX) -> Any:
         where = f"the vLLM server at {self.url}: GET {path}"
         try:
-            status, body = await call(self.url, "GET", path, None, timeout_s, self.headers)
+            answer = await call(self.url, "GET", path, None, timeout_s, self.headers)
         except CallFailed as error:
             raise self._failed(f"{where}: {error}") from error
-        if status == 401:
+        if answer.status == 401:
             raise self._failed(f"{where}: the server needs a key: set VLLM_API_KEY in vllm.env")
-        if status != 200:
-            raise self._failed(f"{where}: status {status}{'; ' * bool(hint)}{hint}")
+        if answer.status != 200:
+            raise self._failed(f"{where}: status {answer.status}{'; ' * bool(hint)}{hint}")
         try:
-            return msgspec.json.decode(body, type=kind)
-        except NOT_JSON as error:
+            return answer.read(kind)
+        except NotThatAnswer as error:
             raise self._failed(f"{where}: not the answer of a vLLM server: {error}") from error
 
     async def _watch_exit(self, stdout: asyncio.StreamReader, exited: asyncio.Future[str]) -> None:

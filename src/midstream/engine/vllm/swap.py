@@ -122,18 +122,18 @@ class Control:
         clear = "true" if clear_cache else "false"
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, STEP_S_MAX)
         for _ in range(BARRIER):
-            status, body = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
-            if status != 200 or _read(body).get("is_paused") is not True:
-                raise CallFailed(f"vLLM says it is paused, and then {status} {body[:200]!r}")
+            said = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
+            if said.status != 200 or _read(said.body).get("is_paused") is not True:
+                raise CallFailed(f"vLLM says it is paused, and then {said.status} {said.body[:200]!r}")
         # In this turn of the loop, everything that is readable by now is read.
         await asyncio.sleep(0)
 
     async def version(self, timeout_s: float) -> str | None:
         """The version of the weights, as the server reports it."""
-        status, body = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
-        if status != 200:
-            raise Refused(f"/weight_info answered {status}: {protocol.error_text(body)}")
-        version = _read(body).get("weight_version")
+        answer = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
+        if answer.status != 200:
+            raise Refused(f"/weight_info answered {answer.status}: {protocol.error_text(answer.body)}")
+        version = _read(answer.body).get("weight_version")
         return version if isinstance(version, str) else None
 
     async def resume(self) -> None:
@@ -169,9 +169,10 @@ class Control:
 
     async def _post(self, path: str, body: object, timeout_s: float) -> None:
         data = b"" if body is None else json.dumps(body).encode()
-        status, answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
-        if status != 200:
-            raise Refused(f"{path.partition('?')[0]} answered {status}: {protocol.error_text(answer)}")
+        answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
+        if answer.status != 200:
+            where = path.partition("?")[0]
+            raise Refused(f"{where} answered {answer.status}: {protocol.error_text(answer.body)}")
 
 
 async def switch(
