@@ -75,8 +75,8 @@ class Adapters:
                 await self._policies.end(policy)
                 await self._policies.gone(policy)
             if isinstance(error.__cause__, SnapshotMissing):
-                told = f"{update.param}: no adapter is there: {error.message}"
-                raise NotFound(told, param=update.param) from error
+                reason = f"{update.param}: no adapter is there: {error.message}"
+                raise NotFound(reason, param=update.param) from error
             raise
         return policy
 

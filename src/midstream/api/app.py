@@ -37,7 +37,7 @@ def control_app(
     """The app; `created` (seconds since the epoch) is when the model came to be served.
 
     keyed: API keys are in use, so a request that does not say what its key may do may do nothing. apis: further objects
-    whose methods serve endpoints (core/endpoints.py).
+    with methods that serve endpoints (core/endpoints.py).
     """
     own = (
         InferencePaths(),

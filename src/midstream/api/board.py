@@ -170,9 +170,9 @@ class Board:
         self._changed(swap)
 
     def _time(self, deployment: str, key: _Part, part: ReplicaReport | PolicyReport) -> None:
-        # A replica of an older version tells only of the last one.
-        told = part.swaps if isinstance(part, ReplicaReport) else ()
-        for timing in filter(None, told or (part.last_swap,)):
+        # A replica of an older version reports only its last swap.
+        timings = part.swaps if isinstance(part, ReplicaReport) else ()
+        for timing in filter(None, timings or (part.last_swap,)):
             swap = self._swaps.get((deployment, key, timing.generation, timing.snapshot))
             if swap is not None and swap.pause_ms is None:
                 swap.pause_ms, swap.streams_crossed = timing.pause_ms, timing.streams_crossed

@@ -1,6 +1,6 @@
 """All endpoints of the gateway's port, in the groups in which documents show them. Pure.
 
-Always holds: a class whose methods serve endpoints of the port is in one group.
+Always holds: a class that serves endpoints of the port is in one group.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class HotLoadApi:
         overwrite: bool = False,
         parents: tuple[SnapshotFiles, ...] = (),
     ) -> SignalResult:
-        """Make the snapshot the desired one. request: whose key must be good for it. place: where it lies, if not under its
+        """Make the snapshot the desired one. request: its key must have the scope. place: where it lies, if not under its
         identity; with one, the identity may be empty. parents: as in Signal. Raises MidstreamError."""
         check_signal(body, (view.report for view in deployment.replicas.views))
         url, bucket = await self._url(request, deployment, body.identity, place)
@@ -237,8 +237,8 @@ class HotLoadApi:
         await _look_for(url, bucket, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
         views = deployment.replicas.views
-        told = await asyncio.gather(*(deployment.replicas.send_hint(view, hint) for view in views))
-        accepted = [view.name for view, took in zip(views, told, strict=True) if took]
+        answers = await asyncio.gather(*(deployment.replicas.send_hint(view, hint) for view in views))
+        accepted = [view.name for view, took in zip(views, answers, strict=True) if took]
         return HintTaken(accepted, identity=body.identity, files=list(body.names))
 
     @serves(
@@ -247,7 +247,7 @@ class HotLoadApi:
             HOT_LOAD_PATH,
             READ_SIGNALS,
             "Shows what each replica serves and loads, the least ready one first.",
-            (text("policy", "The policy whose loads are shown."),),
+            (text("policy", "Shows the loads of this policy instead."),),
         )
     )
     async def status(self, request: Request) -> HotLoadStatus:
@@ -329,7 +329,7 @@ class HotLoadApi:
         if not grant.everywhere((PUBLISH,)):
             buckets = {row.name: row.bucket_url for row in await self._ledger.deployments()}
             if not any(
-                grant.allows((PUBLISH,), name) for name in whose(url, buckets) or (deployment.host.name,)
+                grant.allows((PUBLISH,), name) for name in owners(url, buckets) or (deployment.host.name,)
             ):
                 raise forbidden((PUBLISH,), "the place of this snapshot")
         return url, bucket
@@ -344,7 +344,7 @@ class HotLoadApi:
         return self._deployments.get(name).name
 
 
-def whose(url: str, buckets: Mapping[str, str]) -> list[str]:
+def owners(url: str, buckets: Mapping[str, str]) -> list[str]:
     """The deployments that a directory belongs to: those with the innermost bucket around it. buckets: by deployment."""
     around = {name: bucket for name, bucket in buckets.items() if lies_in(url, bucket)}
     depth = {name: len(parse_bucket(bucket).path.strip("/")) for name, bucket in around.items()}
@@ -385,7 +385,7 @@ def _check_policy(deployment: Deployment, found: Found, state: DeploymentState) 
     is_one = content is None or is_adapter_listing({file.name for file in content})
     if not deployment.policy and not (state.snapshot != BASE_SNAPSHOT and is_one):
         raise SnapshotRefused(
-            f"policy: the directory is a LoRA adapter; name the policy whose snapshot it is, or publish full weights"
+            f"policy: the directory is a LoRA adapter; name the policy that it is for, or publish full weights"
             f" for {deployment.name} itself",
             param="policy",
         )

@@ -131,10 +131,10 @@ _PLACED = (
 )
 #: Of paths that generate.
 _GENERATING = (
-    _text(HEADER_FAILOVER, "What becomes of a stream whose replica is lost.", enum=list(FAILOVER_MODES)),
+    _text(HEADER_FAILOVER, "What becomes of a stream if its replica is lost.", enum=list(FAILOVER_MODES)),
     _text(
         h.HEADER_HISTORY,
-        "What follows when a template rewrites an earlier answer: its tokens stay, or are rendered anew.",
+        "What follows when a template rewrites an earlier answer: its tokens stay, or it is rendered again.",
         enum=["exact", "template"],
     ),
     _text(
@@ -155,13 +155,13 @@ _GENERATING = (
 def document(bodies: Bodies, answers: Answers, front: tuple[Endpoint, ...]) -> Json:
     """bodies, answers: by path, of the POSTs that other processes read and answer. front: the endpoints of the Tinker front."""
     paths: dict[str, Json] = {}
-    told = schemas.Schemas()
+    made_schemas = schemas.Schemas()
     shown = tuple(operations(front))
     for one in shown:
         item = paths.setdefault(_plain(one.path), {})
         made = item[one.method.lower()] = _operation(one, bodies)
         own = one.path if one.method == "POST" else ""
-        success = _success(one.endpoint, answers.get(one.endpoint.answer_of or own), told)
+        success = _success(one.endpoint, answers.get(one.endpoint.answer_of or own), made_schemas)
         made["responses"] = {str(one.endpoint.status): success, **_errors(one)}
         if servers := _servers(one.path):
             item["servers"] = servers
@@ -184,7 +184,7 @@ def document(bodies: Bodies, answers: Answers, front: tuple[Endpoint, ...]) -> J
         ],
         "paths": paths,
         "components": {
-            "schemas": _schemas(bodies, shown, told),
+            "schemas": _schemas(bodies, shown, made_schemas),
             "responses": _error_responses(),
             "parameters": {_component(one.name): _parameter(one, "header") for one in _shared_headers()},
             "securitySchemes": {
@@ -243,15 +243,15 @@ def _operation(one: Operation, bodies: Bodies) -> Json:
     return made
 
 
-def _success(endpoint: Endpoint, answer: Answer | None, told: schemas.Schemas) -> Json:
+def _success(endpoint: Endpoint, answer: Answer | None, made_schemas: schemas.Schemas) -> Json:
     """OpenAPI 3.1 has no word for the events of a stream: they are in an extension."""
     content: Json = {kind: {} for kind in endpoint.kinds}
     whole = endpoint.answer if answer is None else answer.whole
     if whole is not Any:
-        content["application/json"] = {"schema": told.of(whole)}
+        content["application/json"] = {"schema": made_schemas.of(whole)}
     if answer is not None and answer.event is not None and "text/event-stream" in endpoint.kinds:
         event = answer.event
-        of = {"description": event} if isinstance(event, str) else told.of(event | StreamError)
+        of = {"description": event} if isinstance(event, str) else made_schemas.of(event | StreamError)
         content["text/event-stream"] = {"x-event-schema": of}
     return {"description": "Done.", **({"content": content} if content else {})}
 
@@ -334,7 +334,7 @@ def _servers(path: str) -> list[Json]:
 _READ_AND_ANSWERED = {"StreamOptions"}
 
 
-def _schemas(bodies: Bodies, shown: Iterable[Operation], told: schemas.Schemas) -> Json:
+def _schemas(bodies: Bodies, shown: Iterable[Operation], made_schemas: schemas.Schemas) -> Json:
     """What the control app reads has no unknown field at any level; other readers say so by their structs."""
     read = [(one, one.endpoint.body) for one in shown if one.endpoint.body is not None]
     strict = _components({body for one, body in read if _is_control(one)})
@@ -342,9 +342,9 @@ def _schemas(bodies: Bodies, shown: Iterable[Operation], told: schemas.Schemas) 
         schema["additionalProperties"] = False
     of_others = {body for one, body in read if not _is_control(one)}
     others = _components({*bodies.values(), *of_others, Error, AnthropicError, TinkerError})
-    twice = (strict.keys() & others.keys()) | (told.components.keys() & (strict | others).keys())
+    twice = (strict.keys() & others.keys()) | (made_schemas.components.keys() & (strict | others).keys())
     assert twice <= _READ_AND_ANSWERED, f"two structs have one name: {twice}"
-    return dict(sorted((told.components | strict | others).items()))
+    return dict(sorted((made_schemas.components | strict | others).items()))
 
 
 def _components(structs: Iterable[type[msgspec.Struct]]) -> Json:
@@ -396,11 +396,11 @@ def _error_responses() -> Json:
 
 def _causes(errors: Iterable[type[MidstreamError]]) -> str:
     """The codes, each with whether a retry may cure it."""
-    told = {
+    codes = {
         f"`{one.code}`" + ("" if one.retry_after_s is None else f", retry after {one.retry_after_s} s"): None
         for one in errors
     }
-    return "; ".join(told) + "."
+    return "; ".join(codes) + "."
 
 
 def _errors(one: Operation) -> Json:

@@ -43,7 +43,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class PolicyBody(msgspec.Struct):
-    """policy: its name. from_: the policy whose snapshot it begins with. frozen: it takes no signal."""
+    """policy: its name. from_: the policy that it takes its first snapshot from. frozen: it takes no signal."""
 
     policy: str
     from_: str | None = msgspec.field(default=None, name="from")

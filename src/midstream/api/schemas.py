@@ -1,10 +1,10 @@
 """JSON schemas of answers, made of the types that are encoded. Pure.
 
-Owns: how a type of an answer is told. msgspec makes the schemas of what is decoded. Those differ: a field with a default may be
-left out by whoever sends it, but is always there in an answer.
+Owns: the schema of each type of an answer. msgspec makes the schemas of what is decoded. Those differ: a field with a default
+may be left out by whoever sends it, but is always there in an answer.
 Always holds:
 - A field is required unless it may be UNSET. It has no default.
-- An object may have more members than are told, so that a client goes on when a new field comes.
+- An object may have more members than its schema names, so that a new field breaks no client.
 - Two structs of one name are refused.
 """
 
@@ -37,7 +37,7 @@ _OBJECTS = (dict, collections.abc.Mapping)
 
 
 class Schemas:
-    """The components of a document: the structs of all types that were told."""
+    """The components of a document: the structs of all types that it was given."""
 
     def __init__(self) -> None:
         self.components: dict[str, Json] = {}
@@ -117,9 +117,9 @@ def _enum(values: Iterable[Any]) -> Json:
 
 def _told(metadata: Iterable[Any]) -> Json:
     """What Meta says beside bounds, which are for what is read."""
-    told: Json = {}
+    found: Json = {}
     for one in metadata:
         if isinstance(one, msgspec.Meta):
-            told |= {"description": one.description} if one.description else {}
-            told |= one.extra_json_schema or {}
-    return told
+            found |= {"description": one.description} if one.description else {}
+            found |= one.extra_json_schema or {}
+    return found

@@ -65,7 +65,7 @@ def _replica_row(
         stage = "unloaded"
     if report is None and view.last_words:
         error = f"{error}: {view.last_words}"
-    # A replica that never served has failed to load and cannot start for one reason, which is told once.
+    # A replica that never served has failed to load and cannot start for one reason, which is shown once.
     if trouble is not None and trouble != error:
         error = trouble if error is None else f"{error}: {trouble}"
     timing = report.last_swap if report else None

@@ -128,7 +128,7 @@ class TrainerApi:
             await self._reset_caches(deployment)
         return Done("paused")
 
-    @serves(Endpoint("POST", "/resume", SIGNAL, "Lets generation go on, as vLLM does."))
+    @serves(Endpoint("POST", "/resume", SIGNAL, "Resumes generation, as vLLM does."))
     async def resume(self, request: Request) -> Done:
         await self._pause(self._meant(request), None)
         return Done("resumed")
@@ -182,7 +182,7 @@ class TrainerApi:
         await self._pause(self._meant(request), _mode(body.mode, SGLANG_MODES))
         return DoneInWords("Generation paused successfully.", "ok")
 
-    @serves(Endpoint("POST", "/continue_generation", SIGNAL, "Lets generation go on, as SGLang does."))
+    @serves(Endpoint("POST", "/continue_generation", SIGNAL, "Resumes generation, as SGLang does."))
     async def continue_generation(self, request: Request, body: ContinueGeneration) -> DoneInWords:
         await self._pause(self._meant(request), None)
         return DoneInWords("Generation continued successfully.", "ok")
@@ -209,8 +209,8 @@ class TrainerApi:
             update = Update(body.model_path, "model_path", body.flush_cache, body.weight_version)
             desired = await self._updates.run(request, deployment, update)
         except MidstreamError as error:
-            told = {"success": False, "message": error.message, "num_paused_requests": 0}
-            return JSONResponse({**told, **error.body()}, status_code=error.status, headers=error.headers())
+            answer = {"success": False, "message": error.message, "num_paused_requests": 0}
+            return JSONResponse({**answer, **error.body()}, status_code=error.status, headers=error.headers())
         paused = (await self._ledger.state(deployment.name)).pause.mode is not None
         return answered(
             WeightsUpdatedFromDisk(
@@ -364,8 +364,8 @@ class TrainerApi:
             )
 
     async def _abort(self, deployment: Deployment, ids: tuple[str, ...] | None) -> int:
-        told = await self._tell(deployment, "/replica/abort", msgspec.json.encode(ids))
-        return sum(msgspec.json.decode(answer)["aborted"] for answer in told)
+        answers = await self._tell(deployment, "/replica/abort", msgspec.json.encode(ids))
+        return sum(msgspec.json.decode(answer)["aborted"] for answer in answers)
 
     async def _reset_caches(self, deployment: Deployment) -> None:
         _check_resets(deployment)

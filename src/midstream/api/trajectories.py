@@ -134,8 +134,8 @@ class SessionsApi:
             return answered(await self.get(request))
         deployment, session = self._deployments.named(request.headers), _session(request)
         asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        told, silent = await ask_replicas(deployment, "/replica/trace", asked)
-        traces = [(replica, _traced.decode(answer).trace) for replica, answer in told]
+        replies, silent = await ask_replicas(deployment, "/replica/trace", asked)
+        traces = [(replica, _traced.decode(answer).trace) for replica, answer in replies]
         found = [
             {"replica": replica, "turns": trace.turns, "rewards": trace.rewards, "forgotten": trace.forgotten}
             for replica, trace in traces
@@ -162,8 +162,8 @@ class SessionsApi:
         deployment, session = self._deployments.named(request.headers), _session(request)
         check_reward(body)
         asked = RewardAsked(tenant=session[0], key=session[1], given=body, look=True)
-        told, silent = await _rewarded(deployment, asked, body.replica)
-        has = [replica for replica, answer in told if answer.has]
+        replies, silent = await _rewarded(deployment, asked, body.replica)
+        has = [replica for replica, answer in replies if answer.has]
         if not has:
             _not_there(session, silent)
         if body.turn is not None and len(has) > 1:
@@ -171,10 +171,10 @@ class SessionsApi:
             raise InvalidRequest(
                 f"replica: several have turns of the session; name one of {names}", param="replica"
             )
-        if body.turn is not None and not any(answer.taken for _, answer in told):
+        if body.turn is not None and not any(answer.taken for _, answer in replies):
             raise NotFound(f"{has[0]} has no turn {body.turn} of the session", param="turn")
-        told, more = await _rewarded(deployment, replace(asked, look=False), body.replica)
-        taken = [replica for replica, answer in told if answer.taken]
+        replies, more = await _rewarded(deployment, replace(asked, look=False), body.replica)
+        taken = [replica for replica, answer in replies if answer.taken]
         if not taken:
             _not_there(session, more)
         return answers.SessionReward(
@@ -197,8 +197,8 @@ class SessionsApi:
     async def delete(self, request: Request) -> answers.SessionDeleted:
         deployment, session = self._deployments.named(request.headers), _session(request)
         asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        told, silent = await ask_replicas(deployment, "/replica/sessions/close", asked)
-        closed = [replica for replica, answer in told if msgspec.json.decode(answer)["closed"]]
+        replies, silent = await ask_replicas(deployment, "/replica/sessions/close", asked)
+        closed = [replica for replica, answer in replies if msgspec.json.decode(answer)["closed"]]
         known = deployment.sessions.forget(session)
         if not closed and not known:
             _not_there(session, silent)
@@ -229,8 +229,10 @@ async def _ask(
     deployment: Deployment, asked: SessionsAsked
 ) -> tuple[list[tuple[str, SessionStats]], list[str]]:
     """(replica, what it knows) of each session on each replica, and who did not answer."""
-    told, silent = await ask_replicas(deployment, "/replica/sessions", msgspec.json.encode(asked))
-    return [(replica, stats) for replica, answer in told for stats in _held.decode(answer).sessions], silent
+    replies, silent = await ask_replicas(deployment, "/replica/sessions", msgspec.json.encode(asked))
+    return [
+        (replica, stats) for replica, answer in replies for stats in _held.decode(answer).sessions
+    ], silent
 
 
 async def ask_replicas(
@@ -248,16 +250,16 @@ async def ask_replicas(
 
     views = views_of(deployment) if views is None else views
     both = list(zip(views, await asyncio.gather(*map(one, views)), strict=True))
-    told = [(view.name, answer) for view, answer in both if answer is not None]
-    return told, [view.name for view, answer in both if answer is None]
+    replies = [(view.name, answer) for view, answer in both if answer is not None]
+    return replies, [view.name for view, answer in both if answer is None]
 
 
 async def _rewarded(
     deployment: Deployment, asked: RewardAsked, only: str | None
 ) -> tuple[list[tuple[str, RewardTaken]], list[str]]:
     views = [view for view in views_of(deployment) if only in (None, view.name)]
-    told, silent = await ask_replicas(deployment, "/replica/reward", msgspec.json.encode(asked), views)
-    return [(replica, _taken.decode(answer)) for replica, answer in told], silent
+    replies, silent = await ask_replicas(deployment, "/replica/reward", msgspec.json.encode(asked), views)
+    return [(replica, _taken.decode(answer)) for replica, answer in replies], silent
 
 
 def _shown(deployment: Deployment, found: Sequence[tuple[str, SessionStats]]) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def add_url_arguments(parser: argparse.ArgumentParser, of: str = "of the server"
     parser.set_defaults(url=None)
     if of:
         parser.add_argument("url", nargs="?", metavar="URL", help=f"{of} {told_server()}")
-    told = "the same as an option" if of else f"http://HOST:PORT {told_server()}"
-    parser.add_argument("--server", metavar="URL", help=told)
+    says = "the same as an option" if of else f"http://HOST:PORT {told_server()}"
+    parser.add_argument("--server", metavar="URL", help=says)
 
 
 def told_server() -> str:
@@ -108,7 +108,7 @@ def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--watch", action="store_true", help="go on until interrupted")
+    parser.add_argument("--watch", action="store_true", help="look again until interrupted")
     parser.add_argument(
         "--interval",
         type=float,

@@ -160,5 +160,5 @@ class _Patient:
                 if not self._leave_out:
                     raise
                 self._without.update(silent.replicas)
-                told = f"{names} did not answer for {SILENT_S_MAX:g} s: sessions of it are left out"
-                print(told, file=sys.stderr)
+                warning = f"{names} did not answer for {SILENT_S_MAX:g} s: sessions of it are left out"
+                print(warning, file=sys.stderr)

@@ -34,7 +34,7 @@ def _ledger(options: argparse.Namespace) -> int:
         answer = server.ledger(full_deployment_name(server, options.deployment), retry_s=0)
         if not options.json:
             return render(answer)
-        # One line for each look of --watch, so that a program can tell them apart.
+        # One line for each look of --watch, so that a program can separate them.
         return json.dumps(answer, indent=None if options.watch else 2)
 
     try:

@@ -1,7 +1,7 @@
 """One look at a live server, as numbers: what `midstream top` draws and what its --json prints. Reads the control API alone.
 
-Always holds: a number that the server does not tell, or that the key may not see, is None and never a guess. Rates are of the
-time between two looks, so the first look has none. A counter that became smaller began anew, and gives no rate.
+Always holds: a number that the server does not report, or that the key may not see, is None and never a guess. Rates are of the
+time between two looks, so the first look has none. A counter that became smaller was restarted, and gives no rate.
 """
 
 from __future__ import annotations

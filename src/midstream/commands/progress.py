@@ -1,4 +1,4 @@
-"""What a long command tells while it works.
+"""The progress that a long command shows.
 
 Always holds: it is on standard error, and only on a terminal unless --progress asks for it. On a terminal it is one line that
 is written over, counts the seconds, and is gone at the end. Elsewhere lines follow each other.
@@ -22,7 +22,7 @@ def add_progress_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
-        help="tell on standard error what is being done (default: on a terminal)",
+        help="say on standard error what is being done (default: on a terminal)",
     )
 
 

@@ -179,9 +179,9 @@ def _bucket(options: argparse.Namespace) -> str:
 
 def as_json(done: Published) -> dict[str, Any]:
     """The numbers of `summary`. Sizes in bytes, times in seconds."""
-    told = dataclasses.asdict(done)
-    told["replicas"] = [replica.name for replica in done.replicas]
-    return told
+    numbers = dataclasses.asdict(done)
+    numbers["replicas"] = [replica.name for replica in done.replicas]
+    return numbers
 
 
 def summary(done: Published) -> str:

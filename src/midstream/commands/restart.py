@@ -30,5 +30,5 @@ def _restart(options: argparse.Namespace) -> int:
     if error is not None:
         print(f"midstream restart: {error}", file=sys.stderr)
         return 1
-    print("the gateway was replaced; requests that were under way go on in the old process")
+    print("the gateway was replaced; requests that were under way continue in the old process")
     return 0

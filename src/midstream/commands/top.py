@@ -23,7 +23,7 @@ from midstream.core.text import plain, seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Of a request, so that a server that hangs is told from one that is slow.
+#: Of a request. A server that takes longer counts as hanging, not as slow.
 REQUEST_TIMEOUT_S = 5.0
 INTERVAL_S_MIN = 0.1
 

@@ -111,7 +111,7 @@ def _replicas(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             _percent(row["kv_share"]),
             _percent(row["cached_share"]),
             _number(row["tokens_per_s"]),
-            *(Text(told, style=_DIM) for told in _swap(row["last_swap"])),
+            *(Text(part, style=_DIM) for part in _swap(row["last_swap"])),
             remark=Text(plain(remark), style=_BAD),
         )
     return table
@@ -131,12 +131,12 @@ def _stage(row: Mapping[str, Any]) -> Text:
 
 
 def _swap(swap: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Its pause, and what else is told of it."""
+    """The pause, and the other numbers of the swap."""
     if swap is None:
         return "-", "-"
     loading = sum(float(swap.get(f"{part}_ms", 0.0)) for part in ("fetch", "rebuild", "verify", "stage"))
-    told = f"loaded in {loading:.0f} ms, {swap.get('streams_crossed', 0)} streams crossed"
-    return f"{swap.get('pause_ms', 0.0):.2f} ms", told
+    details = f"loaded in {loading:.0f} ms, {swap.get('streams_crossed', 0)} streams crossed"
+    return f"{swap.get('pause_ms', 0.0):.2f} ms", details
 
 
 def _snapshots(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -1,7 +1,7 @@
 """The time of day as a process keeps it for what lasts: sessions, models, checkpoints.
 
-Always holds: it goes on as time passes. When somebody sets the system's clock, it does not jump, so nothing of a process is too
-old before its time. The next process reads the system's clock anew.
+Always holds: it advances as time passes. It does not jump when the system's clock is set, so nothing in a process becomes too
+old early. The next process reads the system's clock again.
 """
 
 from __future__ import annotations

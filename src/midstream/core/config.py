@@ -71,7 +71,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_cache_memory: Size | None = None
     # Tokens computed in one step. Longer prompts are prefilled in chunks.
     max_batch_tokens: Count = 1024
-    # Of these, prompt tokens beside decoding sequences: bounds the gap in their streams.
+    # Of these, prompt tokens in a step that also decodes: bounds the gap in streams.
     max_prefill_tokens: Count = 256
     # Sequences stepped together.
     max_running: Count = 128
@@ -81,9 +81,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     threads: CountOrZero = 0
     # An engine that has not loaded its model by then is given up.
     load_s_max: Seconds = 600.0
-    # An engine reports between steps. One that was not heard for so long is replaced.
+    # An engine reports between steps, and is replaced if it does not report for so long.
     silence_s_max: Seconds = 60.0
-    # One that was not heard for so long, and did not compute either, hangs, and is replaced. Linux only.
+    # An engine that neither reports nor computes for so long hangs, and is replaced. Linux only.
     hang_s_max: Seconds = 8.0
 
 
@@ -113,14 +113,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     host: str = "127.0.0.1"
     # 0: one that is free.
     port: Port = 8080
-    # Of one request; a larger one is a 413.
+    # The body of one request; a larger one is a 413.
     max_body_bytes: Count = 64 * 2**20
-    # Of one request, its first line included; more is a 431.
+    # The head of one request, its first line included; more is a 431.
     max_header_bytes: Count = 64 * 2**10
     # Request bodies that are still arriving at one gateway process, together. A further one is a 413 that says to retry.
     # None: 512 MiB, or four times max_body_bytes if that is more.
     max_unfinished_body_bytes: int | None = None
-    # Those of one tenant at one gateway process. Without API keys everybody is one tenant.
+    # The same limit, per tenant. Without API keys all clients are one tenant.
     # None: half of max_unfinished_body_bytes, or max_body_bytes if that is more.
     max_unfinished_body_bytes_per_tenant: int | None = None
     # Bytes/s that a body has to bring, counted over 30 s, or it is a 408. 0: one byte in 30 s.
@@ -131,11 +131,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_requests_per_tenant: CountOrZero = 0
     # Policies of one deployment.
     max_policies: Count = 10_000
-    # Those that keys of one tenant made in it. 0: no bound.
+    # The same limit, for policies that one tenant's keys made. 0: no bound.
     max_policies_per_tenant: CountOrZero = 0
     # A new session goes to no replica above (1 + load_bound) x mean in-flight requests.
     load_bound: Positive = 0.25
-    # Placements that are remembered. The least recently used one goes first.
+    # Placements that a gateway remembers. The least recently used one is forgotten first.
     max_sessions: Count = 1_000_000
     # Base URLs of replicas of the default deployment that others run.
     replicas: tuple[str, ...] = ()
@@ -143,17 +143,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replicas_dns: str | None = None
     # Part of new work, by name (HOST:PORT of those that others run); else 1.
     replica_weights: dict[str, Weight] = {}
-    # Hosts, or HOST:PORT, whose replicas may join through the API.
+    # Hosts, or HOST:PORT, of replicas that may join through the API.
     allowed_replicas: tuple[str, ...] = ()
     # one-by-one: all replicas of a deployment prepare a snapshot, then switch to it one after another.
     swap_order: SwapOrder = "together"
-    # A replica closes a session that had no turn for so long.
+    # A replica closes a session that has no turn for so long.
     session_idle_s: Positive = 3600.0
     # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
     follow_prefixes: bool = True
-    # To a replica. Beyond it the request goes elsewhere.
+    # To a replica. Beyond it the request goes to another one.
     connect_timeout_s: Positive = 5.0
-    # A replica not heard of for so long gets no new requests, and its sessions are placed anew.
+    # A replica not heard of for so long gets no new requests, and its sessions are placed again.
     replica_silence_s: Positive = 3.0
     # A client's idle connection stays open for so long.
     keep_alive_s: Positive = 75.0
@@ -163,7 +163,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_key: str | None = None
     # Gateway processes that share the port.
     workers: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1
-    # A replaced process goes on with its requests for so long.
+    # A replaced process continues its requests for so long.
     restart_drain_s: Positive = 600.0
     # A key written as text may do everything; one written as a table, what its scopes say. Empty: everybody may do everything.
     api_keys: tuple[str | KeySettings, ...] = ()
@@ -221,7 +221,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpus: CountOrZero = 0
     # A server that does not answer by then is given up.
     load_s_max: Positive = 1800.0
-    # A server whose engine neither samples nor answers for so long hangs, and is replaced. It answers between two steps.
+    # If the engine neither samples nor answers for so long, the server hangs and is replaced. It answers between two steps.
     silence_s_max: Positive = 8.0
     # Requests inside a replica. A further one is a 429.
     max_waiting: Count = 4096
@@ -294,11 +294,11 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     token: str | None = None
     # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
     snapshot_cache: Size | None = None
-    # An async swap waits so long for requests that are pinned to what serves.
+    # How long an async swap waits for requests that are pinned to the serving snapshot.
     pin_drain_s: Annotated[float, Meta(ge=0, le=86400, description="must be 0 to 86400 seconds")] = 60.0
-    # Snapshots that stay loaded in each replica, the serving one included, and each policy's. Of 1, a swap waits for pins.
+    # Snapshots that stay loaded in each replica, the serving one included, and each policy's. With 1, a swap waits for pins.
     resident_snapshots: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1
-    # What the full ones of a replica may take, as the sizes of the model's files; None: no bound for those in use.
+    # What a replica's loaded full snapshots may take, counted as the sizes of their files; None: no bound for those in use.
     resident_memory: Size | None = None
     # Policies that each replica holds at once. Where a deployment has more, those in demand are loaded.
     resident_policies: Annotated[int, Meta(ge=1, le=4096, description="must be 1 to 4096")] = 256
@@ -316,7 +316,7 @@ class RecordsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     # Where they go, as of a deployment's bucket: file:///DIR, s3://BUCKET/PREFIX, gs:// or az://. None: none are kept.
     bucket: str | None = None
-    # What records that wait for it may take on disk, of each replica. Beyond it they are lost, and the gap is recorded.
+    # What waiting records of one replica may take on disk. Beyond it records are lost, and the gap is recorded.
     disk: Size = "1GiB"
 
 

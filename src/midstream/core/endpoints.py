@@ -49,7 +49,7 @@ class Endpoint:
 
     headers: beside those that `need` implies. body: what a JSON body is read into. also_read: the media types of bodies beside
     JSON. answer: the type of a JSON answer; Any: the document does not say it, or other processes give it. answer_of: the path
-    of the POST whose answer it gives again. kinds: the media types of the answer; none: it has no body. status: of success, or
+    of the POST that has the same answer. kinds: the media types of the answer; none: it has no body. status: of success, or
     of what always refuses. prefixed: it is served below Fireworks' prefix, too. files: the values of {file} in the path.
     errors: the shape of its errors.
     """
@@ -92,10 +92,10 @@ def serves(*endpoints: Endpoint) -> Callable[[Handler], Handler]:
         is_struct = (
             isinstance(answer, type) and issubclass(answer, msgspec.Struct) and answer is not msgspec.Struct
         )
-        told: dict[str, Any] = {"answer": answer} if is_struct else {}
+        types: dict[str, Any] = {"answer": answer} if is_struct else {}
         if reads is not None:
-            told["body"] = reads
-        made = [Bound(replace(one, **told), handler.__name__, reads) for one in endpoints]
+            types["body"] = reads
+        made = [Bound(replace(one, **types), handler.__name__, reads) for one in endpoints]
         handler._endpoints = made  # type: ignore[attr-defined]
         return handler
 

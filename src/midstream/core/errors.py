@@ -29,8 +29,8 @@
       SnapshotNotFinite             a number is NaN or infinite
 
 Always holds: an error that a retry may cure has `retry_after_s`; the others have none. Bodies have the shape
-`{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read, but on wires of other
-APIs (core/wires.py), whose clients get their own.
+`{"error": {"message", "type", "code", "param"}}`, which both the OpenAI and the Fireworks clients read, except on wires of
+other APIs (core/wires.py): their clients get their own shape.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ class ContextExceeded(InvalidRequest):
         )
 
     def body(self) -> dict[str, Any]:
-        told = super().body()
+        body = super().body()
         if self.shape == "anthropic":
-            told["error"]["message"] = (
+            body["error"]["message"] = (
                 f"prompt is too long: {self.tokens} tokens > {self.context} maximum; {self.message}"
             )
         else:
-            told["error"]["type"] = InvalidRequest.code
-        return told
+            body["error"]["type"] = InvalidRequest.code
+        return body
 
 
 class SnapshotRefused(InvalidRequest):
@@ -220,7 +220,7 @@ class SnapshotTransition(MidstreamError):
     def headers(self) -> dict[str, str]:
         headers = super().headers()
         if self.shape == "anthropic":
-            # Its clients retry this status only when they are told to.
+            # Its clients retry this status only with this header.
             headers["x-should-retry"] = "true"
         return headers
 
@@ -262,7 +262,8 @@ class AnotherBoot(ReplicaUnavailable):
 
 
 class StreamGivenUp(AnotherBoot):
-    """The weights that the request ran under failed their check. The request is not the cause, and nobody else may enter."""
+    """The weights that the request ran under failed their check. The request is not the cause, and no other request may
+    enter."""
 
 
 class PolicyNotLoaded(ReplicaUnavailable):

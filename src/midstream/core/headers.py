@@ -1,4 +1,4 @@
-"""The headers by which gateways and replicas tell each other what no client may say.
+"""The headers between gateways and replicas, which no client may send.
 
 Always holds: a gateway drops any of them that a client sends. docs/security.md says who may set them.
 """
@@ -27,7 +27,7 @@ HEADER_MADE = "x-midstream-made"
 # Clients send it: a signal's files replace what the identity meant.
 HEADER_OVERWRITE = "x-midstream-overwrite"
 # Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;
-# template: they are rendered anew.
+# template: it is rendered again.
 HEADER_HISTORY = "x-midstream-history"
 # Clients send it: what a session's trace keeps of each sampled token: none, logprobs or routes. A session that is named by a
 # path keeps routes if nothing else is said.

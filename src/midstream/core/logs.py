@@ -3,7 +3,7 @@
 Owns: what a line holds, and the way in which a process passes the choice on to the processes that it starts.
 Always holds of JSON:
 - Each line is one object. A traceback, a warning, and what a library prints are inside such an object.
-- `time`, `level`, `process`, `pid`, `logger` and `message` are in each. FIELDS are in those whose call says them as `extra`.
+- `time`, `level`, `process`, `pid`, `logger` and `message` are in each. FIELDS are in a line if its call gives them as `extra`.
 - A line is printable ASCII, so nothing that a client sends begins a line of its own.
 
 What native code writes to standard error by itself, such as the last words of a crash, is not changed.
@@ -31,11 +31,11 @@ LogFormat = Literal["text", "json"]
 FIELDS = ("deployment", "policy", "replica", "session", "snapshot", "child")
 #: Of a line of JSON, with its end: what POSIX has a pipe take in one piece.
 LINE_BYTES_MAX = 4095
-#: Of a line that was printed and has not ended: a longer one is told in parts.
+#: Of a line that was printed and has not ended: a longer one is logged in parts.
 BEGUN_MAX = 4096
 #: In the environment: how a process logs that this one starts.
 VARIABLE = "MIDSTREAM_LOG"
-#: Libraries whose lines below a warning nobody asked for.
+#: Libraries of which only warnings and errors are logged.
 NOISY = ("httpx", "httpcore", "uvicorn", "asyncio", "filelock", "transformers", "torch", "urllib3")
 
 

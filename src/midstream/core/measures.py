@@ -67,8 +67,8 @@ SWAP_MEASURES: dict[str, tuple[float, ...]] = {
 #: What the replica's process did to its event loop.
 PROCESS_MEASURES: dict[str, tuple[float, ...]] = {"event_loop_stall_seconds": BUCKETS_S}
 MEASURES = TURN_MEASURES | SWAP_MEASURES | PROCESS_MEASURES
-#: What replicas count, with all values that it is counted by. finishes: choices, by why they ended; abort stands also for
-#: one whose client left or whose engine failed. swaps: superseded by a newer target; stopped, as the
+#: The counts of replicas, with all values of their label. finishes: choices, by why they ended; a choice also counts as abort
+#: if its client left or its engine failed. swaps: superseded by a newer target; stopped, as the
 #: engine died or the policy was ended meanwhile.
 COUNTS: dict[str, tuple[str, ...]] = {
     "finishes": get_args(FinishReason),

@@ -35,7 +35,7 @@ _THREADS = "/proc/self/task"
 def own_s(late_s: float, computed_s: float, unserved_s: float | None) -> float:
     """How much of a delay the process caused. computed_s: CPU time of the loop's thread meanwhile.
 
-    unserved_s: how long its threads were ready and had no core. None: the system does not tell, and only computing counts.
+    unserved_s: how long its threads were ready and had no core. None: the system does not count it, and only computing counts.
     """
     blocked_s = 0.0 if unserved_s is None else late_s - unserved_s
     return max(blocked_s, min(late_s, computed_s))
@@ -47,10 +47,10 @@ class Scheduler:
     def __init__(self) -> None:
         # By thread: its file, and what that said last, in nanoseconds.
         self._files: dict[str, int] = {}
-        self._told: dict[str, int] = {}
+        self._waited: dict[str, int] = {}
 
     def unserved_s(self) -> float | None:
-        """How long the threads together were ready and had no core, since the last call. None: the system does not tell."""
+        """How long the threads together were ready and had no core, since the last call. None: the system does not count it."""
         self._find()
         if not self._files:
             return None
@@ -58,13 +58,13 @@ class Scheduler:
         for thread, file in list(self._files.items()):
             try:
                 # Nanoseconds on a core, nanoseconds ready without one, turns on a core.
-                told = int(os.pread(file, 80, 0).split()[1])
+                waited = int(os.pread(file, 80, 0).split()[1])
             except (OSError, IndexError):
                 # The thread has ended.
                 self._forget(thread)
             else:
-                found += told - self._told.get(thread, told)
-                self._told[thread] = told
+                found += waited - self._waited.get(thread, waited)
+                self._waited[thread] = waited
         return found / 1e9
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Scheduler:
 
     def _forget(self, thread: str) -> None:
         os.close(self._files.pop(thread))
-        self._told.pop(thread, None)
+        self._waited.pop(thread, None)
 
 
 class Pulse:
@@ -104,7 +104,7 @@ class Pulse:
         return f"Pulse({self._name}, stalled {self.stalled_s:g} s)"
 
     def start(self) -> None:
-        """Measure the running loop, whose thread calls this. What stood still before is nobody's business."""
+        """Measure the running loop, in its own thread. Earlier stalls do not count."""
         self._scheduler = Scheduler()
         self._next(self._scheduler, BEAT_S)
 
@@ -138,8 +138,8 @@ class Pulse:
             if late_s >= LATE_S:
                 log.warning("%s: the event loop stood still for %.1f s", self._name, late_s)
             if stall_s > STALL_S:
-                told = "%s: a step of %.0f ms, %.0f ms of them computing"
-                log.info(told, self._name, 1000 * stall_s, 1000 * min(computed_s, stall_s))
+                line = "%s: a step of %.0f ms, %.0f ms of them computing"
+                log.info(line, self._name, 1000 * stall_s, 1000 * min(computed_s, stall_s))
                 self.on_stall(stall_s)
         if late_s >= LATE_S:
             self.stalled_s, self._until = max(self.stalled_s, round(late_s, 1)), now_s + KEPT_S

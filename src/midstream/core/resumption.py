@@ -1,4 +1,4 @@
-"""The resume log of a stream: its lines, how a replica writes and reads them, and the request to go on. Pure.
+"""The resume log of a stream: its lines, how a replica writes and reads them, and the request to continue. Pure.
 
 A gateway asks a replica for the log (HEADER_RESUMABLE). The replica then sends every write of the stream as one HTTP chunk.
 A chunk begins with the log's lines, as SSE comments, and holds whole events. The first line is `: m {...}` with an Opening.
@@ -7,7 +7,7 @@ chunks that a client got say exactly what the client got. A gateway sends them i
 
 Always holds:
 - A line is UTF-8 without a line end. Steps of a choice are in the order in which its tokens were made.
-- A stream goes on exactly only where the serving snapshot computed all KV behind it. Elsewhere it goes on only if the client
+- A stream continues exactly only if the serving snapshot computed all KV before it. Otherwise it continues only if the client
   says so, under the serving snapshot and labelled with it.
 """
 
@@ -37,16 +37,16 @@ GIVEN_UP = b"given up"
 
 
 def given_up() -> bytes:
-    """The block that tells a gateway that the stream is given up. Nothing follows it."""
+    """The block by which a replica gives a stream up. Nothing follows it."""
     return MARK + GIVEN_UP + b"\n\n"
 
 
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all choices of a stream have in common. seed: that of the sampler, given by the client or drawn. prompts: a digest
     of the prompts' token ids. ids: the token ids of the only prompt, where the body alone does not give them: it continues
-    a turn that only the lost replica had. within: how many of the last of these ids are of the answer that goes on. nonce:
-    what ids of tool calls follow from, where the client gave the id. branch: as the response says it, of several prompts a
-    list; who goes on says it again, as the client may not have got that far."""
+    a turn that only the lost replica had. within: how many of the last of these ids belong to the answer that is continued.
+    nonce: what ids of tool calls follow from, where the client gave the id. branch: as the response says it, of several prompts
+    a list; the next replica says it again, as the client may not have got that far."""
 
     id: str
     created: int
@@ -80,9 +80,9 @@ class Step(
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """A request to go on with a stream. path, body: of the request that began it. state: the log's lines, without MARK.
+    """A request to continue a stream. path, body: of the request that began it. state: the log's lines, without MARK.
 
-    lost: the replica that the stream was on. exact: refuse where the stream cannot go on as if nothing had happened.
+    lost: the replica that the stream was on. exact: refuse if the stream cannot continue as if nothing had happened.
     """
 
     path: str
@@ -137,8 +137,8 @@ class ResumeLogWriter:
             yield Step(choice, tuple(ids), self._changed_label(choice, label))
         label, ids = runs[-1] if runs else ("", [])
         changed = self._changed_label(choice, label)
-        told = (event.cached_tokens, event.kv_snapshots, event.finish)
-        yield Step(choice, tuple(ids), changed, *told, over, event.renamed, event.kv_files)
+        rest = (event.cached_tokens, event.kv_snapshots, event.finish)
+        yield Step(choice, tuple(ids), changed, *rest, over, event.renamed, event.kv_files)
 
     def _changed_label(self, choice: int, label: str) -> str:
         """The label, or "" if it is that of the tokens before."""
@@ -216,7 +216,7 @@ class ResumeLogReader:
 
 
 class CannotResume(Conflict):
-    """The stream cannot go on as it would have done."""
+    """The stream cannot continue as it would have done."""
 
 
 def read_resume(body: bytes) -> Resume:

@@ -86,7 +86,7 @@ class Need(NamedTuple):
 
 
 def forbidden(scopes: tuple[str, ...], resource: str) -> Forbidden:
-    """resource: as the request names it; whether there is such a thing is not told."""
+    """resource: as the request names it; the answer does not show whether it exists."""
     wanted = " or ".join(repr(scope) for scope in scopes)
     return Forbidden(f"this API key lacks the scope {wanted} on {resource}")
 

@@ -15,9 +15,9 @@ from midstream.core.types import Session, Whole
 class SessionsReport(msgspec.Struct, frozen=True, kw_only=True, tag="sessions", tag_field="kind"):
     """A line of a replica's event stream: sessions it holds and the stamp of each, and sessions that it closed.
 
-    When a stream begins, all of them are told before the first report; afterwards what changes.
+    A stream begins with all of them, before the first report; afterwards it has the changes.
     stamp: of the placing that brought the session there; of two replicas that hold it, the one with the greater has it.
-    boot: on the first line of a stream, whose sessions are told: those of another boot are gone.
+    boot: on the first line of a stream, the boot that has these sessions: those of another boot are gone.
     """
 
     boot: str | None = None

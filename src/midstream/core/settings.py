@@ -70,7 +70,7 @@ def _converted(values: dict[str, Any]) -> Settings:
 
 
 def _said(error: str, values: dict[str, Any]) -> str:
-    """msgspec's message, told with the setting's name, its value where it broke a bound of ours, and what was meant instead."""
+    """msgspec's message with the setting's name, its value if it broke a bound of ours, and what may have been meant."""
     path = re.search(r" - at `\$\.([^`]+)`$", error)
     steps = re.findall(r"[^.\[\]]+|\.\.\.", path[1]) if path else []
     names = [step for step in steps if step.isidentifier()]

@@ -1,4 +1,4 @@
-"""The trace of a session: its turns as token ids, with their records and rewards, as a replica tells them. Pure.
+"""The trace of a session: its turns as token ids, with their records and rewards, as a replica returns them. Pure.
 
 Always holds: a turn's tokens are its parent's tokens, then `added`, then `token_ids`. `parent` is 0 where there is none, and a
 parent comes before its children.
@@ -41,7 +41,8 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     added: token ids of the request behind its parent's tokens. token_ids: those that were sampled, which the loss is about.
     loss_mask: over `added` and `token_ids`: 0 and 1.
-    logprobs, sampling_logprobs: in nats, of each sampled token; None where they were not asked for or the engine cannot tell.
+    logprobs, sampling_logprobs: in nats, of each sampled token; None where they were not asked for or the engine does not know
+    them.
     routing_matrix: of each sampled token, layers x top-k expert numbers in base64, of the pass that gave its logits; None
     likewise. routing_matrix_shape: [layers, top-k].
     snapshots: over the sampled tokens. kv_snapshots: over all positions, which snapshot computed the KV.
@@ -110,7 +111,7 @@ class RewardGiven(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RewardAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway tells a replica. look: only whether it has turns of the session, and that turn."""
+    """What a gateway sends a replica. look: only whether it has turns of the session, and that turn."""
 
     tenant: str
     key: str
@@ -130,7 +131,7 @@ def check_reward(given: RewardGiven) -> None:
     if not isfinite(given.reward):
         raise InvalidRequest("reward: must be a finite number", param="reward")
     if given.replica is not None and given.turn is None:
-        raise InvalidRequest("replica: names whose turn is meant; give turn, too", param="replica")
+        raise InvalidRequest("replica: says which replica's turn is meant; give turn, too", param="replica")
     size = len(msgspec.json.encode(given.metadata))
     if size > METADATA_BYTES_MAX:
         message = f"metadata: must be at most {METADATA_BYTES_MAX} bytes as JSON, got {size}"
@@ -153,7 +154,7 @@ _Size = Annotated[int, Meta(ge=1)]
 
 
 class _TurnRead(msgspec.Struct):
-    """What training records need of a turn that was told."""
+    """What training records need of a turn in a trace."""
 
     turn: _Size
     parent: _Count

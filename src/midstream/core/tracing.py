@@ -1,4 +1,4 @@
-"""The port to distributed tracing: what the gateway and replicas tell of requests and swaps. No tracing library, no I/O.
+"""The port to distributed tracing: spans of requests and swaps, from the gateway and replicas. No tracing library, no I/O.
 
 launch/tracing.py has the implementation. Without tracing there is no Tracer, and callers only look for None.
 Always holds: attributes are names, numbers and labels, never prompts, answers or keys. Times are seconds since the epoch.
@@ -33,7 +33,7 @@ class SpanEvent:
 class SpanRecord:
     """A span that has ended, with those inside it. error: its status is an error, and this is why; None: it is not.
 
-    kind: server for one whose parent is in another process.
+    kind: server if the parent is in another process.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Tracer(ABC):
 def trace_of_signal(deployment: str, desired: Desired) -> bytes:
     """The id of the trace that has the swaps of all replicas to what one signal asked for. 16 bytes.
 
-    Files, and when a policy was made, tell servers and runs apart that share a collector and count alike."""
+    Files, and when a policy was made, distinguish servers and runs that share a collector and have equal generations."""
     said = (
         desired.policy,
         desired.made,

@@ -5,8 +5,8 @@ snapshot's logits, and the forward pass that produced it took that route. Stream
 views of token records.
 
 Always holds:
-- A record describes ONE forward pass: `logprob`, `snapshot` and `route` belong to the pass whose logits scored the token.
-  For the token at position i its input position was i-1. The pass that later consumes the token is another one.
+- A record describes ONE forward pass: `logprob`, `snapshot` and `route` belong to the pass that scored the token with its
+  logits. For the token at position i its input position was i-1. The pass that later consumes the token is another one.
 - A snapshot is named by its identity everywhere. `BASE_SNAPSHOT` names the weights the server started with.
 """
 
@@ -47,13 +47,13 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     logprob: log p of the raw model, natural log, before temperature and filters. 0.0 for the first prompt token,
         which nothing scores.
     sampling_logprob: log p under the distribution actually sampled from (temperature, top-p, top-k, penalties);
-        None on prompt tokens; NaN where the engine cannot tell.
+        None on prompt tokens; NaN where the engine does not know it.
     route: bytes of a C-order [moe_layers, top_k] array, uint8 (little-endian uint16 above 256 experts).
         None when not asked for, on a dense model, and on the first prompt token.
     near_tie: bits of NEAR_TIES: choices of that pass that another rounding of the same numbers may make differently. A
-        prompt token has no other than "router". 0 also where the engine cannot tell.
-    rank: the token's place among all by its logit, from 1. 0 where it is not known: it is told of prompt tokens that were
-        asked for with alternatives.
+        prompt token has no other than "router". 0 also where the engine does not know it.
+    rank: the token's place among all by its logit, from 1. 0 where it is not known: only prompt tokens that were
+        asked for with alternatives have it.
     constrained: logprob is not the raw model's, but that of the tokens that the grammar of the answer allowed.
     """
 
@@ -104,17 +104,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: namespace of the prefix cache (tenant, isolation key and prompt-cache namespace, mixed by the replica). KV is
         shared only between requests of equal salt.
     prompt_records: how many of the last prompt tokens to return records for (echo); 0 = none.
-    want_kv_snapshots: tell which snapshots computed the KV (GenerationEvent.kv_snapshots).
+    want_kv_snapshots: report which snapshots computed the KV (GenerationEvent.kv_snapshots).
     grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine
-        whose ModelInfo.grammars is true. replica/text/grammar.py has checked it: one that does not compile is an error event.
-    want_logprobs: False: nobody will look at them; an engine may leave `logprob` at 0.0 and alternatives out.
-    reproducible: False: nobody chose the seed; an engine may draw in any way.
+        with ModelInfo.grammars true. replica/text/grammar.py has checked it: one that does not compile is an error event.
+    want_logprobs: False: they are not needed; an engine may leave `logprob` at 0.0 and alternatives out.
+    reproducible: False: the client chose no seed; an engine may draw in any way.
     urgent: goes before requests that wait, and beside as many as run already.
     priority: of requests that wait, the one with the lower number goes first; of equal ones, the first that came.
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
-    policy: whose weights to take; "" is the deployment's own. snapshot: a resident one of it; None: what the policy serves,
+    policy: the one to sample from; "" is the deployment's own. snapshot: a resident one of it; None: what the policy serves,
         also after its next switch.
-    emitted: of each choice, the tokens that another engine generated already: it goes on behind them as if it had made them
+    emitted: of each choice, the tokens that another engine generated already: it continues after them as if it had made them
         itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
     """
 
@@ -152,7 +152,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `finish` is set on the last event of the choice and only there. `error` ends the whole request: a message for the user; no
     further event follows. The first event of a choice carries three more fields.
 
-    cached_tokens: prompt tokens whose KV was reused.
+    cached_tokens: prompt tokens with reused KV.
     queued_s: seconds until the choice was given a place in a step.
     prompt: under echo, records of the last `prompt_records` prompt tokens.
     kv_snapshots: when asked for, which snapshot computed the KV of each position so far. Its (snapshot, start, end) spans go
@@ -160,7 +160,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         and after a change that is more than growth of the last span (a swap, a recomputation). The token reported last has
         no KV yet. Commits of one snapshot are one span.
     kv_files: with kv_snapshots, what the files of the last span's snapshot are (Slot.announce); "": not known.
-    renamed: (name, label) of snapshots whose weights are others by now: what was told under the name means the label.
+    renamed: (name, label) of snapshots that have other weights by now: earlier spans under the name mean the label.
     """
 
     index: int = 0
@@ -175,7 +175,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     renamed: tuple[tuple[str, str], ...] = ()
 
 
-#: A number that a process tells of itself, as ledgers and metrics take it.
+#: A number that a process reports of itself, as ledgers and metrics take it.
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -216,7 +216,7 @@ class SnapshotFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     url: the directory they lie in. fingerprint: of the files as they were when the snapshot was signalled; other files under
     this name are another snapshot. None: unknown. compression: None when they are whole, else how they differ from the
-    parent's. content: what the ledger says the files are, byte for byte; other bytes are refused. None: nobody knows yet.
+    parent's. content: what the ledger says the files are, byte for byte; other bytes are refused. None: not known yet.
     """
 
     snapshot: str
@@ -240,12 +240,12 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_age: of cached KV that may be reused while this snapshot serves, in commits; None: no limit.
     ignore_config: top-level fields of config.json that may differ from the served model's.
     hold: prepare up to STAGED and wait for the same (snapshot, generation) without hold.
-    policy: whose weights; "" is the deployment's own.
-    made: when the policy was made, 0 if that is not told. One of the same name that is made later is another.
+    policy: the one to load; "" is the deployment's own.
+    made: when the policy was made, 0 if that is not said. One of the same name that is made later is another.
     let_go: generation of an older target; if that is what is staged and held still, it may switch now. 0: none.
     reload: grows when the replica is to load again what it serves already.
     seen: the generation in the report that the sender judged by. A lower generation than the accepted one counts only where the
-        sender has seen that; otherwise it was sent before, and came late. None: the sender does not tell.
+        sender has seen that; otherwise it was sent before, and came late. None: the sender does not say.
     """
 
     snapshot: str
@@ -307,7 +307,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SnapshotContent(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica found a snapshot's own files to be, under the fingerprint it was told."""
+    """What a replica found a snapshot's own files to be, under the fingerprint that it was given."""
 
     snapshot: str
     fingerprint: str | None
@@ -317,8 +317,8 @@ class SnapshotContent(msgspec.Struct, frozen=True, kw_only=True):
 class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica found after it switched to a snapshot. Replicas that serve the same files must agree.
 
-    weights: `KIND:DIGEST` of the weights as the engine holds them; None when it cannot tell. Comparable between equal kinds
-        only: the kind is made of what decides how an engine holds weights.
+    weights: `KIND:DIGEST` of the weights as the engine holds them; None when it cannot read them. Comparable between equal
+        kinds only: the kind is made of what decides how an engine holds weights.
     canary: raw log-probabilities, nats, of a fixed prompt's tokens from the second on.
     """
 
@@ -377,7 +377,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 ENGINE_FEATURES: dict[str, str] = {
     "routes": "the MoE route of each token (include_routing_matrix)",
     "prompt_logprobs": "log-probabilities of prompt tokens (echo with logprobs)",
-    "cached_prompt_logprobs": "prompts whose log-probabilities are asked for reuse cached KV",
+    "cached_prompt_logprobs": "prompts reuse cached KV also when their log-probabilities are asked for",
     "grammars": "answers that match a JSON schema, and forced tool calls",
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
     "near_ties": "near_tie in token records: choices that another rounding may make differently",
@@ -388,14 +388,14 @@ ENGINE_FEATURES: dict[str, str] = {
     "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
     "max_cache_age": 'reset_prompt_cache {"max_age": k}',
     "kv_provenance": "which snapshots computed cached KV, token by token",
-    "resume": "going on with a stream whose replica was lost",
+    "resume": "continuing a stream of a lost replica",
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
     "weights_digest": "a digest of the weights as the engine holds them, compared between replicas",
-    "freeze": "requests that stand still in a pause and go on with their KV (mode keep)",
+    "freeze": "requests that stand still in a pause and continue with their KV (mode keep)",
     "frozen_check": "a snapshot that comes in such a pause is proved in the pause, not after it",
     "full_snapshots": "snapshots of full weights, loaded while streams run",
     "policies": "LoRA adapters, many at once, each a policy of its own",
-    "policy_crossing": "streams that cross a swap of their policy and go on with the new adapter",
+    "policy_crossing": "streams that cross a swap of their policy and continue with the new adapter",
     "resident_snapshots": "snapshots that have served stay loaded, for requests that ask for them",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
@@ -486,13 +486,13 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = False
     # False: new requests get a 425 until a SYNC swap is done.
     admitting: bool = True
-    # The last pause or resumption that was carried out; in a pause that ends requests, `in_flight` tells when they have ended.
+    # The last pause or resumption that was carried out; in a pause that ends requests, `in_flight` shows when they have ended.
     pause: Pause = Pause()
     # False: a swap waits for requests that are pinned to what serves, and admits no more of them.
     pinnable: bool = True
     # The check of the snapshot that serves, once it is known.
     check: SnapshotCheck | None = None
-    # Contents of the snapshot that serves and of its chain, where the replica was not told them.
+    # Contents of the snapshot that serves and of its chain, where the replica was not given them.
     contents: tuple[SnapshotContent, ...] = ()
     last_swap: SwapTiming | None = None
     # The last few of this boot, oldest first: several may end between two looks.

@@ -50,7 +50,7 @@ class VersionConstraint(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def relative(self) -> bool:
-        """Whether only the signal order can tell if a snapshot meets it."""
+        """True if only the signal order decides whether a snapshot meets it."""
         return self.min_snapshot is not None or self.max_staleness is not None
 
     @property

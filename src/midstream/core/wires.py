@@ -159,7 +159,7 @@ def split_session(target: bytes) -> tuple[bytes | None, bytes]:
     """The session that a target's path names, percent-decoded, and the target without it. None: it is no such path.
 
     `/sessions/S/v1/...`, `/trajectories/S/v1/...`, `/ng-rollout/S/training-token-capture/v1/...` and
-    `/proxy/rollout/R/attempt/A/mode/M/openai/v1/...`, whose session is `R/A`.
+    `/proxy/rollout/R/attempt/A/mode/M/openai/v1/...`, with the session `R/A`.
     The session may hold any byte. It is empty when one of its parts is.
     """
     found = _IN_PATH.match(target)
@@ -171,7 +171,7 @@ def split_session(target: bytes) -> tuple[bytes | None, bytes]:
 
 
 def is_read_in_session(method: bytes, path: bytes) -> bool:
-    """Whether a client whose base URL names a session may ask this path of the control app. path: without the session.
+    """True if a client with a session in its base URL may ask this path of the control app. path: without the session.
 
     Nothing that changes a thing is among them, so that each such call has one path in the audit log; but a stored response is
     deleted where it was made.

@@ -74,15 +74,15 @@ class Budget:
         if more > self.together:
             return PayloadTooLarge(f"the request body is over {self.together} bytes")
         if self.held_bytes + more > self.together:
-            whose, bound, setting = "all clients", self.together, "max_unfinished_body_bytes"
+            senders, bound, setting = "all clients", self.together, "max_unfinished_body_bytes"
         else:
-            whose, bound, setting = (
+            senders, bound, setting = (
                 "this tenant's clients",
                 self.of_one,
                 "max_unfinished_body_bytes_per_tenant",
             )
         return BodiesTooLarge(
-            f"the request bodies of {whose} that are still arriving would be over {bound} bytes together ({setting}); "
+            f"the request bodies of {senders} that are still arriving would be over {bound} bytes together ({setting}); "
             "this body is not too large by itself: retry later"
         )
 
@@ -130,7 +130,8 @@ class Share:
         return f"Share({self.held_bytes} bytes{', a request' if self.counted_for is not None else ''})"
 
     def is_of(self, tenant: str | None) -> None:
-        """Who sent the last head; None: nobody. Raises Overloaded when it has as many connections as it may have."""
+        """Note the tenant that sent the last head; None: none. Raises Overloaded if it has as many connections as it may
+        have."""
         if tenant == self.tenant:
             return
         if self.tenant is not None:

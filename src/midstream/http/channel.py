@@ -30,7 +30,7 @@ from midstream.core.supervision import ChildSpec, Listening
 logger = logging.getLogger(__name__)
 
 LINE_BYTES_MAX = 16 * 2**20
-#: How long streams may go on after a request to stop.
+#: How long streams may continue after a request to stop.
 STOP_GRACE_S = 10.0
 
 Spec = TypeVar("Spec", bound=ChildSpec)
@@ -96,10 +96,10 @@ def run_child(
     """The main function of a child process: its exit code.
 
     name: in log lines, where the settings have none. failures: errors that are expected, beside ConfigError, SnapshotError and
-    OSError. The supervisor is told the one that keeps the child from starting; a later one is logged.
+    OSError. One that keeps the child from starting is reported to the supervisor; a later one is logged.
     around: entered before the event loop is made, and left when the loop's tasks and threads have ended.
     """
-    told: tuple[type[Exception], ...] = (ConfigError, SnapshotError, OSError, *failures)
+    expected: tuple[type[Exception], ...] = (ConfigError, SnapshotError, OSError, *failures)
     channel = Channel()
     spec = channel.receive(kind)
     channel.pulse = Pulse(spec.name or name)
@@ -111,7 +111,7 @@ def run_child(
     try:
         with around(spec), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(spec, channel))
-    except told as error:
+    except expected as error:
         if channel.answered:
             logger.exception("the process ends")
         else:

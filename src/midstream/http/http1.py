@@ -8,7 +8,7 @@ Always holds:
 - Memory per connection is bounded: by the body limit, the header limit, and the transport's write buffer. What all
   connections hold of bodies that no exchange has yet is counted in the service's budget, before it is read.
 - A body that comes too slowly is refused; the time in which its connection serves another request does not count.
-- When the client goes away, the exchange that serves it is told at once.
+- When the client disconnects, its exchange is notified at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from midstream.http.reader import RequestReader
 # Pipelined requests that are read ahead before reading pauses.
 QUEUED_REQUESTS_MAX = 16
 QUEUED_BYTES_MAX = 2**20
-# A refused client may go on sending for so long before its connection is cut.
+# A refused client may continue to send for so long before its connection is cut.
 LINGER_S = 2.0
 _NEVER = math.inf
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -61,7 +61,8 @@ class Service(Protocol):
     def connected(self, client: ClientConnection) -> None: ...
     def disconnected(self, client: ClientConnection) -> None: ...
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
-        """The tenant that sends it; None: nobody in particular. Raise MidstreamError to refuse it before its body is read."""
+        """The tenant that sends it; None: no tenant in particular. Raise MidstreamError to refuse it before its body is
+        read."""
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         """Raise MidstreamError to refuse a request; its connection stays open."""
@@ -98,7 +99,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._exchange_bytes = 0
         # Bytes of the arriving body that had come when its window began.
         self._arrived_before = 0
-        # Of a connection that retires, but whose response under way promises that it stays: how long it then stays idle.
+        # How long a retiring connection stays idle, if the response under way promised that it stays open.
         self._stays_s: float | None = None
         self.writable = True
         self.deadline = _NEVER
@@ -209,7 +210,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         return not self._keep_alive or self._service.draining
 
     def finish(self, *, close: bool = False) -> None:
-        """The response is complete; go on with the next request, or close."""
+        """The response is complete; begin the next request, or close."""
         self._exchange_over()
         stays_s, self._stays_s = self._stays_s, None
         if stays_s is not None and not close:
@@ -266,7 +267,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             self._close()
 
     def retire(self, idle_s: float) -> None:
-        """The next response whose head can say so is the last. When idle, it closes in so many seconds at the latest.
+        """Say in the head of the next response that it is the last one. When idle, close after so many seconds at the latest.
 
         Closing at once could meet the client's next request.
         """

@@ -2,7 +2,7 @@
 
 Owns: the framing, both ends of the socket pair, starting the child and waiting for its end.
 Always holds: a frame is a little-endian uint32 length and that many bytes of MessagePack; nothing is pickled. A message that
-cannot be read closes the link, because nothing after it can be trusted. A child whose socket closes ends by itself.
+cannot be read closes the link, because nothing after it can be trusted. A child ends by itself when its socket closes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def spawn(module: str, link: Callable[[], AnyLink]) -> tuple[subprocess.Po
 
 
 async def ended(process: subprocess.Popen[bytes], name: str) -> int:
-    """The exit code of a child whose socket is closed. It should leave by itself, and is killed if it does not."""
+    """The exit code of a child after its socket was closed. It should end by itself, and is killed if it does not."""
     try:
         return await asyncio.to_thread(process.wait, STOP_GRACE_S)
     except subprocess.TimeoutExpired:

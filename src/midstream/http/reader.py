@@ -89,7 +89,7 @@ class RequestReader(ABC):
             self._check_chunk_framing()
 
     def _parse_without_offer(self) -> None:
-        """Give a new parser the head again without its Upgrade header, so that it goes on with the body.
+        """Give a new parser the head again without its Upgrade header, so that it continues with the body.
 
         The first parser takes what follows such a head for another protocol.
         """

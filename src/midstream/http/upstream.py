@@ -1,11 +1,11 @@
-"""The replica side of the data path: pooled HTTP/1.1 connections whose response bodies are passed on untouched.
+"""The replica side of the data path: pooled HTTP/1.1 connections, and response bodies passed on untouched.
 
 The parser finds the end of the head, the status and the end of the message; it never builds the body.
 Always holds:
 - A connection serves one exchange at a time. It goes back to the pool only after a complete response that leaves it clean.
   Anything unexpected closes it.
 - Body bytes are handed on in the read that brought them, still in their framing (chunked or by length).
-- A response whose end could not be told from a crash (neither length nor chunks) is an error, never passed on.
+- A response with neither length nor chunks is an error and never passed on: its end would look like a crash.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def remove_caches(cache: Path, others: Set[str]) -> None:
 
 
 def set_strange_caches_aside(root: Path, wanted: Set[str]) -> list[Path]:
-    """Rename the caches of deployments none of whose replicas is wanted: they went while no server ran. Returns what to remove.
+    """Rename the caches of deployments without any wanted replica: they ended while no server ran. Returns what to remove.
 
     A directory that a process uses stays.
     """

@@ -207,7 +207,7 @@ async def _caught_up(desired_state: DesiredState, alone: Callable[[], bool] = la
 
 
 def _report(desired_state: DesiredState, gateway: Gateway, metrics: GatewayMetrics, board: Board) -> None:
-    """Have the supervisor told of this process's counts and readiness, and the metrics include those of the other gateways."""
+    """Report this process's counts and readiness to the supervisor, and include the other gateways' counts in the metrics."""
     boot = secrets.token_hex(8)
     metrics.siblings = lambda: desired_state.siblings
     metrics.report = desired_state.report_now
@@ -279,7 +279,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
 
 def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
     replicas = PolicyReplicas(of.replicas, policy, row.created_at)
-    # Policies switch by themselves, and nobody waits for another replica's turn.
+    # Policies switch by themselves: no replica waits for another one's turn.
     reconciler = Reconciler(ledger, replicas, row.name, told=True)
     names = names_of(of.names, policy)
     return Deployment(names, replicas, reconciler, of.sessions, policy=policy, of=of)

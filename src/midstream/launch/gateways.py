@@ -1,8 +1,8 @@
 """The gateways of a server: one, several on one port of this machine, or several on nodes of their own.
 
-Owns: their processes, what they want together, and what each is told of the others: how many there are, what they counted.
+Owns: their processes, the replicas that they want together, and what each knows of the others: their number and their counts.
 Always holds:
-- Each gateway is told of every replica.
+- Each gateway receives the list of all replicas.
 - A replica is wanted while a gateway wants it. Gateways that were replaced and have requests left count too. So a replica goes
   only when no gateway has a request on it any more.
 - None of the gateways is special, so the end of one changes nothing for the others.
@@ -43,8 +43,8 @@ class Gateways:
         self._running = running
         #: What the processes that have ended counted, and which they are. And what others of the server counted.
         self._ended, self._ended_boots = Tally(), set[str]()
-        #: By name, what each was told of the others last, and what each said last, since it ended last.
-        self._told: dict[str, Siblings] = {}
+        #: By name: the last message about the others that each got, and the last one it sent, since it last ended.
+        self._sent: dict[str, Siblings] = {}
         self._said: dict[str, Wanted] = {}
         #: By name and pid, what each process said last that was replaced and finishes its requests.
         self._replaced: dict[tuple[str, int], Wanted] = {}
@@ -137,8 +137,8 @@ class Gateways:
         return Conversation(functools.partial(self._hear, name), lambda: self._message(name, self._running()))
 
     def _message(self, name: str, running: Running) -> Running:
-        """What the gateway of that name is told, noted as told."""
-        self._told[name] = siblings = self._siblings(name)
+        """The message for the gateway of that name. It is noted as sent."""
+        self._sent[name] = siblings = self._siblings(name)
         return msgspec.structs.replace(running, siblings=siblings)
 
     def _siblings(self, name: str) -> Siblings:
@@ -186,7 +186,7 @@ class Gateways:
             self._ended_boots.add(wanted.report.boot)
 
     def _changed(self) -> None:
-        """Ask for the union of the lists; tell each gateway for which the others are not as they were.
+        """Ask for the union of the lists. Send each gateway the others if they have changed.
 
         The list of a gateway that has said nothing yet is unknown. While no list is known, the last union stays.
         """
@@ -194,7 +194,7 @@ class Gateways:
         if said:
             self._want(union([*said, *self._replaced.values()]))
         for member in self._members:
-            if self._siblings(member.name) != self._told.get(member.name):
+            if self._siblings(member.name) != self._sent.get(member.name):
                 member.tell(self._message(member.name, self._running()))
 
 

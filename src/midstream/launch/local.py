@@ -37,14 +37,14 @@ class Launcher(Protocol):
     def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised: ...
 
     def remove_caches(self, replica: str, others: Set[str]) -> None:
-        """Remove the cache of a replica whose deployment is gone, and of its deployment's other numbers.
+        """Remove the caches of a deployment that is gone: of this replica, and of its other numbers.
 
         Keeps those of `others`, and any that a process uses. Called in a thread that a stopping server waits for, so it takes
         seconds at most.
         """
 
     def set_strange_caches_aside(self, wanted: Set[str]) -> Callable[[], None]:
-        """Rename the caches of deployments none of whose replicas is wanted. Returns what removes them, in a thread.
+        """Rename the caches of deployments without any wanted replica. Returns what removes them, in a thread.
 
         Keeps any that a process uses. A replica that is wanted only later may lose a cache that it does not use yet.
         """
@@ -94,7 +94,7 @@ def engine_settings(settings: Settings, replicas: int) -> EngineSettings:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError when nobody could listen there."""
+    """Raises ConfigError if no process could listen there."""
     try:
         with socket.create_server((host, port)):
             pass

@@ -2,7 +2,7 @@
 
 Owns: the built-in model's directory, made on first use.
 Always holds: the name of a model is fixed while the server runs, and names one directory. Only the state directory is written
-to. So a model whose storage is not mounted is missing, also if it has the built-in model's name.
+to. So a model is missing while its storage is not mounted, also if it has the built-in model's name.
 """
 
 from __future__ import annotations

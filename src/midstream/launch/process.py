@@ -67,7 +67,7 @@ class Conversation:
     greeting: Callable[[], msgspec.Struct] | None = None
 
 
-#: Nothing is heard, and nothing told.
+#: No messages in either direction.
 SILENT = Conversation()
 
 
@@ -142,7 +142,7 @@ class Supervised(ABC):
     async def replace(self, drain_s: float) -> None:
         """Start a process that takes its place; returns when that one serves. The old one finishes its requests in `drain_s`.
 
-        Raises StartFailed: the old one goes on then.
+        Raises StartFailed: the old one then stays.
         """
         raise StartFailed(f"{self.name} cannot be replaced where it runs")
 
@@ -158,8 +158,8 @@ class Supervised(ABC):
     ) -> None:
         """Start it again whenever it ends; runs until cancelled.
 
-        on_restart: called after each attempt, with the reason if it failed, else None. on_waiting: as that of start(); also
-        told why a host is unwell. on_ended: called when the process has ended, before the first attempt.
+        on_restart: called after each attempt, with the reason if it failed, else None. on_waiting: as that of start(); it also
+        gets the reason why a host is unwell. on_ended: called when the process has ended, before the first attempt.
         """
         loop = asyncio.get_running_loop()
         failures = 0
@@ -370,7 +370,7 @@ class Child(Supervised):
                     life.tell(self._greeting())
                 said = await life.accepting()
             except BaseException:
-                # Also when the server stops meanwhile: nobody else knows of the new process.
+                # Also when the server stops meanwhile: only this call knows the new process.
                 await life.end()
                 raise
             if old.said is not None:

@@ -38,8 +38,8 @@ class ChildActor:
         self._line = b""
         self._number = 0
         self._heard = asyncio.Event()
-        #: The number of the last message that the child was told.
-        self._told = 0
+        #: The number of the last message that the child got.
+        self._sent = 0
 
     async def where(self) -> str:
         """The node's address."""
@@ -76,8 +76,8 @@ class ChildActor:
 
     async def tell(self, number: int, message: msgspec.Struct) -> None:
         """number: grows with each message. A message that arrives after a later one is ignored."""
-        if self._child is not None and number > self._told:
-            self._told = number
+        if self._child is not None and number > self._sent:
+            self._sent = number
             self._child.tell(message)
 
     async def stop(self, grace_s: float) -> None:

@@ -3,8 +3,8 @@
 Owns: the child's placement group and actor, and the messages that pass through the actor.
 Always holds:
 - A child that ends on a living actor is started again there.
-- When its actor or its node is lost, or it cannot be started where it is, group and actor are given up and made anew, wherever
-  there is room. The node where it could not be started is used only if there is no other.
+- When its actor or its node is lost, or it cannot be started where it is, group and actor are given up, and new ones are made
+  wherever there is room. The node where it could not be started is used only if there is no other.
 - A group that is given up is removed at once, or with the next child placed or stopped after Ray can be reached again.
 - The last message in either direction arrives, also if the actor could not be reached for a while.
 - The event loop never waits for Ray.
@@ -194,7 +194,7 @@ class RayChild(Supervised):
         self._actor = made.remote(self.name, self._module, self._python, self._directories)
 
     async def _wait_for(self, where: asyncio.Future[str], on_waiting: Callable[[str], None]) -> bool:
-        """Until the actor is there. Returns whether a reason for waiting was told."""
+        """Waits until the actor is there. True if a reason for waiting was reported."""
         said = ""
         timeout_s = PLACED_WITHIN_S
         while not (await asyncio.wait((where,), timeout=timeout_s))[0]:

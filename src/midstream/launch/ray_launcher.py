@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Waited for caches to be removed, and records to be uploaded. The nodes may go on after that.
+#: How long the end waits for nodes to remove caches and upload records. They may continue after that.
 CLEAN_S = 5.0
 CONNECT_S = 5.0
 WILDCARDS = ("0.0.0.0", "::", "")

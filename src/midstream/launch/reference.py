@@ -1,4 +1,4 @@
-"""What the processes behind a gateway read and answer: replicas and the Tinker front. The gateway's document tells of it.
+"""What the processes behind a gateway read and answer, for its OpenAPI document: replicas and the Tinker front.
 
 Always holds: the imports are those of a gateway alone, without tokenizer or torch, and none is made before it is needed.
 """

@@ -61,7 +61,7 @@ class ReplicaProcesses:
         self._clean = clean
         self._on_change = on_change
         self._stop_s = stop_s
-        #: Those that are wanted, and the last one of each name whose process may still be there.
+        #: Those that are wanted, and the last one of each name if its process may still run.
         self._members: dict[str, _Member] = {}
         self._alive: dict[str, _Member] = {}
         self._closed = False

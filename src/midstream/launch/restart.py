@@ -1,4 +1,4 @@
-"""Gateways replaced while they serve: how a running server is asked for it, and how it tells the result.
+"""Gateways replaced while they serve: how a running server is asked for it, and how it reports the result.
 
 Owns: the file that a server holds locked in its state directory, with its pid and the result of the last restart.
 Always holds: one server at a time has a state directory. A restart that is asked for during another one follows it.

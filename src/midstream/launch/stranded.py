@@ -85,7 +85,7 @@ class StrandedRecords:
         #: How often it was woken, and how often it had been when the last upload began that has ended.
         self._woken = self._done = 0
         self._closed = False
-        # A server that ends does not wait for a bucket: the next one goes on.
+        # A server that ends does not wait for a bucket: the next one continues the upload.
         self._thread = threading.Thread(target=self._run, name="stranded records", daemon=True)
 
     def start(self) -> None:

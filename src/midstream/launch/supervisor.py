@@ -2,7 +2,7 @@
 
 Owns: the front's process, the gateways, the replica processes, and their end.
 Always holds:
-- A gateway says which replicas should run, and is told which do. Both lists are whole.
+- A gateway says which replicas should run, and receives the list of those that do. Both lists are complete.
 - A process that dies after it was ready is started again.
 - Before the server is ready, a gateway, the front, or a replica of the default deployment that cannot start ends the server,
   with its own reason.
@@ -136,7 +136,7 @@ class Supervisor:
         self._launcher = launcher
         self._state = Path(settings.state_dir).absolute()
         self._token = settings.replica.token or secrets.token_hex(16)
-        #: What the Tinker front loads adapters with, whoever samples from them. The gateways know it, and nobody else.
+        #: The key that the Tinker front loads adapters with. Only the front and the gateways know it.
         self._front_key = secrets.token_hex(32) if settings.gateway.api_keys else None
         #: Removes, once, the caches of deployments that went while no server ran.
         self._cleaning: asyncio.Task[None] | None = None
@@ -344,7 +344,7 @@ class Supervisor:
         """Waits until every deployment has its replicas, as every gateway sees it, with the snapshots in the ledger loaded.
 
         Returns the number of replicas of the default deployment. Raises StartFailed when one of those cannot be started; one
-        that waits for room is waited for. A replica of another deployment that cannot start holds up nobody.
+        that waits for room is waited for. A replica of another deployment that cannot start does not delay this.
         """
         loop = asyncio.get_running_loop()
         since, said, shown = loop.time(), ("", 0), -1

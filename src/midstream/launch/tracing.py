@@ -136,7 +136,7 @@ class OtelTracer(Tracer):
         try:
             self._record(span, self._root if headers is None else self._parent(headers))
         except Exception:
-            # No span is worth a request, or the boot whose swap it tells of.
+            # No span is worth the request or the boot that it describes.
             logger.exception("a span of %s is lost", span.name)
         finally:
             self._ids.given = None

@@ -1,7 +1,8 @@
 """The ledger's deployments: made, changed, reset, removed. Each function is part of its caller's transaction.
 
-Always holds: a deployment that is removed or reset leaves no snapshot behind. A reset one goes on counting generations, so that
-no replica takes an older message for a newer one. Of a deployment's policies, one that is made later has a later time.
+Always holds: a deployment that is removed or reset leaves no snapshot behind. A reset deployment continues to count
+generations, so that no replica takes an older message for a newer one. Of a deployment's policies, one that is made later has
+a later time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from midstream.ledger.schema import (
 #: Fields of a deployment's row: its Pause; of a policy's, whether it takes no signal.
 _PAUSE = "_pause"
 FROZEN = "frozen"
-#: Of a policy: whose key made it. None: there is a single tenant.
+#: The tenant that made a policy. None: there is a single tenant.
 TENANT = "_tenant"
 #: Of a deployment: when its newest policy was made.
 _POLICY_MADE = "_policy_made"

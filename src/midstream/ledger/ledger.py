@@ -13,7 +13,8 @@ Always holds:
 - A commit that changes what readers see of a deployment or a policy has a serial of its own (changes.py), in their order.
 - Writers of one deployment are serialised. On SQLite every writing transaction begins with the write lock, which is waited for
   up to database.BUSY_TIMEOUT_S. On PostgreSQL every writer first updates the deployment's row.
-- Readers wait for nobody and hold nobody up. The size of what `state` reads does not grow with the number of stage changes.
+- Readers block no writer and no writer blocks them. The size of what `state` reads does not grow with the number of stage
+  changes.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class Ledger:
     async def pause(
         self, name: str, mode: PauseMode | None, *, only: int | None = None, floor: int = 0
     ) -> Pause:
-        """Pause the deployment, or have it go on (None); committed when this returns. Raises NotFound.
+        """Pause the deployment, or resume it (None); committed when this returns. Raises NotFound.
 
         only: change nothing unless the pause has this serial. One that does not pause is not resumed. floor: the greatest
         serial that a replica has seen; the new one is above it, also when this ledger is younger.

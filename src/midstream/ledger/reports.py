@@ -125,8 +125,8 @@ def _note_served(db: sa.Connection, key: int, change: Transition) -> None:
     table = snapshots_table
     identities = sorted(snapshots.chain_identities([served]))
     links = (table.c.deployment_id == key) & table.c.identity.in_(identities)
-    told = sa.select(table.c.identity).where(links & (table.c.generation <= change.generation))
-    contents.prove(db, key, db.execute(told).scalars().all())
+    reported = sa.select(table.c.identity).where(links & (table.c.generation <= change.generation))
+    contents.prove(db, key, db.execute(reported).scalars().all())
 
 
 def _made_ready(
@@ -134,8 +134,8 @@ def _made_ready(
 ) -> tuple[str, int] | None:
     """Identity and generation of what the change shows to be ready.
 
-    A replica also serves, and goes on with, a snapshot whose check was given up for a newer target. It does not when a check
-    failed before, and none passed since.
+    A replica also continues to serve a snapshot if its check was abandoned for a newer target, unless an earlier check failed
+    and none has passed since.
     """
     if change.stage is Stage.IDLE:
         return change.snapshot, change.generation

@@ -145,7 +145,7 @@ deaths = Table(
     Index("deaths_by_generation", "deployment_id", "generation"),
 )
 
-#: Replicas whose weights were not those of the others that serve the same files.
+#: Replicas with other weights than the other replicas that serve the same files.
 disagreements = Table(
     "disagreements",
     metadata,
@@ -232,7 +232,7 @@ def insert_new(db: Connection, table: Table, values: Mapping[str, Any]) -> bool:
 
 
 def upsert(db: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows. Of one whose key is there already, the other columns are replaced."""
+    """Insert rows. If the key of a row exists, replace its other columns."""
     db.execute(_upsert(db.dialect.name, table), [dict(row) for row in rows])
 
 

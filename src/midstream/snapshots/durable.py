@@ -1,4 +1,4 @@
-"""Makes files survive a power cut, and tells whether there may have been one.
+"""Makes files survive a power cut, and detects that there may have been one.
 
 Always holds: what `sync_tree` and `sync_directory` have synced survives a power cut, as far as the file system promises it.
 """

@@ -29,7 +29,7 @@ THREADS_MAX = 4
 
 @dataclass(frozen=True)
 class _Float:
-    """How the bits of a number tell that it is not finite. bits: of one number.
+    """How the bits of a number show that it is not finite. bits: of one number.
 
     first: the bits of the least number without a sign that is not finite. Those above it are not finite either, and the same
     holds with the sign bit set. infinite: whether `first` is infinity. signed: whether there is a sign bit.

@@ -1,6 +1,6 @@
 """The layout of a snapshot directory, read from the headers of its files: no tensor data, no torch.
 
-Always holds: a CheckpointSpec describes a directory whose safetensors files are whole and agree with the index. Each file has
+Always holds: a CheckpointSpec describes a directory with complete safetensors files that agree with the index. Each file has
 its exact size, and each byte of data belongs to one tensor. All text in a spec is valid Unicode.
 """
 

@@ -129,7 +129,7 @@ def _fill(config: dict[str, Any], other: Config) -> None:
         if name in _DEFAULTS:
             config[name] = _DEFAULTS[name]
         elif name == TIED:
-            # Only the tensors tell.
+            # Only the tensors show it.
             config[name] = other[name]
         elif name in DERIVED:
             try:
@@ -195,7 +195,7 @@ def _layer_types(config: Config, other: Config) -> Any:
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
-#: What versions 5 write down, and earlier ones derive from other fields. A difference in those is the one to tell.
+#: What versions 5 write down, and earlier ones derive from other fields. A difference in those is the one to report.
 DERIVED: Mapping[str, Callable[[Config, Config], Any]] = {
     "head_dim": _head_dim,
     "qk_head_dim": lambda config, other: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],

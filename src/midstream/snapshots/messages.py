@@ -1,7 +1,7 @@
 """Shows names and values from a snapshot's files in error messages. Pure.
 
-Always holds: the text is short, on one line, and can be encoded as UTF-8, whatever the files hold. So who can write into a
-bucket cannot write a line of a log.
+Always holds: the text is short, on one line, and can be encoded as UTF-8, whatever the files hold. So a user who can write into
+a bucket cannot forge a line of a log.
 """
 
 from __future__ import annotations

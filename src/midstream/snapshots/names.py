@@ -26,7 +26,7 @@ class _Trace:
 _PEFT = "merge the adapter (merge_and_unload) and publish the model, or publish the adapter for a policy"
 _GATHER = "gather the state dict with accelerator.get_state_dict(model), and publish it"
 _MODEL = "publish with model=, or the state dict of that model with the served model's config_dir"
-#: The first that matches is told, so that the outermost wrapper comes first.
+#: The first match is reported, so the outermost wrapper comes first.
 _TRACES = (
     _Trace(
         re.compile(r"(^|\.)_orig_mod\."),
@@ -75,9 +75,9 @@ _TRACES = (
 
 
 def hint(names: Iterable[str], known: Collection[str] = (), *, sure: bool = False) -> str | None:
-    """Why one of `names` is not a checkpoint's, and what to do; None if no name tells.
+    """Why one of `names` is not a checkpoint's, and what to do; None if no name shows it.
 
-    known: names of the served checkpoint, which tell nothing. sure: only of names that no served checkpoint has.
+    known: names of the served checkpoint, which prove nothing. sure: only of names that no served checkpoint has.
     """
     strange = [name for name in names if name not in known]
     for trace in _TRACES:

@@ -1,6 +1,6 @@
 """Waits for threads and for several coroutines. Leaves nothing running, and loses no cancellation.
 
-Always holds: the work started here has ended when the caller goes on. A caller that was cancelled gets CancelledError, also
+Always holds: the work started here has ended when the caller continues. A caller that was cancelled gets CancelledError, also
 when the work raises an error at the same time.
 """
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[], None] | None = None) -> T:
     """Run `call` in a thread and await its end, even when cancelled: the caller closes or moves its files next.
 
-    on_cancel: called on cancellation, to tell the call that nobody wants its result.
+    on_cancel: called on cancellation, to tell the call that its result is not needed any more.
     """
     task = asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
     try:

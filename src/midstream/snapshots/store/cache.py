@@ -1,11 +1,11 @@
 """The local cache of one replica: the snapshots it has fetched or rebuilt, within a bound.
 
-The caches of its policies lie in it. Its bound is of all of them together.
+It contains the caches of its policies, and one bound covers all of them.
 
 Always holds:
 - A directory appears whole, by a rename. Two contents have two directories, whatever their names.
-- Directories that a user of the cache keeps are never removed. The least recently used one goes first, whoever's it is.
-- Room that was made for one user is nobody else's: what it is for is written or reserved before the next one asks.
+- Directories that a user of the cache keeps are never removed. Of all others, the least recently used one is removed first.
+- Room that was made for one user stays that user's: its files are written or reserved before another user can ask for room.
 - The root belongs to one replica process. Opening it removes the leftovers of an interruption, in the caches of policies too.
   What they hold stays, as full snapshots do, for a policy of that name that asks for these very files.
 - Files are not synced, since the bucket has them. So opening removes all if the machine was started since the last time.
@@ -70,7 +70,7 @@ class Users:
 class SnapshotCache:
     """bytes_max: of all entries, also during a fetch. None: what is in use and OTHERS_KEPT more. Raises OSError.
 
-    around: the cache that this one lies in, whose bound it has.
+    around: the cache that contains this one and bounds it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SnapshotCache:
         return SnapshotCache(self._of_policy(policy), around=self)
 
     def set_policy_aside(self, policy: str) -> Path | None:
-        """Take the policy's cache away, partial files too; nobody uses it. Returns what is to be removed."""
+        """Take the policy's cache away, partial files too, once no user has it. Returns what is to be removed."""
         doomed = temporary_directory(self.root)
         try:
             self._of_policy(policy).rename(doomed)

@@ -3,8 +3,8 @@
 Owns: one replica's cache while snapshots are fetched into it.
 Always holds:
 - The name of a whole directory has a digest of its chain, so no other content is taken for it.
-- A rebuild starts at the newest link whose whole files are in the cache, else at the full snapshot.
-- A link that cannot be applied to cached files is tried once more on files fetched anew, which replace them. So a bad delta
+- A rebuild starts at the newest link that has its whole files in the cache, else at the full snapshot.
+- A link that cannot be applied to cached files is tried once more on files fetched again, which replace them. So a bad delta
   leaves the cached parent, or an equal copy of it.
 - The snapshot that serves, and the files of the running attempt, are never evicted.
 - If the ledger has the content of a link, other bytes are refused, and a cached copy of other bytes is not used.
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 #: Links of a chain that are listed or fetched in parallel.
 LINKS_TOGETHER = 4
-#: Snapshots whose early files outlive a release.
+#: Snapshots that keep their early files over a release.
 HINTS_KEPT = 4
 #: Bad deltas that are remembered, so that they cost no second replay.
 REFUTED_KEPT = 16
@@ -69,14 +69,14 @@ class ChainFetcher:
         # The paths in use at the last release, and those of the attempt since then.
         self._in_use: frozenset[Path] = frozenset()
         self._attempting: frozenset[Path] = frozenset()
-        # The chain that was fetched anew. Its rebuild takes nothing from the cache.
+        # The chain that was fetched again. Its rebuild takes nothing from the cache.
         self._anew: Chain = ()
         # Partial directories of early files, the latest last.
         self._hinted: list[Path] = []
         self._hinting = asyncio.Lock()
         # The full snapshot that the last `fetch` fetched. A delta that fails on it is bad.
         self._fresh: Path | None = None
-        # Whole files that could not be made from files fetched anew either, the latest last.
+        # Whole files that could not be made from files fetched again either, the latest last.
         self._refuted: list[Path] = []
         #: Looks at a full snapshot's files in the bucket before they are fetched, and may write into an empty directory.
         #: Raises SnapshotError, OSError.
@@ -88,7 +88,7 @@ class ChainFetcher:
         self._cache.users.leave(self)
 
     async def remove_policy(self, policy: str) -> None:
-        """Remove all files of a policy that nobody uses."""
+        """Remove all files of an unused policy."""
         if (doomed := self._cache.set_policy_aside(policy)) is not None:
             await asyncio.to_thread(shutil.rmtree, doomed, ignore_errors=True)
 
@@ -180,7 +180,7 @@ class ChainFetcher:
         start: that index, where it is not to be looked for.
         """
         if start is None:
-            # All of them, before one is looked at: nobody may evict it between the look and the claim.
+            # All of them, before one is looked at: it must not be evicted between the look and the claim.
             prefixes = range(len(chain))
             self._attempting = frozenset().union(*(self._attempt(chain[: i + 1], -1) for i in prefixes))
             start = await finished(self._look_for_whole, chain)
@@ -193,7 +193,8 @@ class ChainFetcher:
             return self._newest_whole(chain)
 
     def _newest_whole(self, chain: Chain) -> int:
-        """Index of the newest link whose whole files are cached; -1 for none. Links of unknown content do not count."""
+        """Index of the newest link that has its whole files in the cache; -1 for none. Links of unknown content do not
+        count."""
         for i in reversed(range(len(chain))):
             links, own = chain[: i + 1], chain[0].fingerprint if i == 0 else None
             contents = [link.content for link in links]

@@ -71,7 +71,7 @@ class Listing:
 class Found:
     """What a snapshot's directory holds. sizes: of its files, in bytes. content: by its manifest, if it has one.
 
-    adapter_config: the bytes of an adapter's configuration. None: it is no adapter, or one whose configuration is too long.
+    adapter_config: the bytes of an adapter's configuration. None: it is no adapter, or its configuration is too long.
     """
 
     fingerprint: str

@@ -42,7 +42,7 @@ def check_compatible(base: CheckpointSpec, new: CheckpointSpec, ignore: frozense
 
 
 def ties(base: CheckpointSpec, new: CheckpointSpec) -> bool:
-    """Whether the output layer is the embedding: as one of the two says, else as the base's tensors tell."""
+    """True if the output layer is the embedding: as one of the two configurations says, else as the base's tensors show."""
     said = next((one.config for one in (base, new) if says_tied(one.config)), base.config)
     return ties_head(said, base.tensors)
 
@@ -99,8 +99,8 @@ def _kind(value: Any) -> str:
 
 def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> None:
     absent, extra = sorted(base.keys() - new.keys()), sorted(new.keys() - base.keys())
-    told = hint(extra, base)
-    because = f": {told}" if told else ""
+    advice = hint(extra, base)
+    because = f": {advice}" if advice else ""
     if absent:
         more = and_more(len(absent) - 1)
         raise SnapshotIncompatible(f"tensor {shown(absent[0])} is missing from the snapshot{more}{because}")
