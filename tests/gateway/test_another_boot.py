@@ -7,7 +7,7 @@ from test_resume import SESSION, WHOLE, WRITES, answer, go_on, losing, resumes
 
 from midstream.core.errors import AnotherBoot
 from midstream.core.types import ReplicaReport
-from midstream.proxy.request_facts import PLACED_ANEW_MAX
+from midstream.proxy.request_facts import PLACED_AGAIN_MAX
 
 
 def refuse(peer: Peer) -> None:
@@ -111,6 +111,6 @@ def test_a_replica_that_begins_anew_again_and_again_is_not_asked_for_ever() -> N
         async with staged(begins_anew) as stage:
             answer = await stage.ask(post())
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            assert len(stage.mocks[0].requests) == PLACED_ANEW_MAX + 1
+            assert len(stage.mocks[0].requests) == PLACED_AGAIN_MAX + 1
 
     run(main)

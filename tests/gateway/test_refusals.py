@@ -36,7 +36,7 @@ from midstream.core.resumption import CannotResume, given_up
 from midstream.core.types import ReplicaReport
 from midstream.core.versions import Refusal, Refused, VersionConstraint
 from midstream.proxy.refusals import answer as answer_of
-from midstream.proxy.request_facts import PLACED_ANEW_MAX
+from midstream.proxy.request_facts import PLACED_AGAIN_MAX
 from midstream.proxy.request_state import RULINGS, Event, Phase, ruling
 
 REPLICAS = 6
@@ -72,7 +72,7 @@ REST = REPLICAS - 1
 CASES = {
     Event.ENGINE_LOST: Case(2, 422, 200, 200, 1, "request_lost_replicas"),
     Event.OTHER_BOOT: Case(REPLICAS, 503, 200, 200, REST),
-    Event.POLICY_NOT_LOADED: Case(PLACED_ANEW_MAX + 1, 503, 200, 200, PLACED_ANEW_MAX + 1),
+    Event.POLICY_NOT_LOADED: Case(PLACED_AGAIN_MAX + 1, 503, 200, 200, PLACED_AGAIN_MAX + 1),
     Event.UNFIT: Case(REPLICAS, 409, 200, 200, REST),
     Event.TRANSITION: Case(1, 425, 425, 425, REST),
     Event.BUSY: Case(2, 429, 200, 429, REST),

@@ -265,7 +265,7 @@ def test_one_that_refuses_is_followed_by_the_next_and_the_last_reason_is_told() 
             events, complete = await answer(stage)
             assert (events[:-1], complete) == (numbers(0, 2), False)
             assert error(events) == (
-                "replica-0 failed in the middle of the response and no other replica could go on with it: not here"
+                "replica-0 failed in the middle of the response and no other replica could continue it: not here"
             )
             assert sum(stage.metrics.cut_responses.values()) == 1
 
@@ -574,7 +574,7 @@ def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays
                 assert told == {"snapshot": "base", "pinned": True, "body": True}
             else:
                 assert (events[:2], complete) == (numbers(0, 2), False)
-                assert "no other replica could go on with it" in error(events)
+                assert "no other replica could continue it" in error(events)
                 assert resumes(stage) == []
 
     run(main)

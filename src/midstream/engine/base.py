@@ -18,7 +18,7 @@ class EngineDied(Exception):
 
 
 class StreamLost(Exception):
-    """The engine gives up one request, and goes on with the others. Another engine may go on with it."""
+    """The engine gives up one request, and continues the others. Another engine may continue it."""
 
 
 class StagingFailed(Exception):
@@ -36,7 +36,7 @@ class Slot(abc.ABC):
 
     @abc.abstractmethod
     async def stage(self, snapshot: str, directory: Path) -> None:
-        """Prepare the verified files of `directory` beside the serving weights; steps go on meanwhile.
+        """Prepare the verified files of `directory` beside the serving weights; steps continue meanwhile.
 
         One snapshot of a slot is staged at a time: a second stage replaces the first. The files are a checkpoint's or, with
         the feature `policies`, a LoRA adapter's of the base weights. Raises StagingFailed, EngineDied.
@@ -61,7 +61,7 @@ class Slot(abc.ABC):
         """What the next commit means; it is forgotten when that fails. Call it right before the commit. Returns at once.
 
         files: what the committed files are, for GenerationEvent.kv_files; equal for equal bytes. overwritten: (name, label) of
-        names whose weights were others so far: these are told as the label from the commit on. Events say it to running
+        names that had other weights so far: those get the label from the commit on. Events say so to running
         requests (GenerationEvent.renamed).
         """
 
@@ -84,7 +84,7 @@ class Slot(abc.ABC):
     async def weights_digest(self) -> str | None:
         """Digest of the serving weights, as the engine holds them; None if this engine cannot compute one.
 
-        Equal for equal weights in engines of equal settings. Steps go on meanwhile. Not during commit. Raises EngineDied;
+        Equal for equal weights in engines of equal settings. Steps continue meanwhile. Not during commit. Raises EngineDied;
         StagingFailed when the weights cannot be read.
         """
         return None
@@ -121,7 +121,7 @@ class Engine(Slot):
     def end_choice(self, request_id: str, index: int) -> None:
         """Stop one choice of a running request: no further event of it comes, and its KV is free within a step.
 
-        The iterator of `generate` goes on with the other choices and ends when none is left. Unknown ids are ignored.
+        The iterator of `generate` continues with the other choices and ends when none is left. Unknown ids are ignored.
         """
 
     def abort(self, request_id: str, index: int | None = None) -> None:

@@ -37,7 +37,7 @@ NOBODY = Caller("", NOTHING)
 
 class Authenticator:
     def __init__(self, api_keys: Iterable[str | KeySettings]) -> None:
-        # By the key's digest: how long a lookup takes tells nothing that leads to a key. Without a tenant: it is made of the
+        # By the key's digest: the time of a lookup reveals nothing about a key. Without a tenant: it is made of the
         # key, which is not known here before it is presented.
         self._callers: dict[bytes, Caller] = {}
         for entry in api_keys:

@@ -66,7 +66,7 @@ _ADDONS = re.compile(r"/v1/accounts/[^/]+/deployedModels(/|\Z)")
 
 
 class _Said(msgspec.Struct):
-    """What is told of a body. Any JSON value fits: the endpoint judges it."""
+    """What a line shows of a body. Any JSON value fits: the endpoint judges it."""
 
     identity: Any = None
     policy: Any = None
@@ -114,7 +114,7 @@ def write_to(where: str) -> None:
 
 
 class _File(WatchedFileHandler):
-    """Opens the file anew when it was moved away. Standard error gets the reason why a line is missing: it fails no call."""
+    """Opens the file again when it was moved away. Standard error gets the reason why a line is missing: it fails no call."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -90,9 +90,7 @@ REPLICAS: dict[str, Family] = {
         "gauge", "1 when its weights differ from those of others under the same name", _REPLICA
     ),
     "midstream_replica_prompt_tokens": Family("counter", "prompt tokens taken", _REPLICA),
-    "midstream_replica_cached_prompt_tokens": Family(
-        "counter", "prompt tokens whose KV was reused", _REPLICA
-    ),
+    "midstream_replica_cached_prompt_tokens": Family("counter", "prompt tokens with reused KV", _REPLICA),
     "midstream_replica_generated_tokens": Family("counter", "tokens generated", _REPLICA),
     "midstream_replica_engine_steps": Family("counter", "engine steps", _REPLICA),
     "midstream_replica_records_durable": Family("counter", "records that a crash does not take", _REPLICA),
@@ -115,7 +113,7 @@ TURNS: dict[str, Family] = {
     "midstream_turn_prompt_tokens": Family("histogram", "prompt tokens of a turn", _REPLICA),
     "midstream_turn_generated_tokens": Family("histogram", "tokens that a turn generated", _REPLICA),
     "midstream_turn_cached_prompt_ratio": Family(
-        "histogram", "part of a turn's prompt tokens whose KV was reused", _REPLICA
+        "histogram", "part of a turn's prompt tokens with reused KV", _REPLICA
     ),
     "midstream_session_turns": Family("histogram", "turns of a session, when it is closed", _REPLICA),
     "midstream_turn_choices": Family(

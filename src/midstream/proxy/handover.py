@@ -2,7 +2,8 @@
 
 Owns: the private Unix socket on which a process offers them, and its protocol.
 Always holds: a listening socket is open in one of the two at every moment, so no connection that waits in it is lost. The
-process goes on accepting until its successor has said that it accepts, too; if the successor dies before, nothing has changed.
+process continues to accept until its successor has said that it accepts, too; if the successor dies before, nothing has
+changed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Taken:
 
 
 async def take_over(path: str) -> Taken:
-    """The sockets offered at `path`. Raises OSError when nobody offers any."""
+    """The sockets offered at `path`. Raises OSError if there are none."""
     return await asyncio.to_thread(_take_over, path)
 
 

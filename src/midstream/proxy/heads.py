@@ -78,7 +78,8 @@ def to_client(
 def session_lines(
     first: Mapping[bytes, bytes], session: Session | None, stamp: int | None, in_path: bool
 ) -> list[bytes]:
-    """What a replica is told of a request's session. first: the client's headers. in_path: its path named the session.
+    """The head lines with the session of a request, for a replica. first: the client's headers. in_path: its path named the
+    session.
 
     The key is percent-encoded, so nothing of a client's stands in the line as it came.
     """

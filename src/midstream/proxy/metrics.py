@@ -57,7 +57,7 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_records_durable": lambda r: (r.records or _NONE).durable,
     "midstream_replica_records_lost": lambda r: (r.records or _NONE).lost,
 }
-#: The same numbers as vLLM calls them. None: this engine does not tell.
+#: The same numbers under vLLM's names. None: this engine does not report it.
 _VLLM_REPORTED: dict[str, Callable[[ReplicaReport], float | None]] = {
     "vllm:num_requests_running": lambda r: r.engine.running,
     "vllm:num_requests_waiting": lambda r: r.engine.waiting,
@@ -127,7 +127,7 @@ class GatewayMetrics:
     """Counters of the data path and gauges of its replicas.
 
     siblings: the server's other gateways, whose counts are shown with this one's. listening, ready: of this process.
-    report: tells the supervisor what this process counted, before anybody is shown it: so it is not lost with the process.
+    report: sends this process's counts to the supervisor before they are shown, so they are not lost with the process.
     """
 
     def __init__(self, deployments: Deployments) -> None:
@@ -198,7 +198,7 @@ class GatewayMetrics:
         return total
 
     async def exposition(self) -> bytes:
-        """The text. A thread writes it: that takes many times as long as to collect it, and streams go on meanwhile."""
+        """The text. A thread writes it, which takes many times as long as collecting it, so that streams continue meanwhile."""
         self.report()
         collected = _Collected(list(self.collect()))
         return await asyncio.to_thread(collected.text)
@@ -253,14 +253,14 @@ class GatewayMetrics:
         yield _samples("midstream_replica_snapshots_behind", behind)
         disagree = [((view.name,), d.reconciler.disagrees(report)) for d, view, report in heard]
         yield _samples("midstream_replica_disagrees", disagree)
-        for name, told in _VLLM_REPORTED.items():
-            found = [((d.model, view.name), told(report)) for d, view, report in heard]
+        for name, value_of in _VLLM_REPORTED.items():
+            found = [((d.model, view.name), value_of(report)) for d, view, report in heard]
             yield _samples(name, [(labels, value) for labels, value in found if value is not None])
         about = [(view.name, d.name, r.snapshot, str(r.stage), view.url) for d, view, r in heard]
         yield _samples("midstream_replica", [(labels, 1) for labels in about])
 
-    def _told(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:
-        """A replica that is heard and has told nothing yet shows zeros: Prometheus sees no increase from nothing to one."""
+    def _heard_trajectories(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:
+        """A replica that is heard but has measured nothing yet shows zeros: Prometheus sees no increase from nothing to one."""
         return [
             (d, view, view.trajectories or _NOTHING)
             for d, view in self._views()
@@ -269,39 +269,39 @@ class GatewayMetrics:
 
     def _measured(self) -> Iterator[Metric]:
         """What replicas measured of their turns and swaps, since their processes began."""
-        told = [(d, view, one.measures) for d, view, one in self._told()]
+        measured = [(d, view, one.measures) for d, view, one in self._heard_trajectories()]
         for names, labels in (
             (_MEASURED, lambda d, view: (view.name,)),
             (_VLLM_MEASURED, lambda d, view: (d.model, view.name)),
         ):
             for name, measure in names.items():
-                found = [(labels(d, view), own[measure]) for d, view, own in told if measure in own]
+                found = [(labels(d, view), own[measure]) for d, view, own in measured if measure in own]
                 yield _distributions(name, measure, found)
 
     def _stalls(self, of_others: Mapping[str, Histogram]) -> HistogramMetricFamily:
-        """Of replicas as they told, and of all other processes of the server."""
+        """Stalls of replicas as they reported them, and of all other processes of the server."""
         stalls = {process: Distribution(one.counts, one.sum_s) for process, one in of_others.items()}
-        for _, view, told in self._told():
-            if _STALLS_OF_REPLICA in told.measures:
-                stalls[view.name] = told.measures[_STALLS_OF_REPLICA]
+        for _, view, measured in self._heard_trajectories():
+            if _STALLS_OF_REPLICA in measured.measures:
+                stalls[view.name] = measured.measures[_STALLS_OF_REPLICA]
         found = [((process,), one) for process, one in stalls.items()]
         return _distributions("midstream_event_loop_stall_seconds", _STALLS_OF_REPLICA, found)
 
     def _ended(self) -> Iterator[Metric]:
         """How turns and swaps ended, as replicas counted."""
-        told = [(d, view, one.counts) for d, view, one in self._told()]
+        measured = [(d, view, one.counts) for d, view, one in self._heard_trajectories()]
         for name, what in (("midstream_turn_choices", "finishes"), ("midstream_swaps", "swaps")):
             yield _samples(
                 name,
                 [
                     ((view.name, value), counts[what].get(value, 0))
-                    for _, view, counts in told
+                    for _, view, counts in measured
                     if what in counts
                     for value in COUNTS[what]
                 ],
             )
         success: Counter[tuple[str, ...]] = Counter()
-        for d, view, counts in told:
+        for d, view, counts in measured:
             for finish in COUNTS["finishes"]:
                 reason = _VLLM_FINISHES.get(finish, finish)
                 success[d.model, view.name, reason] += counts.get("finishes", {}).get(finish, 0)

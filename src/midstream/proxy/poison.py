@@ -110,7 +110,7 @@ class Suspects:
                 del self._sizes[key.tenant, key.size]
 
     def _others(self, key: Key, lives: set[Life]) -> bool:
-        """Whether another request that was lost as often was lost with one of the same, in whichever order they are told."""
+        """True if another request that was lost as often shares one of these lives, in whichever order losses are reported."""
         return any(
             other != key and len(suspect.lost) >= LOSSES_ALONE and not suspect.lost.isdisjoint(lives)
             for other, suspect in self._known.items()

@@ -73,7 +73,7 @@ class Proxy:
         unreachable_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """replica_token: the secret sent to replicas, and to nobody else. unreachable_s: how long a replica may be unheard of
+        """replica_token: the secret sent to replicas only. unreachable_s: how long a replica may send nothing
         before the requests on it are given up. clock: what durations are measured with.
         """
         self.deployments = deployments
@@ -132,7 +132,7 @@ class Proxy:
     # -- for routes
 
     def caller(self, request: Request) -> Caller:
-        """Of a request whose head was checked (service.py)."""
+        """The caller of a request, after its head was checked (service.py)."""
         try:
             return self.auth.caller(request.first)
         except Unauthorized:
@@ -146,7 +146,7 @@ class Proxy:
         return [scopes_header(caller.grant)] if self.auth.required else []
 
     def deployment_lines(self, deployment: Deployment) -> list[bytes]:
-        """What a replica is told of the deployment: its policy, and of unknown fields nothing where they are refused."""
+        """The head lines that describe the deployment to a replica: its policy, and unknown fields if they are ignored."""
         own = deployment.host.ignores_fields
         lines = _IGNORE if own or (own is None and self._ignores_fields) else _REFUSE
         if deployment.policy:
@@ -204,8 +204,8 @@ class Proxy:
 
         A request that may move avoids replicas that take nothing new.
 
-        It becomes the session's home, unless the session has a usable one that cannot serve this request only. prompt: to be
-        followed to where its beginning is known, by a request without a session or with one that nobody knows.
+        It becomes the session's home, unless the session has a usable one that only cannot serve this request. prompt: a
+        request without a session, or with an unknown one, goes where the beginning of its prompt is cached.
         """
         replicas, prefixes = deployment.replicas, deployment.prefixes
         home = None if session is None else deployment.sessions.home(session)

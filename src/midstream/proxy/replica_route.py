@@ -11,11 +11,11 @@ Always holds:
 - What follows a refusal is the ruling of the table (request_state.RULINGS).
 - A request of a session that lives on a replica gets that replica's 503 or 429, as long as the replica is usable. One that says
   that its boot or its engine is gone is not usable any more, whatever it reported last.
-- A session whose first request there was refused (425, 429, 503) has no home yet.
+- A session has no home yet if its first request there was refused (425, 429, 503).
 - A request is served by the boot that it was placed on, also where another process has the replica's address by then. One
-  that a later boot refuses is placed anew, and no replica counts as lost with it.
-- While replicas may still have to say which sessions they hold, a request whose session is not known waits for that.
-- A replica that does not hold the request's policy any more refuses it, and it is placed anew. Nothing counts as lost.
+  that a later boot refuses is placed again, and no replica counts as lost with it.
+- While replicas may still have to report their sessions, a request of an unknown session waits for that.
+- A replica that does not hold the request's policy any more refuses it, and it is placed again. Nothing counts as lost.
 """
 
 from __future__ import annotations
@@ -274,9 +274,7 @@ class ReplicaRoute(Route):
         if phase is Phase.RESUME_SENT:
             if event is Event.HEAD and self._rest is not None:
                 self._proxy.metrics.retries["resumed"] += 1
-                logger.info(
-                    "%s goes on with a stream of %s", self.where(), self._rest.lost, extra=self._named()
-                )
+                logger.info("%s continues a stream of %s", self.where(), self._rest.lost, extra=self._named())
             return event
         self._status = status
         if event is not Event.HEAD:
@@ -290,7 +288,7 @@ class ReplicaRoute(Route):
         match ruling(phase, refusal):
             case Ruling.LOSS:
                 return self._engine_lost(phase)
-            case Ruling.ANEW:
+            case Ruling.PLACE_AGAIN:
                 return self._place_anew(refusal)
             case Ruling.JUDGED_AGAIN:
                 return self._other_version(head)
@@ -304,7 +302,7 @@ class ReplicaRoute(Route):
         return HEAD
 
     def _engine_lost(self, phase: Phase) -> Judgement:
-        """The answer itself says that the boot is gone: nobody else is sent there before the replica reports another one."""
+        """The answer itself says that the boot is gone: no request is sent there before the replica reports another one."""
         self._tries.why = f"the engine of {self._at.view.name} stopped while it served this request; "
         self._deployment.replicas.replaced(self._at.view, self._at.boot)
         error = self._lost_with_it(phase)
@@ -314,8 +312,8 @@ class ReplicaRoute(Route):
         """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
         Or the policy is gone from there: it goes to where that is loaded next."""
         view = self._at.view
-        if self._tries.too_often_anew:
-            return self._failed(ReplicaUnavailable("replicas began anew again and again"))
+        if self._tries.placed_too_often:
+            return self._failed(ReplicaUnavailable("replicas restarted again and again"))
         if refusal is Event.POLICY_NOT_LOADED:
             self._deployment.replicas.lacks(view)
         elif self._deployment.replicas.replaced(view, self._at.boot):
@@ -419,7 +417,7 @@ class ReplicaRoute(Route):
         )
 
     def _resume(self, lines: bytes, reason: str, *, lost: bool) -> Judgement:
-        """Another replica is to go on behind what the client has. lines: of the log. If there are none, the client has only
+        """Another replica is to continue after what the client has. lines: of the log. If there are none, the client has only
         the head of the response, and the request itself is sent again. lost: the replica counts as lost with it."""
         view, request = self._at.view, self._request
         rest = self._rest = Rest(view.name)

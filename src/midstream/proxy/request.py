@@ -269,7 +269,7 @@ class ProxiedRequest:
         client.write(b"".join(parts))
         self._tail = body[-4:]
 
-    def _go_on(self, head: ResponseHead) -> None:
+    def _continue(self, head: ResponseHead) -> None:
         """The head of the rest of a stream is not the client's."""
         if head.body:
             self.response_body(head.body)
@@ -362,7 +362,7 @@ _ACTIONS: dict[Action, Callable[[ProxiedRequest, Any], None]] = {
     Action.SEND: ProxiedRequest._send,
     Action.PASS_HEAD: ProxiedRequest._pass_head,
     Action.HOLD: ProxiedRequest._hold,
-    Action.GO_ON: ProxiedRequest._go_on,
+    Action.CONTINUE: ProxiedRequest._continue,
     Action.FINISH: ProxiedRequest._finish,
     Action.ANSWER_ERROR: ProxiedRequest._answer_error,
     Action.END_SHORT: ProxiedRequest._end_short,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 #: Replicas that fail with a request before a client has to ask again.
 LOST_SENDS_MAX = 2
-#: Refusals for which a request is placed anew before a client has to ask again.
-PLACED_ANEW_MAX = 8
+#: How often a request is placed again after refusals before its client has to ask again.
+PLACED_AGAIN_MAX = 8
 #: Replicas with too much to do that are asked.
 BUSY_MAX = 2
 
@@ -42,8 +42,8 @@ class ClientAsked:
 class Sending:
     """The replica that was chosen last, and the request as it is counted there.
 
-    report: what the replica had reported when the request came there; nobody judged one that comes while it connects. boot: the
-    boot that the request is meant for.
+    report: what the replica had reported when the request came there; a report that comes while it connects was not judged.
+    boot: the boot that the request is meant for.
     """
 
     __slots__ = ("boot", "here", "placed", "report")
@@ -91,9 +91,9 @@ class Tries:
         return self.lost >= LOST_SENDS_MAX
 
     @property
-    def too_often_anew(self) -> bool:
-        anew = sum(ruling(Phase.SENT, reason) is Ruling.ANEW for reason in self.refused)
-        return anew > PLACED_ANEW_MAX
+    def placed_too_often(self) -> bool:
+        again = sum(ruling(Phase.SENT, reason) is Ruling.PLACE_AGAIN for reason in self.refused)
+        return again > PLACED_AGAIN_MAX
 
     def is_last(self, refusal: Event) -> bool:
         """Whether no further replica is asked after this refusal."""

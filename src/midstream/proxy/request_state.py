@@ -62,11 +62,11 @@ class Event(enum.StrEnum):
     UNAVAILABLE = "unavailable"
     #: Another replica holds the response that the request continues.
     HELD_ELSEWHERE = "held elsewhere"
-    #: The replica cannot go on with this stream.
+    #: The replica cannot continue this stream.
     CANNOT_RESUME = "cannot resume"
     #: Another upstream is to be tried.
     ELSEWHERE = "elsewhere"
-    #: A stream lost its replica, and another one may go on with it.
+    #: A stream lost its replica, and another one may continue it.
     LOST = "lost"
     #: The response is whole.
     END = "end"
@@ -85,7 +85,7 @@ class Action(enum.StrEnum):
     SEND = "send"
     PASS_HEAD = "pass head"
     HOLD = "hold"
-    GO_ON = "go on"
+    CONTINUE = "continue"
     FINISH = "finish"
     ANSWER_ERROR = "answer error"
     END_SHORT = "end short"
@@ -99,7 +99,7 @@ class Ruling(enum.StrEnum):
     #: The replica counts as lost with the request (poison.py). Another one is asked.
     LOSS = "counts as a loss, then another replica"
     #: Nothing was done for the request: it is placed as if it had just come.
-    ANEW = "placed anew"
+    PLACE_AGAIN = "placed again"
     #: Its version constraint is judged again.
     JUDGED_AGAIN = "judged again"
     #: Another replica is asked, unless the session has to stay; else the client gets the refusal.
@@ -132,11 +132,11 @@ _STREAMING = (*_AGAIN, Phase.PASSING, Phase.RESUMED)
 
 Moves = dict[tuple[Phase, Event], tuple[Phase, Action]]
 
-#: Of each reason: what follows where the client has nothing yet, and where its stream is to go on. None: it cannot happen.
+#: By reason: what follows if the client has nothing yet, and if its stream is to be continued. None: it cannot happen.
 RULINGS: dict[Event, tuple[Ruling | None, Ruling]] = {
     Event.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),
-    Event.OTHER_BOOT: (Ruling.ANEW, Ruling.ANEW),
-    Event.POLICY_NOT_LOADED: (Ruling.ANEW, Ruling.ANEW),
+    Event.OTHER_BOOT: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),
+    Event.POLICY_NOT_LOADED: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),
     Event.UNFIT: (Ruling.JUDGED_AGAIN, Ruling.NEXT),
     Event.TRANSITION: (Ruling.LAST_WORD, Ruling.NEXT),
     Event.BUSY: (Ruling.ANOTHER, Ruling.NEXT),
@@ -189,7 +189,7 @@ MOVES: Table[Phase, Event, Action] = Table(
         (Phase.PASSING, Event.END): (Phase.OVER, Action.FINISH),
         (Phase.PASSING, Event.LOST): (Phase.RESUME_PLACING, Action.PLACE),
         **_asking(*_AGAIN),
-        (Phase.RESUME_SENT, Event.HEAD): (Phase.RESUMED, Action.GO_ON),
+        (Phase.RESUME_SENT, Event.HEAD): (Phase.RESUMED, Action.CONTINUE),
         (Phase.RESUMED, Event.END): (Phase.OVER, Action.FINISH),
         **{(phase, Event.FAILED): (Phase.OVER, Action.ANSWER_ERROR) for phase in _FIRST},
         **{(phase, Event.FAILED): (Phase.OVER, Action.END_SHORT) for phase in _STREAMING},
@@ -208,7 +208,7 @@ AT_UPSTREAM = frozenset(Phase) - {
     Phase.RESUME_WAITING,
     Phase.OVER,
 }
-#: Another replica is asked to go on with a stream, and has not begun to.
+#: Another replica is asked to continue a stream, and has not begun to.
 RESUMING = frozenset(_AGAIN)
 #: The upstream may have seen the request.
 SEEN = AT_UPSTREAM - {Phase.CONNECTING, Phase.RESUME_CONNECTING}

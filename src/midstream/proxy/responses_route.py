@@ -29,7 +29,7 @@ class ResponsesRoute(ReplicaRoute):
 
     def head(self, phase: Phase, status: int, headers: Headers) -> Event:
         if status == 200 and phase is Phase.SENT:
-            # Others may go on with the stream if this one is lost.
+            # Others may continue the stream if this one is lost.
             self._tries.replicas -= self._passed
         return super().head(phase, status, headers)
 

@@ -1,4 +1,4 @@
-"""The gateway's resume log of a stream, and the request that another replica goes on with. Pure.
+"""The gateway's resume log of a stream, and the request by which another replica continues it. Pure.
 
 Owns: the log's lines (core/resumption.py) of the events that the client has, and what is known of the rest of the stream.
 Always holds: a client gets whole chunks of whole events of such a stream only. A stream whose lines exceed the log's bounds
@@ -115,16 +115,16 @@ class ResumeLog:
 
 @dataclass(slots=True)
 class Rest:
-    """The rest of a stream, which another replica is to go on with.
+    """The rest of a stream, which another replica is to continue.
 
-    lost: the replica that the stream was on. snapshot: the only one under which it goes on; "": any. pinned: of the version
+    lost: the replica that the stream was on. snapshot: the only one under which it continues; "": any. pinned: of the version
     constraint only the pin counts, as something was computed that the stream stands on.
     """
 
     lost: str
     snapshot: str = ""
     pinned: bool = False
-    #: Why no replica could go on with it so far.
+    #: Why no replica could continue it so far.
     why: str = ""
 
     def asked(self, target: bytes, body: bytes, lines: bytes, exact: bool) -> bytes:
@@ -140,7 +140,7 @@ class Rest:
         return resume_body(target, self.lost, exact, state, body)
 
     def lacking(self, views: Iterable[ReplicaView], *, of_policy: bool) -> set[str]:
-        """Names of those that could not go on exactly. Where the snapshot only stays, streams that are pinned to it go on."""
+        """Names of those that could not continue exactly. Where the snapshot only stays loaded, its pinned streams continue."""
         found = set()
         for view in views if self.snapshot else ():
             report = view.report
@@ -152,12 +152,12 @@ class Rest:
         return found
 
     def failed(self, error: MidstreamError, *, last: bool) -> MidstreamError:
-        """What the client is told when nobody goes on with it. last: the bound of replicas that fail with it is reached."""
+        """The error for the client if no replica continues it. last: the bound of replicas that fail with it is reached."""
         if isinstance(error, RequestLostReplicas):
             return error
         why = error.message if last else self.why or error.message
         what = f"{self.lost} failed in the middle of the response"
-        return EngineFailed(f"{what} and no other replica could go on with it: {why}")
+        return EngineFailed(f"{what} and no other replica could continue it: {why}")
 
 
 def failover_mode(headers: Mapping[bytes, bytes]) -> str:
@@ -183,7 +183,7 @@ def has_ended(lines: bytes) -> bool:
 
 
 def without_giving_up(lines: bytes) -> tuple[bytes, bool]:
-    """The lines to go on behind, and whether the replica said last that it gives the stream up: the request lost nobody."""
+    """The lines to continue after, and whether the replica gave the stream up itself: then it does not count as lost."""
     return lines.removesuffix(_GIVEN_UP), lines.endswith(_GIVEN_UP)
 
 

@@ -85,7 +85,7 @@ class Route:
     shows_labels = False
     #: How its client reads errors.
     errors: ErrorShape = "openai"
-    #: Of the stream that is passed on, when another replica may go on with it.
+    #: Of the stream that is passed on, if another replica may continue it.
     log: ResumeLog | None = None
 
     def __init__(self, proxy: Proxy, request: Request) -> None:
@@ -184,7 +184,7 @@ class Route:
         return Judgement(Event.FAILED, error)
 
     def _stale(self) -> Judgement:
-        """Nothing answered on a pooled connection, which was perhaps only stale: a fresh one tells."""
+        """Nothing answered on a pooled connection, which was perhaps only stale: a fresh one shows it."""
         self._proxy.metrics.retries["stale_connection"] += 1
         return STALE
 

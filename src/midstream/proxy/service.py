@@ -28,7 +28,7 @@ from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.responses_route import RESPONSES, ResponsesRoute
 from midstream.proxy.route import HEALTH_PATHS, Route, is_probe
 
-#: Whoever asks for them without a key is told what is for everybody.
+#: Paths that answer without a key, with what every client may see.
 _OPEN = HEALTH_PATHS | {path.encode() for path in PAGES_OPEN}
 _EVENTS = DASHBOARD_EVENTS.encode()
 

@@ -1,6 +1,6 @@
 """Which replicas may serve a request with a version constraint, and whether the request waits for one. Pure.
 
-Owns: the judgement of one request's constraint. The headers give it first, then a replica's refusal, which tells the
+Owns: the judgement of one request's constraint. The headers give it first, then a replica's refusal, which contains the
 constraint of the body. The gateway reads the body itself before it lets a request wait or refuses it.
 
 Always holds:
@@ -107,10 +107,10 @@ class VersionJudge:
         The refusal counts until the replica's next report. It does not count if the replica has reported another snapshot
         since the request was placed: then the refusal may be older. Raises InvalidRequest if the body contradicts the headers.
         """
-        told = not self._body and refusal.constraint != NOTHING
+        learnt = not self._body and refusal.constraint != NOTHING
         self._learn_body(refusal.constraint)
         self._refusals += 1
-        as_expected = not told and refusal.serving == self._expected
+        as_expected = not learnt and refusal.serving == self._expected
         pinnable = refusal.pinnable or self.constraint.snapshot is None
         if _served(view.report) == _served(under):
             self._heard[view] = (view.report, None if as_expected and pinnable else refusal)
@@ -169,8 +169,8 @@ class VersionJudge:
             return False
         asked = self.constraint.snapshot
         if report is not view.report:
-            told = view.report
-            here, serving, pinnable = asked in told.resident, told.snapshot, told.pinnable
+            newest = view.report
+            here, serving, pinnable = asked in newest.resident, newest.snapshot, newest.pinnable
         elif refusal is not None:
             here, serving, pinnable = refusal.here, refusal.serving, refusal.pinnable
         else:

@@ -257,9 +257,9 @@ GATEWAY = (
     Mutation(
         "policy_that_made_way_is_the_clients_problem",
         "proxy/request_state.py",
-        "Event.POLICY_NOT_LOADED: (Ruling.ANEW, Ruling.ANEW),",
+        "Event.POLICY_NOT_LOADED: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),",
         "Event.POLICY_NOT_LOADED: (Ruling.LAST_WORD, Ruling.NEXT),",
-        "A request that finds its policy gone from a replica is placed anew.",
+        "A request that finds its policy gone from a replica is placed again.",
         ("gateway/test_policy_placement.py",),
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""The planned work of a step as arrays: its batch, the rows whose logits are needed, and the sampler's input.
+"""The planned work of a step as arrays: its batch, the rows with needed logits, and the sampler's input.
 
 Always holds: rows of logits are in one order everywhere: prompt scores, then samples, then ends. Pure but for tensor
 arithmetic.
@@ -61,7 +61,7 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 class LogitRows:
     """The tokens of the batch that need logits. A row is the index of a token in the batch.
 
-    scores: for prompt records, as (work, position whose pass scores the next position, row). samples: (work, row).
+    scores: for prompt records, as (work, position, row): the pass at a position scores the next one. samples: (work, row).
     ends: the same for prompts that are not complete yet. Their logits only show whether the KV is good.
     """
 
@@ -106,7 +106,7 @@ def sample_rows(rows: LogitRows) -> list[SampleRow]:
 
 
 def not_finite(rows: LogitRows, sampled: Sampled | None, ends: torch.Tensor) -> set[Sequence]:
-    """The sequences whose sample has no finite log-probability, or whose unfinished prompt gave logits that are not finite.
+    """The sequences with a sample without a finite log-probability, or with logits of an unfinished prompt that are not finite.
 
     ends: [rows.ends, vocab]. The last token of a prompt looks at all KV before it, so its logits show any fault in it.
     """

@@ -88,7 +88,7 @@ class Constraints:
 
 
 class Matcher:
-    """The place of one sequence in its grammar: a limits.Follower. `error` says why the sequence cannot go on."""
+    """The place of one sequence in its grammar: a limits.Follower. `error` says why the sequence cannot continue."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher

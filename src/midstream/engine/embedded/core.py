@@ -2,7 +2,7 @@
 
 Owns: the token records that are made from a step's numbers, and the scores kept beside the KV for later requests.
 Always holds:
-- The snapshot in a record is the one whose forward pass gave the logits: both are read in the same step, and weights change
+- The snapshot in a record is that of the forward pass that gave the logits: both are read in the same step, and weights change
   only between steps.
 - The logprob, the snapshot and the route of a record come from one pass, also when they were kept (token_scores.py). An echo
   reuses a cached block only if the serving snapshot scored it.
@@ -54,7 +54,7 @@ from midstream.snapshots.adapter import is_adapter
 logger = logging.getLogger(__name__)
 
 FAILED_STEPS_MAX = 3
-#: Prompt tokens whose logits are turned into float32 log-probabilities at a time.
+#: How many prompt tokens are scored at a time, with logits in float32.
 SCORED_ROWS_MAX = 256
 
 #: The id of a request, and an event of it.
@@ -137,7 +137,7 @@ class EngineCore:
             return [(request.request_id, GenerationEvent(error=problem))]
         first, *others = request.choices
         track = self.store.track(request.policy, request.snapshot)
-        # Earlier renames are of KV that no client of this request was told of.
+        # Earlier renames are of KV that this request has not reported.
         known = len(self.store.renamed)
         leader = Sequence(request, first, track=track, renames=known)
         followers = [Sequence(request, i, leader, track=track, renames=known) for i in others]
@@ -393,7 +393,7 @@ class EngineCore:
     def _event(
         self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None, router_tie: int
     ) -> GenerationEvent:
-        """The next event of `seq`, from sample i of this step, whose pass took `route`."""
+        """The next event of `seq`, from sample i of this step. Its pass took `route`."""
         request = seq.request
         finish: FinishReason | None = "length"
         tokens: tuple[TokenRecord, ...] = ()

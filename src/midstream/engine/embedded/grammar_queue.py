@@ -1,4 +1,4 @@
-"""Requests whose grammar is compiled first, on a thread beside the steps.
+"""Requests that wait until their grammar is compiled, on a thread beside the steps.
 
 Always holds: requests come out in the order in which they came in, each once, unless they were aborted meanwhile. An abort
 of one choice comes out together with its request.
@@ -37,7 +37,7 @@ class GrammarQueue:
         self._aborted[request_id].add(index)
 
     def take(self) -> list[tuple[GenerateRequest, list[int]]]:
-        """The requests whose grammars are compiled, each with the choices that were aborted meanwhile."""
+        """The requests with compiled grammars, each with the choices that were aborted meanwhile."""
         ready = []
         while not self._done.empty():
             request = self._done.get()

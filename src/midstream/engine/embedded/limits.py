@@ -17,7 +17,7 @@ from midstream.core.types import SamplingParams
 class Follower(Protocol):
     """What follows a sequence token by token and says which token may come next (constraint.Matcher is one).
 
-    error: why the sequence cannot go on.
+    error: why the sequence cannot continue.
     """
 
     error: str | None

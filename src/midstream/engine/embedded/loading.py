@@ -185,7 +185,7 @@ def probe(model: LoadedModel, adapter: Any = None) -> None:
         raise SnapshotNotFinite("the log-probabilities of a fixed prompt are not finite")
     if adapter is None and bool((logits == logits[:, :1]).all()):
         raise SnapshotError(
-            "the logits of a fixed prompt are all equal, so the weights tell no token from another"
+            "the logits of a fixed prompt are all equal, so the weights cannot distinguish tokens"
         )
 
 
@@ -229,7 +229,7 @@ def _spread(logits: torch.Tensor) -> float:
 
 
 def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
-    """The fastest decoder whose numbers are those of the module. Raises UnsupportedModel."""
+    """The fastest decoder with the same numbers as the module. Raises UnsupportedModel."""
     if settings.kernels == "native" or (settings.kernels == "auto" and settings.device == "cpu"):
         try:
             fast = _cpu_decoder(module, settings)

@@ -27,7 +27,7 @@ class ModelRunner:
         self.weights = weights
         self.block_size = block_size
         self.cache = self.model.decoder.new_cache(num_blocks * block_size)
-        # Of the last forward pass: the slots whose KV it computed, the scratch slot included; for each, the commit of the
+        # Of the last forward pass: the slots that it computed KV for, the scratch slot included; for each, the commit of the
         # weights; and for each token whether a router's choice was a near tie.
         self.written = np.zeros(0, dtype=np.int64)
         self.epochs = np.zeros(0, dtype=np.int32)
@@ -108,7 +108,7 @@ def dispose(retired: Sequence[Retired]) -> None:
     """Free models and adapters that nothing uses any more. Call it on a thread that does not step.
 
     Several threads load a snapshot, in tensors of all sizes. The arenas of glibc keep most of that memory, several models in
-    all, until they are told to give it back.
+    all, until they are asked to return it.
     """
     if not retired:
         return

@@ -278,7 +278,7 @@ def _near_ties(
 
 
 def _inverse_cdf(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds the draw, and never one of probability zero."""
+    """The first token at which the cumulative probability exceeds the draw, and never one of probability zero."""
     cumulative = probs.double().cumsum(dim=-1)
     threshold = draws.unsqueeze(1) * cumulative[:, -1:]
     picked = torch.searchsorted(cumulative, threshold, right=True)[:, 0]

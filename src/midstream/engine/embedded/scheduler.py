@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def now(self) -> int:
-        """The commit whose weights its next step takes."""
+        """The commit that its next step takes."""
         assert self.track is not None, f"{self.request.request_id} is with no scheduler"
         return self.track.epoch
 
@@ -194,7 +194,7 @@ class Scheduler:
         decodes: list[Work] = []
         prefills: list[Work] = []
         budget = self._budget
-        # Running sequences whose prefill is not complete.
+        # Running sequences in prefill.
         unfinished = []
         for seq in tuple(self.running):
             if self.frozen and not seq.request.urgent:
@@ -240,7 +240,7 @@ class Scheduler:
         return True
 
     def advance(self, work: Work) -> list[tuple[int, int]]:
-        """Record that the work is done. Returns (own block, holder) for full blocks whose content another block holds."""
+        """Record that the work is done. Returns (own block, holder) for full blocks if another block holds the same content."""
         seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
         if work.last > seq.computed:
@@ -403,7 +403,7 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """The youngest sequence whose KV comes from the current weights alone, since computing it again changes nothing.
+        """The youngest sequence with KV of the current weights alone, since computing it again changes nothing.
 
         Where there is none, the youngest sequence.
         """

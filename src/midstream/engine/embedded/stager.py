@@ -20,7 +20,7 @@ from midstream.engine.embedded.weights import Weights
 logger = logging.getLogger(__name__)
 
 SUPERSEDED = "superseded by a newer snapshot"
-DROPPED = "nobody waits for it any more"
+DROPPED = "its caller was cancelled"
 
 #: A request and its weights, or the reason why there are none.
 Staged = tuple[StageSnapshot, Weights | str]

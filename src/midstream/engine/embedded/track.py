@@ -4,7 +4,7 @@ An engine counts its commits: commit 0 is the base snapshot of the start, and ea
 track is what one policy serves: its newest commit, and those before. A fixed track is one commit for ever, for a request that
 is pinned to a resident snapshot.
 
-Always holds: the commits of a track grow. Two policies never share a commit, so a commit says whose weights it means.
+Always holds: the commits of a track grow. Two policies never share a commit, so a commit identifies the weights of one policy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_right
 
 
 class Track:
-    """epoch: the commit whose weights serve. fixed: it never changes."""
+    """epoch: the commit that serves. fixed: it never changes."""
 
     __slots__ = ("_commits", "epoch", "fixed")
 

@@ -47,7 +47,7 @@ class Weights:
             return None
         try:
             probe(self.model, self.adapter)
-        # The pass itself may fail, for want of memory or in a kernel. The steps of others go on.
+        # The pass itself may fail, for want of memory or in a kernel. The steps of others continue.
         except (SnapshotError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -58,8 +58,8 @@ class Weights:
 
 
 class WeightStore:
-    """policies: the track of each; "" is the default one. labels: by commit, the snapshot's name; of one whose weights were
-    others than the name's now, another label. renamed: policy, name and label of each such change, in order. files: by commit,
+    """policies: the track of each; "" is the default one. labels: by commit, the snapshot's name, or another label
+    if the name means other weights now. renamed: policy, name and label of each such change, in order. files: by commit,
     what its files are; "": not known.
 
     in_use: the commits that sequences stay with, as it is at the moment it is asked.

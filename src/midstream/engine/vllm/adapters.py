@@ -70,7 +70,7 @@ class Proven:
 
 
 class Adapters:
-    """Of one boot. base_version: the name of the base weights at vLLM. background: runs what nobody waits for.
+    """Of one boot. base_version: the name of the base weights at vLLM. background: runs tasks that no caller waits for.
 
     check_alive: takes a reason for doubt, and raises EngineDied if the server is gone.
     """
@@ -229,7 +229,7 @@ class Adapters:
             if version.named:
                 await self._control.unload_adapter(version.weights.name)
         except (CallFailed, Refused) as error:
-            # If vLLM has it still, that is a line in a table: nobody asks for it again.
+            # If vLLM has it still, that costs a line in a table: it is never asked for again.
             logger.info("%s was not unloaded: %s", version.weights.name, error)
         finally:
             await finished(shutil.rmtree, version.files, True)
@@ -268,7 +268,7 @@ class AdapterSlot(Slot):
         await self._computing()
 
     def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
-        """Requests keep the adapter that they began with, so nothing that was told means another one."""
+        """Requests keep the adapter that they began with, so no earlier span means another one."""
         self._announced = files
 
     async def commit(self, snapshot: str) -> SwapTiming:

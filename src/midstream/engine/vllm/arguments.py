@@ -18,11 +18,11 @@ from midstream.core.types import ENGINE_FEATURES, EngineCard
 
 #: Missing features and the reasons, for docs/engines.md.
 LACKS = {
-    "cached_prompt_logprobs": "it computes a prompt whose log-probabilities are asked for from its first token",
+    "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "sampling_logprobs": "vLLM reports one log-probability per token: the raw one",
     "constrained_logprobs": "vLLM forbids tokens first, so `logprob` is of those that are left, and `logprob_of` says so",
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
-    "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws anew",
+    "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "near_ties": "vLLM does not return what a router or a filter chose by",
     "priorities": "only midstream's own checks go before others there",
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
@@ -175,7 +175,7 @@ def command_line(
     }
     if is_cpu_build(python):
         ours[WORKER_FLAG] = WORKER
-        # A generator on the CPU has no offset to set, so a seeded request whose prompt is computed in pieces ends the server.
+        # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.
         ours["no-enable-chunked-prefill"] = None
     given = {name for name, _ in given_flags(args)}
     if LORA_FLAG in given:

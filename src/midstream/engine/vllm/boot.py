@@ -50,7 +50,7 @@ class Boot:
                 task.cancel()
                 await asyncio.wait((task,))
             if not task.cancelled():
-                # Mark the error as seen: nobody else looks at it.
+                # Mark the error as seen, as no other code looks at it.
                 task.exception()
 
     def in_background(self, work: Coroutine[Any, Any, None], name: str | None = None) -> None:

@@ -207,7 +207,7 @@ class VllmEngine(ServerLife):
             self._adapters.end_policy(policy)
 
     def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
-        """Of a choice that crosses a switch no KV is told, so nothing that was told means other weights."""
+        """No KV is reported for a choice that crosses a switch, so no earlier span means other weights."""
         self._announced = files
 
     async def commit(self, snapshot: str) -> SwapTiming:
@@ -239,11 +239,11 @@ class VllmEngine(ServerLife):
         await self._computing.wait()
 
     async def _renew(self) -> None:
-        """Start the server anew, as its weights failed their check. Raises EngineDied."""
-        logger.warning("vLLM is started anew: its KV cache may hold numbers that are not finite")
+        """Restart the server, as its weights failed their check. Raises EngineDied."""
+        logger.warning("vLLM is restarted: its KV cache may hold numbers that are not finite")
         if self._attached:
             self._spoilt = True
-            self._give_up("weights failed their check, and this process cannot start vLLM anew")
+            self._give_up("weights failed their check, and this process cannot restart vLLM")
             self._boot.check()
         if self._watcher is not None:
             self._watcher.cancel()
@@ -288,7 +288,7 @@ class VllmEngine(ServerLife):
         return crossed
 
     def _begin_epoch(self, snapshot: str, files: str) -> int:
-        """Begin the epoch of `snapshot`, and return how many choices go on in it.
+        """Begin the epoch of `snapshot`, and return how many choices continue in it.
 
         A choice without a token that may find KV that is too old now is sent again.
         """
@@ -303,7 +303,7 @@ class VllmEngine(ServerLife):
                 bounded = run.request.kv_age_max is not None and choice.labels.count == 0
                 if bounded and self._salt(run)[0] != choice.salt:
                     choice.close()
-                    self._start_task(run, "a choice begun anew", self._begin, run, index, choice.prompt)
+                    self._start_task(run, "a choice begun again", self._begin, run, index, choice.prompt)
                 else:
                     choice.switched()
         return crossed

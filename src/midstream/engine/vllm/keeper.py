@@ -84,7 +84,8 @@ def stat_of(pid: int) -> list[bytes] | None:
 
 
 def started_at(pid: int) -> int | None:
-    """The start of a process in clock ticks, which tells it from a later process with the same id. None if it has ended."""
+    """The start of a process in clock ticks, which distinguishes it from a later process with the same id. None if it has
+    ended."""
     stat = stat_of(pid)
     return None if stat is None or stat[0] == b"Z" else int(stat[19])
 

@@ -6,7 +6,7 @@ that has arrived was sampled before the switch. Every token that arrives after `
 end of each choice vLLM says which of its weight versions sampled which token (`weight_versions`). That must be the same.
 
 Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. A choice
-whose labels are not what vLLM says ends with an error, never with a wrong label.
+ends with an error if its labels differ from what vLLM says, never with a wrong label.
 """
 
 from __future__ import annotations

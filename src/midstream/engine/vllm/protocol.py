@@ -46,7 +46,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """The content of one message about a choice.
 
     finish: vLLM's finish_reason. spans, with the last chunk: its tokens by weight version, as (version, start, end).
-    routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens whose KV was reused.
+    routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens with reused KV.
     error: a message for the user, after which nothing useful follows. not_finite: it says that a number of the model is not.
     done: nothing follows.
     """
@@ -273,7 +273,7 @@ def problem(request: GenerateRequest) -> str | None:
     if request.grammar is not None and request.grammar.lstrip().startswith("{"):
         return "vLLM takes a grammar in the Lark dialect only, not as JSON"
     if any(request.emitted_of(choice) for choice in request.choices):
-        cannot = "vLLM cannot go on with a stream"
+        cannot = "vLLM cannot continue a stream"
         if s.presence_penalty or s.frequency_penalty:
             return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
         if s.bad_words:
@@ -356,8 +356,8 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
     if s.bad_words:
         # vLLM makes token ids of them itself.
         fields["bad_words"] = s.bad_words
-    # Always, so that a NaN is seen: vLLM goes on with token 0. Of alternatives, one more than asked for: vLLM's list begins
-    # with the sampled token and is cut to this length. The last of the best would be lost if that token is none of them.
+    # Always, so that a NaN is seen: vLLM would continue with token 0. Of alternatives, one more than asked for: vLLM's list
+    # begins with the sampled token and is cut to this length. The last of the best would be lost if that token is none of them.
     top = alternatives(request)
     fields["logprobs"] = top + 1 if top else 0
     if request.reproducible and not greedy:

@@ -1,4 +1,4 @@
-"""One request inside a vLLM server: a vLLM request for each choice, whose chunks become events.
+"""One request inside a vLLM server: a vLLM request for each choice. Its chunks become events.
 
 Always holds:
 - The last event of a choice that vLLM ends comes after vLLM has said everything about it, so its labels are proved. vLLM says
@@ -232,7 +232,7 @@ class VllmRequest(RequestEvents):
         self.choices: dict[int, ChoiceStream] = {}
         # Prompt tokens that are being scored.
         self.scoring = 0
-        # Events that nobody may see yet; None when all may be seen.
+        # Events that must not be sent yet; None if all may be sent.
         self._kept_back: list[GenerationEvent] | None = None
 
     def put(self, item: GenerationEvent | Exception) -> None:

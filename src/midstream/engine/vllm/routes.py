@@ -17,8 +17,8 @@ The last token was never passed over and has no row: P prompt tokens and G gener
 A layer that was not recorded is all zeros, which shows as one expert twice. With one expert per token it looks like a choice
 of expert 0.
 
-Rows of prompt tokens whose KV came from the prefix cache are there too: vLLM keeps them by block. In a request that goes on
-behind emitted tokens, these are part of its prompt and count into P.
+Rows of prompt tokens with KV from the prefix cache are there too: vLLM keeps them by block. In a request that continues
+emitted tokens, these are part of its prompt and count into P.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from midstream.engine.vllm.model import Shape
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")
 #: In characters; numpy writes 118.
 HEADER_MAX = 1024
-#: The errors of numpy on an invalid header, whose text it reads as a Python literal. A Warning only where those are errors.
+#: The errors of numpy on an invalid header: it reads the text as a Python literal. A Warning only where those are errors.
 UNREADABLE = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError, Warning)
 
 

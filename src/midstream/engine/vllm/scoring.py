@@ -1,6 +1,6 @@
 """The records of a prompt, from vLLM: a request of its own, which vLLM computes from the first token.
 
-Always holds: all records are of one snapshot. A prompt whose scores crossed a switch of weights is computed again.
+Always holds: all records are of one snapshot. A prompt is computed again if its scores crossed a switch of weights.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Scorer:
             if not request.want_routes:
                 return records
             if chunk.routes is None:
-                return "vLLM returned no routes (routed_experts) for a prompt whose routes were asked for"
+                return "vLLM returned no routes (routed_experts) for a prompt, although they were asked for"
             count = len(request.prompt) - first
             routes = decode_routes(chunk.routes, self._shape, first=first, count=count)
         except (protocol.InvalidAnswer, InvalidRoutes) as error:

@@ -207,7 +207,7 @@ class VllmServer:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Kill the server without waiting for its end; close() waits. An attached server goes on."""
+        """Kill the server without waiting for its end; close() waits. An attached server keeps running."""
         stdin = None if self._keeper is None else self._keeper.stdin
         if stdin is not None and not stdin.is_closing():
             stdin.close()
@@ -229,7 +229,7 @@ class VllmServer:
         if keeper_process is not None:
             self._stopping = asyncio.create_task(_stop(keeper_process, descendants), name="vLLM's end")
         if self._stopping is not None:
-            # The task goes on if this call is cancelled, and the next call waits for it.
+            # The task continues if this call is cancelled, and the next call waits for it.
             await asyncio.shield(self._stopping)
 
     async def _spawn(self) -> None:
@@ -398,7 +398,7 @@ class VllmServer:
     def _end(self, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(reason)
-        # Its remaining processes serve nobody, so close() need not ask them to end.
+        # Its remaining processes serve no request, so close() need not ask them to end.
         self.kill()
 
     def _failed(self, why: str) -> ServerFailed:

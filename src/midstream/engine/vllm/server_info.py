@@ -1,7 +1,8 @@
 """What a running vLLM server says about itself in `/server_info`, read where midstream did not choose its flags.
 
 Owns: which settings of vLLM are read, and the flags that an attached server must have been started with.
-Always holds: a flag whose setting a version of vLLM does not report counts as given. All that are missing are named at once.
+Always holds: a flag counts as given if this version of vLLM does not report its setting. All that are missing are named at
+once.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def proof_prompt(vocab_size: int, context: int) -> tuple[int, ...]:
 
 
 async def score(scorer: Scorer, vocab_size: int, context: int) -> list[float]:
-    """The log-probabilities of a fixed prompt, computed anew. Raises NotExact, CallFailed, WrongWeights."""
+    """The log-probabilities of a fixed prompt, computed without the cache. Raises NotExact, CallFailed, WrongWeights."""
     prompt = proof_prompt(vocab_size, context)
     request = GenerateRequest(
         request_id=f"proof-{secrets.token_hex(8)}",
@@ -153,7 +153,7 @@ class Control:
         await self._load("/v1/load_lora_adapter", body, directory, STEP_S_MAX)
 
     async def unload_adapter(self, name: str) -> None:
-        """No request can name it any more; those that run go on."""
+        """No new request can name it; those that run continue."""
         await self._post("/v1/unload_lora_adapter", {"lora_name": name}, CALL_S_MAX)
 
     async def reach_workers(self, timeout_s: float) -> None:
@@ -187,7 +187,7 @@ async def switch(
     """Load the weights of `new` between two steps.
 
     on_switch: called when everything that was sampled before has arrived. Nothing is sampled until it returns.
-    resume: whether steps go on after the switch. Raises Unchanged. After CallFailed and Refused the server is in doubt.
+    resume: whether steps continue after the switch. Raises Unchanged. After CallFailed and Refused the server is in doubt.
     """
     await control.pause()
     try:

@@ -44,7 +44,7 @@ class Work:
 
 
 class Silence:
-    """Judges. Pure: `update` is told the time."""
+    """Judges silence. Pure: `update` is given the time."""
 
     def __init__(self, silence_s_max: float, now: float, prompt_tokens_per_s: float = inf) -> None:
         self._silence_s_max = silence_s_max
