@@ -6,7 +6,7 @@ GATEWAY = (
     Mutation(
         "what_stays_is_not_asked",
         "proxy/versions.py",
-        "here, serving, pinnable = asked in told.resident,",
+        "here, serving, pinnable = asked in newest.resident,",
         "here, serving, pinnable = False,",
         "A request goes where the snapshot that it names stays.",
         ("gateway/test_versions.py::test_an_exact_snapshot_may_be_one_that_stays_beside_the_newest",),
