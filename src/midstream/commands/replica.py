@@ -27,14 +27,16 @@ def _replica(options: argparse.Namespace) -> int:
     logs.configure("replica", logs.Logging(level=settings.log.level, format=settings.log.format))
     check_installed(settings)
     # It imports tokenizers and more.
-    from midstream.launch import replica
+    from midstream.launch import standalone_replica
 
     with locked(Path(settings.state_dir)):
         check_port(settings.replica.host, settings.replica.port)
         name, models = known_models(settings)
-        spec = replica.replica_spec(settings, name, model_directory(models, name, Path(settings.state_dir)))
+        spec = standalone_replica.replica_spec(
+            settings, name, model_directory(models, name, Path(settings.state_dir))
+        )
         try:
-            asyncio.run(replica.run(spec, lambda line: print(line, flush=True)))
+            asyncio.run(standalone_replica.run(spec, lambda line: print(line, flush=True)))
         except StartFailed as error:
             print(f"midstream replica: {error}", file=sys.stderr)
             return 1

@@ -2,10 +2,6 @@
 
 Owns: wiring concrete classes. Run as `python -m midstream.launch.replica` by the supervisor.
 Always holds: one process at a time has a cache directory, and a directory of records.
-
-A replica without a supervisor and gateways of its own: for gateways on other machines, or several of them.
-
-Always holds: it is started again when it dies, at the same port. When this process ends, however it ends, the replica is gone.
 """
 
 from __future__ import annotations
@@ -16,10 +12,9 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
 from midstream.core.errors import ConfigError
 from midstream.core.private import UMASK
 from midstream.core.served_names import ServedNames
@@ -28,15 +23,10 @@ from midstream.engine.base import EngineDied
 from midstream.http.channel import STOP_GRACE_S, Channel, run_child
 from midstream.launch.caches import held
 from midstream.launch.engines import (
-    engine_fields,
     make_engine,
-    records_fields,
     requests_max,
     residency,
-    resident_fields,
 )
-from midstream.launch.local import engine_settings, stop_signals, until_stopped
-from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import ReplicaSpec
 from midstream.launch.tracing import tracer_of
 from midstream.replica.journal import Journal, records_url
@@ -154,53 +144,6 @@ def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
 
 def main() -> int:
     return run_child("replica", ReplicaSpec, serve, (EngineDied,), with_its_directories)
-
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec:
-    """model: its bare name. Raises ConfigError when the replica could be reached by others and has no token."""
-    own = settings.replica
-    if own.token is None and own.host not in LOOPBACK:
-        raise ConfigError(
-            f"--host {own.host}: needs the setting replica.token, the same as its gateways have: whoever knows it may ask"
-        )
-    size = own.snapshot_cache
-    return ReplicaSpec(
-        host=own.host,
-        port=own.port,
-        model_dir=str(directory),
-        model=model_resource(settings, model),
-        deployment=deployment_resource(settings),
-        cache_dir=str(Path(settings.state_dir).absolute() / "snapshots" / "replica"),
-        token=own.token or "",
-        engine=engine_settings(settings, 1),
-        log_level=settings.log.level,
-        log_format=settings.log.format,
-        session_idle_s=settings.gateway.session_idle_s,
-        pin_drain_s=own.pin_drain_s,
-        cache_bytes=None if size is None else parse_size("replica.snapshot_cache", size),
-        **resident_fields(settings),
-        **records_fields(settings, "replica"),
-        **engine_fields(settings, 0, 1, alone=True),
-        tracing=settings.tracing,
-    )
-
-
-async def run(spec: ReplicaSpec, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartFailed."""
-    child = Child("replica", "midstream.launch.replica", spec)
-
-    async def serve() -> None:
-        await child.start()
-        on_ready(f"midstream replica ready on http://{spec.host}:{child.port} (model {spec.model})")
-        await child.supervise()
-
-    try:
-        await until_stopped(serve(), stop_signals())
-    finally:
-        await child.stop(STOP_GRACE_S + KILL_AFTER_S)
 
 
 if __name__ == "__main__":
