@@ -44,7 +44,7 @@ from delta_table import write_table
 from hardware import provenance, write_result
 from safetensors.numpy import save_file
 
-from midstream.snapshots.arc2.blob import PIECE_BYTES, Encoder, Pages, adler32, decoded
+from midstream.snapshots.arc2.blob import PIECE_BYTES, BlobEncoder, PageBuffer, adler32, decoded
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.arc2.files import read, write
 from midstream.snapshots.arc2.rebuild import rebuild, verify
@@ -196,7 +196,7 @@ class Alone:
     def __init__(self, root: Path) -> None:
         self.files = sorted((root / "parent").glob("*.safetensors"))
         self.written = root / "written"
-        self.pages = Pages()
+        self.pages = PageBuffer()
         self.old, self.new = (
             np.frombuffer(
                 b"".join(b"".join(read_tensors(p).values()) for p in sorted(d.glob("*.safetensors"))),
@@ -246,7 +246,7 @@ class Alone:
 
     def encode(self) -> None:
         """XOR with zeros and Adler-32 included."""
-        encoder = Encoder("arc_v2", len(self.difference))
+        encoder = BlobEncoder("arc_v2", len(self.difference))
         scratch = memoryview(bytearray(PIECE_BYTES))
         for start in range(0, len(self.difference), PIECE_BYTES):
             piece = self.difference[start : start + PIECE_BYTES]

@@ -26,7 +26,7 @@ from midstream.core.measures import Trajectories
 from midstream.core.types import ReplicaReport
 from midstream.fleet.desired_state import Running, RunningReplica
 from midstream.http.channel import STOP_GRACE_S
-from midstream.launch.process import Child, Conversation
+from midstream.launch.process import Child, ChildMessages
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.models.tiny_moe import write_tiny_moe
 
@@ -120,7 +120,7 @@ class Fleet:
         await asyncio.gather(*(replica.start() for replica in replicas))
         self.replica_ports = [replica.port for replica in replicas]
         gateway = Child(
-            "gateway", "midstream.launch.gateway", self._gateway(), Conversation(greeting=self._running)
+            "gateway", "midstream.launch.gateway", self._gateway(), ChildMessages(greeting=self._running)
         )
         self._children.append(gateway)
         await gateway.start()

@@ -10,7 +10,7 @@ import pytest
 
 from midstream.http import heap as module
 from midstream.http.heap import LARGE, Heap
-from midstream.http.message import Limits, Request
+from midstream.http.message import ConnectionLimits, Request
 from midstream.http.reader import RequestReader
 
 
@@ -65,7 +65,7 @@ class Reading(RequestReader):
     """Keeps the requests that come."""
 
     def __init__(self) -> None:
-        super().__init__(Limits(max_body_bytes=2**30, max_header_bytes=2**16, keep_alive_s=1.0))
+        super().__init__(ConnectionLimits(max_body_bytes=2**30, max_header_bytes=2**16, keep_alive_s=1.0))
         self.requests: list[Request] = []
 
     def _message_begins(self) -> None: ...

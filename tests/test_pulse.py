@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from midstream.core.pulse import BEAT_S, KEPT_S, STALL_S, Pulse, Scheduler, own_s
+from midstream.core.pulse import BEAT_S, KEPT_S, STALL_S, Pulse, ThreadTimes, own_s
 
 
 def test_a_delay_is_told_for_a_while_and_a_beat_in_time_is_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +69,7 @@ def compute(seconds: float) -> None:
 def test_a_step_that_computes_or_blocks_is_counted_once(
     step: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scheduler, "unserved_s", lambda self: 0.0)
+    monkeypatch.setattr(ThreadTimes, "unserved_s", lambda self: 0.0)
     found: list[float] = []
 
     async def stand_still() -> None:
@@ -94,7 +94,7 @@ def test_a_step_that_computes_or_blocks_is_counted_once(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells it")
 def test_the_system_says_how_long_threads_had_no_core_and_those_that_ended_are_passed_over() -> None:
-    scheduler, over = Scheduler(), threading.Event()
+    scheduler, over = ThreadTimes(), threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
     files = len(os.listdir("/proc/self/fd"))

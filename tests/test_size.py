@@ -29,18 +29,18 @@ LINES_MAX = {
     "fleet": 4350,
     "http": 2190,
     "integrations": 930,
-    "launch": 3790,
+    "launch": 3800,
     "ledger": 2420,
     "midstream": 150,
     "midstream_kernels": 1470,
     "midstream_tinker": 6960,
     "models": 260,
-    "proxy": 4080,
-    "replica": 15380,
+    "proxy": 4090,
+    "replica": 15390,
     "snapshots": 4530,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
-NAMES_TWICE_MAX = 70
+NAMES_TWICE_MAX = 42
 #: `make walk` measures them (benchmarks/walk.py).
 FILES_MAX = {"chat": 80, "tinker sample": 95, "hot load": 101}
 

@@ -17,7 +17,7 @@ from midstream.core.supervision import Listening, Stalled, TinkerSpec
 from midstream.http.appserver import AppServer
 from midstream.http.auth import Authenticator
 from midstream.http.call import unverified_tls
-from midstream.http.channel import Channel, run_child
+from midstream.http.channel import StdioChannel, run_child
 from midstream_tinker.adapters import Adapters
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import Futures
@@ -40,7 +40,7 @@ class _Config(msgspec.Struct):
     text_config: _Config | None = None
 
 
-async def serve(spec: TinkerSpec, channel: Channel) -> None:
+async def serve(spec: TinkerSpec, channel: StdioChannel) -> None:
     tls = unverified_tls() if spec.gateway_url.startswith("https:") else None
     served = served_model(spec)
     places = Places(Path(spec.state_dir) / "tinker")

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from midstream.core.beside import beside
 from midstream.core.endpoints import JSON, Endpoint, Parameter
 from midstream.core.errors import MidstreamError, Unauthorized
-from midstream.core.scopes import EVERYTHING, PUBLISH, SAMPLE, Grant, Need, forbidden
+from midstream.core.scopes import EVERYTHING, PUBLISH, SAMPLE, Grant, ScopeNeed, forbidden
 from midstream.http.auth import Authenticator, tenant_of
 from midstream.http.routes import log_refusal
 
@@ -50,8 +50,8 @@ class TinkerError(Exception):
 
 PREFIX = "/api/v1"
 #: On the default deployment, which the front is of.
-SAMPLES, TRAINS = Need((SAMPLE,), "meant"), Need((PUBLISH,), "meant")
-EITHER = Need((SAMPLE, PUBLISH), "meant")
+SAMPLES, TRAINS = ScopeNeed((SAMPLE,), "meant"), ScopeNeed((PUBLISH,), "meant")
+EITHER = ScopeNeed((SAMPLE, PUBLISH), "meant")
 MAX_JSON_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 16 << 20
 # The SDK sends 5 MB together. One datum alone may have more: 48 layers of 8 experts are 3 KB of routes a token, in int64. The
@@ -63,13 +63,13 @@ MAX_JSON_LOSS_BYTES = 8 << 20
 logger = logging.getLogger(__name__)
 
 
-def get(path: str, summary: str, *query: Parameter, need: Need | None = EITHER) -> Endpoint:
+def get(path: str, summary: str, *query: Parameter, need: ScopeNeed | None = EITHER) -> Endpoint:
     return Endpoint("GET", f"{PREFIX}/{path}", need, summary, query, errors="tinker")
 
 
 def post(
     path: str,
-    need: Need,
+    need: ScopeNeed,
     summary: str,
     body: type[msgspec.Struct] | None = None,
     *,
@@ -92,7 +92,9 @@ def caller(authenticator: Authenticator, request: Request) -> Caller:
     return _known(authenticator, request)[0]
 
 
-def check_scope(authenticator: Authenticator, request: Request, need: Need | None, deployment: str) -> None:
+def check_scope(
+    authenticator: Authenticator, request: Request, need: ScopeNeed | None, deployment: str
+) -> None:
     """Whether the caller may do what needs this, at the front of this deployment. Raises Unauthorized, Forbidden."""
     if need is None:
         return

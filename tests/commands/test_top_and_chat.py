@@ -310,7 +310,7 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_there_is_of_it() -> None:
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(lines: str, status: int, says: str) -> None:
     talk, asked = conversation(lines, status)
     for _ in range(2):
-        with pytest.raises(chat.Refused, match=says):
+        with pytest.raises(chat.TurnRefused, match=says):
             talk.ask("hi", lambda text: None)
     assert asked[0]["messages"] == asked[1]["messages"]
 

@@ -31,7 +31,7 @@ from midstream.fleet.holding import Holding
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
 from midstream.fleet.replicas import ReplicaView
-from midstream.ledger import Fleet, Ledger, Signal, Signalled, sqlite_url, stronger_reset
+from midstream.ledger import FleetReports, Ledger, Signal, Signalled, sqlite_url, stronger_reset
 from midstream.replica.swap.table import Event, SwapMachine
 
 DEPLOYMENT = "accounts/local/deployments/default"
@@ -227,7 +227,7 @@ class World:
         url, fingerprint = f"file:///bucket/{identity}", self.bucket.fingerprint(identity)
         signal = Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint)
         reports = [view.report for view in self.set.views if view.report]
-        fleet = Fleet(boots=tuple(one.boot for one in reports if one.snapshot == BASE_SNAPSHOT))
+        fleet = FleetReports(boots=tuple(one.boot for one in reports if one.snapshot == BASE_SNAPSHOT))
         result = self.run(self.ledger.signal(DEPLOYMENT, signal, fleet))
         if result.changed:
             self.signals.append((result.desired.generation, policy))
@@ -498,7 +498,7 @@ def test_a_wake_is_acted_on_without_waiting_for_the_poll(tmp_path: Path) -> None
         task = asyncio.create_task(world.reconciler.run())
         world.set.hear(0)
         assert world.ledger is not None
-        fleet = Fleet(boots=(world.replicas[0].boot,))
+        fleet = FleetReports(boots=(world.replicas[0].boot,))
         await world.ledger.signal(DEPLOYMENT, Signal(identity="a", url="file:///bucket/a"), fleet)
         world.reconciler.signalled()
         await until(lambda: world.replicas[0].machine.behind)

@@ -229,7 +229,7 @@ class Steps:
         return EngineStats()
 
     def send(self, reply: object) -> None:
-        if isinstance(reply, m.Done):
+        if isinstance(reply, m.CallDone):
             self.log.append("done")
 
 
@@ -285,11 +285,11 @@ def test_what_was_announced_for_a_commit_that_is_refused_holds_for_no_later_one(
     """Labels of other snapshots would change with it."""
     made: list[m.Command] = []
 
-    async def call(build: Callable[[int], m.Command]) -> m.Done:
+    async def call(build: Callable[[int], m.Command]) -> m.CallDone:
         made.append(build(len(made) + 1))
         if len(made) == 1:
             raise StagingFailed("it is not the staged snapshot")
-        return m.Done(len(made), timing=SwapTiming(snapshot="s3", pause_ms=0.0))
+        return m.CallDone(len(made), timing=SwapTiming(snapshot="s3", pause_ms=0.0))
 
     async def main() -> None:
         slot = _PolicySlot("p", call, made.append)

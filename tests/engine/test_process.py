@@ -288,7 +288,7 @@ def test_an_engine_that_does_not_load_in_time_is_ended_and_the_reason_names_the_
 
 
 def test_messages_are_whole_however_the_socket_cuts_them() -> None:
-    sent: list[m.Command] = [m.Pause(1), m.Abort("r" * 300, 2), m.Resume(3)]
+    sent: list[m.Command] = [m.PauseSteps(1), m.Abort("r" * 300, 2), m.ResumeSteps(3)]
     data = b"".join(map(frame, sent))
     for size in (1, 3, 5, len(data)):
         frames = Frames(m.command_decoder)

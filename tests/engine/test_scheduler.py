@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
 
 
 def make_scheduler(
@@ -86,7 +86,7 @@ def test_a_sequence_preempted_for_one_before_it_is_in_no_later_place_of_the_same
     works = scheduler.plan()
     assert [(w.seq.request.request_id, w.size) for w in works] == [("old", 1)]
     assert [s.request.request_id for s in scheduler.waiting] == ["young"]
-    assert isinstance(works[0], Work)
+    assert isinstance(works[0], StepWork)
     assert works[0].seq.blocks != []
     scheduler.pool.check()
 

@@ -15,7 +15,7 @@ from engine_helpers import needs_compiler, request, run
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.limits import Limits
+from midstream.engine.embedded.limits import TokenLimiter
 from midstream.engine.step import SampleRow
 
 torch.set_num_threads(1)
@@ -34,14 +34,14 @@ def tokens(core: EngineCore, **more: Any) -> list[int]:
     return [record.token_id for record in got.tokens]
 
 
-def allowed(limits: Limits) -> set[int]:
+def allowed(limits: TokenLimiter) -> set[int]:
     mask = limits.mask()
     assert mask is not None
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
-def limits(vocab: int = 40, **sampling: Any) -> Limits:
-    return Limits(SamplingParams(max_tokens=8, **sampling), vocab, None)
+def limits(vocab: int = 40, **sampling: Any) -> TokenLimiter:
+    return TokenLimiter(SamplingParams(max_tokens=8, **sampling), vocab, None)
 
 
 def test_a_mask_covers_the_whole_vocabulary_and_no_more() -> None:
@@ -86,7 +86,7 @@ def test_log_probabilities_stay_the_raw_models_under_limits(core: EngineCore) ->
     scored = core._sampler  # the functions that draw
     logits = torch.randn(2, 264, generator=torch.Generator().manual_seed(1))
     plain = SamplingParams(max_tokens=1, seed=1)
-    own = Limits(SamplingParams(max_tokens=1, seed=1, allowed_token_ids=(5, 6)), 264, None).mask()
+    own = TokenLimiter(SamplingParams(max_tokens=1, seed=1, allowed_token_ids=(5, 6)), 264, None).mask()
     rows = [SampleRow(plain, 0, 3, [], 0, 0), SampleRow(plain, 0, 3, [], 0, 0, own)]
     sampled = scored.sample(logits, rows)
     raw = logits.log_softmax(-1)

@@ -13,9 +13,9 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import GenerationEvent
 from midstream.engine.vllm.labels import UNKNOWN, Epochs
-from midstream.engine.vllm.requests import VllmRequest, Weights
+from midstream.engine.vllm.requests import ServedWeights, VllmRequest
 
-WEIGHTS = Weights("theirs", Epochs("base"))
+WEIGHTS = ServedWeights("theirs", Epochs("base"))
 PROMPTS = (tuple(range(20)), tuple(range(40)), tuple(range(100, 130)))
 AGES = st.none() | st.integers(0, 3)
 ASKS = st.tuples(st.just("ask"), st.integers(0, 1), st.integers(0, 2), AGES, st.booleans(), st.integers(0, 2))

@@ -19,7 +19,7 @@ from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import server as server_module
 from midstream.engine.vllm.arguments import adapter_places, by_priority, command_line, environment
-from midstream.engine.vllm.server import ServerFailed, VllmServer
+from midstream.engine.vllm.server import VllmServer, VllmServerFailed
 
 MODEL = Path("/models/tiny")
 
@@ -64,7 +64,7 @@ def with_server(server: VllmServer, check: Callable[[VllmServer], Awaitable[None
 
 def failing(server: VllmServer) -> str:
     """What it says when it does not start."""
-    with pytest.raises(ServerFailed) as failed:
+    with pytest.raises(VllmServerFailed) as failed:
         asyncio.run(server.start())
     return str(failed.value)
 

@@ -12,13 +12,13 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 from midstream.core.config import VllmSettings
 from midstream.engine.base import EngineDied
 from midstream.engine.vllm.swap import LOAD_BYTES_PER_S, LOAD_S, load_s
-from midstream.engine.vllm.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, Silence, Work
+from midstream.engine.vllm.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence
 
-IDLE, DUE = Work(due=False, prompt_tokens=0), Work(due=True, prompt_tokens=0)
+IDLE, DUE = PendingWork(due=False, prompt_tokens=0), PendingWork(due=True, prompt_tokens=0)
 MAX_S = 8.0
 
 
-def listen(silence: Silence, begin: int, end: int, work: Work = IDLE) -> list[int]:
+def listen(silence: Silence, begin: int, end: int, work: PendingWork = IDLE) -> list[int]:
     """The seconds between `begin` and `end` at which something is wrong."""
     return [now for now in range(begin, end + 1) if silence.update(float(now), work) is not None]
 
@@ -44,7 +44,7 @@ class TestSilence:
         assert listen(silence, 108, 108) == [108]
 
     def test_a_prompt_in_one_piece_takes_its_time_on_a_cpu(self) -> None:
-        prompt = Work(due=False, prompt_tokens=int(10 * CPU_PROMPT_TOKENS_PER_S))
+        prompt = PendingWork(due=False, prompt_tokens=int(10 * CPU_PROMPT_TOKENS_PER_S))
         slow, fast = Silence(MAX_S, 0.0, CPU_PROMPT_TOKENS_PER_S), Silence(MAX_S, 0.0)
         assert listen(slow, 1, 18, prompt) == [18]
         assert listen(fast, 1, 8, prompt) == [8]
@@ -52,7 +52,7 @@ class TestSilence:
     def test_prompts_that_come_to_a_silent_server_give_it_no_time(self) -> None:
         silence = Silence(MAX_S, 0.0, CPU_PROMPT_TOKENS_PER_S)
         assert listen(silence, 1, 2) == []
-        assert listen(silence, 3, 8, Work(due=False, prompt_tokens=10**6)) == [8]
+        assert listen(silence, 3, 8, PendingWork(due=False, prompt_tokens=10**6)) == [8]
 
     def test_a_server_that_answers_and_samples_nothing_is_given_up_later(self) -> None:
         silence, wrong = Silence(MAX_S, 0.0), []

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from gateway_harness import Message, Peer, Stage, get, post, respond_ok, run, staged
 
-from midstream.http.budget import Bounds, Budget
+from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.heap import return_memory
 from midstream.http.http1 import ClientConnection, Exchange
-from midstream.http.message import Limits, Request
+from midstream.http.message import ConnectionLimits, Request
 
 BODY = b"x" * 300_000
 BOUNDS = {
@@ -44,10 +44,10 @@ FRAMINGS = pytest.mark.parametrize("framed", [plain, chunked], ids=["plain", "ch
 class Clock:
     """A loop's clock, a service and a transport in one, for one connection."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.now = 0.0
         self.draining = False
-        self.budget = Budget(Bounds())
+        self.budget = Budget(BudgetBounds())
         self.written = b""
         self.served: list[Request] = []
         self.connection = ClientConnection(self, limits, cast(Any, self))
@@ -87,7 +87,7 @@ class Clock:
         return False
 
 
-LIMITS = Limits(10**6, 10**4, 75.0, min_body_rate=100, body_window_s=10.0)
+LIMITS = ConnectionLimits(10**6, 10**4, 75.0, min_body_rate=100, body_window_s=10.0)
 
 
 @FRAMINGS

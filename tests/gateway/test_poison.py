@@ -11,7 +11,7 @@ from midstream.proxy.poison import (
     LARGE_BYTES,
     PER_TENANT_MAX,
     Key,
-    Life,
+    ReplicaBoot,
     Suspects,
     key_of,
 )
@@ -27,8 +27,8 @@ class Clock:
         return self.now
 
 
-def lives(*names: str) -> set[Life]:
-    return {Life(name, "boot") for name in names}
+def lives(*names: str) -> set[ReplicaBoot]:
+    return {ReplicaBoot(name, "boot") for name in names}
 
 
 def known(suspects: Suspects, body: bytes, tenant: str = "a", path: bytes = PATH) -> bool:

@@ -34,24 +34,24 @@ from midstream.core.errors import (
 from midstream.core.responses import PreviousNotFound
 from midstream.core.resumption import CannotResume, given_up
 from midstream.core.types import ReplicaReport
-from midstream.core.versions import Refusal, Refused, VersionConstraint
+from midstream.core.versions import ConstraintNotMet, Refusal, VersionConstraint
 from midstream.proxy.refusals import answer as answer_of
 from midstream.proxy.request_facts import PLACED_AGAIN_MAX
-from midstream.proxy.request_state import RULINGS, Event, Phase, ruling
+from midstream.proxy.request_state import RULINGS, RequestEvent, RequestPhase, ruling
 
 REPLICAS = 6
 SESSION = "x-multi-turn-session-id: s1\r\n"
 UNFIT = Refusal("other", constraint=VersionConstraint("base", wait_s=0.0))
-ERRORS: dict[Event, MidstreamError] = {
-    Event.ENGINE_LOST: EngineLost("the engine stopped"),
-    Event.OTHER_BOOT: AnotherBoot("it began anew"),
-    Event.POLICY_NOT_LOADED: PolicyNotLoaded("it is not loaded"),
-    Event.UNFIT: Refused("another one serves", UNFIT),
-    Event.TRANSITION: SnapshotTransition("a snapshot is being switched"),
-    Event.BUSY: Overloaded("it is full"),
-    Event.UNAVAILABLE: ReplicaUnavailable("it is not ready"),
-    Event.HELD_ELSEWHERE: PreviousNotFound("resp_1", "replica-1"),
-    Event.CANNOT_RESUME: CannotResume("not this stream"),
+ERRORS: dict[RequestEvent, MidstreamError] = {
+    RequestEvent.ENGINE_LOST: EngineLost("the engine stopped"),
+    RequestEvent.OTHER_BOOT: AnotherBoot("it began anew"),
+    RequestEvent.POLICY_NOT_LOADED: PolicyNotLoaded("it is not loaded"),
+    RequestEvent.UNFIT: ConstraintNotMet("another one serves", UNFIT),
+    RequestEvent.TRANSITION: SnapshotTransition("a snapshot is being switched"),
+    RequestEvent.BUSY: Overloaded("it is full"),
+    RequestEvent.UNAVAILABLE: ReplicaUnavailable("it is not ready"),
+    RequestEvent.HELD_ELSEWHERE: PreviousNotFound("resp_1", "replica-1"),
+    RequestEvent.CANNOT_RESUME: CannotResume("not this stream"),
 }
 
 
@@ -70,27 +70,27 @@ class Case(NamedTuple):
 
 REST = REPLICAS - 1
 CASES = {
-    Event.ENGINE_LOST: Case(2, 422, 200, 200, 1, "request_lost_replicas"),
-    Event.OTHER_BOOT: Case(REPLICAS, 503, 200, 200, REST),
-    Event.POLICY_NOT_LOADED: Case(PLACED_AGAIN_MAX + 1, 503, 200, 200, PLACED_AGAIN_MAX + 1),
-    Event.UNFIT: Case(REPLICAS, 409, 200, 200, REST),
-    Event.TRANSITION: Case(1, 425, 425, 425, REST),
-    Event.BUSY: Case(2, 429, 200, 429, REST),
-    Event.UNAVAILABLE: Case(2, 503, 200, 503, REST),
-    Event.HELD_ELSEWHERE: Case(2, 404, 200, 200, REST),
+    RequestEvent.ENGINE_LOST: Case(2, 422, 200, 200, 1, "request_lost_replicas"),
+    RequestEvent.OTHER_BOOT: Case(REPLICAS, 503, 200, 200, REST),
+    RequestEvent.POLICY_NOT_LOADED: Case(PLACED_AGAIN_MAX + 1, 503, 200, 200, PLACED_AGAIN_MAX + 1),
+    RequestEvent.UNFIT: Case(REPLICAS, 409, 200, 200, REST),
+    RequestEvent.TRANSITION: Case(1, 425, 425, 425, REST),
+    RequestEvent.BUSY: Case(2, 429, 200, 429, REST),
+    RequestEvent.UNAVAILABLE: Case(2, 503, 200, 503, REST),
+    RequestEvent.HELD_ELSEWHERE: Case(2, 404, 200, 200, REST),
     # Of no request: it is an answer like others.
-    Event.CANNOT_RESUME: Case(1, 409, 409, 409, REST),
+    RequestEvent.CANNOT_RESUME: Case(1, 409, 409, 409, REST),
 }
 EACH = pytest.mark.parametrize("reason", list(RULINGS), ids=str)
 
 
-def refuse(reason: Event, peer: Peer) -> None:
+def refuse(reason: RequestEvent, peer: Peer) -> None:
     said = ERRORS[reason]
     headers = "".join(f"{name}: {value}\r\n" for name, value in said.headers().items())
     peer.respond(json.dumps(said.body()).encode(), f"{said.status} X", headers)
 
 
-def refusing(reason: Event, times: int = 99) -> Handler:
+def refusing(reason: RequestEvent, times: int = 99) -> Handler:
     """Replicas that refuse so many requests in all."""
     left = [times]
 
@@ -104,8 +104,8 @@ def refusing(reason: Event, times: int = 99) -> Handler:
     return handler
 
 
-def path(reason: Event) -> str:
-    return "/v1/responses" if reason is Event.HELD_ELSEWHERE else "/v1/completions"
+def path(reason: RequestEvent) -> str:
+    return "/v1/responses" if reason is RequestEvent.HELD_ELSEWHERE else "/v1/completions"
 
 
 def asked(stage: Stage) -> int:
@@ -113,34 +113,34 @@ def asked(stage: Stage) -> int:
 
 
 @EACH
-def test_each_reason_is_read_from_an_answer_and_has_a_ruling_in_both_phases(reason: Event) -> None:
+def test_each_reason_is_read_from_an_answer_and_has_a_ruling_in_both_phases(reason: RequestEvent) -> None:
     said = ERRORS[reason]
     headers = [(name.encode(), value.encode()) for name, value in said.headers().items()]
-    assert answer_of(Phase.RESUME_SENT, said.status, headers) is reason
-    assert ruling(Phase.RESUME_HELD, reason)
+    assert answer_of(RequestPhase.RESUME_SENT, said.status, headers) is reason
+    assert ruling(RequestPhase.RESUME_HELD, reason)
     first, _ = RULINGS[reason]
     if first is None:
-        assert answer_of(Phase.SENT, said.status, headers) is Event.HEAD
+        assert answer_of(RequestPhase.SENT, said.status, headers) is RequestEvent.HEAD
     else:
-        assert answer_of(Phase.SENT, said.status, headers) is reason
-        assert ruling(Phase.HELD, reason) is first
+        assert answer_of(RequestPhase.SENT, said.status, headers) is reason
+        assert ruling(RequestPhase.HELD, reason) is first
 
 
 def test_what_is_no_refusal_is_the_clients_and_never_the_rest_of_a_stream() -> None:
     assert set(CASES) == set(ERRORS) == set(RULINGS)
     for status in (200, 400, 401, 404, 409, 413, 422, 500):
-        assert answer_of(Phase.SENT, status, []) is Event.HEAD
-        assert answer_of(Phase.RESUME_SENT, status, []) is Event.CANNOT_RESUME
-    assert answer_of(Phase.RESUME_SENT, 200, [(b"transfer-encoding", b"chunked")]) is Event.HEAD
+        assert answer_of(RequestPhase.SENT, status, []) is RequestEvent.HEAD
+        assert answer_of(RequestPhase.RESUME_SENT, status, []) is RequestEvent.CANNOT_RESUME
+    assert answer_of(RequestPhase.RESUME_SENT, 200, [(b"transfer-encoding", b"chunked")]) is RequestEvent.HEAD
 
 
 @EACH
-def test_a_request_that_all_refuse_is_shown_to_so_many(reason: Event) -> None:
+def test_a_request_that_all_refuse_is_shown_to_so_many(reason: RequestEvent) -> None:
     async def main() -> None:
         async with staged(*[refusing(reason)] * REPLICAS) as stage:
             said = await stage.ask(post(path=path(reason)))
             assert (said.status, asked(stage)) == (CASES[reason].status, CASES[reason].asked)
-            suspects = int(reason is Event.ENGINE_LOST)
+            suspects = int(reason is RequestEvent.ENGINE_LOST)
             assert repr(stage.gateway.proxy.suspects) == f"Suspects({suspects} requests, {suspects} refused)"
 
     run(main)
@@ -149,7 +149,7 @@ def test_a_request_that_all_refuse_is_shown_to_so_many(reason: Event) -> None:
 @EACH
 @pytest.mark.parametrize("known", [False, True])
 def test_a_request_that_one_replica_refuses_is_served_by_another_or_the_client_hears_why(
-    reason: Event, known: bool
+    reason: RequestEvent, known: bool
 ) -> None:
     async def main() -> None:
         async with staged(respond_ok, respond_ok, respond_ok) as stage:
@@ -167,13 +167,13 @@ def test_a_request_that_one_replica_refuses_is_served_by_another_or_the_client_h
             if wanted != 200:
                 assert said.error["message"] == ERRORS[reason].message
             gone = sum(view.report is None for view in stage.views)
-            assert gone == int(reason in (Event.ENGINE_LOST, Event.OTHER_BOOT))
+            assert gone == int(reason in (RequestEvent.ENGINE_LOST, RequestEvent.OTHER_BOOT))
 
     run(main)
 
 
 @EACH
-def test_the_rest_of_a_stream_goes_on_at_another_replica_when_one_refuses_it(reason: Event) -> None:
+def test_the_rest_of_a_stream_goes_on_at_another_replica_when_one_refuses_it(reason: RequestEvent) -> None:
     async def main() -> None:
         async def trouble(request: Message, peer: Peer) -> None:
             refuse(reason, peer)
@@ -190,7 +190,7 @@ def test_the_rest_of_a_stream_goes_on_at_another_replica_when_one_refuses_it(rea
 
 
 @EACH
-def test_the_rest_of_a_stream_that_all_refuse_is_shown_to_so_many(reason: Event) -> None:
+def test_the_rest_of_a_stream_that_all_refuse_is_shown_to_so_many(reason: RequestEvent) -> None:
     async def main() -> None:
         async def trouble(request: Message, peer: Peer) -> None:
             refuse(reason, peer)
@@ -200,7 +200,7 @@ def test_the_rest_of_a_stream_that_all_refuse_is_shown_to_so_many(reason: Event)
             assert (events[:-1], complete) == (numbers(0, 2), False)
             said = error(events, CASES[reason].code)
             assert len(resumes(stage)) == CASES[reason].resumed
-            if CASES[reason].resumed == REST and reason is not Event.OTHER_BOOT:
+            if CASES[reason].resumed == REST and reason is not RequestEvent.OTHER_BOOT:
                 assert ERRORS[reason].message in said
 
     run(main)
@@ -210,7 +210,7 @@ def test_the_rest_of_a_stream_that_all_refuse_is_shown_to_so_many(reason: Event)
 
 
 async def loses_its_engine(request: Message, peer: Peer) -> None:
-    refuse(Event.ENGINE_LOST, peer)
+    refuse(RequestEvent.ENGINE_LOST, peer)
 
 
 def test_a_stream_that_costs_an_engine_wherever_it_goes_on_costs_two_of_six() -> None:
@@ -231,7 +231,7 @@ def test_a_replica_that_gives_a_stream_up_is_not_lost_with_it() -> None:
 
     async def gives_up(request: Message, peer: Peer) -> None:
         if "/replica/resume" in request.start:
-            refuse(Event.ENGINE_LOST, peer)
+            refuse(RequestEvent.ENGINE_LOST, peer)
         else:
             await losing(WRITES[0] + WRITES[1] + framed(given_up()))(request, peer)
 
@@ -295,7 +295,7 @@ def test_sessions_under_which_an_engine_dies_are_all_served_elsewhere() -> None:
 
             async def dies_under_them(request: Message, peer: Peer) -> None:
                 await dies.wait()
-                refuse(Event.ENGINE_LOST, peer)
+                refuse(RequestEvent.ENGINE_LOST, peer)
 
             stage.mocks[0].handler = dies_under_them
             bodies = [b'{"turn": %d}' % number for number in range(len(keys))]
@@ -316,7 +316,7 @@ def test_a_late_word_of_an_engine_that_is_gone_does_not_take_the_next_boot() -> 
 
             async def late(request: Message, peer: Peer) -> None:
                 stage.views[0].report = ReplicaReport(replica="replica-0", boot="b2", ready=True)
-                refuse(Event.ENGINE_LOST, peer)
+                refuse(RequestEvent.ENGINE_LOST, peer)
 
             stage.mocks[0].handler = late
             said = await stage.ask(post())

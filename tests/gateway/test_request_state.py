@@ -37,9 +37,9 @@ from midstream.proxy.request_state import (
     MOVES,
     RULINGS,
     SEEN,
-    Action,
-    Event,
-    Phase,
+    RequestAction,
+    RequestEvent,
+    RequestPhase,
     RequestState,
     Ruling,
     rulings_table,
@@ -55,62 +55,70 @@ def test_the_diagram_in_the_documentation_is_the_table() -> None:
 
 
 def test_every_reason_of_a_refusal_is_a_move_of_both_phases_that_can_hear_it() -> None:
-    sent = {Phase.SENT: Phase.HELD, Phase.RESUME_SENT: Phase.RESUME_HELD}
+    sent = {RequestPhase.SENT: RequestPhase.HELD, RequestPhase.RESUME_SENT: RequestPhase.RESUME_HELD}
     heard = {(at, event) for at, event in MOVES if event in RULINGS}
     assert {at for at, _ in heard} == set(sent)
     for (at, held), (reason, rulings) in itertools.product(sent.items(), RULINGS.items()):
-        ruling = rulings[at is Phase.RESUME_SENT]
+        ruling = rulings[at is RequestPhase.RESUME_SENT]
         state = RequestState()
         state.phase = at
         if ruling is None:
-            assert (at, reason) == (Phase.SENT, Event.CANNOT_RESUME), "every other reason can be heard"
+            assert (at, reason) == (RequestPhase.SENT, RequestEvent.CANNOT_RESUME), (
+                "every other reason can be heard"
+            )
             with pytest.raises(IllegalMove):
                 state.move(reason)
         elif ruling is Ruling.LAST_WORD:
-            assert (at, state.move(reason), state.phase) == (Phase.SENT, Action.PASS_HEAD, Phase.PASSING)
+            assert (at, state.move(reason), state.phase) == (
+                RequestPhase.SENT,
+                RequestAction.PASS_HEAD,
+                RequestPhase.PASSING,
+            )
         else:
-            assert (state.move(reason), state.phase, state.refusal) == (Action.HOLD, held, reason)
-            passes = at is Phase.SENT and ruling in MAY_PASS
+            assert (state.move(reason), state.phase, state.refusal) == (RequestAction.HOLD, held, reason)
+            passes = at is RequestPhase.SENT and ruling in MAY_PASS
             assert passes or ruling not in MAY_PASS, "no refusal is the rest of a stream"
-            for event in (Event.ELSEWHERE, Event.FAILED, Event.CLIENT_GONE):
+            for event in (RequestEvent.ELSEWHERE, RequestEvent.FAILED, RequestEvent.CLIENT_GONE):
                 assert (held, event) in MOVES
 
 
 def test_an_upstream_has_seen_the_request_from_the_moment_it_was_sent() -> None:
     """Also while another connection is opened for it."""
     for (at, event), (to, action) in MOVES.items():
-        if action is Action.SEND or (at in SEEN and to in AT_UPSTREAM and event is not Event.ELSEWHERE):
+        if action is RequestAction.SEND or (
+            at in SEEN and to in AT_UPSTREAM and event is not RequestEvent.ELSEWHERE
+        ):
             assert to in SEEN
-        assert (to in SEEN) <= (at in SEEN or action is Action.SEND)
+        assert (to in SEEN) <= (at in SEEN or action is RequestAction.SEND)
 
 
 def test_whatever_happens_a_request_can_end_and_has_one_response() -> None:
-    after: dict[Phase, set[Phase]] = {
-        phase: {to for (at, _), (to, _) in MOVES.items() if at is phase} for phase in Phase
+    after: dict[RequestPhase, set[RequestPhase]] = {
+        phase: {to for (at, _), (to, _) in MOVES.items() if at is phase} for phase in RequestPhase
     }
-    seen, frontier = {Phase.PLACING}, [Phase.PLACING]
+    seen, frontier = {RequestPhase.PLACING}, [RequestPhase.PLACING]
     while frontier:
         frontier = [to for at in frontier for to in after[at] - seen]
         seen |= set(frontier)
-    assert seen == set(Phase), "every phase is reached"
-    assert not after[Phase.OVER]
-    for phase in set(Phase) - {Phase.OVER}:
-        for event in (Event.FAILED, Event.CLIENT_GONE):
-            assert MOVES[phase, event][0] is Phase.OVER
+    assert seen == set(RequestPhase), "every phase is reached"
+    assert not after[RequestPhase.OVER]
+    for phase in set(RequestPhase) - {RequestPhase.OVER}:
+        for event in (RequestEvent.FAILED, RequestEvent.CLIENT_GONE):
+            assert MOVES[phase, event][0] is RequestPhase.OVER
     for (at, _), (to, action) in MOVES.items():
-        assert not (at in ANSWERED and to not in ANSWERED and to is not Phase.OVER), (
+        assert not (at in ANSWERED and to not in ANSWERED and to is not RequestPhase.OVER), (
             "an answer is not taken back"
         )
-        assert (action is Action.PASS_HEAD) == (at not in ANSWERED and to is Phase.PASSING)
-        assert (action is Action.ANSWER_ERROR) <= (at not in ANSWERED)
-        assert (action is Action.SEND) <= (at in AT_UPSTREAM)
+        assert (action is RequestAction.PASS_HEAD) == (at not in ANSWERED and to is RequestPhase.PASSING)
+        assert (action is RequestAction.ANSWER_ERROR) <= (at not in ANSWERED)
+        assert (action is RequestAction.SEND) <= (at in AT_UPSTREAM)
 
 
 def test_a_move_that_the_table_does_not_have_raises() -> None:
     state = RequestState()
     with pytest.raises(IllegalMove, match="'end' at 'placing'"):
-        state.move(Event.END)
-    assert state.phase is Phase.PLACING
+        state.move(RequestEvent.END)
+    assert state.phase is RequestPhase.PLACING
 
 
 # -- the class that drives it

@@ -32,7 +32,7 @@ from midstream.fleet.reconcile import KEPT, SignalOrder
 from midstream.fleet.view import ReplicaView
 from midstream.ledger import Signalled
 from midstream.proxy import versions
-from midstream.proxy.versions import Verdict, VersionJudge
+from midstream.proxy.versions import VersionJudge, VersionVerdict
 
 
 def order_of(*snapshots: str, ready: Iterable[str] = ()) -> SignalOrder:
@@ -56,7 +56,7 @@ def who(
     *serving: str,
     home: int | None = None,
     now: float = 0.0,
-) -> list[str] | Verdict:
+) -> list[str] | VersionVerdict:
     """The snapshots of the replicas that may take the request, or what else is to be done with it."""
     views = [view(snapshot, index=index) for index, snapshot in enumerate(serving)]
     admission = VersionJudge(constraint, order, 0.0)
@@ -110,53 +110,55 @@ def test_a_replica_may_take_a_request_when_all_it_asks_for_holds(
     ("constraint", "serving", "verdict"),
     [
         # What is desired will come.
-        (VersionConstraint(min_snapshot="v4"), "v3", Verdict("wait", 10.0)),
-        (VersionConstraint(snapshot="v4"), "v3", Verdict("wait", 10.0)),
+        (VersionConstraint(min_snapshot="v4"), "v3", VersionVerdict("wait", 10.0)),
+        (VersionConstraint(snapshot="v4"), "v3", VersionVerdict("wait", 10.0)),
         (
             VersionConstraint(max_staleness=0),
             "v1",
-            Verdict("wait", 10.0),
+            VersionVerdict("wait", 10.0),
         ),
         # Its signal may be on the way.
-        (VersionConstraint(min_snapshot="v9"), "v3", Verdict("wait", 10.0)),
+        (VersionConstraint(min_snapshot="v9"), "v3", VersionVerdict("wait", 10.0)),
         # It takes a signal for that.
-        (VersionConstraint(snapshot="v2"), "v1 v3", Verdict("refuse")),
+        (VersionConstraint(snapshot="v2"), "v1 v3", VersionVerdict("refuse")),
         (
             VersionConstraint(snapshot="v2", wait_s=30),
             "v1 v3",
-            Verdict("wait", 30.0),
+            VersionVerdict("wait", 30.0),
         ),
-        (VersionConstraint(snapshot="v2", min_snapshot="v3"), "v2 v3", Verdict("refuse")),
-        (VersionConstraint(snapshot="v1", max_staleness=0), "v1 v3", Verdict("refuse")),
-        (VersionConstraint(min_snapshot="v4", wait_s=0), "v3", Verdict("refuse")),
+        (VersionConstraint(snapshot="v2", min_snapshot="v3"), "v2 v3", VersionVerdict("refuse")),
+        (VersionConstraint(snapshot="v1", max_staleness=0), "v1 v3", VersionVerdict("refuse")),
+        (VersionConstraint(min_snapshot="v4", wait_s=0), "v3", VersionVerdict("refuse")),
     ],
 )
 def test_what_does_not_serve_is_waited_for_if_it_may_come(
-    constraint: VersionConstraint, serving: str, verdict: Verdict
+    constraint: VersionConstraint, serving: str, verdict: VersionVerdict
 ) -> None:
     assert who(constraint, ORDER, *serving.split()) == verdict
-    assert who(constraint, ORDER, *serving.split(), now=100.0) == Verdict("refuse")
+    assert who(constraint, ORDER, *serving.split(), now=100.0) == VersionVerdict("refuse")
 
 
 def test_what_a_replica_is_loading_may_come_and_what_it_failed_on_may_not() -> None:
-    def verdict(constraint: VersionConstraint, **report: Any) -> Verdict:
+    def verdict(constraint: VersionConstraint, **report: Any) -> VersionVerdict:
         return VersionJudge(constraint, ORDER, 0.0).judge([view("v3", **report)], (), None, 0.0)
 
-    assert verdict(VersionConstraint("v2"), stage=SwapStage.STAGING, target="v2") == Verdict("wait", 10.0)
-    assert verdict(VersionConstraint("v4"), stage=SwapStage.ERROR, target="v4") == Verdict("refuse")
-    assert verdict(VersionConstraint("v3"), stage=SwapStage.STAGED, target="v4", pinnable=False) == Verdict(
-        "refuse"
+    assert verdict(VersionConstraint("v2"), stage=SwapStage.STAGING, target="v2") == VersionVerdict(
+        "wait", 10.0
     )
+    assert verdict(VersionConstraint("v4"), stage=SwapStage.ERROR, target="v4") == VersionVerdict("refuse")
+    assert verdict(
+        VersionConstraint("v3"), stage=SwapStage.STAGED, target="v4", pinnable=False
+    ) == VersionVerdict("refuse")
     other_files = {"stage": SwapStage.STAGED, "target": "v3", "pinnable": False}
-    assert verdict(VersionConstraint("v3"), **other_files) == Verdict("wait", 10.0)
+    assert verdict(VersionConstraint("v3"), **other_files) == VersionVerdict("wait", 10.0)
 
 
 def test_a_session_waits_a_while_for_its_home_and_no_longer() -> None:
     constraint = VersionConstraint(min_snapshot="v4")
-    assert who(constraint, ORDER, "v3", "v4", home=0) == Verdict("wait", versions.HOME_WAIT_S)
+    assert who(constraint, ORDER, "v3", "v4", home=0) == VersionVerdict("wait", versions.HOME_WAIT_S)
     assert who(constraint, ORDER, "v3", "v4", home=0, now=versions.HOME_WAIT_S) == ["v4"]
     assert who(constraint, ORDER, "v3", "v4", home=1) == ["v4"]
-    assert who(VersionConstraint(min_snapshot="v4", wait_s=0.5), ORDER, "v3", "v4", home=0) == Verdict(
+    assert who(VersionConstraint(min_snapshot="v4", wait_s=0.5), ORDER, "v3", "v4", home=0) == VersionVerdict(
         "wait", 0.5
     )
     assert who(VersionConstraint(min_snapshot="v4", wait_s=0), ORDER, "v3", "v4", home=0) == ["v4"]
@@ -165,8 +167,8 @@ def test_a_session_waits_a_while_for_its_home_and_no_longer() -> None:
 
 def test_nobody_who_is_usable_or_untried_is_no_matter_of_snapshots() -> None:
     admission = VersionJudge(VersionConstraint(min_snapshot="v4"), ORDER, 0.0)
-    assert admission.judge([view("v4", usable=False)], (), None, 0.0) == Verdict("send")
-    assert admission.judge([view("v4")], ("replica-0",), None, 0.0) == Verdict("send")
+    assert admission.judge([view("v4", usable=False)], (), None, 0.0) == VersionVerdict("send")
+    assert admission.judge([view("v4")], ("replica-0",), None, 0.0) == VersionVerdict("send")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,9 @@ def test_an_exact_snapshot_may_be_one_that_stays_beside_the_newest(
 
 def test_while_a_swap_waits_for_pinned_requests_none_goes_to_what_stays_there() -> None:
     views = [view("v3", resident=("v1",), pinnable=False, stage=SwapStage.STAGED, target="v4")]
-    assert VersionJudge(VersionConstraint("v1"), ORDER, 0.0).judge(views, (), None, 0.0) == Verdict("refuse")
+    assert VersionJudge(VersionConstraint("v1"), ORDER, 0.0).judge(views, (), None, 0.0) == VersionVerdict(
+        "refuse"
+    )
 
 
 def test_the_last_signal_of_a_snapshot_gives_it_its_place() -> None:
@@ -223,7 +227,7 @@ def test_the_newest_is_named_also_when_what_was_ready_was_signalled_again() -> N
     order.learn([Signalled("v2", 3, False)])
     admission = VersionJudge(VersionConstraint("v9", wait_s=0), order, 0.0)
     views = [view("base")]
-    assert admission.judge(views, (), None, 0.0) == Verdict("refuse")
+    assert admission.judge(views, (), None, 0.0) == VersionVerdict("refuse")
     assert admission.refusal(views).body()["newest"] == "v1"
 
 

@@ -19,7 +19,7 @@ from midstream.core import config
 from midstream.core.supervision import ChildSpec, Listening
 from midstream.http import channel
 from midstream.launch import process, supervisor
-from midstream.launch.process import Child, Conversation, StartFailed
+from midstream.launch.process import Child, ChildMessages, StartFailed
 from midstream.launch.specs import ReplicaSpec
 
 
@@ -34,7 +34,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that reads its settings as a real child does and runs the code in them."""
     (tmp_path / "scripted_child.py").write_text(
         "import json, os, pathlib, signal, sys, time\n"
-        "from midstream.http.channel import Channel; from midstream.core.supervision import Listening\n"
+        "from midstream.http.channel import StdioChannel; from midstream.core.supervision import Listening\n"
         "def main():\n"
         "    settings = json.loads(sys.stdin.readline())\n"
         "    exec(settings['code'], {**globals(), 'spec': settings})\n"
@@ -43,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "scripted_child"
 
 
-READY = "say = Channel().send; print('noise'); os.write(1, b'x' * 300000); say(Listening(port=7)); sys.stdin.read()"
+READY = "say = StdioChannel().send; print('noise'); os.write(1, b'x' * 300000); say(Listening(port=7)); sys.stdin.read()"
 
 
 def test_a_child_may_print_as_much_as_it_likes_before_and_after_it_answers(module: str) -> None:
@@ -63,7 +63,7 @@ class Settings(msgspec.Struct):
 
 BIND = """
 import socket
-say = Channel().send
+say = StdioChannel().send
 try:
     sock = socket.create_server(("127.0.0.1", spec["port"]))
 except OSError as error:
@@ -106,7 +106,7 @@ def test_a_free_port_is_kept_until_somebody_else_has_it(module: str, movable: bo
     ("code", "reason"),
     [
         ("sys.exit(3)", "noisy ended while starting"),
-        ("Channel().send(Listening(error='no such model'))", "noisy: no such model"),
+        ("StdioChannel().send(Listening(error='no such model'))", "noisy: no such model"),
         ("print('hello'); sys.stdout.flush()", "noisy said b'hello"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_child_that_is_killed_while_it_starts_is_started_again(module: str, tm
     code = (
         f"mark = pathlib.Path({str(mark)!r})\n"
         "if not mark.exists(): mark.touch() or os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Channel().send(Listening(port=7)); time.sleep(60)"
+        "StdioChannel().send(Listening(port=7)); time.sleep(60)"
     )
 
     async def main() -> None:
@@ -219,7 +219,7 @@ def test_settings_never_show_in_the_process_list(module: str) -> None:
 
 #: It ends before its last line is in the pipe: a process that it leaves behind writes it, once the file is there.
 LEAVES_A_LINE_BEHIND = """
-channel = Channel()
+channel = StdioChannel()
 channel.send(Listening(port=7))
 gone, leaves = os.pipe()
 if os.fork() == 0:
@@ -246,7 +246,7 @@ def test_the_last_lines_of_a_child_are_heard_before_its_end_is_reported(
 
     async def main() -> None:
         script = Script(LEAVES_A_LINE_BEHIND.format(go=str(go)))
-        child = Child("child", module, script, Conversation(lambda line: events.append("line")))
+        child = Child("child", module, script, ChildMessages(lambda line: events.append("line")))
         await child.start()
         while child.running:  # noqa: ASYNC110 - the process ends by itself
             await asyncio.sleep(0.01)
@@ -268,7 +268,7 @@ def test_the_last_lines_of_a_child_are_heard_before_its_end_is_reported(
     assert events == (["line", "end"] if in_time else ["end"])
 
 
-class PlayedChannel(channel.Channel):
+class PlayedChannel(channel.StdioChannel):
     """A channel without pipes. sent: every message."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class PlayedChannel(channel.Channel):
 @pytest.fixture
 def played_channel(monkeypatch: pytest.MonkeyPatch) -> PlayedChannel:
     made = PlayedChannel()
-    monkeypatch.setattr(channel, "Channel", lambda: made)
+    monkeypatch.setattr(channel, "StdioChannel", lambda: made)
     monkeypatch.setattr(channel, "raise_file_limit", lambda: None)
     monkeypatch.setattr(channel.logs, "configure", lambda process, how: None)
     return made
@@ -305,7 +305,7 @@ def test_what_a_child_holds_is_let_go_when_its_threads_have_ended(played_channel
         may_end.wait()
         order.append("written")
 
-    async def serve(spec: ReplicaSpec, channel: channel.Channel) -> None:
+    async def serve(spec: ReplicaSpec, channel: channel.StdioChannel) -> None:
         asyncio.get_running_loop().run_in_executor(None, write)
         threading.Timer(0.05, may_end.set).start()
 
@@ -316,7 +316,7 @@ def test_what_a_child_holds_is_let_go_when_its_threads_have_ended(played_channel
 def test_an_error_is_the_answer_of_a_child_that_has_not_answered_and_else_a_line_of_its_log(
     played_channel: PlayedChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def serve(spec: ReplicaSpec, channel: channel.Channel) -> None:
+    async def serve(spec: ReplicaSpec, channel: channel.StdioChannel) -> None:
         if not played_channel.sent:
             raise OSError("no such address")
         raise OSError("too many open files")

@@ -12,7 +12,7 @@ from midstream.core.supervision import Listening
 from midstream.fleet.desired_state import Running, RunningReplica, Wanted, WantedReplica
 from midstream.fleet.tally import STALLS, GatewayReport, Siblings, Tally, stalled
 from midstream.launch.gateways import Gateways, union
-from midstream.launch.process import Conversation, StartFailed, Supervised, ignore
+from midstream.launch.process import ChildMessages, StartFailed, Supervised, ignore
 
 
 def replica(name: str, model: str = "m") -> WantedReplica:
@@ -35,7 +35,7 @@ def counted(boot: str, requests: int, *, changes: int = 0, ready: bool = True) -
 class Played(Supervised):
     """A gateway whose ends and starts are the test's."""
 
-    def __init__(self, name: str, conversation: Conversation) -> None:
+    def __init__(self, name: str, conversation: ChildMessages) -> None:
         assert conversation.on_line is not None
         assert conversation.greeting is not None
         self.name, self.host, self.port = name, "127.0.0.1", 1
@@ -97,7 +97,7 @@ class Bed:
         self.members: list[Played] = []
         self.gateways = Gateways(self._make, count, self._want, lambda: RUNNING)
 
-    def _make(self, name: str, conversation: Conversation) -> Supervised:
+    def _make(self, name: str, conversation: ChildMessages) -> Supervised:
         self.members.append(Played(name, conversation))
         return self.members[-1]
 

@@ -14,7 +14,7 @@ import pytest
 
 from midstream.core.config import Settings, TinkerSettings
 from midstream.launch import supervisor as supervisor_module
-from midstream.launch.process import Conversation, HostUnwell, Supervised, ignore
+from midstream.launch.process import ChildMessages, HostUnwell, Supervised, ignore
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.supervisor import Supervisor, lacking
 
@@ -74,7 +74,7 @@ class FakeLauncher:
     async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
         return Fake(spec.name, 1, 0)
 
-    def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised:
+    def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised:
         return Fake(name, self.port, 3)
 
     def remove_caches(self, replica: str, others: Set[str]) -> None: ...

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from midstream.launch import process
-from midstream.launch.process import Child, Conversation, StartFailed
+from midstream.launch.process import Child, ChildMessages, StartFailed
 
 
 class Script(msgspec.Struct):
@@ -29,13 +29,13 @@ class Message(msgspec.Struct):
 
 MODULE = """
 import json, os, sys
-from midstream.http.channel import Channel
+from midstream.http.channel import StdioChannel
 from midstream.core.supervision import Accepting, Listening
 def main():
     spec = json.loads(sys.stdin.readline())
     def note(text):
         with open(spec["log"], "a") as log: log.write(text + "\\n")
-    exec(spec["code"], {**globals(), "spec": spec, "note": note, "say": Channel().send})
+    exec(spec["code"], {**globals(), "spec": spec, "note": note, "say": StdioChannel().send})
 """
 #: The first one offers; what takes over says so; each notes what it hears, and one that is told "done" ends by itself.
 PLAYS = """
@@ -75,7 +75,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Child
 
     def child(takes: str = "say(Accepting())") -> Child:
         spec = Script(PLAYS.replace("{TAKES}", takes), str(tmp_path / "log"))
-        return Child("child", "scripted_successor", spec, Conversation(greeting=lambda: Message("hello")))
+        return Child("child", "scripted_successor", spec, ChildMessages(greeting=lambda: Message("hello")))
 
     return child
 
@@ -174,7 +174,7 @@ def test_what_a_replaced_process_said_counts_until_it_has_ended(
             heard.append((pid, None if line is None else msgspec.json.decode(line, type=Message).what))
 
         spec = msgspec.structs.replace(cast(Script, make()._spec), code=SPEAKS.replace("{TAKES}", takes))
-        child = Child("child", "scripted_successor", spec, Conversation(functools.partial(hear, 0)))
+        child = Child("child", "scripted_successor", spec, ChildMessages(functools.partial(hear, 0)))
         child.on_retiring = hear
         await child.start()
         assert child.pid is not None

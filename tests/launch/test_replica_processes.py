@@ -18,7 +18,7 @@ from midstream.launch.replica_processes import ReplicaProcesses
 
 SCRIPTED = """
 import json, os, pathlib, signal, sys, time
-from midstream.http.channel import Channel; from midstream.core.supervision import Listening
+from midstream.http.channel import StdioChannel; from midstream.core.supervision import Listening
 
 def mark_own_pid(path):
     mark = pathlib.Path(path)
@@ -35,7 +35,7 @@ def main():
     spec = json.loads(sys.stdin.readline())
     port = spec["port"] or int(pathlib.Path(__file__).with_name("free port").read_text())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    exec(spec["code"], {**globals(), "spec": spec, "port": port, "say": Channel().send})
+    exec(spec["code"], {**globals(), "spec": spec, "port": port, "say": StdioChannel().send})
 """
 
 

@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RaySystemError, RayTas
 from midstream.core.config import EngineSettings, GatewaySettings
 from midstream.core.supervision import Listening
 from midstream.launch import ray_child
-from midstream.launch.process import Child, Conversation, HostUnwell, StartFailed
+from midstream.launch.process import Child, ChildMessages, HostUnwell, StartFailed
 from midstream.launch.ray_actor import ChildActor
 from midstream.launch.ray_child import RayChild
 from midstream.launch.ray_demand import Demand
@@ -70,7 +70,7 @@ def test_a_gateway_is_told_and_heard_after_its_actor_could_not_be_reached(cluste
     heard: list[bytes] = []
 
     async def main() -> None:
-        gateway = child("gateway", conversation=Conversation(heard.append, lambda: Note("greeting")))
+        gateway = child("gateway", conversation=ChildMessages(heard.append, lambda: Note("greeting")))
         await gateway.start()
         [handle] = cluster.handles
         actor = handle.actor

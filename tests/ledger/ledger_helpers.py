@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from midstream.core.types import Stage, Transition
-from midstream.ledger import Fleet, Ledger, Signal
+from midstream.ledger import FleetReports, Ledger, Signal
 
 DEPLOYMENT = "accounts/local/deployments/default"
 MODEL = "accounts/local/models/tiny-moe"
@@ -51,7 +51,7 @@ def signal(
     chain_max: int = 64,
     **kwargs: Any,
 ) -> Awaitable[Any]:
-    fleet = Fleet(failed_generation, generation_floor, serving)
+    fleet = FleetReports(failed_generation, generation_floor, serving)
     signalled = Signal(identity=identity, url=f"file:///bucket/{identity}", **kwargs)
     return ledger.signal(DEPLOYMENT, signalled, fleet, chain_max=chain_max)
 

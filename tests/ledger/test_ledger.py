@@ -11,7 +11,7 @@ from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
 
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.types import Desired, Stage
-from midstream.ledger import Death, Disagreement, Fleet, Ledger, Signal, stronger_reset
+from midstream.ledger import Death, Disagreement, FleetReports, Ledger, Signal, stronger_reset
 
 
 def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
@@ -196,7 +196,7 @@ def test_which_boots_served_when_the_first_snapshot_was_signalled_is_remembered(
     async def work(ledger: Ledger) -> None:
         for identity, boots in (("a", ("one", "two")), ("b", ("two", "three"))):
             await ledger.signal(
-                DEPLOYMENT, Signal(identity=identity, url=f"file:///b/{identity}"), Fleet(boots=boots)
+                DEPLOYMENT, Signal(identity=identity, url=f"file:///b/{identity}"), FleetReports(boots=boots)
             )
             await ledger.update_deployment(DEPLOYMENT, fields={"description": identity})
             assert (await ledger.state(DEPLOYMENT)).first_boots == {"one", "two"}

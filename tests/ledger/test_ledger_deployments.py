@@ -12,7 +12,7 @@ from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, signal
 
 from midstream.core.errors import Conflict, NotFound
 from midstream.core.types import Desired, FileContent, SnapshotCheck, SnapshotContent, Stage
-from midstream.ledger import Death, DeploymentRow, Disagreement, Fleet, Ledger, Signal, Signalled
+from midstream.ledger import Death, DeploymentRow, Disagreement, FleetReports, Ledger, Signal, Signalled
 from midstream.ledger.deployments import FROZEN, TENANT, NameTaken, PolicyLimits
 
 OTHER = "accounts/local/deployments/other"
@@ -177,11 +177,11 @@ def test_a_policy_that_is_frozen_or_being_ended_takes_no_signal(
     async def work(ledger: Ledger) -> None:
         await ledger.create_deployment(POLICY, model="red", bucket_url="file:///bucket")
         red = Signal(identity="red-1", url="file:///bucket/red-1")
-        assert (await ledger.signal(POLICY, red, Fleet(), chain_max=1)).changed
+        assert (await ledger.signal(POLICY, red, FleetReports(), chain_max=1)).changed
         await ledger.update_deployment(POLICY, **change)  # type: ignore[arg-type]
         for identity in ("red-1", "red-2"):
             with pytest.raises(Conflict, match=why):
-                await ledger.signal(POLICY, replace(red, identity=identity), Fleet(), chain_max=1)
+                await ledger.signal(POLICY, replace(red, identity=identity), FleetReports(), chain_max=1)
         assert (await ledger.state(POLICY)).snapshot == "red-1"
 
     on_ledger(url, work)

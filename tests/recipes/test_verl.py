@@ -22,14 +22,14 @@ from midstream.client.server import HotLoadServer
 from midstream.integrations import verl_wire
 from midstream.integrations.verl_wire import (
     Generator,
-    Settings,
+    VerlSettings,
     extra_fields,
     generated,
     request_of,
     serving,
 )
 
-SETTINGS = Settings(url="http://server/", bucket="/bucket", served="/model", run="a/run")
+SETTINGS = VerlSettings(url="http://server/", bucket="/bucket", served="/model", run="a/run")
 STEPS, ROLLOUTS = 12, 64
 
 
@@ -211,7 +211,7 @@ def test_a_generator_that_is_sent_to_another_process_opens_its_own_connections(
 def test_a_real_server_tells_ids_routes_and_versions_of_this_run_alone(tmp_path: Path) -> None:
     with serve(tmp_path / "state") as server:
         base = server.state_dir / "models" / "tiny-moe"
-        settings = Settings(url=server.url, bucket=str(server.bucket), served=str(base), run="this")
+        settings = VerlSettings(url=server.url, bucket=str(server.bucket), served=str(base), run="this")
         with pytest.raises(PublishError, match="publish weights of the run 'this' first"):
             serving(settings)
         with SnapshotPublisher(server.url, settings.bucket) as publisher:

@@ -20,7 +20,7 @@ from tiers import examples
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.table import IllegalMove
 from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
-from midstream.core.versions import Refused, VersionConstraint
+from midstream.core.versions import ConstraintNotMet, VersionConstraint
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.replica.gate import Door, Gate, Namespaces
 from midstream.replica.pins import Asked, Pins
@@ -323,7 +323,7 @@ class Swaps(RuleBasedStateMachine):
     async def pinned_request(self, leave: asyncio.Event) -> None:
         serving = self.driver.machine.serving
         asked = Asked("m", VersionConstraint(serving), None)
-        with self.gate.admitted(), contextlib.suppress(Refused):
+        with self.gate.admitted(), contextlib.suppress(ConstraintNotMet):
             async with self.pins.hold(asked, serving):
                 await leave.wait()
 

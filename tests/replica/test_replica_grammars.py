@@ -14,7 +14,13 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
 from midstream.replica.text import grammarcheck
-from midstream.replica.text.grammarcheck import TOO_LONG, TOO_LONG_TOGETHER, GrammarChecks, Verdict, reason
+from midstream.replica.text.grammarcheck import (
+    TOO_LONG,
+    TOO_LONG_TOGETHER,
+    GrammarChecks,
+    GrammarVerdict,
+    reason,
+)
 from midstream.replica.text.schema_bounds import problem_of_size
 from midstream.replica.text.text_jobs import Leave, Left
 
@@ -153,9 +159,9 @@ def test_the_grammars_of_one_request_have_a_bound_together_and_stop_when_its_cli
     """Each of 128 tools may take nearly as long as is allowed."""
     asked: list[str] = []
 
-    def slow(grammar: str, begun: bool) -> Verdict:
+    def slow(grammar: str, begun: bool) -> GrammarVerdict:
         asked.append(grammar)
-        return Verdict(None, 1.5)
+        return GrammarVerdict(None, 1.5)
 
     monkeypatch.setattr(checks, "_ask", slow)
     # What is remembered counts, too, so that the answer does not depend on when one asks.
@@ -263,10 +269,10 @@ def test_others_are_answered_while_a_grammar_is_compiled(
     async def scenario(here: Running) -> None:
         begun, may_go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
-        def slow(grammar: str, *, begun: bool, told: asyncio.Event = begun) -> Verdict:
+        def slow(grammar: str, *, begun: bool, told: asyncio.Event = begun) -> GrammarVerdict:
             loop.call_soon_threadsafe(told.set)
             may_go_on.wait()
-            return Verdict("refused at last", 0.0)
+            return GrammarVerdict("refused at last", 0.0)
 
         monkeypatch.setattr(here.replica._grammars, "verdict", slow)
         constrained = asyncio.create_task(ask(here, TREE))

@@ -23,7 +23,7 @@ from midstream.core.types import TokenRecord
 from midstream.replica.request.checked import Prompt
 from midstream.replica.turns.history import Branch, History, policy_of
 from midstream.replica.turns.trace import trace_of
-from midstream.replica.turns.tree import Told, Trees, Turn, key_of_answer, keys_of
+from midstream.replica.turns.tree import Trees, Turn, TurnKeys, key_of_answer, keys_of
 
 SESSIONS = of_tier(fast=200, test=1000, all=10_000)
 #: Bytes of a replica's trees: one session fits, two do not.
@@ -79,7 +79,7 @@ class Replicas:
 
     def _fill(self, replica: int) -> None:
         """Another session takes the room of this one."""
-        self.trees[replica].add(("", "other"), None, FILLER, (), Told())
+        self.trees[replica].add(("", "other"), None, FILLER, (), TurnKeys())
         self._forget(replica, dropped=self.place(replica) in self.turns or self._dropped[replica])
 
     def _forget(self, replica: int, *, dropped: bool) -> None:
@@ -316,7 +316,7 @@ def test_trees_are_bounded_and_say_what_they_dropped() -> None:
     client.trees = trees = Trees(bytes_max=3000)
     talk(client)
     for number in range(40):
-        trees.add(("", f"other {number}"), None, range(100), range(100), Told([b"%d" % number]))
+        trees.add(("", f"other {number}"), None, range(100), range(100), TurnKeys([b"%d" % number]))
         assert trees.size <= 3000
     assert trees.of(SESSION) is None
     _, history = client.ask()
@@ -362,7 +362,7 @@ def test_a_turn_whose_parent_was_dropped_stands_by_itself() -> None:
     assert prompt.token_ids[: len(first)] == first
     # Meanwhile other sessions take the room.
     client.trees._bytes_max = 10
-    client.trees.add(("", "other"), None, range(100), range(100), Told([b"k"]))
+    client.trees.add(("", "other"), None, range(100), range(100), TurnKeys([b"k"]))
     client.trees._bytes_max = 10_000
     tokens = prompt.token_ids + client.answer(history)
     tree = client.trees.of(SESSION)
@@ -376,7 +376,7 @@ def test_a_session_that_was_closed_and_began_anew_gets_nothing_of_the_old_one() 
     talk(client)
     _, history = client.ask()
     client.trees.close(SESSION)
-    client.trees.add(SESSION, None, [1], [2], Told([b"k"]))
+    client.trees.add(SESSION, None, [1], [2], TurnKeys([b"k"]))
     client.answer(history)
     tree = client.trees.of(SESSION)
     assert tree is not None

@@ -12,7 +12,7 @@ from replica_fakes import MODEL, FakeEngine, Running, ids, running
 from test_resume_pipeline import RESUMABLE, play, resume, units
 
 from midstream.core.types import GenerateRequest
-from midstream.replica.turns.tree import Told, Trees, TurnTree
+from midstream.replica.turns.tree import Trees, TurnKeys, TurnTree
 
 PATH = "/v1/completions"
 SESSION = {"x-midstream-session": "s"}
@@ -64,7 +64,7 @@ def test_text_goes_on_with_the_sampled_tokens(tmp_path: Path) -> None:
 def test_texts_of_other_tokens_continue_the_youngest_and_say_so() -> None:
     trees = Trees()
     for sampled in ((10,), (11, 12)):
-        trees.add(ROOT, None, [1], sampled, Told(text="Q ab"))
+        trees.add(ROOT, None, [1], sampled, TurnKeys(text="Q ab"))
     tree = trees.of(ROOT)
     assert tree is not None
     found = tree.find_text("Q ab c")
@@ -82,7 +82,7 @@ def test_an_ambiguous_text_is_said_in_the_response(tmp_path: Path) -> None:
             await complete(here, list(b"he said "))
             turn = here.replica.trees.of(ROOT).turns[1]  # type: ignore[union-attr]
             here.replica.trees.of(ROOT).add(  # type: ignore[union-attr]
-                type(turn)(3, None, turn.added, turn.sampled, turn.record), Told(text="he said hello ")
+                type(turn)(3, None, turn.added, turn.sampled, turn.record), TurnKeys(text="he said hello ")
             )
             answer = await complete(here, "he said hello he")
             assert answer["midstream"] == {"branch": {"why": "ambiguous", "messages": 0, "turn": 3}}
@@ -202,6 +202,6 @@ def test_the_tree_finds_what_a_plain_search_finds(seed: int) -> None:
         sampled = [rng.randrange(2) for _ in range(rng.randrange(1, 4))]
         added = prompt[0 if found is None else len(found.tokens) :]
         whole = "".join("aé"[token] for token in (*prompt, *sampled))
-        trees.add(ROOT, found, added, sampled, Told(text=whole))
+        trees.add(ROOT, found, added, sampled, TurnKeys(text=whole))
         tree = trees.of(ROOT) or tree
         assert trees.size == tree.size

@@ -20,10 +20,10 @@ from midstream.fleet import reconcile
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.view import ReplicaView
 from midstream.http.upstream import UpstreamPool
-from midstream.launch.process import Child, Life
+from midstream.launch.process import Child, ChildProcess
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
-from midstream.proxy.request_state import RULINGS, Event, Ruling
+from midstream.proxy.request_state import RULINGS, RequestEvent, Ruling
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
@@ -152,7 +152,7 @@ def _losses_end_streams() -> None:
     """A stream whose replica is lost ends as if it were whole."""
 
     def lost(self: ReplicaRoute, phase: Any, reason: str) -> Judgement:
-        return Judgement(Event.END, rest=b"7\r\n: cut\n\n\r\n" + END)
+        return Judgement(RequestEvent.END, rest=b"7\r\n: cut\n\n\r\n" + END)
 
     ReplicaRoute._stream_lost = lost  # type: ignore[method-assign]
 
@@ -174,7 +174,7 @@ def _age_is_ignored() -> None:
 
 def _losses_of_resumed_streams_do_not_count() -> None:
     """A replica that loses its engine as it goes on with a stream only counts as one that cannot go on with it."""
-    RULINGS[Event.ENGINE_LOST] = (Ruling.LOSS, Ruling.NEXT)
+    RULINGS[RequestEvent.ENGINE_LOST] = (Ruling.LOSS, Ruling.NEXT)
 
 
 def _places_leak() -> None:
@@ -204,10 +204,10 @@ def _old_by_the_clock() -> None:
 def _a_kill_at_the_start_is_final() -> None:
     """A child that somebody kills while it starts counts as one that cannot start."""
 
-    async def never(self: Life) -> bool:
+    async def never(self: ChildProcess) -> bool:
         return False
 
-    Life._was_killed = never  # type: ignore[method-assign]
+    ChildProcess._was_killed = never  # type: ignore[method-assign]
 
 
 def _a_later_report_admits() -> None:

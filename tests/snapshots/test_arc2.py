@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from midstream.core.types import CompressionFormat
 from midstream.snapshots.arc2.blob import (
     PIECE_BYTES,
+    BlobEncoder,
     BlobError,
     Buffers,
-    Encoder,
-    Pages,
+    PageBuffer,
     decoded,
 )
 
@@ -36,7 +36,7 @@ FORMATS: tuple[CompressionFormat, ...] = ("arc_v1", "arc_v2")
 def encode(
     compression: CompressionFormat, old: bytes, new: bytes, level: int | None = None
 ) -> tuple[bytes, str]:
-    encoder = Encoder(compression, len(old), level)
+    encoder = BlobEncoder(compression, len(old), level)
     for start in range(0, len(old), PIECE_BYTES):
         encoder.add(
             memoryview(bytearray(old[start : start + PIECE_BYTES])),
@@ -266,7 +266,7 @@ def test_buffers_serve_the_next_blob_whatever_became_of_the_last_one(compression
 
 @pytest.mark.parametrize("position", [0, 1, 8, 4095, 4096, 10**12 + 17])
 def test_memory_for_bytes_of_a_file_lies_in_its_page_as_they_do(position: int) -> None:
-    pages = Pages()
+    pages = PageBuffer()
     for size in (0, 1, PIECE_BYTES, 5):
         room = pages.at(position, size)
         assert len(room) == size

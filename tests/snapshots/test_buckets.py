@@ -25,7 +25,7 @@ from midstream.client.bucket import open_bucket as open_for_publishing
 from midstream.client.errors import PublishError
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotRefused
 from midstream.snapshots.content import MANIFEST_FILE, directory_content, parse_manifest
-from midstream.snapshots.identity import Place, parse_bucket, public_url, snapshot_url
+from midstream.snapshots.identity import BucketPlace, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store import upload
 from midstream.snapshots.store.bucket import check_settings, describe, open_bucket
@@ -42,20 +42,20 @@ ODD = "run 7/100%/ünïcode#?&+~"
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("file:///a/b%20c", Place("file", "", "/a/b c")),
-        ("file://localhost/a", Place("file", "", "/a")),
-        ("s3://bucket", Place("s3", "bucket", "")),
-        ("s3://bucket/", Place("s3", "bucket", "")),
-        ("s3a://bucket/a/b%25/", Place("s3", "bucket", "a/b%")),
-        ("gs://my_bucket.example/x", Place("gs", "my_bucket.example", "x")),
-        ("az://container/x", Place("az", "container", "x")),
+        ("file:///a/b%20c", BucketPlace("file", "", "/a/b c")),
+        ("file://localhost/a", BucketPlace("file", "", "/a")),
+        ("s3://bucket", BucketPlace("s3", "bucket", "")),
+        ("s3://bucket/", BucketPlace("s3", "bucket", "")),
+        ("s3a://bucket/a/b%25/", BucketPlace("s3", "bucket", "a/b%")),
+        ("gs://my_bucket.example/x", BucketPlace("gs", "my_bucket.example", "x")),
+        ("az://container/x", BucketPlace("az", "container", "x")),
         (
             "abfss://container@account.dfs.core.windows.net/x/y",
-            Place("az", "container", "x/y", "account", "account.dfs.core.windows.net"),
+            BucketPlace("az", "container", "x/y", "account", "account.dfs.core.windows.net"),
         ),
     ],
 )
-def test_what_a_bucket_url_names(url: str, place: Place) -> None:
+def test_what_a_bucket_url_names(url: str, place: BucketPlace) -> None:
     assert parse_bucket(url) == place
     assert public_url(url) == url
 

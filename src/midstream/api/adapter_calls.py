@@ -43,7 +43,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True):
     lora_int_id: Any = None
 
 
-class Adapters:
+class AdapterLoader:
     """Loads adapters as policies, whatever API asks for it."""
 
     def __init__(self, deployments: Deployments, policies: PoliciesApi, updates: Updates) -> None:
@@ -82,7 +82,7 @@ class Adapters:
 
 
 class AdapterCallsApi:
-    def __init__(self, deployments: Deployments, policies: PoliciesApi, adapters: Adapters) -> None:
+    def __init__(self, deployments: Deployments, policies: PoliciesApi, adapters: AdapterLoader) -> None:
         self._deployments = deployments
         self._policies = policies
         self._adapters = adapters

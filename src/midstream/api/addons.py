@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from midstream.api.adapter_calls import Adapters
+from midstream.api.adapter_calls import AdapterLoader
 from midstream.api.deployments import PAGE_ROWS, PAGE_ROWS_MAX
 from midstream.api.policies import PoliciesApi
 from midstream.api.resource import Status, timestamp
@@ -23,7 +23,7 @@ from midstream.api.status import SERVED_STAGES, replica_rows
 from midstream.api.updates import Update
 from midstream.core.endpoints import PAGE_AFTER, PAGE_SIZE, Endpoint, Nothing, flag, serves, text
 from midstream.core.errors import Conflict, InvalidRequest, NotFound
-from midstream.core.scopes import OBSERVE, PUBLISH, Need
+from midstream.core.scopes import OBSERVE, PUBLISH, ScopeNeed
 from midstream.fleet.access import grant_of, meant
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import whole_number
@@ -33,7 +33,7 @@ COLLECTION = "/v1/accounts/{account}/deployedModels"
 REPLACE = "replaceMergedAddon"
 _ONE = COLLECTION + "/{model}"
 #: Their deployments are named in bodies, or follow from the add-on.
-_READ, _PUBLISH = Need((PUBLISH, OBSERVE), "some"), Need((PUBLISH,), "some")
+_READ, _PUBLISH = ScopeNeed((PUBLISH, OBSERVE), "some"), ScopeNeed((PUBLISH,), "some")
 #: Field of the row of a policy that was loaded here.
 _ADDON = "_addon"
 _TEXTS = ("displayName", "description")
@@ -67,7 +67,7 @@ class DeployedModelBody(msgspec.Struct, frozen=True):
 
 class AddonsApi:
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, policies: PoliciesApi, adapters: Adapters
+        self, ledger: Ledger, deployments: Deployments, policies: PoliciesApi, adapters: AdapterLoader
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments

@@ -19,20 +19,20 @@ from midstream.core.errors import SnapshotRefused
 from midstream.core.types import ENGINE_FEATURES, EngineCard, ReplicaReport
 
 
-class Need(NamedTuple):
+class SignalNeed(NamedTuple):
     """words: what an engine without the feature does not do, as in `does not {words}`."""
 
     feature: str
     words: str
 
 
-_MAX_AGE = Need("max_cache_age", "know how old cached KV is; signal all, new_session or none")
-_POLICY = Need("cache_policies", "keep cached KV from being reused; signal none")
+_MAX_AGE = SignalNeed("max_cache_age", "know how old cached KV is; signal all, new_session or none")
+_POLICY = SignalNeed("cache_policies", "keep cached KV from being reused; signal none")
 # What the fields of reset_prompt_cache need.
 SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
 # What the field policy needs, and what a signal without it.
-_SEVERAL = Need("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
-FULL = Need("full_snapshots", "take full weights; signal a policy")
+_SEVERAL = SignalNeed("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
+FULL = SignalNeed("full_snapshots", "take full weights; signal a policy")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
@@ -50,7 +50,7 @@ def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) ->
                 raise SnapshotRefused(refusal(param, card, need.feature, need.words), param=param)
 
 
-def _need(signal: SignalBody) -> Need | None:
+def _need(signal: SignalBody) -> SignalNeed | None:
     """A signal that does not say asks for `all`."""
     if signal.max_cache_age is not None:
         return _MAX_AGE

@@ -22,7 +22,7 @@ from midstream.api.board import Board
 from midstream.api.pages import Pages, kinds_of
 from midstream.core.endpoints import HTML, Endpoint, serves
 from midstream.core.pages import DASHBOARD, DASHBOARD_EVENTS, DASHBOARD_FILES
-from midstream.core.scopes import OBSERVE, Grant, Need
+from midstream.core.scopes import OBSERVE, Grant, ScopeNeed
 from midstream.fleet.access import grant_of
 
 LOOK_EVERY_S = 1.0
@@ -61,7 +61,7 @@ class DashboardApi:
         Endpoint(
             "GET",
             DASHBOARD_EVENTS,
-            Need((OBSERVE,), "some"),
+            ScopeNeed((OBSERVE,), "some"),
             "Streams what the dashboard shows.",
             kinds=("text/event-stream",),
         )

@@ -24,7 +24,7 @@ from midstream.core.endpoints import ONE_DEPLOYMENT as ONE
 from midstream.core.endpoints import PAGE_AFTER, PAGE_SIZE, Endpoint, Nothing, flag, serves, text
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.headers import HEADER_MADE
-from midstream.core.scopes import CHANGE_ONE, OBSERVE, OPERATE, PUBLISH, READ_ONE, Need, forbidden
+from midstream.core.scopes import CHANGE_ONE, OBSERVE, OPERATE, PUBLISH, READ_ONE, ScopeNeed, forbidden
 from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
@@ -66,7 +66,7 @@ class DeploymentsApi:
         Endpoint(
             "POST",
             _COLLECTION,
-            Need((OPERATE,), "every"),
+            ScopeNeed((OPERATE,), "every"),
             "Creates a deployment.",
             (
                 text("deploymentId", "The last part of its name; one is made up without it."),
@@ -110,7 +110,7 @@ class DeploymentsApi:
         Endpoint(
             "GET",
             _COLLECTION,
-            Need((PUBLISH, OBSERVE), "some"),
+            ScopeNeed((PUBLISH, OBSERVE), "some"),
             "Lists the deployments by name.",
             (PAGE_SIZE, PAGE_AFTER),
             answer=resource.DeploymentsShown,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from midstream.api.answers import DeploymentHealth, Health, ReplicaHealth
 from midstream.api.capabilities import engine_of
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, serves
-from midstream.core.scopes import OBSERVE, SCOPES, Need
+from midstream.core.scopes import OBSERVE, SCOPES, ScopeNeed
 from midstream.core.wires import TRAINER_HEALTH
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import Deployment, Deployments
@@ -48,7 +48,7 @@ class HealthApi:
         Endpoint(
             "GET",
             "/metrics",
-            Need((OBSERVE,), "every"),
+            ScopeNeed((OBSERVE,), "every"),
             "Gives all metrics in Prometheus' text format.",
             kinds=PLAIN_TEXT,
         )

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.api import ledger_view
-from midstream.api.adapter_calls import AdapterCallsApi, Adapters
+from midstream.api.adapter_calls import AdapterCallsApi, AdapterLoader
 from midstream.api.addons import AddonsApi
 from midstream.api.answers import DeploymentLedger, HintTaken, HotLoadStatus, LedgerReset, SignalTaken
 from midstream.api.capabilities import check_signal
@@ -29,7 +29,7 @@ from midstream.api.policies import PoliciesApi, ending
 from midstream.api.signals import (
     SOURCE_URL_HEADER,
     HintBody,
-    Place,
+    NamedDirectory,
     SignalBody,
     overwrites,
     source_url,
@@ -53,11 +53,11 @@ from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, whole_number
-from midstream.ledger import CHAIN_MAX, DeploymentState, Fleet, Ledger, Signal, SignalResult
+from midstream.ledger import CHAIN_MAX, DeploymentState, FleetReports, Ledger, Signal, SignalResult
 from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
 from midstream.snapshots.adapter import check_found, is_adapter_listing
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
-from midstream.snapshots.store.listing import Found, check_inside, find_file, find_snapshot
+from midstream.snapshots.store.listing import DirectoryContents, check_inside, find_file, find_snapshot
 
 HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 # Transitions of the ledger, unless the client asks for more or fewer.
@@ -100,7 +100,7 @@ def hotload_apis(
         check_bucket(bucket)
     policies = partial(PoliciesApi, ledger, deployments, changed, limits=limits, look=look)
     api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
-    adapters = Adapters(deployments, api.policies, Updates(ledger, api.take))
+    adapters = AdapterLoader(deployments, api.policies, Updates(ledger, api.take))
     return [
         api,
         api.policies,
@@ -161,7 +161,7 @@ class HotLoadApi:
         request: Request,
         deployment: Deployment,
         body: SignalBody,
-        place: Place | None = None,
+        place: NamedDirectory | None = None,
         *,
         overwrite: bool = False,
         parents: tuple[SnapshotFiles, ...] = (),
@@ -186,7 +186,7 @@ class HotLoadApi:
         deployment: Deployment,
         body: SignalBody,
         url: str,
-        found: Found,
+        found: DirectoryContents,
         overwrite: bool,
         parents: tuple[SnapshotFiles, ...],
     ) -> SignalResult:
@@ -314,7 +314,7 @@ class HotLoadApi:
         return LedgerReset(state.snapshot, generation)
 
     async def _url(
-        self, request: Request, deployment: Deployment, identity: str, place: Place | None
+        self, request: Request, deployment: Deployment, identity: str, place: NamedDirectory | None
     ) -> tuple[str, str]:
         """Where the snapshot lies, and in which bucket: the deployment's, under its identity, or where `place` says."""
         row = await self._ledger.deployment(deployment.name)
@@ -335,9 +335,9 @@ class HotLoadApi:
         return url, bucket
 
     @staticmethod
-    def _place(request: Request) -> Place | None:
+    def _place(request: Request) -> NamedDirectory | None:
         source = request.headers.get(SOURCE_URL_HEADER)
-        return Place(source) if source else None
+        return NamedDirectory(source) if source else None
 
     def _named(self, request: Request) -> str:
         name = f"accounts/{request.path_params['account']}/deployments/{request.path_params['name']}"
@@ -351,7 +351,7 @@ def owners(url: str, buckets: Mapping[str, str]) -> list[str]:
     return [name for name in around if depth[name] == max(depth.values())]
 
 
-async def _found(url: str, bucket: str, param: str = "identity") -> Found:
+async def _found(url: str, bucket: str, param: str = "identity") -> DirectoryContents:
     """The files at `url`, which are there before they are signalled. param: the field that names them.
 
     Raises SnapshotRefused, also for an adapter that no replica would take; and ReplicaUnavailable.
@@ -376,7 +376,7 @@ async def _found(url: str, bucket: str, param: str = "identity") -> Found:
     return found
 
 
-def _check_policy(deployment: Deployment, found: Found, state: DeploymentState) -> None:
+def _check_policy(deployment: Deployment, found: DirectoryContents, state: DeploymentState) -> None:
     """Raises SnapshotRefused for an adapter that was meant for a policy."""
     if not is_adapter_listing(found.sizes):
         return
@@ -391,11 +391,11 @@ def _check_policy(deployment: Deployment, found: Found, state: DeploymentState) 
         )
 
 
-def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> Fleet:
+def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> FleetReports:
     """What the ledger has to know of the replicas to take a signal."""
     desired = state.desired
     failed = desired is not None and any(failure(state, report, desired) for report in reports)
-    return Fleet(
+    return FleetReports(
         failed_generation=desired.generation if desired is not None and failed else None,
         generation_floor=max((report.generation for report in reports), default=0),
         serving=tuple((report.snapshot, serving_generation(report)) for report in reports if report.ready),

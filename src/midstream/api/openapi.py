@@ -38,7 +38,7 @@ Json = dict[str, Any]
 Bodies = Mapping[str, type[msgspec.Struct]]
 
 
-class Answer(Protocol):
+class AnswerTypes(Protocol):
     """whole: the type of an answer that is no stream. event: the type of the data of one event of a stream, or what it is in
     words; None: it has no stream."""
 
@@ -49,7 +49,7 @@ class Answer(Protocol):
     def event(self) -> Any: ...
 
 
-Answers = Mapping[str, Answer]
+Answers = Mapping[str, AnswerTypes]
 
 _SCHEMAS = schemas.REFERENCE
 #: Of inference alone: the gate is closed for a swap, or replicas were lost with the request.
@@ -243,7 +243,7 @@ def _operation(one: Operation, bodies: Bodies) -> Json:
     return made
 
 
-def _success(endpoint: Endpoint, answer: Answer | None, made_schemas: schemas.Schemas) -> Json:
+def _success(endpoint: Endpoint, answer: AnswerTypes | None, made_schemas: schemas.Schemas) -> Json:
     """OpenAPI 3.1 has no word for the events of a stream: they are in an extension."""
     content: Json = {kind: {} for kind in endpoint.kinds}
     whole = endpoint.answer if answer is None else answer.whole

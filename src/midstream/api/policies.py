@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from midstream.api.capabilities import check_signal
 from midstream.api.resource_answers import Policies, Policy, PolicyEnding
-from midstream.api.signals import Metadata, Place, SignalBody
+from midstream.api.signals import Metadata, NamedDirectory, SignalBody
 from midstream.api.status import replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
 from midstream.core.endpoints import ONE_DEPLOYMENT, PAGE_AFTER, Endpoint, number, serves
@@ -198,7 +198,7 @@ class PoliciesApi:
             target = await self.ready(request, policy.host, policy.policy)
             body = SignalBody(source.snapshot, incremental_snapshot_metadata=_metadata_of(source))
             parents = tuple(msgspec.structs.replace(link, content=None) for link in source.parents)
-            await self._take(request, target, body, Place(source.url, "from"), parents=parents)
+            await self._take(request, target, body, NamedDirectory(source.url, "from"), parents=parents)
         except MidstreamError:
             if new:
                 await self.end(policy)

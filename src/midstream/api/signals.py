@@ -94,7 +94,7 @@ class SignalBody(msgspec.Struct, frozen=True):
         return tuple(sorted(set(ignored or ())))
 
 
-class Place(NamedTuple):
+class NamedDirectory(NamedTuple):
     """A directory that a client names itself, by its URL. param: the field or header that names it."""
 
     url: str

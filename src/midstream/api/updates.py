@@ -16,7 +16,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 
 from midstream.api.answers import HotLoadRow
-from midstream.api.signals import Place, SignalBody
+from midstream.api.signals import NamedDirectory, SignalBody
 from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.scopes import OBSERVE, PUBLISH
@@ -46,7 +46,7 @@ class Take(Protocol):
         request: Request,
         deployment: Deployment,
         body: SignalBody,
-        place: Place | None = None,
+        place: NamedDirectory | None = None,
         *,
         overwrite: bool = False,
         parents: tuple[SnapshotFiles, ...] = (),
@@ -81,7 +81,7 @@ class Updates:
             policy=deployment.policy or None,
         )
         try:
-            result = await self._take(request, deployment, body, Place(url, update.param))
+            result = await self._take(request, deployment, body, NamedDirectory(url, update.param))
         except InvalidRequest as error:
             # A place without a snapshot is a good place: another one would not help.
             if error.param != update.param or isinstance(error.__cause__, SnapshotError):

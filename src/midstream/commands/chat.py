@@ -32,12 +32,12 @@ HELP = f"{' or '.join(EXITS)} or Ctrl-D ends, {RESET} begins a new session, {SHO
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-class Refused(PublishError):
+class TurnRefused(PublishError):
     """The server refused a turn, or did not answer. The message is for the person who asked."""
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One answer. prompt_tokens, cached_tokens, tokens: None where the server did not say, as for one that was ended early."""
 
     text: str = ""
@@ -104,12 +104,12 @@ class Conversation:
         if self._system is not None:
             self._messages.append({"role": "system", "content": self._system})
 
-    def ask(self, prompt: str, on_text: Callable[[str], None]) -> Answer:
+    def ask(self, prompt: str, on_text: Callable[[str], None]) -> ChatAnswer:
         """Stream one answer, each piece to `on_text`. An interrupt ends it; what there is of it stays part of the conversation.
 
-        Raises Refused; the conversation is then as it was.
+        Raises TurnRefused; the conversation is then as it was.
         """
-        answer = Answer(asked_at=time.monotonic())
+        answer = ChatAnswer(asked_at=time.monotonic())
         messages = [*self._messages, {"role": "user", "content": prompt}]
         body = self._options | {"model": self.model, "messages": messages, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -118,11 +118,11 @@ class Conversation:
             with self._http.stream("POST", PATH, json=body, headers=headers) as response:
                 if not response.is_success:
                     refusal = HttpAnswer(response.status_code, response.headers, response.read())
-                    raise Refused(f"{refusal.status} {refusal.message}")
+                    raise TurnRefused(f"{refusal.status} {refusal.message}")
                 for event in events(response.iter_lines()):
                     _take(answer, event, on_text)
         except httpx.HTTPError as error:
-            raise Refused(f"{self._http.base_url}: {error or type(error).__name__}") from error
+            raise TurnRefused(f"{self._http.base_url}: {error or type(error).__name__}") from error
         except KeyboardInterrupt:
             answer.finish_reason = "you"
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -130,7 +130,7 @@ class Conversation:
 
 
 def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events, to [DONE]. Raises Refused for an error's event, and for one that is not JSON."""
+    """The data of server-sent events, to [DONE]. Raises TurnRefused for an error's event, and for one that is not JSON."""
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -140,14 +140,14 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(data)
         except ValueError as error:
-            raise Refused(f"the stream has an event that is not JSON: {data[:200]!r}") from error
+            raise TurnRefused(f"the stream has an event that is not JSON: {data[:200]!r}") from error
         if "error" in event:
-            raise Refused(str(event["error"].get("message", event["error"])))
+            raise TurnRefused(str(event["error"].get("message", event["error"])))
         yield event
-    raise Refused("the stream ended before the answer did")
+    raise TurnRefused("the stream ended before the answer did")
 
 
-def _take(answer: Answer, event: dict[str, Any], on_text: Callable[[str], None]) -> None:
+def _take(answer: ChatAnswer, event: dict[str, Any], on_text: Callable[[str], None]) -> None:
     snapshot = event.get("model", "").rpartition("@")[2]
     if "@" in event.get("model", "") and snapshot not in answer.snapshots[-1:]:
         answer.snapshots.append(snapshot)
@@ -267,7 +267,7 @@ def _talk(conversation: Conversation, root: str) -> int:
 def _answer(conversation: Conversation, prompt: str) -> None:
     try:
         answer = conversation.ask(prompt, lambda text: print(_shown(text), end="", flush=True))
-    except Refused as error:
+    except TurnRefused as error:
         print(f"\nmidstream chat: {plain(str(error))}", file=sys.stderr)
         return
     said = f"[{answer.summary()}]"

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from midstream.core.scopes import Need
+from midstream.core.scopes import ScopeNeed
 from midstream.core.wires import PREFIX
 
 #: A deployment, as Fireworks names one.
@@ -56,7 +56,7 @@ class Endpoint:
 
     method: Literal["GET", "POST", "PATCH", "DELETE"]
     path: str
-    need: Need | None
+    need: ScopeNeed | None
     summary: str
     query: tuple[Parameter, ...] = ()
     headers: tuple[Parameter, ...] = ()

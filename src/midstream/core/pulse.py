@@ -41,7 +41,7 @@ def own_s(late_s: float, computed_s: float, unserved_s: float | None) -> float:
     return max(blocked_s, min(late_s, computed_s))
 
 
-class Scheduler:
+class ThreadTimes:
     """What the system says of this process's threads. Linux alone does."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Pulse:
         self._name = name
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: ThreadTimes | None = None
         #: By the last beat: when the next one is due, and the CPU time of the thread then.
         self._due = self._computed_s = 0.0
         self._beats = 0
@@ -105,7 +105,7 @@ class Pulse:
 
     def start(self) -> None:
         """Measure the running loop, in its own thread. Earlier stalls do not count."""
-        self._scheduler = Scheduler()
+        self._scheduler = ThreadTimes()
         self._next(self._scheduler, BEAT_S)
 
     def stop(self) -> None:
@@ -114,7 +114,7 @@ class Pulse:
             self._scheduler.close()
             self._timer = self._scheduler = None
 
-    def _next(self, scheduler: Scheduler, beat_s: float) -> None:
+    def _next(self, scheduler: ThreadTimes, beat_s: float) -> None:
         if self._beats % LOOKS == 0:
             scheduler.unserved_s()
         self._beats += 1
@@ -123,7 +123,7 @@ class Pulse:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(beat_s, self._beat, scheduler)
 
-    def _beat(self, scheduler: Scheduler) -> None:
+    def _beat(self, scheduler: ThreadTimes) -> None:
         now = time.monotonic()
         late_s, computed_s = now - self._due, time.thread_time() - self._computed_s
         # Since it was read last, which may be some beats ago: what a busy machine takes is rather counted too high.

@@ -69,7 +69,7 @@ def parse_grant(scopes: Iterable[str]) -> Grant:
     return Grant(frozenset(parse_scope(text) for text in scopes))
 
 
-class Need(NamedTuple):
+class ScopeNeed(NamedTuple):
     """What an endpoint asks of a key.
 
     scopes: one of them is enough, the least first.
@@ -92,11 +92,11 @@ def forbidden(scopes: tuple[str, ...], resource: str) -> Forbidden:
 
 
 #: What most endpoints need.
-ANY = Need(SCOPES, "some")
-SAMPLE_MEANT = Need((SAMPLE,), "meant")
-SIGNAL, READ_SIGNALS = Need((PUBLISH,), "meant"), Need((PUBLISH, OBSERVE), "meant")
+ANY = ScopeNeed(SCOPES, "some")
+SAMPLE_MEANT = ScopeNeed((SAMPLE,), "meant")
+SIGNAL, READ_SIGNALS = ScopeNeed((PUBLISH,), "meant"), ScopeNeed((PUBLISH, OBSERVE), "meant")
 READ_ONE, PUBLISH_ONE, CHANGE_ONE = (
-    Need((PUBLISH, OBSERVE), "named"),
-    Need((PUBLISH,), "named"),
-    Need((OPERATE,), "named"),
+    ScopeNeed((PUBLISH, OBSERVE), "named"),
+    ScopeNeed((PUBLISH,), "named"),
+    ScopeNeed((OPERATE,), "named"),
 )

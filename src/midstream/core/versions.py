@@ -91,7 +91,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     here: bool = False
 
 
-class Refused(SnapshotNotServed):
+class ConstraintNotMet(SnapshotNotServed):
     """A replica's answer to its gateway."""
 
     def __init__(self, message: str, refusal: Refusal) -> None:

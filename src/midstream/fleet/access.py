@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 from midstream.core.endpoints import Endpoint
 from midstream.core.errors import Forbidden, InvalidRequest, NotFound
 from midstream.core.headers import HEADER_SCOPES, HEADER_TENANT
-from midstream.core.scopes import EVERYTHING, NOTHING, Grant, Need, forbidden, parse_grant
+from midstream.core.scopes import EVERYTHING, NOTHING, Grant, ScopeNeed, forbidden, parse_grant
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
 from midstream.http.routes import log_refusal, routes_of
 
@@ -49,7 +49,7 @@ def grant_of(request: Request) -> Grant:
     return grant
 
 
-def check_need(need: Need, grant: Grant, request: Request, deployments: Deployments) -> None:
+def check_need(need: ScopeNeed, grant: Grant, request: Request, deployments: Deployments) -> None:
     """Raises Forbidden, and NotFound for a deployment that the key may use and that is not there."""
     try:
         if need.on == "every" and not grant.everywhere(need.scopes):

@@ -26,7 +26,7 @@ from starlette.requests import Request
 
 from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Nothing, serves
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
-from midstream.core.scopes import CHANGE_ONE, OBSERVE, Need
+from midstream.core.scopes import CHANGE_ONE, OBSERVE, ScopeNeed
 from midstream.fleet.access import grant_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaEntry, ReplicaView, Standing
@@ -171,7 +171,7 @@ class MembershipApi:
         self._allowed = frozenset(allowed)
         self._changed = changed
 
-    @serves(Endpoint("GET", _PATH, Need((OBSERVE,), "named"), "Lists the replicas of a deployment."))
+    @serves(Endpoint("GET", _PATH, ScopeNeed((OBSERVE,), "named"), "Lists the replicas of a deployment."))
     async def list(self, request: Request) -> Replicas:
         deployment = self._deployment(request)
         views = (*deployment.replicas.views, *deployment.replicas.leaving)

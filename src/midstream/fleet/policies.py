@@ -36,7 +36,7 @@ from midstream.core.types import (
     Stage,
 )
 from midstream.fleet.replicas import ReplicaSet
-from midstream.fleet.residency import Place, State, where
+from midstream.fleet.residency import PolicyPlace, State, where
 from midstream.fleet.view import ReplicaView
 
 #: How long a replica is to load a policy that it was asked for.
@@ -296,9 +296,11 @@ class PolicyReplicas(ReplicaSet):
         if not any(place.state == "serves" for place in places):
             self._residents.unmet[self] = None
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[PolicyPlace]:
         return [
-            Place(view.name, self._state(view), *self._residents.room(view.replica), view.load, view.weight)
+            PolicyPlace(
+                view.name, self._state(view), *self._residents.room(view.replica), view.load, view.weight
+            )
             for view in self.views
             if _may_serve(view)
         ]

@@ -54,7 +54,7 @@ _FIRST = BOUNDS.index(FIRST_BOUND)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptBeginnings:
     """The beginnings of a prompt, the shortest first, as hashes; size: of the prompt, in bytes; first: of the shortest, its
     place in BOUNDS."""
 
@@ -63,7 +63,7 @@ class Prompt:
     first: int
 
 
-def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | None:
+def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> PromptBeginnings | None:
     """None when it is too short to matter, or there is none. short: beginnings below FIRST_BOUND matter too."""
     if len(body) <= (SHORT_BOUND if short else FIRST_BOUND):
         return None
@@ -82,7 +82,7 @@ def read_prompt(tenant: str, body: bytes, *, short: bool = False) -> Prompt | No
         beginnings.append(chain)
     first = 0 if short else _FIRST
     kept = tuple(beginnings[first:])
-    return Prompt(kept, min(size, LAST_BOUND), first) if kept else None
+    return PromptBeginnings(kept, min(size, LAST_BOUND), first) if kept else None
 
 
 def follows(headers: Mapping[bytes, bytes]) -> bool:
@@ -119,7 +119,7 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def find(self, prompt: Prompt) -> Known | None:
+    def find(self, prompt: PromptBeginnings) -> Known | None:
         """The replica that knows enough of it to be followed."""
         for place in range(len(prompt.beginnings) - 1, -1, -1):
             share = BOUNDS[prompt.first + place] / prompt.size
@@ -130,12 +130,12 @@ class PrefixTable:
                 return Known(home[0], share, home[1], prompt.beginnings[place] in self._running)
         return None
 
-    def begin(self, prompt: Prompt) -> None:
+    def begin(self, prompt: PromptBeginnings) -> None:
         """A request with this prompt runs from now on, until `end`."""
         for beginning in prompt.beginnings:
             self._running[beginning] = self._running.get(beginning, 0) + 1
 
-    def end(self, prompt: Prompt) -> None:
+    def end(self, prompt: PromptBeginnings) -> None:
         """It runs no longer. Call it once for each `begin`."""
         for beginning in prompt.beginnings:
             left = self._running[beginning] - 1
@@ -144,7 +144,7 @@ class PrefixTable:
             else:
                 del self._running[beginning]
 
-    def learn(self, prompt: Prompt, replica: str) -> None:
+    def learn(self, prompt: PromptBeginnings, replica: str) -> None:
         """The replica computes it."""
         homes, alone, shared = self._homes, (replica, True), (replica, False)
         for beginning in prompt.beginnings:

@@ -25,7 +25,7 @@ LOAD_BOUND = 0.25
 State = Literal["absent", "coming", "serves", "failed"]
 
 
-class Place(NamedTuple):
+class PolicyPlace(NamedTuple):
     """A replica that is well, as one policy sees it.
 
     state: of the policy there. room: policies that could be loaded beside those that are; idle: those that could make way.
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         return self.load / self.weight
 
 
-def where(policy: str, places: Sequence[Place], home: str | None = None) -> str | None:
+def where(policy: str, places: Sequence[PolicyPlace], home: str | None = None) -> str | None:
     """The replica that is to load the policy now; None: nothing is to be done. home: of the session that asks for it."""
     free = [place for place in places if place.takes]
     if any(place.name == home for place in free):
@@ -58,16 +58,16 @@ def where(policy: str, places: Sequence[Place], home: str | None = None) -> str 
     serving = [place for place in places if place.state == "serves"]
     if serving:
         free = [place for place in free if all(_busy(one, place, places) for one in serving)]
-    return max(free, key=lambda place: _fitness(policy, place), default=Place("")).name or None
+    return max(free, key=lambda place: _fitness(policy, place), default=PolicyPlace("")).name or None
 
 
-def _busy(serving: Place, other: Place, places: Sequence[Place]) -> bool:
+def _busy(serving: PolicyPlace, other: PolicyPlace, places: Sequence[PolicyPlace]) -> bool:
     """Whether it is worth loading the policy on the other one, too."""
     total, weights = sum(place.load for place in places), sum(place.weight for place in places)
     over = serving.load >= load_limit(total, LOAD_BOUND, serving.weight, weights)
     return over and serving.filled >= other.filled + SPREAD_MARGIN
 
 
-def _fitness(policy: str, place: Place) -> tuple[int, float, int]:
+def _fitness(policy: str, place: PolicyPlace) -> tuple[int, float, int]:
     """The most room first, then the least load. Ties are broken as for sessions: a policy comes back to where its files are."""
     return place.room, -place.filled, rank(policy, place.name)

@@ -15,7 +15,7 @@ from midstream.core.errors import BodiesTooLarge, Overloaded, PayloadTooLarge
 
 
 @dataclass(slots=True, frozen=True)
-class Bounds:
+class BudgetBounds:
     """Of one process. Without API keys all clients are one tenant."""
 
     unfinished_body_bytes: int = 0
@@ -34,7 +34,7 @@ class BudgetedConnection(Protocol):
     def drain(self) -> None: ...
 
 
-class Account:
+class TenantAccount:
     """What a tenant has of it all."""
 
     __slots__ = ("held_bytes", "members", "requests")
@@ -49,24 +49,24 @@ class Account:
 class Budget:
     """Use from one event loop."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: BudgetBounds) -> None:
         self._bounds = bounds
         self.together = bounds.unfinished_body_bytes or sys.maxsize
         self.of_one = bounds.unfinished_body_bytes_per_tenant or sys.maxsize
         self.counts_requests = bounds.requests_per_tenant > 0
         self.held_bytes = 0
         # There are at most as many tenants as keys.
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, TenantAccount] = {}
 
     def __repr__(self) -> str:
         connections = sum(len(account.members) for account in self._accounts.values())
         requests = sum(account.requests for account in self._accounts.values())
         return f"Budget({self.held_bytes} bytes, {connections} connections, {requests} requests)"
 
-    def account(self, tenant: str) -> Account:
+    def account(self, tenant: str) -> TenantAccount:
         found = self._accounts.get(tenant)
         if found is None:
-            found = self._accounts[tenant] = Account()
+            found = self._accounts[tenant] = TenantAccount()
         return found
 
     def no_room(self, more: int) -> PayloadTooLarge:
@@ -86,7 +86,7 @@ class Budget:
             "this body is not too large by itself: retry later"
         )
 
-    def join(self, member: BudgetedConnection, account: Account) -> None:
+    def join(self, member: BudgetedConnection, account: TenantAccount) -> None:
         """The connection is this tenant's. Closes the oldest idle one to make room; raises Overloaded when none is idle."""
         bound = self._bounds.connections_per_tenant
         if not bound:
@@ -103,7 +103,7 @@ class Budget:
             idle.drain()
         members[member] = None
 
-    def begin_request(self, account: Account) -> None:
+    def begin_request(self, account: TenantAccount) -> None:
         """Raises Overloaded."""
         bound = self._bounds.requests_per_tenant
         if bound and account.requests >= bound:
@@ -124,7 +124,7 @@ class Share:
         self._account = budget.account("")
         self.held_bytes = 0
         # The account of the connection's request in flight.
-        self.counted_for: Account | None = None
+        self.counted_for: TenantAccount | None = None
 
     def __repr__(self) -> str:
         return f"Share({self.held_bytes} bytes{', a request' if self.counted_for is not None else ''})"

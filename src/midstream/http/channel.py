@@ -37,7 +37,7 @@ Spec = TypeVar("Spec", bound=ChildSpec)
 T = TypeVar("T")
 
 
-class Channel:
+class StdioChannel:
     """The child's end. Made once, before anything else uses standard input or output."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ async def _read_lines(reader: asyncio.StreamReader, on_line: Callable[[bytes], N
 def run_child(
     name: str,
     kind: type[Spec],
-    serve: Callable[[Spec, Channel], Coroutine[Any, Any, None]],
+    serve: Callable[[Spec, StdioChannel], Coroutine[Any, Any, None]],
     failures: tuple[type[Exception], ...] = (),
     around: Callable[[Spec], AbstractContextManager[None]] = lambda spec: contextlib.nullcontext(),
 ) -> int:
@@ -100,7 +100,7 @@ def run_child(
     around: entered before the event loop is made, and left when the loop's tasks and threads have ended.
     """
     expected: tuple[type[Exception], ...] = (ConfigError, SnapshotError, OSError, *failures)
-    channel = Channel()
+    channel = StdioChannel()
     spec = channel.receive(kind)
     channel.pulse = Pulse(spec.name or name)
     fields = {"replica": spec.name} if spec.name else {}

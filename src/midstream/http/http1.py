@@ -26,7 +26,7 @@ import httptools
 from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http.budget import Budget, Share
 from midstream.http.heap import heap
-from midstream.http.message import Limits, Request, error_response
+from midstream.http.message import ConnectionLimits, Request, error_response
 from midstream.http.reader import RequestReader
 
 # Pipelined requests that are read ahead before reading pauses.
@@ -52,7 +52,7 @@ class Exchange(Protocol):
     def cut(self, reason: str) -> None: ...
 
 
-class Service(Protocol):
+class HttpService(Protocol):
     """What the connections of a server share."""
 
     draining: bool
@@ -71,7 +71,7 @@ class Service(Protocol):
         """A request was answered with `error` without becoming an exchange. request: without its body; None: it has no head."""
 
 
-class Refusal(NamedTuple):
+class RefusedRequest(NamedTuple):
     error: MidstreamError
     request: Request | None
 
@@ -79,12 +79,14 @@ class Refusal(NamedTuple):
 class ClientConnection(RequestReader, asyncio.Protocol):
     """One client connection. An exchange writes to it through write, finish, end_short and reset."""
 
-    def __init__(self, service: Service, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, service: HttpService, limits: ConnectionLimits, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(limits)
         self._service = service
         self._share = Share(service.budget, self)
         self._now = loop.time
-        self._queue: deque[Request | Refusal] = deque()
+        self._queue: deque[Request | RefusedRequest] = deque()
         self._queued_bytes = 0
         self._exchange: Exchange | None = None
         self._keep_alive = True
@@ -311,7 +313,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._pumping = True
         while self._exchange is None and self._queue and not self._transport.is_closing():
             item = self._queue.popleft()
-            if isinstance(item, Refusal):
+            if isinstance(item, RefusedRequest):
                 self._answer_refusal(item)
                 break
             self._queued_bytes -= len(item.body)
@@ -399,7 +401,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def _refuse(self, error: MidstreamError) -> None:
         """Answer with `error` when its turn comes; the bytes after it mean nothing."""
         self._deaf = True
-        refusal = Refusal(error, self.unfinished)
+        refusal = RefusedRequest(error, self.unfinished)
         self._in_message = self._owes_continue = False
         self._start_message()
         heap.freed(self._unfinished_bytes)
@@ -407,7 +409,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._count_held()
         self._queue.append(refusal)
 
-    def _answer_refusal(self, refusal: Refusal) -> None:
+    def _answer_refusal(self, refusal: RefusedRequest) -> None:
         """Answer, then drop what the client still sends for a while: closing at once could destroy the answer."""
         self._service.refused(*refusal, self)
         self._transport.write(error_response(refusal.error, close=True))

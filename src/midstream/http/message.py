@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class ConnectionLimits:
     max_body_bytes: int
     max_header_bytes: int
     keep_alive_s: float

@@ -22,7 +22,7 @@ from midstream.core.errors import (
     MidstreamError,
     PayloadTooLarge,
 )
-from midstream.http.message import Limits, Request, check_framing, split_absolute_form
+from midstream.http.message import ConnectionLimits, Request, check_framing, split_absolute_form
 
 # Bytes that a chunk may have beside its data, for its size and its line ends.
 CHUNK_FRAMING_BYTES = 24
@@ -31,7 +31,7 @@ CHUNK_FRAMING_BYTES = 24
 class RequestReader(ABC):
     """What reads by feed(); the connection is the other part."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._parser = httptools.HttpRequestParser(self)
         # The read that is being parsed.

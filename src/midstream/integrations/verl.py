@@ -28,21 +28,21 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from midstream.client import SnapshotPublisher
-from midstream.integrations.verl_wire import Generator, Settings, extra_fields, request_of, serving
+from midstream.integrations.verl_wire import Generator, VerlSettings, extra_fields, request_of, serving
 
 NAME = "midstream"
 #: Snapshots of this process. verl has a manager of its own for each way to its rollouts, and all of them publish.
 _PUBLISHED: set[str] = set()
 
 
-def settings_of(rollout: Any) -> Settings:
+def settings_of(rollout: Any) -> VerlSettings:
     """The backend's settings in a rollout configuration. Raises ValueError when they are missing."""
     given: Mapping[str, Any] | None = rollout.engine_kwargs.get(NAME)
     if given is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.engine_kwargs.{NAME} must have url, bucket, served and run"
         )
-    return Settings(**given)
+    return VerlSettings(**given)
 
 
 class MidstreamClient(LLMServerClient):  # type: ignore[misc]
@@ -117,7 +117,7 @@ class MidstreamReplica(RolloutReplica):  # type: ignore[misc]
 class WeightPublisher:
     """Publishes what verl hands over tensor by tensor. Of rank 0 alone; others gather with it."""
 
-    def __init__(self, settings: Settings, *, master: bool) -> None:
+    def __init__(self, settings: VerlSettings, *, master: bool) -> None:
         self._settings = settings
         self._master = master
         self._publisher: SnapshotPublisher | None = None
@@ -200,7 +200,7 @@ class MidstreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
         del bucket_size
-        self._publisher = WeightPublisher(Settings(**settings), master=is_master)
+        self._publisher = WeightPublisher(VerlSettings(**settings), master=is_master)
 
     def prepare(self) -> dict[str, Any]:
         return {}

@@ -55,7 +55,7 @@ SEEN = 100
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerlSettings:
     """`actor_rollout_ref.rollout.engine_kwargs.midstream` of verl's configuration.
 
     url: the server's. bucket: where snapshots go. served: the served model's directory, whose config.json snapshots have.
@@ -131,7 +131,7 @@ def request_of(
     )
 
 
-def generated(answer: Mapping[str, Any], settings: Settings, *, routes: bool) -> Generated:
+def generated(answer: Mapping[str, Any], settings: VerlSettings, *, routes: bool) -> Generated:
     """Reads an answer. Raises ValueError where something is missing."""
     (choice,) = answer["choices"]
     ids = [int(one) for one in choice["token_ids"]]
@@ -177,7 +177,7 @@ def extra_fields(one: Generated) -> dict[str, Any]:
     }
 
 
-def serving(settings: Settings) -> str:
+def serving(settings: VerlSettings) -> str:
     """The newest snapshot of the run that the server serves or loads. Raises PublishError when it serves another run's."""
     server = HotLoadServer(settings.url, model=settings.model, api_key=settings.api_key)
     try:
@@ -195,7 +195,7 @@ class Generator:
     first: a snapshot of the run that was signalled.
     """
 
-    def __init__(self, settings: Settings, first: str) -> None:
+    def __init__(self, settings: VerlSettings, first: str) -> None:
         self.settings = settings
         self._url = settings.url.rstrip("/") + PATH
         self._open: tuple[Caller, ThreadPoolExecutor] | None = None

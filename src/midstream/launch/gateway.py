@@ -35,7 +35,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
-from midstream.http.channel import STOP_GRACE_S, Channel, run_child
+from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
 from midstream.http.heap import return_memory
 from midstream.launch.reference import document
 from midstream.launch.specs import GatewaySpec
@@ -62,7 +62,7 @@ LEARN_S = 1.5
 _SAID = "_settings"
 
 
-async def serve(spec: GatewaySpec, channel: Channel) -> None:
+async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
     return_memory()
     os.umask(UMASK)
     audit.write_to(spec.settings.audit_log)
@@ -139,7 +139,7 @@ def _gateway(
 
 
 def _desired_state(
-    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, channel: Channel
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, channel: StdioChannel
 ) -> DesiredState:
     desired_state = DesiredState(
         ledger,

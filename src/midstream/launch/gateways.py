@@ -21,7 +21,7 @@ import msgspec
 from midstream.fleet.desired_state import Running, Wanted, WantedReplica
 from midstream.fleet.tally import Siblings, Tally, merged, siblings_of
 from midstream.launch.process import (
-    Conversation,
+    ChildMessages,
     StartFailed,
     Supervised,
 )
@@ -29,7 +29,7 @@ from midstream.launch.process import (
 logger = logging.getLogger(__name__)
 
 #: Makes the gateway process of that name, not started.
-Make = Callable[[str, Conversation], Supervised]
+Make = Callable[[str, ChildMessages], Supervised]
 
 
 class Gateways:
@@ -133,8 +133,10 @@ class Gateways:
 
         await member.supervise(restarted, on_ended=lambda: self._has_ended(member.name))
 
-    def _conversation(self, name: str) -> Conversation:
-        return Conversation(functools.partial(self._hear, name), lambda: self._message(name, self._running()))
+    def _conversation(self, name: str) -> ChildMessages:
+        return ChildMessages(
+            functools.partial(self._hear, name), lambda: self._message(name, self._running())
+        )
 
     def _message(self, name: str, running: Running) -> Running:
         """The message for the gateway of that name. It is noted as sent."""

@@ -20,7 +20,7 @@ from midstream.core.config import EngineSettings, Settings
 from midstream.core.errors import ConfigError
 from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.engines import engine_fields, number_of, records_root, usable_cores
-from midstream.launch.process import Child, Conversation, StartFailed, Supervised
+from midstream.launch.process import Child, ChildMessages, StartFailed, Supervised
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.stranded import upload_stranded
 
@@ -34,7 +34,7 @@ class Launcher(Protocol):
         Raises ConfigError.
         """
 
-    def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised: ...
+    def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised: ...
 
     def remove_caches(self, replica: str, others: Set[str]) -> None:
         """Remove the caches of a deployment that is gone: of this replica, and of its other numbers.
@@ -72,7 +72,7 @@ class LocalLauncher:
         )
         return Child(spec.name, "midstream.launch.replica", here, host=spec.host, movable=True)
 
-    def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised:
+    def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised:
         return Child(name, "midstream.launch.gateway", spec, conversation, host=spec.host)
 
     def remove_caches(self, replica: str, others: Set[str]) -> None:

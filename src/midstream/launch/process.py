@@ -58,7 +58,7 @@ class Killed(HostUnwell):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChildMessages:
     """on_line: gets each line that the child says after its answer. Where it runs elsewhere, one that was not the newest for
     long may be left out. greeting: the message that a child gets whenever it has started.
     """
@@ -68,7 +68,7 @@ class Conversation:
 
 
 #: No messages in either direction.
-SILENT = Conversation()
+SILENT = ChildMessages()
 
 
 def ignore(_why: str) -> None:
@@ -189,7 +189,7 @@ class Supervised(ABC):
                     break
 
 
-class Life:
+class ChildProcess:
     """One process of a child, from its start to its end."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -250,11 +250,11 @@ class Life:
             raise StartFailed(f"{self.name} did not take over in {TAKE_OVER_S:g} s") from error
         raise StartFailed(f"{self.name} ended before it took over; its log says why")
 
-    def listen(self, hear: Callable[[Life, bytes], None]) -> None:
+    def listen(self, hear: Callable[[ChildProcess, bytes], None]) -> None:
         """From now on `hear` gets each line that it says."""
         self._listening = asyncio.create_task(self._listen(hear), name=f"{self.name} says")
 
-    async def _listen(self, hear: Callable[[Life, bytes], None]) -> None:
+    async def _listen(self, hear: Callable[[ChildProcess, bytes], None]) -> None:
         while line := await self._output.readline():
             hear(self, line)
 
@@ -304,7 +304,7 @@ class Child(Supervised):
         name: str,
         module: str,
         spec: msgspec.Struct,
-        conversation: Conversation = SILENT,
+        conversation: ChildMessages = SILENT,
         *,
         host: str = LOOPBACK,
         python: str | None = None,
@@ -324,11 +324,11 @@ class Child(Supervised):
         self._movable = movable
         #: The port that it chose, to be taken again. 0: none, or the settings name it.
         self._port_before = 0
-        self._life: Life | None = None
+        self._life: ChildProcess | None = None
         #: The process that is to take over, and a future that is done once it has, or has failed to.
-        self._next: Life | None = None
+        self._next: ChildProcess | None = None
         self._replacing: asyncio.Future[None] | None = None
-        self._retiring: dict[Life, asyncio.Task[None]] = {}
+        self._retiring: dict[ChildProcess, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return f"Child({self.name}, pid={self.pid}, port={self.port})"
@@ -386,7 +386,7 @@ class Child(Supervised):
             self._replacing.set_result(None)
             self._replacing = None
 
-    async def _create(self) -> Life:
+    async def _create(self) -> ChildProcess:
         """Raises StartFailed."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -404,23 +404,23 @@ class Child(Supervised):
             )
         except OSError as error:
             raise StartFailed(f"{self.name} cannot be started: {error}") from error
-        return Life(self.name, process)
+        return ChildProcess(self.name, process)
 
-    def _is_up(self, life: Life, answer: Listening) -> None:
+    def _is_up(self, life: ChildProcess, answer: Listening) -> None:
         self.port = answer.port
         if getattr(self._spec, "port", None) == 0:
             self._port_before = self.port
         if self._on_line is not None:
             life.listen(self._hear)
 
-    def _hear(self, life: Life, line: bytes) -> None:
+    def _hear(self, life: ChildProcess, line: bytes) -> None:
         life.said = line
         if life in self._retiring:
             self.on_retiring(life.pid, line)
         elif life is self._life and self._on_line is not None:
             self._on_line(line)
 
-    async def _retire(self, life: Life, seconds: float) -> None:
+    async def _retire(self, life: ChildProcess, seconds: float) -> None:
         try:
             await life.wait(seconds, ", replaced,")
         finally:
@@ -438,7 +438,7 @@ class Child(Supervised):
             if life.running:
                 life.kill()
 
-    def _lives(self) -> list[Life]:
+    def _lives(self) -> list[ChildProcess]:
         """The process that runs, the one that is to take over, and those that finish their requests."""
         return [life for life in (self._life, self._next, *self._retiring) if life is not None]
 

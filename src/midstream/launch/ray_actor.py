@@ -17,7 +17,7 @@ from midstream.core.errors import ConfigError
 from midstream.core.supervision import Listening
 from midstream.launch.caches import take_over
 from midstream.launch.models import make_built_in
-from midstream.launch.process import Child, Conversation, StartFailed
+from midstream.launch.process import Child, ChildMessages, StartFailed
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 
 #: Runs the module `replica`, and ends with the actor.
@@ -53,7 +53,7 @@ class ChildActor:
         try:
             here = await asyncio.to_thread(on_node, spec, address, port, self._directories)
             module = REPLICA if isinstance(spec, ReplicaSpec) else self._module
-            conversation = Conversation(self._hear)
+            conversation = ChildMessages(self._hear)
             self._child = Child(self._name, module, here, conversation, python=self._python)
             await self._child.start()
         except (StartFailed, ConfigError, OSError) as error:

@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from midstream.launch.process import SILENT, Conversation, HostUnwell, StartFailed, Supervised, ignore
+from midstream.launch.process import SILENT, ChildMessages, HostUnwell, StartFailed, Supervised, ignore
 from midstream.launch.ray_actor import ChildActor
 from midstream.launch.ray_demand import Demand, waiting_for
 
@@ -55,7 +55,7 @@ class RayChild(Supervised):
         module: str,
         spec: msgspec.Struct,
         demand: Demand,
-        conversation: Conversation = SILENT,
+        conversation: ChildMessages = SILENT,
         *,
         python: str | None = None,
         directories: tuple[str, ...] = (),

@@ -27,7 +27,7 @@ from midstream.core.errors import ConfigError
 from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.engines import engine_fields, number_of, records_root
 from midstream.launch.local import LocalLauncher
-from midstream.launch.process import Conversation, Supervised
+from midstream.launch.process import ChildMessages, Supervised
 from midstream.launch.ray_actor import node_root
 from midstream.launch.ray_child import UNWELL, RayChild
 from midstream.launch.ray_demand import gateway_demand, replica_demand
@@ -86,7 +86,7 @@ class RayLauncher:
             directories=self._shared,
         )
 
-    def gateway(self, name: str, spec: GatewaySpec, conversation: Conversation) -> Supervised:
+    def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised:
         if not self._settings.ray.gateway:
             return self._here.gateway(name, spec, conversation)
         return RayChild(

@@ -20,7 +20,7 @@ from midstream.core.private import UMASK
 from midstream.core.served_names import ServedNames
 from midstream.core.supervision import Listening
 from midstream.engine.base import EngineDied
-from midstream.http.channel import STOP_GRACE_S, Channel, run_child
+from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
 from midstream.launch.caches import held
 from midstream.launch.engines import (
     make_engine,
@@ -76,7 +76,7 @@ def with_its_directories(spec: ReplicaSpec) -> Iterator[None]:
         yield
 
 
-async def serve(spec: ReplicaSpec, channel: Channel) -> None:
+async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     journal = _journal(spec, sock.getsockname()[1])

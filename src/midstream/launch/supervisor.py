@@ -54,7 +54,7 @@ from midstream.launch.local import (
     until_stopped,
 )
 from midstream.launch.models import model_directory
-from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, Conversation, StartFailed, Supervised
+from midstream.launch.process import KILL_AFTER_S, LOOPBACK, Child, ChildMessages, StartFailed, Supervised
 from midstream.launch.replica_processes import ReplicaProcesses
 from midstream.launch.restart import LOCK, Restarts
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
@@ -179,7 +179,7 @@ class Supervisor:
         logger.info("the gateway listens on %s", ", ".join(self._urls()))
         if self._sockets is not None:
             spec = self._tinker_spec(str(self._sockets / FRONT_SOCKET))
-            self.front = Child("tinker", "midstream_tinker.front", spec, Conversation(self._hear_front))
+            self.front = Child("tinker", "midstream_tinker.front", spec, ChildMessages(self._hear_front))
             await self.front.begin()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.gateways.supervise())

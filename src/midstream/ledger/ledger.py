@@ -50,7 +50,7 @@ from midstream.ledger.records import (
     DeploymentRow,
     DeploymentState,
     Disagreement,
-    Fleet,
+    FleetReports,
     Signal,
     Signalled,
     SignalResult,
@@ -221,7 +221,7 @@ class Ledger:
         return await self._read(changes.since, seen)
 
     async def signal(
-        self, name: str, signal: Signal, fleet: Fleet = NO_FLEET, *, chain_max: int = CHAIN_MAX
+        self, name: str, signal: Signal, fleet: FleetReports = NO_FLEET, *, chain_max: int = CHAIN_MAX
     ) -> SignalResult:
         """Make a snapshot the desired one; committed when this returns.
 

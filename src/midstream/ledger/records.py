@@ -103,7 +103,7 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetReports:
     """The reports of the replicas when a signal comes.
 
     failed_generation: a replica failed on the snapshot desired under this generation. Its stage change may not be stored yet.
@@ -117,7 +117,7 @@ class Fleet:
     boots: tuple[str, ...] = ()
 
 
-NO_FLEET = Fleet()
+NO_FLEET = FleetReports()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from midstream.ledger.records import (
     DeploymentRow,
     DeploymentState,
     Disagreement,
-    Fleet,
+    FleetReports,
     Signal,
     SignalResult,
     SnapshotRow,
@@ -55,7 +55,7 @@ PREVIOUS = f"{METADATA}.previous_snapshot_identity"
 
 
 @dataclass(frozen=True)
-class Standing:
+class SignalledState:
     """The state of the deployment when a signal comes.
 
     desired: BASE_SNAPSHOT when nothing was signalled, or the ledger was reset. failed: a replica failed on it.
@@ -84,7 +84,7 @@ def parents_of(
     known: SnapshotRow | None,
     parent: SnapshotRow | None,
     parent_since: int,
-    standing: Standing,
+    standing: SignalledState,
     chain_max: int,
 ) -> tuple[SnapshotFiles, ...]:
     """The chain under an incremental snapshot, the full one first. Raises SnapshotRefused, naming the field.
@@ -130,7 +130,7 @@ def parents_of(
     return chain
 
 
-def _check_position(previous: str, since: int, standing: Standing) -> None:
+def _check_position(previous: str, since: int, standing: SignalledState) -> None:
     served = {snapshot for snapshot, _ in standing.serving}
     if served == {previous} and all(generation >= since for _, generation in standing.serving):
         return
@@ -198,7 +198,7 @@ def accept(
     db: sa.Connection,
     name: str,
     signal: Signal,
-    fleet: Fleet,
+    fleet: FleetReports,
     chain_max: int,
     contents: Contents,
     now: float,
@@ -211,7 +211,7 @@ def accept(
     known = find(db, row.id, signal.identity)
     meant = contents.meant(db, row.id, signal)
     failed = fleet.failed_generation == row.generation or reports.failed_on_desired(db, row)
-    standing = Standing(row.desired_snapshot, failed, fleet.serving)
+    standing = SignalledState(row.desired_snapshot, failed, fleet.serving)
     parents = _parents(db, row, known, signal, standing, chain_max)
     same_files = (
         known is not None
@@ -320,7 +320,7 @@ def _desired(db: sa.Connection, snapshot: Any, deployment: Any, contents: Conten
 
 
 def _parents(
-    db: sa.Connection, row: Any, known: Any, signal: Signal, standing: Standing, chain_max: int
+    db: sa.Connection, row: Any, known: Any, signal: Signal, standing: SignalledState, chain_max: int
 ) -> tuple[SnapshotFiles, ...]:
     """The snapshots that it stands on, () for a full one. Raises SnapshotRefused."""
     known = as_snapshot(known) if known is not None else None

@@ -28,7 +28,7 @@ _IGNORED = HEADER_IGNORED_FIELDS.encode()
 _HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
 
 
-class ResponseHead(NamedTuple):
+class UpstreamHead(NamedTuple):
     """`reason` is the status line after the code; header names are lower-case; `body` came with the head."""
 
     status: int
@@ -58,7 +58,7 @@ def to_upstream(
 
 
 def to_client(
-    head: ResponseHead, added: Collection[bytes], *, http10: bool, close: bool, labels: bool
+    head: UpstreamHead, added: Collection[bytes], *, http10: bool, close: bool, labels: bool
 ) -> list[bytes]:
     """The parts of the head to write; without the body. added: whole lines with their ends."""
     dropped = HOP_BY_HOP

@@ -40,7 +40,7 @@ class Key(NamedTuple):
     digest: bytes
 
 
-class Life(NamedTuple):
+class ReplicaBoot(NamedTuple):
     """A replica from one start of its engine to the next."""
 
     replica: str
@@ -50,7 +50,7 @@ class Life(NamedTuple):
 @dataclass(slots=True)
 class _Suspect:
     at: float
-    lost: set[Life] = field(default_factory=set)
+    lost: set[ReplicaBoot] = field(default_factory=set)
     refused: bool = False
 
 
@@ -84,7 +84,7 @@ class Suspects:
         suspect = self._known.get(key)
         return suspect is not None and suspect.refused
 
-    def lost(self, key: Key, lives: Collection[Life], *, company: bool, obvious: bool = False) -> bool:
+    def lost(self, key: Key, lives: Collection[ReplicaBoot], *, company: bool, obvious: bool = False) -> bool:
         """These replicas were lost with it. Whether it is refused from now on.
 
         company: other requests that were lost before were lost with this one. obvious: nothing else can have been the cause.
@@ -109,7 +109,7 @@ class Suspects:
             if not self._sizes[key.tenant, key.size]:
                 del self._sizes[key.tenant, key.size]
 
-    def _others(self, key: Key, lives: set[Life]) -> bool:
+    def _others(self, key: Key, lives: set[ReplicaBoot]) -> bool:
         """True if another request that was lost as often shares one of these lives, in whichever order losses are reported."""
         return any(
             other != key and len(suspect.lost) >= LOSSES_ALONE and not suspect.lost.isdisjoint(lives)
@@ -132,7 +132,7 @@ class Losses:
     def __init__(self, suspects: Suspects, tenant: str, request: Request, key: Key | None = None) -> None:
         self._suspects, self._tenant, self._request = suspects, tenant, request
         self.key = key
-        self._lives: frozenset[Life] = frozenset()
+        self._lives: frozenset[ReplicaBoot] = frozenset()
 
     @classmethod
     def known(cls, suspects: Suspects, tenant: str, request: Request) -> Losses | None:
@@ -145,7 +145,7 @@ class Losses:
         return cls(suspects, tenant, request, key)
 
     def add(
-        self, life: Life, beside: Iterable[Losses], *, begun: bool, obvious: bool
+        self, life: ReplicaBoot, beside: Iterable[Losses], *, begun: bool, obvious: bool
     ) -> RequestLostReplicas | None:
         """Another replica was lost with it; the error, if it was probably the cause.
 

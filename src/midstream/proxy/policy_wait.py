@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from midstream.fleet.registry import Deployment
-from midstream.proxy.request_state import Event
+from midstream.proxy.request_state import RequestEvent
 from midstream.proxy.route import Judgement, Until
 
 POLICY_WAIT_S = 30.0
@@ -36,7 +36,7 @@ class PolicyWait:
         if home is None or not replicas.comes(home):
             return None
         self._at_home_ends = self._at_home_ends or now + HOME_WAIT_S
-        return Judgement(Event.NOT_YET, until=Until(replicas, at=self._at_home_ends))
+        return Judgement(RequestEvent.NOT_YET, until=Until(replicas, at=self._at_home_ends))
 
     def judge(self, deployment: Deployment, tried: set[str], lost: str = "") -> Judgement | None:
         """NOT_YET, with when to look again; None: there is nothing to wait for.
@@ -53,4 +53,4 @@ class PolicyWait:
         if not heard or now >= self._ends:
             return None
         tried.clear()
-        return Judgement(Event.NOT_YET, until=Until(deployment.replicas, at=self._ends))
+        return Judgement(RequestEvent.NOT_YET, until=Until(deployment.replicas, at=self._ends))

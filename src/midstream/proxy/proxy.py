@@ -30,7 +30,7 @@ from midstream.core.types import Session
 from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.placement import Decision, Fleet, sticky
-from midstream.fleet.prefixes import PrefixTable, Prompt
+from midstream.fleet.prefixes import PrefixTable, PromptBeginnings
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, token_header
 from midstream.fleet.sessions import body_model
@@ -198,7 +198,7 @@ class Proxy:
         session: Session | None,
         tried: Collection[str] = (),
         eligible: Callable[[ReplicaView], bool] | None = None,
-        prompt: Prompt | None = None,
+        prompt: PromptBeginnings | None = None,
     ) -> Placed | None:
         """Choose a replica that is usable, not in `tried`, and `eligible`.
 
@@ -244,7 +244,7 @@ class Proxy:
         return placed
 
     def _follow(
-        self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: Prompt
+        self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: PromptBeginnings
     ) -> tuple[ReplicaView, Decision] | None:
         known = prefixes.find(prompt)
         return None if known is None else fleet.place_prefix(known, self._bound)

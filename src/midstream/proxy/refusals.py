@@ -19,38 +19,38 @@ from midstream.core.errors import (
 from midstream.core.responses import HEADER_HELD_BY
 from midstream.core.versions import HEADER_REFUSED
 from midstream.proxy.heads import Headers
-from midstream.proxy.request_state import Event, Phase
+from midstream.proxy.request_state import RequestEvent, RequestPhase
 
 #: By status: what a header says of the reason.
-_SAID: dict[int, dict[bytes, Event]] = {
+_SAID: dict[int, dict[bytes, RequestEvent]] = {
     ReplicaUnavailable.status: {
-        HEADER_LOST.encode(): Event.ENGINE_LOST,
-        HEADER_ANOTHER_BOOT.encode(): Event.OTHER_BOOT,
-        HEADER_NOT_LOADED.encode(): Event.POLICY_NOT_LOADED,
+        HEADER_LOST.encode(): RequestEvent.ENGINE_LOST,
+        HEADER_ANOTHER_BOOT.encode(): RequestEvent.OTHER_BOOT,
+        HEADER_NOT_LOADED.encode(): RequestEvent.POLICY_NOT_LOADED,
     },
-    SnapshotNotServed.status: {HEADER_REFUSED.encode(): Event.UNFIT},
-    NotFound.status: {HEADER_HELD_BY.encode(): Event.HELD_ELSEWHERE},
+    SnapshotNotServed.status: {HEADER_REFUSED.encode(): RequestEvent.UNFIT},
+    NotFound.status: {HEADER_HELD_BY.encode(): RequestEvent.HELD_ELSEWHERE},
 }
 #: What the status alone says.
 _BY_STATUS = {
-    SnapshotTransition.status: Event.TRANSITION,
-    Overloaded.status: Event.BUSY,
-    ReplicaUnavailable.status: Event.UNAVAILABLE,
+    SnapshotTransition.status: RequestEvent.TRANSITION,
+    Overloaded.status: RequestEvent.BUSY,
+    ReplicaUnavailable.status: RequestEvent.UNAVAILABLE,
 }
 #: They do not show that the replica is well: requests that failed on it before still count.
-NO_SIGN_OF_LIFE = frozenset((Event.ENGINE_LOST, Event.OTHER_BOOT, Event.UNAVAILABLE))
+NO_SIGN_OF_LIFE = frozenset((RequestEvent.ENGINE_LOST, RequestEvent.OTHER_BOOT, RequestEvent.UNAVAILABLE))
 _CHUNKED = (b"transfer-encoding", b"chunked")
 
 
-def answer(phase: Phase, status: int, headers: Headers) -> Event:
+def answer(phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
     """HEAD, or the reason of a refusal. phase: SENT or RESUME_SENT."""
-    resuming = phase is Phase.RESUME_SENT
+    resuming = phase is RequestPhase.RESUME_SENT
     if status == 200:
         # Nearly all answers take this branch.
-        return Event.CANNOT_RESUME if resuming and _CHUNKED not in headers else Event.HEAD
+        return RequestEvent.CANNOT_RESUME if resuming and _CHUNKED not in headers else RequestEvent.HEAD
     said = _SAID.get(status)
     if said is not None:
         for name, _ in headers:
             if name in said:
                 return said[name]
-    return _BY_STATUS.get(status, Event.CANNOT_RESUME if resuming else Event.HEAD)
+    return _BY_STATUS.get(status, RequestEvent.CANNOT_RESUME if resuming else RequestEvent.HEAD)

@@ -36,11 +36,11 @@ from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
 from midstream.proxy import refusals
-from midstream.proxy.heads import Headers, ResponseHead, session_lines
-from midstream.proxy.poison import Life, Losses, is_the_largest
+from midstream.proxy.heads import Headers, UpstreamHead, session_lines
+from midstream.proxy.poison import Losses, ReplicaBoot, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
 from midstream.proxy.request_facts import ClientAsked, Sending, Tries
-from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, Event, Phase, Ruling, ruling
+from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, RequestEvent, RequestPhase, Ruling, ruling
 from midstream.proxy.resume import (
     END,
     RESUMABLE,
@@ -55,8 +55,8 @@ from midstream.proxy.route import (
     ELSEWHERE,
     HEAD,
     PLACED,
+    ConnectionLoss,
     Judgement,
-    Loss,
     Route,
     Until,
     reason_of_failure,
@@ -119,7 +119,7 @@ class ReplicaRoute(Route):
     def place(self) -> Judgement:
         replicas = self._deployment.replicas
         if replicas.learning and self._may_be_told():
-            return Judgement(Event.NOT_YET, until=Until(replicas))
+            return Judgement(RequestEvent.NOT_YET, until=Until(replicas))
         against = self._judge_version()
         if against is not None:
             return against
@@ -158,7 +158,7 @@ class ReplicaRoute(Route):
         if verdict.action == "refuse":
             return self._failed(versions.refusal(replicas.views))
         if verdict.action == "wait":
-            return Judgement(Event.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
+            return Judgement(RequestEvent.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
         return None
 
     def _choose(self) -> Placed | None:
@@ -216,7 +216,7 @@ class ReplicaRoute(Route):
             self._deployment.prefixes.end(self._asked.prompt)
         self._proxy.upstreams[replica].requests.pop(here, None)
 
-    def not_connected(self, phase: Phase, error: OSError) -> Judgement:
+    def not_connected(self, phase: RequestPhase, error: OSError) -> Judgement:
         short = shortage(error, self.where())
         if short is not None:
             return self._failed(short)
@@ -266,24 +266,24 @@ class ReplicaRoute(Route):
 
     # -- what a replica answers
 
-    def head(self, phase: Phase, status: int, headers: Headers) -> Event:
+    def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
         view = self._at.view
         event = refusals.answer(phase, status, headers)
         if view.failures and event not in refusals.NO_SIGN_OF_LIFE:
             view.failures = 0
-        if phase is Phase.RESUME_SENT:
-            if event is Event.HEAD and self._rest is not None:
+        if phase is RequestPhase.RESUME_SENT:
+            if event is RequestEvent.HEAD and self._rest is not None:
                 self._proxy.metrics.retries["resumed"] += 1
                 logger.info("%s continues a stream of %s", self.where(), self._rest.lost, extra=self._named())
             return event
         self._status = status
-        if event is not Event.HEAD:
+        if event is not RequestEvent.HEAD:
             self._not_begun()
         elif status == 200 and self._resumable and any(name == RESUMABLE for name, _ in headers):
             self.log = ResumeLog()
         return event
 
-    def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
+    def held(self, phase: RequestPhase, refusal: RequestEvent, head: UpstreamHead) -> Judgement:
         self._tries.refused += (refusal,)
         match ruling(phase, refusal):
             case Ruling.LOSS:
@@ -301,27 +301,27 @@ class ReplicaRoute(Route):
         # Of one API only is there a holder (responses_route.py).
         return HEAD
 
-    def _engine_lost(self, phase: Phase) -> Judgement:
+    def _engine_lost(self, phase: RequestPhase) -> Judgement:
         """The answer itself says that the boot is gone: no request is sent there before the replica reports another one."""
         self._tries.why = f"the engine of {self._at.view.name} stopped while it served this request; "
         self._deployment.replicas.replaced(self._at.view, self._at.boot)
         error = self._lost_with_it(phase)
         return self._elsewhere(lost=True) if error is None else self._failed(error)
 
-    def _place_anew(self, refusal: Event) -> Judgement:
+    def _place_anew(self, refusal: RequestEvent) -> Judgement:
         """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
         Or the policy is gone from there: it goes to where that is loaded next."""
         view = self._at.view
         if self._tries.placed_too_often:
             return self._failed(ReplicaUnavailable("replicas restarted again and again"))
-        if refusal is Event.POLICY_NOT_LOADED:
+        if refusal is RequestEvent.POLICY_NOT_LOADED:
             self._deployment.replicas.lacks(view)
         elif self._deployment.replicas.replaced(view, self._at.boot):
             self._tries.replicas.add(view.name)
         self._proxy.metrics.retries["other_boot"] += 1
         return ELSEWHERE
 
-    def _other_version(self, head: ResponseHead) -> Judgement:
+    def _other_version(self, head: UpstreamHead) -> Judgement:
         unfit = refusal_in(head.headers)
         if unfit is None:
             return HEAD
@@ -334,7 +334,7 @@ class ReplicaRoute(Route):
         self._proxy.metrics.retries["other_snapshot"] += 1
         return ELSEWHERE
 
-    def _another(self, refusal: Event) -> Judgement:
+    def _another(self, refusal: RequestEvent) -> Judgement:
         """A replica that says it cannot take the request need not have the last word."""
         view, placed = self._at.view, self._at.chosen
         may_move = self._asked.session is None or placed.stamp is not None or not view.usable
@@ -344,7 +344,7 @@ class ReplicaRoute(Route):
         if not self._proxy.has_another(self._deployment, tried, self._eligible()):
             return HEAD
         # A replica that was not overloaded may have failed while it worked on the request.
-        return self._elsewhere(lost=refusal is not Event.BUSY)
+        return self._elsewhere(lost=refusal is not RequestEvent.BUSY)
 
     def ended(self) -> None:
         if self.losses is not None and self._status == 200:
@@ -352,8 +352,8 @@ class ReplicaRoute(Route):
 
     # -- a replica is lost
 
-    def lost(self, phase: Phase, loss: Loss) -> Judgement:
-        if phase in (Phase.PASSING, Phase.RESUMED):
+    def lost(self, phase: RequestPhase, loss: ConnectionLoss) -> Judgement:
+        if phase in (RequestPhase.PASSING, RequestPhase.RESUMED):
             return self._stream_lost(phase, loss.reason)
         if not loss.answered and not loss.fresh:
             return self._stale()
@@ -363,9 +363,9 @@ class ReplicaRoute(Route):
         return self._unreachable(phase, loss.reason, lost=True)
 
     def silent(
-        self, phase: Phase, reason: str, *, answering: bool, together: Collection[AtReplica]
+        self, phase: RequestPhase, reason: str, *, answering: bool, together: Collection[AtReplica]
     ) -> Judgement:
-        if phase in (Phase.PASSING, Phase.RESUMED):
+        if phase in (RequestPhase.PASSING, RequestPhase.RESUMED):
             return self._stream_lost(phase, reason)
         if phase in RESUMING:
             return self._unreachable(phase, reason, lost=phase in SEEN)
@@ -376,7 +376,9 @@ class ReplicaRoute(Route):
         error = self._lost_with_it(phase, obvious=obvious)
         return self._failed(error or ReplicaUnavailable(reason))
 
-    def _unreachable(self, phase: Phase, reason: str, *, lost: bool, obvious: bool = False) -> Judgement:
+    def _unreachable(
+        self, phase: RequestPhase, reason: str, *, lost: bool, obvious: bool = False
+    ) -> Judgement:
         """lost: the replica had been sent the request."""
         self._proxy.metrics.upstream_errors[self._at.view.name] += 1
         logger.warning("%s failed before it answered: %s", self._at.view.name, reason, extra=self._named())
@@ -401,15 +403,15 @@ class ReplicaRoute(Route):
 
     # -- a stream is lost
 
-    def _stream_lost(self, phase: Phase, reason: str) -> Judgement:
-        lines = self.log.lines() if self.log is not None and phase is Phase.PASSING else None
+    def _stream_lost(self, phase: RequestPhase, reason: str) -> Judgement:
+        lines = self.log.lines() if self.log is not None and phase is RequestPhase.PASSING else None
         if lines is not None and has_ended(lines):
             # Only the end of the response is missing.
-            return Judgement(Event.END, rest=END)
+            return Judgement(RequestEvent.END, rest=END)
         lines, given_up = (lines, False) if lines is None else without_giving_up(lines)
         error = None if given_up else self._lost_with_it(phase)
         if error is not None:
-            return Judgement(Event.FAILED, error)
+            return Judgement(RequestEvent.FAILED, error)
         if lines is None:
             return self._cut_short(reason)
         return self._resume(
@@ -436,16 +438,16 @@ class ReplicaRoute(Route):
                 self._deployment.replicas.views, of_policy=bool(self._deployment.policy)
             )
         judged = self._elsewhere(lost=lost)
-        return Judgement(Event.LOST) if judged is ELSEWHERE else judged
+        return Judgement(RequestEvent.LOST) if judged is ELSEWHERE else judged
 
     def _failed(self, error: MidstreamError) -> Judgement:
         if self._rest is not None:
             error = self._rest.failed(error, last=self._tries.too_many_lost)
-        return Judgement(Event.FAILED, error)
+        return Judgement(RequestEvent.FAILED, error)
 
     # -- which request replicas were lost with
 
-    def _lost_with_it(self, phase: Phase, *, obvious: bool = False) -> RequestLostReplicas | None:
+    def _lost_with_it(self, phase: RequestPhase, *, obvious: bool = False) -> RequestLostReplicas | None:
         """Note that a replica was lost with this request; the error, if it was probably the cause."""
         view, proxy = self._at.view, self._proxy
         routes = proxy.routes_at(view)
@@ -453,7 +455,7 @@ class ReplicaRoute(Route):
         if self.losses is None:
             self.losses = Losses(proxy.suspects, self._caller.tenant, self._request)
         return self.losses.add(
-            Life(view.name, self._at.boot), beside, begun=phase in ANSWERED, obvious=obvious
+            ReplicaBoot(view.name, self._at.boot), beside, begun=phase in ANSWERED, obvious=obvious
         )
 
     # -- inside

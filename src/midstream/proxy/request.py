@@ -23,11 +23,18 @@ from midstream.core.sse import error_event
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request, error_response
 from midstream.http.upstream import UpstreamConnection
-from midstream.proxy.heads import Headers, ResponseHead, to_client, to_upstream
+from midstream.proxy.heads import Headers, UpstreamHead, to_client, to_upstream
 from midstream.proxy.metrics import Histogram
-from midstream.proxy.request_state import ANSWERED, MAY_PASS, Action, Event, RequestState, ruling
+from midstream.proxy.request_state import (
+    ANSWERED,
+    MAY_PASS,
+    RequestAction,
+    RequestEvent,
+    RequestState,
+    ruling,
+)
 from midstream.proxy.resume import ResumeLog
-from midstream.proxy.route import Judgement, Loss, Route, Until
+from midstream.proxy.route import ConnectionLoss, Judgement, Route, Until
 from midstream.proxy.spans import REPLACED, RequestSpan
 
 if TYPE_CHECKING:
@@ -78,7 +85,7 @@ class ProxiedRequest:
         self._waits_for: Until | None = None
         self._timer: asyncio.TimerHandle | None = None
         # A response that is held back: its head, and what arrived of its body.
-        self._held: ResponseHead | None = None
+        self._held: UpstreamHead | None = None
         # The log of the stream that is passed on.
         self._log: ResumeLog | None = None
         # The kind of the response that is passed on.
@@ -101,7 +108,7 @@ class ProxiedRequest:
         try:
             self.route.start()
         except MidstreamError as error:
-            self._on(Event.FAILED, error)
+            self._on(RequestEvent.FAILED, error)
         else:
             self._judge(self.route.place())
 
@@ -114,16 +121,16 @@ class ProxiedRequest:
             self._connection.resume()
 
     def client_gone(self) -> None:
-        self._on(Event.CLIENT_GONE)
+        self._on(RequestEvent.CLIENT_GONE)
 
     def cut(self, reason: str) -> None:
-        self._on(Event.FAILED, ReplicaUnavailable(reason))
+        self._on(RequestEvent.FAILED, ReplicaUnavailable(reason))
 
     # -- upstream.ResponseSink
 
     def response_head(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
         event = self.route.head(self._state.phase, status, headers)
-        self._on(event, ResponseHead(status, reason, headers, body))
+        self._on(event, UpstreamHead(status, reason, headers, body))
 
     def response_body(self, data: bytes) -> None:
         if self._held is not None:
@@ -144,18 +151,18 @@ class ProxiedRequest:
             held, self._held = self._held, None
             assert self._state.refusal is not None
             judged = self.route.held(self._state.phase, self._state.refusal, held)
-            if judged.event is not Event.HEAD:
+            if judged.event is not RequestEvent.HEAD:
                 self._judge(judged)
                 return
-            self._on(Event.HEAD, held)
-        self._on(Event.END, b"" if self._log is None else self._log.rest())
+            self._on(RequestEvent.HEAD, held)
+        self._on(RequestEvent.END, b"" if self._log is None else self._log.rest())
 
     def upstream_lost(self, reason: str, *, answered: bool) -> None:
         connection, self._connection = self._connection, None
         assert connection is not None
         self._in_chunk = connection.in_chunk
         self._held = None
-        loss = Loss(reason, answered, not connection.malformed, self._fresh)
+        loss = ConnectionLoss(reason, answered, not connection.malformed, self._fresh)
         self._judge(self.route.lost(self._state.phase, loss))
 
     # -- the proxy's calls
@@ -169,7 +176,7 @@ class ProxiedRequest:
 
     # -- moves
 
-    def _on(self, event: Event, subject: Any = None) -> None:
+    def _on(self, event: RequestEvent, subject: Any = None) -> None:
         """Make the move of the table, and do what it asks for. subject: what the action is about."""
         _ACTIONS[self._state.move(event)](self, subject)
 
@@ -190,7 +197,7 @@ class ProxiedRequest:
             self._timer = asyncio.get_running_loop().call_at(until.at, self._woken)
 
     def _woken(self) -> None:
-        self._on(Event.WOKEN)
+        self._on(RequestEvent.WOKEN)
 
     def _connect(self, _: object) -> None:
         self.route.enter(self)
@@ -199,7 +206,7 @@ class ProxiedRequest:
             self._connect_afresh(None)
         else:
             self._fresh = False
-            self._on(Event.CONNECTED, connection)
+            self._on(RequestEvent.CONNECTED, connection)
 
     def _connect_afresh(self, _: object) -> None:
         self._fresh = True
@@ -214,7 +221,7 @@ class ProxiedRequest:
             self._judge(self.route.not_connected(self._state.phase, error))
         else:
             self._opening = None
-            self._on(Event.CONNECTED, connection)
+            self._on(RequestEvent.CONNECTED, connection)
 
     def _send(self, connection: UpstreamConnection) -> None:
         self._connection = connection
@@ -228,10 +235,10 @@ class ProxiedRequest:
         if not self._client.writable:
             connection.pause()
 
-    def _hold(self, head: ResponseHead) -> None:
+    def _hold(self, head: UpstreamHead) -> None:
         self._held = head
 
-    def _hold_more(self, held: ResponseHead, data: bytes) -> None:
+    def _hold_more(self, held: UpstreamHead, data: bytes) -> None:
         self._held = held = held._replace(body=held.body + data)
         if len(held.body) <= HELD_BYTES_MAX:
             return
@@ -239,11 +246,11 @@ class ProxiedRequest:
         assert state.refusal is not None
         if ruling(state.phase, state.refusal) in MAY_PASS:
             self._held = None
-            self._on(Event.HEAD, held)
+            self._on(RequestEvent.HEAD, held)
         else:
             self._held = held._replace(body=held.body[:HELD_BYTES_MAX])
 
-    def _pass_head(self, head: ResponseHead) -> None:
+    def _pass_head(self, head: UpstreamHead) -> None:
         self._count(head.status, head.headers)
         self._observe(self._proxy.metrics.first_byte_s)
         if self._span is not None:
@@ -269,7 +276,7 @@ class ProxiedRequest:
         client.write(b"".join(parts))
         self._tail = body[-4:]
 
-    def _continue(self, head: ResponseHead) -> None:
+    def _continue(self, head: UpstreamHead) -> None:
         """The head of the rest of a stream is not the client's."""
         if head.body:
             self.response_body(head.body)
@@ -354,18 +361,18 @@ class ProxiedRequest:
             histograms[self.route.path_class].observe(self._proxy.clock() - self._started_s)
 
 
-_ACTIONS: dict[Action, Callable[[ProxiedRequest, Any], None]] = {
-    Action.PLACE: ProxiedRequest._place,
-    Action.WAIT: ProxiedRequest._wait,
-    Action.CONNECT: ProxiedRequest._connect,
-    Action.CONNECT_AFRESH: ProxiedRequest._connect_afresh,
-    Action.SEND: ProxiedRequest._send,
-    Action.PASS_HEAD: ProxiedRequest._pass_head,
-    Action.HOLD: ProxiedRequest._hold,
-    Action.CONTINUE: ProxiedRequest._continue,
-    Action.FINISH: ProxiedRequest._finish,
-    Action.ANSWER_ERROR: ProxiedRequest._answer_error,
-    Action.END_SHORT: ProxiedRequest._end_short,
-    Action.COUNT_LEFT: ProxiedRequest._count_left,
-    Action.LEAVE: ProxiedRequest._leave,
+_ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], None]] = {
+    RequestAction.PLACE: ProxiedRequest._place,
+    RequestAction.WAIT: ProxiedRequest._wait,
+    RequestAction.CONNECT: ProxiedRequest._connect,
+    RequestAction.CONNECT_AFRESH: ProxiedRequest._connect_afresh,
+    RequestAction.SEND: ProxiedRequest._send,
+    RequestAction.PASS_HEAD: ProxiedRequest._pass_head,
+    RequestAction.HOLD: ProxiedRequest._hold,
+    RequestAction.CONTINUE: ProxiedRequest._continue,
+    RequestAction.FINISH: ProxiedRequest._finish,
+    RequestAction.ANSWER_ERROR: ProxiedRequest._answer_error,
+    RequestAction.END_SHORT: ProxiedRequest._end_short,
+    RequestAction.COUNT_LEFT: ProxiedRequest._count_left,
+    RequestAction.LEAVE: ProxiedRequest._leave,
 }

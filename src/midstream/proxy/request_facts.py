@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from midstream.core.types import ReplicaReport, Session
 from midstream.core.wires import UserField
-from midstream.fleet.prefixes import Prompt
+from midstream.fleet.prefixes import PromptBeginnings
 from midstream.fleet.view import ReplicaView
-from midstream.proxy.request_state import Event, Phase, Ruling, ruling
+from midstream.proxy.request_state import RequestEvent, RequestPhase, Ruling, ruling
 
 if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Placed
@@ -35,7 +35,7 @@ class ClientAsked:
         self.in_path = in_path
         self.user_field = user_field
         self.session: Session | None = None
-        self.prompt: Prompt | None = None
+        self.prompt: PromptBeginnings | None = None
         self.mode = "off"
 
 
@@ -83,7 +83,7 @@ class Tries:
     def __init__(self) -> None:
         self.replicas: set[str] = set()
         self.lost = 0
-        self.refused: tuple[Event, ...] = ()
+        self.refused: tuple[RequestEvent, ...] = ()
         self.why = ""
 
     @property
@@ -92,11 +92,11 @@ class Tries:
 
     @property
     def placed_too_often(self) -> bool:
-        again = sum(ruling(Phase.SENT, reason) is Ruling.PLACE_AGAIN for reason in self.refused)
+        again = sum(ruling(RequestPhase.SENT, reason) is Ruling.PLACE_AGAIN for reason in self.refused)
         return again > PLACED_AGAIN_MAX
 
-    def is_last(self, refusal: Event) -> bool:
+    def is_last(self, refusal: RequestEvent) -> bool:
         """Whether no further replica is asked after this refusal."""
-        if refusal is Event.BUSY:
+        if refusal is RequestEvent.BUSY:
             return self.refused.count(refusal) >= BUSY_MAX
         return self.lost + 1 >= LOST_SENDS_MAX

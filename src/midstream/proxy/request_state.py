@@ -12,7 +12,7 @@ import enum
 from midstream.core.table import Table
 
 
-class Phase(enum.StrEnum):
+class RequestPhase(enum.StrEnum):
     """Where a request stands. `resume_` and RESUMED: its stream had begun and its replica was lost."""
 
     PLACING = "placing"
@@ -33,7 +33,7 @@ class Phase(enum.StrEnum):
     OVER = "over"
 
 
-class Event(enum.StrEnum):
+class RequestEvent(enum.StrEnum):
     #: An upstream was chosen.
     PLACED = "placed"
     #: No upstream can take it yet, but one may be able to later.
@@ -75,7 +75,7 @@ class Event(enum.StrEnum):
     CLIENT_GONE = "client gone"
 
 
-class Action(enum.StrEnum):
+class RequestAction(enum.StrEnum):
     """What the I/O does in a move. All that lead to PLACING or OVER let go of the upstream first."""
 
     PLACE = "place"
@@ -113,56 +113,61 @@ class Ruling(enum.StrEnum):
 
 
 _FIRST = (
-    Phase.PLACING,
-    Phase.WAITING,
-    Phase.CONNECTING,
-    Phase.SENT,
-    Phase.RECONNECTING,
-    Phase.HELD,
+    RequestPhase.PLACING,
+    RequestPhase.WAITING,
+    RequestPhase.CONNECTING,
+    RequestPhase.SENT,
+    RequestPhase.RECONNECTING,
+    RequestPhase.HELD,
 )
 _AGAIN = (
-    Phase.RESUME_PLACING,
-    Phase.RESUME_WAITING,
-    Phase.RESUME_CONNECTING,
-    Phase.RESUME_SENT,
-    Phase.RESUME_RECONNECTING,
-    Phase.RESUME_HELD,
+    RequestPhase.RESUME_PLACING,
+    RequestPhase.RESUME_WAITING,
+    RequestPhase.RESUME_CONNECTING,
+    RequestPhase.RESUME_SENT,
+    RequestPhase.RESUME_RECONNECTING,
+    RequestPhase.RESUME_HELD,
 )
-_STREAMING = (*_AGAIN, Phase.PASSING, Phase.RESUMED)
+_STREAMING = (*_AGAIN, RequestPhase.PASSING, RequestPhase.RESUMED)
 
-Moves = dict[tuple[Phase, Event], tuple[Phase, Action]]
+Moves = dict[tuple[RequestPhase, RequestEvent], tuple[RequestPhase, RequestAction]]
 
 #: By reason: what follows if the client has nothing yet, and if its stream is to be continued. None: it cannot happen.
-RULINGS: dict[Event, tuple[Ruling | None, Ruling]] = {
-    Event.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),
-    Event.OTHER_BOOT: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),
-    Event.POLICY_NOT_LOADED: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),
-    Event.UNFIT: (Ruling.JUDGED_AGAIN, Ruling.NEXT),
-    Event.TRANSITION: (Ruling.LAST_WORD, Ruling.NEXT),
-    Event.BUSY: (Ruling.ANOTHER, Ruling.NEXT),
-    Event.UNAVAILABLE: (Ruling.ANOTHER, Ruling.NEXT),
-    Event.HELD_ELSEWHERE: (Ruling.HOLDER, Ruling.NEXT),
-    Event.CANNOT_RESUME: (None, Ruling.NEXT),
+RULINGS: dict[RequestEvent, tuple[Ruling | None, Ruling]] = {
+    RequestEvent.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),
+    RequestEvent.OTHER_BOOT: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),
+    RequestEvent.POLICY_NOT_LOADED: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),
+    RequestEvent.UNFIT: (Ruling.JUDGED_AGAIN, Ruling.NEXT),
+    RequestEvent.TRANSITION: (Ruling.LAST_WORD, Ruling.NEXT),
+    RequestEvent.BUSY: (Ruling.ANOTHER, Ruling.NEXT),
+    RequestEvent.UNAVAILABLE: (Ruling.ANOTHER, Ruling.NEXT),
+    RequestEvent.HELD_ELSEWHERE: (Ruling.HOLDER, Ruling.NEXT),
+    RequestEvent.CANNOT_RESUME: (None, Ruling.NEXT),
 }
 #: The client may get the refusal itself.
 MAY_PASS = frozenset((Ruling.ANOTHER, Ruling.HOLDER, Ruling.LAST_WORD))
 
 
 def _asking(
-    placing: Phase, waiting: Phase, connecting: Phase, sent: Phase, reconnecting: Phase, held: Phase
+    placing: RequestPhase,
+    waiting: RequestPhase,
+    connecting: RequestPhase,
+    sent: RequestPhase,
+    reconnecting: RequestPhase,
+    held: RequestPhase,
 ) -> Moves:
     """Finding an upstream, the same way for a request and for the rest of a stream."""
     return {
-        (placing, Event.PLACED): (connecting, Action.CONNECT),
-        (placing, Event.NOT_YET): (waiting, Action.WAIT),
-        (waiting, Event.WOKEN): (placing, Action.PLACE),
-        (connecting, Event.CONNECTED): (sent, Action.SEND),
-        (connecting, Event.ELSEWHERE): (placing, Action.PLACE),
-        (sent, Event.STALE): (reconnecting, Action.CONNECT_AFRESH),
-        (sent, Event.ELSEWHERE): (placing, Action.PLACE),
-        (reconnecting, Event.CONNECTED): (sent, Action.SEND),
-        (reconnecting, Event.ELSEWHERE): (placing, Action.PLACE),
-        (held, Event.ELSEWHERE): (placing, Action.PLACE),
+        (placing, RequestEvent.PLACED): (connecting, RequestAction.CONNECT),
+        (placing, RequestEvent.NOT_YET): (waiting, RequestAction.WAIT),
+        (waiting, RequestEvent.WOKEN): (placing, RequestAction.PLACE),
+        (connecting, RequestEvent.CONNECTED): (sent, RequestAction.SEND),
+        (connecting, RequestEvent.ELSEWHERE): (placing, RequestAction.PLACE),
+        (sent, RequestEvent.STALE): (reconnecting, RequestAction.CONNECT_AFRESH),
+        (sent, RequestEvent.ELSEWHERE): (placing, RequestAction.PLACE),
+        (reconnecting, RequestEvent.CONNECTED): (sent, RequestAction.SEND),
+        (reconnecting, RequestEvent.ELSEWHERE): (placing, RequestAction.PLACE),
+        (held, RequestEvent.ELSEWHERE): (placing, RequestAction.PLACE),
     }
 
 
@@ -171,47 +176,55 @@ def _refused() -> Moves:
     moves: Moves = {}
     for reason, (first, _) in RULINGS.items():
         if first is Ruling.LAST_WORD:
-            moves[Phase.SENT, reason] = (Phase.PASSING, Action.PASS_HEAD)
+            moves[RequestPhase.SENT, reason] = (RequestPhase.PASSING, RequestAction.PASS_HEAD)
         elif first is not None:
-            moves[Phase.SENT, reason] = (Phase.HELD, Action.HOLD)
-        moves[Phase.RESUME_SENT, reason] = (Phase.RESUME_HELD, Action.HOLD)
+            moves[RequestPhase.SENT, reason] = (RequestPhase.HELD, RequestAction.HOLD)
+        moves[RequestPhase.RESUME_SENT, reason] = (RequestPhase.RESUME_HELD, RequestAction.HOLD)
     return moves
 
 
 #: The legal moves, all of them.
-MOVES: Table[Phase, Event, Action] = Table(
-    Phase.PLACING,
+MOVES: Table[RequestPhase, RequestEvent, RequestAction] = Table(
+    RequestPhase.PLACING,
     {
         **_asking(*_FIRST),
         **_refused(),
-        (Phase.SENT, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
-        (Phase.HELD, Event.HEAD): (Phase.PASSING, Action.PASS_HEAD),
-        (Phase.PASSING, Event.END): (Phase.OVER, Action.FINISH),
-        (Phase.PASSING, Event.LOST): (Phase.RESUME_PLACING, Action.PLACE),
+        (RequestPhase.SENT, RequestEvent.HEAD): (RequestPhase.PASSING, RequestAction.PASS_HEAD),
+        (RequestPhase.HELD, RequestEvent.HEAD): (RequestPhase.PASSING, RequestAction.PASS_HEAD),
+        (RequestPhase.PASSING, RequestEvent.END): (RequestPhase.OVER, RequestAction.FINISH),
+        (RequestPhase.PASSING, RequestEvent.LOST): (RequestPhase.RESUME_PLACING, RequestAction.PLACE),
         **_asking(*_AGAIN),
-        (Phase.RESUME_SENT, Event.HEAD): (Phase.RESUMED, Action.CONTINUE),
-        (Phase.RESUMED, Event.END): (Phase.OVER, Action.FINISH),
-        **{(phase, Event.FAILED): (Phase.OVER, Action.ANSWER_ERROR) for phase in _FIRST},
-        **{(phase, Event.FAILED): (Phase.OVER, Action.END_SHORT) for phase in _STREAMING},
-        **{(phase, Event.CLIENT_GONE): (Phase.OVER, Action.COUNT_LEFT) for phase in _FIRST},
-        **{(phase, Event.CLIENT_GONE): (Phase.OVER, Action.LEAVE) for phase in _STREAMING},
+        (RequestPhase.RESUME_SENT, RequestEvent.HEAD): (RequestPhase.RESUMED, RequestAction.CONTINUE),
+        (RequestPhase.RESUMED, RequestEvent.END): (RequestPhase.OVER, RequestAction.FINISH),
+        **{(phase, RequestEvent.FAILED): (RequestPhase.OVER, RequestAction.ANSWER_ERROR) for phase in _FIRST},
+        **{
+            (phase, RequestEvent.FAILED): (RequestPhase.OVER, RequestAction.END_SHORT) for phase in _STREAMING
+        },
+        **{
+            (phase, RequestEvent.CLIENT_GONE): (RequestPhase.OVER, RequestAction.COUNT_LEFT)
+            for phase in _FIRST
+        },
+        **{
+            (phase, RequestEvent.CLIENT_GONE): (RequestPhase.OVER, RequestAction.LEAVE)
+            for phase in _STREAMING
+        },
     },
 )
 
 #: The client has the head of a response.
-ANSWERED = frozenset((*_STREAMING, Phase.OVER))
+ANSWERED = frozenset((*_STREAMING, RequestPhase.OVER))
 #: A connection is being opened, or the request was sent over one.
-AT_UPSTREAM = frozenset(Phase) - {
-    Phase.PLACING,
-    Phase.WAITING,
-    Phase.RESUME_PLACING,
-    Phase.RESUME_WAITING,
-    Phase.OVER,
+AT_UPSTREAM = frozenset(RequestPhase) - {
+    RequestPhase.PLACING,
+    RequestPhase.WAITING,
+    RequestPhase.RESUME_PLACING,
+    RequestPhase.RESUME_WAITING,
+    RequestPhase.OVER,
 }
 #: Another replica is asked to continue a stream, and has not begun to.
 RESUMING = frozenset(_AGAIN)
 #: The upstream may have seen the request.
-SEEN = AT_UPSTREAM - {Phase.CONNECTING, Phase.RESUME_CONNECTING}
+SEEN = AT_UPSTREAM - {RequestPhase.CONNECTING, RequestPhase.RESUME_CONNECTING}
 
 
 class RequestState:
@@ -220,21 +233,21 @@ class RequestState:
     __slots__ = ("phase", "refusal")
 
     def __init__(self) -> None:
-        self.phase = Phase.PLACING
-        self.refusal: Event | None = None
+        self.phase = RequestPhase.PLACING
+        self.refusal: RequestEvent | None = None
 
     def __repr__(self) -> str:
         return f"RequestState({self.phase}, refusal={self.refusal})"
 
-    def move(self, event: Event) -> Action:
+    def move(self, event: RequestEvent) -> RequestAction:
         """What the I/O is to do now. Raises IllegalMove."""
         self.phase, action = MOVES.move(self.phase, event)
-        if action is Action.HOLD:
+        if action is RequestAction.HOLD:
             self.refusal = event
         return action
 
 
-def ruling(phase: Phase, reason: Event) -> Ruling:
+def ruling(phase: RequestPhase, reason: RequestEvent) -> Ruling:
     """What follows a refusal for this reason, of a request in this phase."""
     first, again = RULINGS[reason]
     found = again if phase in RESUMING else first

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.responses import HEADER_HELD_BY
 from midstream.fleet.view import ReplicaView
-from midstream.proxy.heads import Headers, ResponseHead
+from midstream.proxy.heads import Headers, UpstreamHead
 from midstream.proxy.replica_route import ReplicaRoute
-from midstream.proxy.request_state import Event, Phase, Ruling, ruling
+from midstream.proxy.request_state import RequestEvent, RequestPhase, Ruling, ruling
 from midstream.proxy.route import ELSEWHERE, HEAD, Judgement
 
 RESPONSES = "responses"
@@ -27,18 +27,18 @@ class ResponsesRoute(ReplicaRoute):
     #: The replicas that are passed over for the one that holds the response.
     _passed: frozenset[str] = frozenset()
 
-    def head(self, phase: Phase, status: int, headers: Headers) -> Event:
-        if status == 200 and phase is Phase.SENT:
+    def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
+        if status == 200 and phase is RequestPhase.SENT:
             # Others may continue the stream if this one is lost.
             self._tries.replicas -= self._passed
         return super().head(phase, status, headers)
 
-    def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
+    def held(self, phase: RequestPhase, refusal: RequestEvent, head: UpstreamHead) -> Judgement:
         if ruling(phase, refusal) is Ruling.HOLDER:
             return self._to_holder(head)
         return super().held(phase, refusal, head)
 
-    def _to_holder(self, head: ResponseHead) -> Judgement:
+    def _to_holder(self, head: UpstreamHead) -> Judgement:
         named = next((value for name, value in head.headers if name == _HELD_BY), b"").decode("latin-1")
         views = self._deployment.replicas.views
         holder = view_named(views, named)

@@ -20,13 +20,13 @@ from midstream.core.headers import (
 from midstream.core.tracing import Attribute
 from midstream.core.wires import TRAINER_HEALTH
 from midstream.http.message import Request
-from midstream.proxy.request_state import Event, Phase
+from midstream.proxy.request_state import RequestEvent, RequestPhase
 
 if TYPE_CHECKING:
     from midstream.fleet.replicas import ReplicaSet
     from midstream.proxy.proxy import AtReplica, Proxy
     from midstream.proxy.resume import ResumeLog
-from midstream.proxy.heads import Headers, ResponseHead
+from midstream.proxy.heads import Headers, UpstreamHead
 
 logger = logging.getLogger(__name__)
 #: They need no key.
@@ -50,13 +50,13 @@ class Until(NamedTuple):
 class Judgement(NamedTuple):
     """error: comes with FAILED. until: comes with NOT_YET. rest: bytes that the client gets before the END of its response."""
 
-    event: Event
+    event: RequestEvent
     error: MidstreamError | None = None
     until: Until | None = None
     rest: bytes = b""
 
 
-class Loss(NamedTuple):
+class ConnectionLoss(NamedTuple):
     """A connection was lost. answered: at least one byte of a response had arrived. whole: it was a response so far.
     fresh: the connection was opened for this request."""
 
@@ -67,7 +67,8 @@ class Loss(NamedTuple):
 
 
 PLACED, STALE, ELSEWHERE, HEAD = (
-    Judgement(event) for event in (Event.PLACED, Event.STALE, Event.ELSEWHERE, Event.HEAD)
+    Judgement(event)
+    for event in (RequestEvent.PLACED, RequestEvent.STALE, RequestEvent.ELSEWHERE, RequestEvent.HEAD)
 )
 
 
@@ -116,7 +117,7 @@ class Route:
     def leave(self) -> None:
         """It is at no upstream any more. May be called again."""
 
-    def not_connected(self, phase: Phase, error: OSError) -> Judgement:
+    def not_connected(self, phase: RequestPhase, error: OSError) -> Judgement:
         """No connection could be opened."""
         return self._failed(shortage(error, self.where()) or self._down(reason_of_failure(error)))
 
@@ -135,27 +136,27 @@ class Route:
 
     # -- what an upstream answers
 
-    def head(self, phase: Phase, status: int, headers: Headers) -> Event:
+    def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
         """HEAD, or the reason of a refusal."""
-        return Event.HEAD
+        return RequestEvent.HEAD
 
-    def held(self, phase: Phase, refusal: Event, head: ResponseHead) -> Judgement:
+    def held(self, phase: RequestPhase, refusal: RequestEvent, head: UpstreamHead) -> Judgement:
         """A refusal has been read: HEAD (the client gets it after all), ELSEWHERE or FAILED."""
         return HEAD
 
     def ended(self) -> None:
         """The client's response is whole."""
 
-    def lost(self, phase: Phase, loss: Loss) -> Judgement:
+    def lost(self, phase: RequestPhase, loss: ConnectionLoss) -> Judgement:
         """STALE, ELSEWHERE, LOST, END or FAILED."""
-        if phase is Phase.PASSING:
+        if phase is RequestPhase.PASSING:
             return self._cut_short(loss.reason)
         if loss.answered:
             return self._failed(EngineFailed(f"{self.where()}: {loss.reason}"))
         return self._failed(self._down(loss.reason)) if loss.fresh else self._stale()
 
     def silent(
-        self, phase: Phase, reason: str, *, answering: bool, together: Collection[AtReplica]
+        self, phase: RequestPhase, reason: str, *, answering: bool, together: Collection[AtReplica]
     ) -> Judgement:
         """Nothing was heard of the upstream for long: as `lost`. together: all that are given up."""
         raise NotImplementedError
@@ -181,7 +182,7 @@ class Route:
         return [*self._proxy.scopes_header(self._caller), *said]
 
     def _failed(self, error: MidstreamError) -> Judgement:
-        return Judgement(Event.FAILED, error)
+        return Judgement(RequestEvent.FAILED, error)
 
     def _stale(self) -> Judgement:
         """Nothing answered on a pooled connection, which was perhaps only stale: a fresh one shows it."""
@@ -191,7 +192,7 @@ class Route:
     def _cut_short(self, reason: str) -> Judgement:
         logger.warning("a response of %s was cut short: %s", self.where(), reason)
         error = EngineFailed(f"{self.where()} failed in the middle of the response")
-        return Judgement(Event.FAILED, error)
+        return Judgement(RequestEvent.FAILED, error)
 
     def _down(self, reason: str) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"{self.where()}: {reason}")

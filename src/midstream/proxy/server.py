@@ -23,7 +23,7 @@ from midstream.core.errors import ConfigError
 from midstream.fleet.registry import Deployments
 from midstream.http.appserver import AppServer, socket_directory
 from midstream.http.http1 import ClientConnection
-from midstream.http.message import Limits
+from midstream.http.message import ConnectionLimits
 from midstream.http.upstream import UpstreamPool
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
@@ -73,7 +73,7 @@ class Gateway:
         replica_token: the secret that replicas ask for.
         """
         self._loop = asyncio.get_running_loop()
-        self._limits = Limits(
+        self._limits = ConnectionLimits(
             max_body_bytes=settings.max_body_bytes,
             max_header_bytes=settings.max_header_bytes,
             keep_alive_s=settings.keep_alive_s,

@@ -17,7 +17,7 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
 from midstream.core.wires import is_read_in_session, split_session, wire_of
-from midstream.http.budget import Bounds, Budget
+from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
 from midstream.proxy.front import PREFIX as FRONT_PREFIX
@@ -41,7 +41,7 @@ class GatewayService:
         self.clients: dict[ClientConnection, None] = {}
         together, of_one = settings.unfinished_body_bytes
         self.budget = Budget(
-            Bounds(
+            BudgetBounds(
                 unfinished_body_bytes=together,
                 unfinished_body_bytes_per_tenant=of_one,
                 connections_per_tenant=settings.max_connections_per_tenant,

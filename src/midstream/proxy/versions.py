@@ -64,14 +64,14 @@ class _Asking(msgspec.Struct):
 _body = msgspec.json.Decoder(_Asking)
 
 
-class Verdict(NamedTuple):
+class VersionVerdict(NamedTuple):
     """until: the latest moment to decide again, also if nothing changes."""
 
     action: Literal["send", "wait", "refuse"]
     until: float = 0.0
 
 
-SEND, REFUSE = Verdict("send"), Verdict("refuse")
+SEND, REFUSE = VersionVerdict("send"), VersionVerdict("refuse")
 
 
 class VersionJudge:
@@ -124,7 +124,7 @@ class VersionJudge:
         names: ServedNames,
         request: Request,
         user: UserField = "user",
-    ) -> Verdict:
+    ) -> VersionVerdict:
         """As `judge`, but reads the body before the request waits or is refused. names: those that its model may have.
         user: as in core/wires.py.
 
@@ -138,7 +138,7 @@ class VersionJudge:
 
     def judge(
         self, views: Sequence[ReplicaView], tried: Collection[str], home: ReplicaView | None, now: float
-    ) -> Verdict:
+    ) -> VersionVerdict:
         """What to do with the request now. home: the replica of its session. tried: names of replicas that cannot take it."""
         usable = [view for view in views if view.usable]
         self._newest = self._order.newest(view.report.snapshot for view in usable if view.report is not None)
@@ -150,12 +150,12 @@ class VersionJudge:
         if fitting - set(tried):
             at_home = self._began + min(wait_s, HOME_WAIT_S)
             late = home is None or home.name in tried or home.name in fitting or now >= at_home
-            return SEND if late or not self._may_come(home) else Verdict("wait", at_home)
+            return SEND if late or not self._may_come(home) else VersionVerdict("wait", at_home)
         if fitting or all(view.name in tried for view in usable):
             # No replica can take it for a reason other than its snapshot. Placement answers that.
             return SEND
         if now < deadline and (self.constraint.wait_s is not None or self._is_coming(views)):
-            return Verdict("wait", deadline)
+            return VersionVerdict("wait", deadline)
         return REFUSE
 
     def go_on(self) -> None:

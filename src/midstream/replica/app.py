@@ -36,7 +36,7 @@ from midstream.core.tracing import SpanRecord
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd
 from midstream.core.wires import PREFIX, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
-from midstream.http.budget import Bounds, Budget
+from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
 from midstream.replica.exchange import (
@@ -99,7 +99,7 @@ class ReplicaApp:
 
     def __init__(self, replica: Replica, token: str = "") -> None:
         self.draining = False
-        self.budget = Budget(Bounds(unfinished_body_bytes=UNFINISHED_BODY_BYTES_MAX))
+        self.budget = Budget(BudgetBounds(unfinished_body_bytes=UNFINISHED_BODY_BYTES_MAX))
         self.clients: dict[ClientConnection, None] = {}
         self._all_left = asyncio.Event()
         self._all_left.set()

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from midstream.core.types import Desired, served_model_name
-from midstream.core.versions import Admitted, Refusal, Refused, VersionConstraint
+from midstream.core.versions import Admitted, ConstraintNotMet, Refusal, VersionConstraint
 from midstream.replica.swap.table import SwapMachine, same_files
 
 PIN_DRAIN_S = 60.0
@@ -63,7 +63,7 @@ class Asked:
         return f"Asked({self._constraint}, expects {sorted(self._expected)}, pinned={self.pinned})"
 
     def check(self, serving: str, pins: Pins) -> str:
-        """The snapshot that the request begins with. Raises Refused unless it may begin."""
+        """The snapshot that the request begins with. Raises ConstraintNotMet unless it may begin."""
         begins, *more = self._expected or {serving}
         if more or not (self.pinned and pins.offers(begins)):
             begins = serving
@@ -83,10 +83,10 @@ class Asked:
             return begins
         raise self.refused(why, serving, pins)
 
-    def refused(self, why: str, serving: str, pins: Pins, *, pinnable: bool = True) -> Refused:
+    def refused(self, why: str, serving: str, pins: Pins, *, pinnable: bool = True) -> ConstraintNotMet:
         pinnable = pinnable and pins.coming is None
         here = pinnable and pins.offers(self._constraint.snapshot)
-        return Refused(why, Refusal(serving, pinnable, self._constraint, here))
+        return ConstraintNotMet(why, Refusal(serving, pinnable, self._constraint, here))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Pins:
 
     @asynccontextmanager
     async def hold(self, asked: Asked, snapshot: str) -> AsyncIterator[None]:
-        """The request inside is pinned to `snapshot`, which serves or stays. Ends it with Refused when a swap has waited."""
+        """The request inside is pinned to `snapshot`, which serves or stays. Ends with ConstraintNotMet if a swap waited."""
         limit = asyncio.timeout(None)
         self._held[limit] = snapshot
         self._used(snapshot)

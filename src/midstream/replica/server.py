@@ -11,13 +11,13 @@ import socket
 import sys
 
 from midstream.http.http1 import ClientConnection
-from midstream.http.message import Limits
+from midstream.http.message import ConnectionLimits
 from midstream.replica.app import ReplicaApp
 from midstream.replica.replica import Replica
 
 #: The gateway's limits are the ones that are set, and it decides when its connections end. Bodies that are still arriving, one
 #: or many, are bounded here, too (app.py), and so is the time that one may take.
-LIMITS = Limits(max_body_bytes=sys.maxsize, max_header_bytes=2**20, keep_alive_s=3600)
+LIMITS = ConnectionLimits(max_body_bytes=sys.maxsize, max_header_bytes=2**20, keep_alive_s=3600)
 TIMEOUT_CHECK_S = 0.5
 CLOSE_GRACE_S = 1.0
 

@@ -34,7 +34,7 @@ UNREPORTED_MAX = 200_000
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnStats:
     """One admitted request, filled in as it goes. Times in seconds."""
 
     prompt_tokens: int = 0
@@ -117,10 +117,10 @@ class Sessions:
     # -- turns
 
     @contextmanager
-    def turn(self, session: Session | None, stamp: int | None) -> Iterator[Turn]:
+    def turn(self, session: Session | None, stamp: int | None) -> Iterator[TurnStats]:
         """An admitted request of a session, or of none. stamp: of the placing that brought it here, if it is one."""
         stats = None if session is None else self._begin(session, stamp)
-        turn = Turn()
+        turn = TurnStats()
         try:
             yield turn
         finally:
@@ -153,7 +153,7 @@ class Sessions:
         self._held[session] = (stats, self._monotonic())
         self._held.move_to_end(session)
 
-    def _end(self, stats: SessionStats, turn: Turn) -> None:
+    def _end(self, stats: SessionStats, turn: TurnStats) -> None:
         stats.open_turns -= 1
         stats.prompt_tokens += turn.prompt_tokens
         stats.cached_prompt_tokens += turn.cached_tokens
@@ -169,7 +169,7 @@ class Sessions:
         if found is not None and found[0] is stats:
             self._use(session, stats)
 
-    def _count(self, turn: Turn) -> None:
+    def _count(self, turn: TurnStats) -> None:
         measures = self.measures
         for finish in turn.finishes:
             measures.count("finishes", finish)

@@ -15,7 +15,7 @@ from midstream.core.served_names import ServedNames
 from midstream.core.tracing import Attribute, SpanEvent, SpanRecord, Tracer, trace_of_signal
 from midstream.core.types import served_model_name
 from midstream.replica.response.generation import Generation
-from midstream.replica.sessions import Turn
+from midstream.replica.sessions import TurnStats
 from midstream.replica.swap.history import SwapHistory
 
 
@@ -81,7 +81,7 @@ def _measured(generation: Generation) -> dict[str, Attribute]:
 
 def _engine(generation: Generation, begin_s: float, end_s: float, epoch_s: float) -> SpanRecord:
     """From the gate to the end: waiting for a place in a step, prompt tokens, generated tokens."""
-    turn: Turn = generation.turn
+    turn: TurnStats = generation.turn
     children = []
     at_s = begin_s
     if turn.queued_s is not None:

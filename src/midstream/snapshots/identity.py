@@ -76,7 +76,7 @@ def _why_refused(identity: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     """What a bucket URL names.
 
     container: the bucket's name; empty for a file. path: of the directory; absolute for a file, else without a slash at
@@ -90,7 +90,7 @@ class Place:
     host: str | None = None
 
 
-def parse_bucket(bucket: str) -> Place:
+def parse_bucket(bucket: str) -> BucketPlace:
     """The place that the URL of a bucket, or of a directory in it, names. Raises ConfigError on any other text.
 
     file:///absolute/path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, and for Azure also
@@ -103,7 +103,7 @@ def parse_bucket(bucket: str) -> Place:
     return place
 
 
-def _parsed(bucket: str) -> Place | str:
+def _parsed(bucket: str) -> BucketPlace | str:
     """The place, or the reason why there is none."""
     try:
         parts = urlsplit(bucket)
@@ -125,13 +125,13 @@ def _parsed(bucket: str) -> Place | str:
     if kind == "file":
         if host not in ("", "localhost"):
             return "a file URL cannot name a host; write file:///absolute/path"
-        return Place(kind, "", path)
+        return BucketPlace(kind, "", path)
     container = userinfo if azure_host else host
     if not _CONTAINER.fullmatch(container):
         return f"{shown(container)!r} is not a bucket's name"
     if not azure_host:
-        return Place(kind, container, path.strip("/"))
-    return Place(kind, container, path.strip("/"), account=host.partition(".")[0], host=host)
+        return BucketPlace(kind, container, path.strip("/"))
+    return BucketPlace(kind, container, path.strip("/"), account=host.partition(".")[0], host=host)
 
 
 def _why_no_path(kind: str, path: str) -> str | None:

@@ -16,7 +16,7 @@ from policies_taken_up import take_up_policies
 from starlette.requests import Request
 
 from midstream.api import adapter_calls, addons, policies, trainer_calls
-from midstream.api.signals import Place, SignalBody, source_url
+from midstream.api.signals import NamedDirectory, SignalBody, source_url
 from midstream.api.updates import Updates
 from midstream.core.endpoints import endpoints_of
 from midstream.core.errors import Conflict
@@ -70,7 +70,7 @@ class Gateway(ControlSide):
         reconciler = Reconciler(self.ledger, replicas, NAMES.deployment)
         deployments = Deployments(Deployment(NAMES, replicas, reconciler))
         api = policies.PoliciesApi(self.ledger, deployments, self._changed, self._take)
-        adapters = adapter_calls.Adapters(deployments, api, Updates(self.ledger, self._take))
+        adapters = adapter_calls.AdapterLoader(deployments, api, Updates(self.ledger, self._take))
         apis = (
             api,
             addons.AddonsApi(self.ledger, deployments, api, adapters),
@@ -100,7 +100,7 @@ class Gateway(ControlSide):
         request: Request,
         deployment: Deployment,
         body: SignalBody,
-        place: Place | None = None,
+        place: NamedDirectory | None = None,
         *,
         overwrite: bool = False,
     ) -> SignalResult:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from midstream.core.errors import MidstreamError
-from midstream.http.budget import Bounds, Budget
+from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection
-from midstream.http.message import Limits, Request
+from midstream.http.message import ConnectionLimits, Request
 from targets.target import Target, check, controlled, pieces
 
-LIMITS = Limits(max_body_bytes=2048, max_header_bytes=1024, keep_alive_s=60)
+LIMITS = ConnectionLimits(max_body_bytes=2048, max_header_bytes=1024, keep_alive_s=60)
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 #: Where a limit is passed depends on how much of a head was there at once.
@@ -80,7 +80,7 @@ class Service:
     draining = False
 
     def __init__(self) -> None:
-        self.budget = Budget(Bounds())
+        self.budget = Budget(BudgetBounds())
         self.requests: list[Request] = []
         self.refusals: list[MidstreamError] = []
 

@@ -23,7 +23,7 @@ import zstandard
 from midstream.core.errors import ConfigError, SnapshotCorrupt, SnapshotError
 from midstream.core.types import CompressionFormat
 from midstream.engine.vllm.model import read_shape
-from midstream.snapshots.arc2.blob import MAX_WINDOW_BYTES, BlobError, Encoder, decoded
+from midstream.snapshots.arc2.blob import MAX_WINDOW_BYTES, BlobEncoder, BlobError, decoded
 from midstream.snapshots.arc2.rebuild import rebuild, verify
 from midstream.snapshots.content import encode_manifest, parse_manifest
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE, read_checkpoint, read_file_layout
@@ -216,7 +216,7 @@ def check_encoder(compression: CompressionFormat, data: bytes) -> None:
     if not size:
         return
     old, new = bytearray(data[:size]), data[size : 2 * size]
-    encoder = Encoder(compression, size)
+    encoder = BlobEncoder(compression, size)
     encoder.add(memoryview(old), memoryview(new))
     parts, checksum = encoder.finish()
     back = b"".join(bytes(p) for p in decoded(compression, memoryview(b"".join(parts)), size))
@@ -227,7 +227,7 @@ def check_encoder(compression: CompressionFormat, data: bytes) -> None:
 
 
 def blob_of(compression: CompressionFormat, old: bytes, new: bytes) -> bytes:
-    encoder = Encoder(compression, len(old))
+    encoder = BlobEncoder(compression, len(old))
     encoder.add(memoryview(bytearray(old)), memoryview(new))
     return b"".join(encoder.finish()[0])
 

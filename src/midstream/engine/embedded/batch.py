@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from midstream.engine.embedded.blocks import SCRATCH_SLOT
-from midstream.engine.embedded.scheduler import Sequence, Work
+from midstream.engine.embedded.scheduler import Sequence, StepWork
 from midstream.engine.step import Sampled, SampleRow, StepBatch
 
 
-def pack(works: list[Work], block_size: int) -> StepBatch:
+def pack(works: list[StepWork], block_size: int) -> StepBatch:
     firsts = np.array([w.first for w in works])
     sizes = np.array([w.last for w in works]) - firsts
     blocks = np.fromiter(chain.from_iterable(w.seq.blocks for w in works), dtype=np.int32)
@@ -65,19 +65,19 @@ class LogitRows:
     ends: the same for prompts that are not complete yet. Their logits only show whether the KV is good.
     """
 
-    scores: list[tuple[Work, int, int]]
-    samples: list[tuple[Work, int]]
-    ends: list[tuple[Work, int]]
+    scores: list[tuple[StepWork, int, int]]
+    samples: list[tuple[StepWork, int]]
+    ends: list[tuple[StepWork, int]]
 
     @property
     def packed(self) -> list[int]:
         return [row for _, _, row in self.scores] + [row for _, row in (*self.samples, *self.ends)]
 
 
-def rows_needed(works: list[Work]) -> LogitRows:
-    scores: list[tuple[Work, int, int]] = []
-    samples: list[tuple[Work, int]] = []
-    ends: list[tuple[Work, int]] = []
+def rows_needed(works: list[StepWork]) -> LogitRows:
+    scores: list[tuple[StepWork, int, int]] = []
+    samples: list[tuple[StepWork, int]] = []
+    ends: list[tuple[StepWork, int]] = []
     row = 0
     for work in works:
         seq, first, last, _ = work

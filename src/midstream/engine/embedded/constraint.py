@@ -20,7 +20,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from midstream.core.types import GenerateRequest
-from midstream.engine.embedded.limits import Follower, Limits
+from midstream.engine.embedded.limits import TokenFollower, TokenLimiter
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Matcher:
 
 def follower_of(
     request: GenerateRequest, constraints: Constraints | None, vocab_size: int
-) -> Follower | None:
+) -> TokenFollower | None:
     """What follows a choice from its start: its grammar, its limits or both. Raises ValueError.
 
     constraints: None if the model's tokenizer does not work with grammars.
@@ -156,7 +156,7 @@ def follower_of(
         if constraints is None:
             raise ValueError("this model's tokenizer does not work with grammars")
         grammar = constraints.matcher(request.grammar, request.sampling.stop_token_ids)
-    return Limits(request.sampling, vocab_size, grammar) if request.sampling.limited else grammar
+    return TokenLimiter(request.sampling, vocab_size, grammar) if request.sampling.limited else grammar
 
 
 def _first_line(error: str) -> str:

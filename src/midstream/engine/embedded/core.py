@@ -45,7 +45,7 @@ from midstream.engine.embedded.model_runner import ModelRunner, dispose
 from midstream.engine.embedded.protocol import embedded_card
 from midstream.engine.embedded.provenance import Provenance
 from midstream.engine.embedded.sampler import new_sampler, ranks_of
-from midstream.engine.embedded.scheduler import Scheduler, Sequence, Work
+from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
 from midstream.engine.embedded.token_scores import NO_SNAPSHOT, ScoreStore
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore, load_adapter_beside
 from midstream.engine.step import Sampled, route_dtype
@@ -180,7 +180,7 @@ class EngineCore:
         self._step_ended = time.perf_counter()
         return outputs
 
-    def _end_with_error(self, works: list[Work], message: str) -> list[Output]:
+    def _end_with_error(self, works: list[StepWork], message: str) -> list[Output]:
         ids = dict.fromkeys(w.seq.request.request_id for w in works)
         for request_id in ids:
             self.abort(request_id)
@@ -284,7 +284,7 @@ class EngineCore:
         if self._constraints is not None:
             self._constraints.prepare(grammar)
 
-    def _run(self, works: list[Work]) -> list[Output]:
+    def _run(self, works: list[StepWork]) -> list[Output]:
         rows = rows_needed(works)
         logits, routes = self.runner.forward(works, rows.packed)
         self._provenance.write(self.runner.written, self.runner.epochs)
@@ -305,7 +305,7 @@ class EngineCore:
         return self._report(rows, sampled, broken, routes)
 
     def _keep_scores(
-        self, scores: list[tuple[Work, int, int]], logits: torch.Tensor, routes: np.ndarray | None
+        self, scores: list[tuple[StepWork, int, int]], logits: torch.Tensor, routes: np.ndarray | None
     ) -> None:
         """scores: (work, position, row in the batch). The pass at `position` scores the token after it."""
         targets = [work.seq.tokens[position + 1] for work, position, _ in scores]
@@ -365,7 +365,7 @@ class EngineCore:
             outputs.append((seq.request.request_id, event))
         return outputs
 
-    def _end_broken(self, work: Work) -> list[Output]:
+    def _end_broken(self, work: StepWork) -> list[Output]:
         return self._end_with_error(
             [work], f"snapshot {self.snapshots[work.seq.now]} gave a logit that is not finite"
         )

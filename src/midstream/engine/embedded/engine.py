@@ -53,7 +53,7 @@ class _PolicySlot(Slot):
     def __init__(
         self,
         policy: str,
-        call: Callable[[Callable[[int], m.Command]], Awaitable[m.Done]],
+        call: Callable[[Callable[[int], m.Command]], Awaitable[m.CallDone]],
         send: Callable[[m.Command], None],
     ) -> None:
         self._policy = policy
@@ -95,7 +95,7 @@ class EmbeddedEngine(Engine):
         self._link: _EngineLink | None = None
         # They watch for the end and the silence of the process.
         self._watchers: list[asyncio.Task[None]] = []
-        self._calls: dict[int, asyncio.Future[m.Done]] = {}
+        self._calls: dict[int, asyncio.Future[m.CallDone]] = {}
         self._numbers = itertools.count(1)
         self._requests: dict[str, RequestEvents] = {}
         self._silence, self._stillness = SilenceTimer(0.0), StillnessTimer(0.0)
@@ -190,10 +190,10 @@ class EmbeddedEngine(Engine):
         self._send(m.EndPolicy(policy))
 
     async def pause(self) -> None:
-        await self._call(m.Pause)
+        await self._call(m.PauseSteps)
 
     async def resume(self) -> None:
-        await self._call(m.Resume)
+        await self._call(m.ResumeSteps)
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -204,10 +204,10 @@ class EmbeddedEngine(Engine):
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         self._death = callback
 
-    async def _call(self, build: Callable[[int], m.Command]) -> m.Done:
+    async def _call(self, build: Callable[[int], m.Command]) -> m.CallDone:
         link = self._running_link()
         call = next(self._numbers)
-        future: asyncio.Future[m.Done] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[m.CallDone] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         link.send(build(call))
         try:
@@ -269,7 +269,7 @@ class EmbeddedEngine(Engine):
                     # The request is missing if it was aborted while this event was on its way.
                     if (request := self._requests.get(request_id)) is not None:
                         request.put(event)
-            case m.Done(call):
+            case m.CallDone(call):
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     future.set_result(reply)

@@ -14,7 +14,7 @@ import numpy as np
 from midstream.core.types import SamplingParams
 
 
-class Follower(Protocol):
+class TokenFollower(Protocol):
     """What follows a sequence token by token and says which token may come next (constraint.Matcher is one).
 
     error: why the sequence cannot continue.
@@ -29,10 +29,10 @@ class Follower(Protocol):
         """Take a token that `mask` allowed. Returns whether the sequence ends with it."""
 
 
-class Limits:
+class TokenLimiter:
     """under: follows the sequence's grammar, if it has one."""
 
-    def __init__(self, sampling: SamplingParams, vocab_size: int, under: Follower | None) -> None:
+    def __init__(self, sampling: SamplingParams, vocab_size: int, under: TokenFollower | None) -> None:
         self.error: str | None = None
         self._under = under
         self._min_tokens = sampling.min_tokens

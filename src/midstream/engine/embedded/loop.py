@@ -54,10 +54,10 @@ class EngineLoop:
         self._stager = Stager(core.stage, self._jobs.append, core.store.drop)
         # Calls for a digest without a reply yet, and the replies that background jobs made.
         self._digest_calls = 0
-        self._digests: queue.SimpleQueue[m.Done] = queue.SimpleQueue()
+        self._digests: queue.SimpleQueue[m.CallDone] = queue.SimpleQueue()
         self._grammars = GrammarQueue(core.prepare_grammar)
         # The reply to a commit, which is sent after the events of the next step.
-        self._committed: m.Done | None = None
+        self._committed: m.CallDone | None = None
         self._reported_at = 0.0
 
     def run(self) -> None:
@@ -141,12 +141,12 @@ class EngineLoop:
                 self._core.end_policy(policy)
             case m.DigestWeights(call, policy):
                 self._digest(call, policy)
-            case m.Pause(call):
+            case m.PauseSteps(call):
                 self._core.scheduler.frozen = True
-                self._channel.send(m.Done(call))
-            case m.Resume(call):
+                self._channel.send(m.CallDone(call))
+            case m.ResumeSteps(call):
                 self._core.scheduler.frozen = False
-                self._channel.send(m.Done(call))
+                self._channel.send(m.CallDone(call))
 
     def _add(self, request: GenerateRequest) -> None:
         refused = self._core.add(request)
@@ -162,7 +162,7 @@ class EngineLoop:
     def _digest(self, call: int, policy: str) -> None:
         weights = self._core.weights(policy)
         if not weights:
-            self._channel.send(m.Done(call, error=f"policy {policy!r} serves nothing"))
+            self._channel.send(m.CallDone(call, error=f"policy {policy!r} serves nothing"))
             return
         self._digest_calls += 1
         self._jobs.append(lambda: self._digests.put(weights_digest.reply(call, weights)))
@@ -179,24 +179,24 @@ class EngineLoop:
                 result = why
             if isinstance(result, str):
                 self._core.store.adapter_came(request.call)
-                self._channel.send(m.Done(request.call, error=result))
+                self._channel.send(m.CallDone(request.call, error=result))
                 continue
             self._core.set_staged(result, request.policy)
             self._core.store.adapter_came(request.call)
             self._staged[request.policy] = request.snapshot
-            self._channel.send(m.Done(request.call))
+            self._channel.send(m.CallDone(request.call))
 
     def _commit(self, command: m.Commit) -> None:
         call, snapshot = command.call, command.snapshot
         staged = self._staged.get(command.policy)
         if staged != snapshot:
-            self._channel.send(m.Done(call, error=f"{snapshot} is not the staged snapshot ({staged})"))
+            self._channel.send(m.CallDone(call, error=f"{snapshot} is not the staged snapshot ({staged})"))
             return
         del self._staged[command.policy]
         timing = self._core.commit(snapshot, command.policy, command.files, command.overwritten)
         # The reply to a commit in the step before, of another policy, goes out first.
         self._send_committed()
-        self._committed = m.Done(call, timing=timing)
+        self._committed = m.CallDone(call, timing=timing)
         self._calm = CALM_STEPS
 
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from midstream.core.types import ModelInfo
 from midstream.engine.embedded.batch import pack
 from midstream.engine.embedded.loading import LoadedModel
-from midstream.engine.embedded.scheduler import Work
+from midstream.engine.embedded.scheduler import StepWork
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore
 from midstream.http.heap import trim_memory
 
@@ -38,7 +38,9 @@ class ModelRunner:
         return self.weights.serving.model
 
     @torch.inference_mode()
-    def forward(self, works: list[Work], logit_rows: Sequence[int]) -> tuple[torch.Tensor, np.ndarray | None]:
+    def forward(
+        self, works: list[StepWork], logit_rows: Sequence[int]
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Run the tokens of `works`, decodes first; see loading.Decoder. logit_rows: indices of tokens in the batch."""
         rows = np.array(logit_rows, dtype=np.int64)
         of_work = [self.weights.of(work.seq.now) for work in works]
@@ -50,7 +52,7 @@ class ModelRunner:
         return self._several(works, of_work, rows, sizes)
 
     def _pass(
-        self, works: list[Work], of_work: list[Weights], rows: np.ndarray
+        self, works: list[StepWork], of_work: list[Weights], rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None, np.ndarray, np.ndarray]:
         """One pass of one model: logits, routes, slots, router ties."""
         decoder = of_work[0].model.decoder
@@ -61,7 +63,7 @@ class ModelRunner:
         return logits, routes, batch.slots, decoder.router_ties
 
     def _several(
-        self, works: list[Work], of_work: list[Weights], rows: np.ndarray, sizes: np.ndarray
+        self, works: list[StepWork], of_work: list[Weights], rows: np.ndarray, sizes: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """A pass for each model; the results in the order of one."""
         models = {id(weights.model): weights.model for weights in of_work}

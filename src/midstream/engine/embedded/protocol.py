@@ -1,6 +1,6 @@
 """The messages between a replica process and its engine process. `http/ipc.py` frames them.
 
-The replica sends commands, the engine process sends replies. The number of a call pairs a Done with its command.
+The replica sends commands, the engine process sends replies. The number of a call pairs a CallDone with its command.
 
 The features that the embedded engine declares. Imports no torch.
 
@@ -57,7 +57,7 @@ class StageSnapshot(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropStaged(msgspec.Struct, tag=True, frozen=True):
-    """Drop what is staged or being staged for the policy. No Done answers it."""
+    """Drop what is staged or being staged for the policy. No CallDone answers it."""
 
     policy: str = ""
 
@@ -73,23 +73,23 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Retain(msgspec.Struct, tag=True, frozen=True):
-    """The snapshots of the policy that stay resident besides what it serves. No Done answers it."""
+    """The snapshots of the policy that stay resident besides what it serves. No CallDone answers it."""
 
     policy: str
     snapshots: tuple[str, ...]
 
 
 class EndPolicy(msgspec.Struct, tag=True, frozen=True):
-    """No Done answers it."""
+    """No CallDone answers it."""
 
     policy: str
 
 
-class Pause(msgspec.Struct, tag=True, frozen=True):
+class PauseSteps(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-class Resume(msgspec.Struct, tag=True, frozen=True):
+class ResumeSteps(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
@@ -107,8 +107,8 @@ Command = (
     | Commit
     | Retain
     | EndPolicy
-    | Pause
-    | Resume
+    | PauseSteps
+    | ResumeSteps
     | DigestWeights
 )
 
@@ -124,7 +124,7 @@ class Events(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
+class CallDone(msgspec.Struct, tag=True, frozen=True):
     """The end of a call: `error` if it failed, `timing` of a commit, `digest` of the weights."""
 
     call: int
@@ -139,7 +139,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-Reply = Ready | Events | Done | Failed
+Reply = Ready | Events | CallDone | Failed
 
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -32,7 +32,7 @@ from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, P
 from midstream.engine.embedded.track import Track
 
 if TYPE_CHECKING:
-    from midstream.engine.embedded.limits import Follower
+    from midstream.engine.embedded.limits import TokenFollower
 
 #: Tokens of an urgent prefill in a step with decodes. A swap's canary must not hold up the streams that crossed the swap.
 URGENT_TOKENS = 8
@@ -81,7 +81,7 @@ class Sequence:
     renames: int = 0
     announced: bool = False
     done: bool = False
-    matcher: Follower | None = None
+    matcher: TokenFollower | None = None
     prompt_len: int = 0
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Sequence:
         return max(1, self.prompt_len - self.request.prompt_records)
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Compute positions first..last-1 of a sequence. Those below `write_from` have KV already and write to scratch."""
 
     seq: Sequence
@@ -188,11 +188,11 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[StepWork]:
         """The work of the next step, decodes first. Allocates blocks; may preempt and admit sequences."""
         waiting = len(self.waiting)
-        decodes: list[Work] = []
-        prefills: list[Work] = []
+        decodes: list[StepWork] = []
+        prefills: list[StepWork] = []
         budget = self._budget
         # Running sequences in prefill.
         unfinished = []
@@ -239,7 +239,7 @@ class Scheduler:
             self._preempt(self._victim())
         return True
 
-    def advance(self, work: Work) -> list[tuple[int, int]]:
+    def advance(self, work: StepWork) -> list[tuple[int, int]]:
         """Record that the work is done. Returns (own block, holder) for full blocks if another block holds the same content."""
         seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
@@ -434,11 +434,11 @@ def _rank(seq: Sequence) -> tuple[bool, int]:
     return not seq.request.urgent, seq.request.priority
 
 
-def _piece(seq: Sequence, beside: list[Work]) -> int:
+def _piece(seq: Sequence, beside: list[StepWork]) -> int:
     """Tokens of an unfinished prefill that may go into a step beside these decodes, budgets aside."""
     left = len(seq.tokens) - seq.cursor
     return min(left, URGENT_TOKENS) if beside and seq.request.urgent else left
 
 
-def _work(seq: Sequence, size: int) -> Work:
-    return Work(seq, seq.cursor, seq.cursor + size, seq.computed)
+def _work(seq: Sequence, size: int) -> StepWork:
+    return StepWork(seq, seq.cursor, seq.cursor + size, seq.computed)

@@ -30,14 +30,14 @@ FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 265443576
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
 
-def reply(call: int, weights: Tensors) -> m.Done:
+def reply(call: int, weights: Tensors) -> m.CallDone:
     """The reply to a call for the digest. Whatever goes wrong, the call gets one."""
     try:
         with loading(weights[0][1].device if weights else "cpu"):
-            return m.Done(call, digest=f"{kind(weights)}:{digest(weights)}")
+            return m.CallDone(call, digest=f"{kind(weights)}:{digest(weights)}")
     except Exception as error:
         logger.warning("the weights could not be read", exc_info=True)
-        return m.Done(call, error=f"{type(error).__name__}: {error}")
+        return m.CallDone(call, error=f"{type(error).__name__}: {error}")
 
 
 def kind(weights: Tensors) -> str:

@@ -27,8 +27,8 @@ from midstream.core.errors import SnapshotError
 from midstream.core.types import SwapTiming
 from midstream.engine.base import Slot, StagingFailed
 from midstream.engine.vllm.labels import OneEpoch
-from midstream.engine.vllm.requests import Weights
-from midstream.engine.vllm.swap import Control, Refused
+from midstream.engine.vllm.requests import ServedWeights
+from midstream.engine.vllm.swap import Control, VllmRefused
 from midstream.http.call import CallFailed
 from midstream.snapshots.adapter import ADAPTER_FILES, AdapterSpec, read_adapter
 from midstream.snapshots.layout import CheckpointSpec
@@ -51,7 +51,7 @@ class Version:
 
     policy: str
     snapshot: str
-    weights: Weights
+    weights: ServedWeights
     files: Path
     named: bool = False
     loading: bool = False
@@ -160,7 +160,7 @@ class Adapters:
 
     def _new(self, policy: str, snapshot: str) -> Version:
         name = f"{policy}@{next(self._numbers)}.{self._boot}"
-        weights = Weights(name, OneEpoch(snapshot, self._base_version))
+        weights = ServedWeights(name, OneEpoch(snapshot, self._base_version))
         return Version(policy, snapshot, weights, self._folder / name)
 
     def _check(self, directory: Path) -> None:
@@ -193,7 +193,7 @@ class Adapters:
             new.named = True
             await self._control.load_adapter(new.weights.name, new.files)
             new.loaded = True
-        except (CallFailed, Refused) as error:
+        except (CallFailed, VllmRefused) as error:
             reason = f"vLLM did not load the adapter: {error}"
             await self._check_alive(reason)
             raise StagingFailed(reason) from error
@@ -228,7 +228,7 @@ class Adapters:
         try:
             if version.named:
                 await self._control.unload_adapter(version.weights.name)
-        except (CallFailed, Refused) as error:
+        except (CallFailed, VllmRefused) as error:
             # If vLLM has it still, that costs a line in a table: it is never asked for again.
             logger.info("%s was not unloaded: %s", version.weights.name, error)
         finally:

@@ -14,7 +14,7 @@ from midstream.engine.base import EngineDied
 T = TypeVar("T")
 
 
-class Boot:
+class VllmBoot:
     def __init__(self) -> None:
         # Of the last boot; set to the reason when it ends.
         self._ended: asyncio.Future[str] | None = None

@@ -27,10 +27,10 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
 from midstream.engine.vllm.life import ServerLife
-from midstream.engine.vllm.proving import Standing
+from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished
 from midstream.engine.vllm.scoring import WrongWeights
-from midstream.engine.vllm.swap import Refused, Unchanged, switch
+from midstream.engine.vllm.swap import Unchanged, VllmRefused, switch
 from midstream.http.call import CallFailed, open_stream
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class VllmEngine(ServerLife):
     async def _lost(self, choice: ChoiceStream, reason: str) -> None:
         """End the boot if the server is dead; else end this choice alone. reason: a lost connection, or an error event."""
         await self._check_alive(reason)
-        if choice.not_finite and self._proving.standing is Standing.PROVED:
+        if choice.not_finite and self._proving.standing is WeightsStanding.PROVED:
             await self._check_finite(reason)
         choice.ended(reason)
 
@@ -256,7 +256,7 @@ class VllmEngine(ServerLife):
                 await self._control.pause()
                 self._paused = True
                 self._computing.clear()
-        except (EngineDied, CallFailed, Refused) as error:
+        except (EngineDied, CallFailed, VllmRefused) as error:
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
@@ -277,7 +277,7 @@ class VllmEngine(ServerLife):
             )
         except Unchanged as error:
             raise StagingFailed(str(error)) from error
-        except (CallFailed, Refused, asyncio.CancelledError) as error:
+        except (CallFailed, VllmRefused, asyncio.CancelledError) as error:
             reason = f"the switch to {snapshot} left vLLM in doubt: {str(error) or 'cancelled'}"
             self._give_up(reason)
             if isinstance(error, asyncio.CancelledError):
@@ -319,7 +319,7 @@ class VllmEngine(ServerLife):
             self._boot.check()
             try:
                 await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
-            except (CallFailed, Refused) as error:
+            except (CallFailed, VllmRefused) as error:
                 self._end_boot(str(error))
                 raise EngineDied(str(error)) from error
             self._paused = paused

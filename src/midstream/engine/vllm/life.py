@@ -28,18 +28,18 @@ from midstream.engine.base import Engine, EngineDied
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
 from midstream.engine.vllm.arguments import NO_LORA, vllm_card
-from midstream.engine.vllm.boot import Boot
+from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.proving import Proving
-from midstream.engine.vllm.requests import VllmRequest, Weights
+from midstream.engine.vllm.requests import ServedWeights, VllmRequest
 from midstream.engine.vllm.salts import Salts
 from midstream.engine.vllm.scoring import Scorer, WrongWeights
-from midstream.engine.vllm.server import ServerFailed, VllmServer
-from midstream.engine.vllm.staging import Stager, Staging
-from midstream.engine.vllm.swap import Control, NotExact, Refused, proof_prompt, prove_reload, score
-from midstream.engine.vllm.watch import POLL_S, Watch, Work
+from midstream.engine.vllm.server import VllmServer, VllmServerFailed
+from midstream.engine.vllm.staging import Staging, VllmStager
+from midstream.engine.vllm.swap import Control, NotExact, VllmRefused, proof_prompt, prove_reload, score
+from midstream.engine.vllm.watch import POLL_S, PendingWork, Watch
 from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ FIRST_S_MAX = 300.0
 #: Instead of a version: the server's KV cache holds numbers that are not finite.
 SPOILT = "not finite"
 #: A server that raises one of these while it starts cannot serve.
-START_ERRORS = (ServerFailed, CallFailed, Refused, NotExact, WrongWeights)
+START_ERRORS = (VllmServerFailed, CallFailed, VllmRefused, NotExact, WrongWeights)
 
 
 class ServerLife(Engine):
@@ -87,7 +87,7 @@ class ServerLife(Engine):
             gpus=gpus,
             log=cache_dir / "vllm.log",
         )
-        self._boot = Boot()
+        self._boot = VllmBoot()
         self._watch = Watch(settings.silence_s_max, lambda s: self._control.reach_workers(s), self._work)
         self._watcher: asyncio.Task[None] | None = None
         # pause, resume and commit run one at a time.
@@ -107,7 +107,7 @@ class ServerLife(Engine):
         self._spoilt = False
         # What the files of the next commit are.
         self._announced = ""
-        self._stager = Stager(self._staging, self._boot.while_alive)
+        self._stager = VllmStager(self._staging, self._boot.while_alive)
         # Of a boot that serves policies.
         self._adapters: Adapters | None = None
         # Why not; empty if it does.
@@ -175,18 +175,18 @@ class ServerLife(Engine):
             )
 
     async def _check_unspoilt(self) -> None:
-        """Raises ServerFailed for an attached server that has to be restarted. Its version remembers that, whoever attaches."""
+        """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
         if self._spoilt:
             await self._control.set_version(SPOILT)
             self._spoilt = False
         if await self._control.version(ANSWER_S_MAX) == SPOILT:
-            raise ServerFailed(
+            raise VllmServerFailed(
                 f"the vLLM server at {self._server.url} computed numbers that are not finite, and its KV cache still holds "
                 "them: restart it"
             )
 
     async def _check_usage(self) -> None:
-        """Raises ServerFailed when an attached server does not say how much of a prompt was cached."""
+        """Raises VllmServerFailed when an attached server does not say how much of a prompt was cached."""
         prompt = proof_prompt(self._shape.vocab_size, self._server.max_model_len)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = GenerateRequest(request_id="usage", prompt=prompt, sampling=sampling)
@@ -199,9 +199,9 @@ class ServerLife(Engine):
         try:
             cached = protocol.read_answer(answer.body).cached
         except protocol.InvalidAnswer as error:
-            raise ServerFailed(f"the vLLM server at {url}: {error}") from error
+            raise VllmServerFailed(f"the vLLM server at {url}: {error}") from error
         if cached is None:
-            raise ServerFailed(
+            raise VllmServerFailed(
                 f"the vLLM server at {url} does not say how much of a prompt was cached: start it with "
                 "--enable-prompt-tokens-details"
             )
@@ -221,8 +221,8 @@ class ServerLife(Engine):
         return Adapters(self._control, proven, self._adapter_dir, *own)
 
     @property
-    def _own(self) -> Weights:
-        return Weights(self._server.served_name, self._epochs)
+    def _own(self) -> ServedWeights:
+        return ServedWeights(self._server.served_name, self._epochs)
 
     def _info(self) -> ModelInfo:
         shape, server = self._shape, self._server
@@ -242,7 +242,7 @@ class ServerLife(Engine):
         await self._stop()
         self._staging.close()
 
-    def _scorer(self, weights: Weights) -> Scorer:
+    def _scorer(self, weights: ServedWeights) -> Scorer:
         server, epochs, name = self._server, weights.epochs, weights.name
         return Scorer(server.url, server.headers, epochs, self._shape, name, by_priority=server.by_priority)
 
@@ -288,7 +288,7 @@ class ServerLife(Engine):
         ours = self._epochs.serving_version
         try:
             version = await self._control.version(ANSWER_S_MAX)
-        except (CallFailed, Refused):
+        except (CallFailed, VllmRefused):
             # The server is healthy, but busy with a long step or with a switch.
             return None
         switched = self._epochs.serving_version != ours
@@ -302,12 +302,12 @@ class ServerLife(Engine):
     def silent_s(self) -> float:
         return self._watch.silent_s
 
-    def _work(self) -> Work:
+    def _work(self) -> PendingWork:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
         prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
         prompts += sum(run.scoring for run in self._requests.values())
         due = not self._paused and any(choice.labels.count for choice in choices)
-        return Work(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
+        return PendingWork(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         self._death = callback

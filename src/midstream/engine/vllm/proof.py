@@ -26,10 +26,10 @@ from midstream.core.errors import SnapshotError
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Proven, adaptable
-from midstream.engine.vllm.requests import Weights
+from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.scoring import ANSWER_S_MAX, Scorer
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, Refused, proof_prompt, score
+from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, VllmRefused, proof_prompt, score
 from midstream.http.call import CallFailed, call
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from midstream.snapshots.layout import read_spec
@@ -56,7 +56,7 @@ class Proof:
         self,
         server: VllmServer,
         control: Control,
-        scorer: Callable[[Weights], Scorer],
+        scorer: Callable[[ServedWeights], Scorer],
         sizes: tuple[int, int],
         folder: Path,
     ) -> None:
@@ -69,7 +69,7 @@ class Proof:
         self._numbers = itertools.count(1)
         self._loaded: list[str] = []
 
-    async def run(self, model_dir: Path, own: Weights) -> Proven:
+    async def run(self, model_dir: Path, own: ServedWeights) -> Proven:
         """own: the base weights. Raises NoAdapters, NotExact, CallFailed, WrongWeights."""
         await finished(shutil.rmtree, self._folder, True)
         try:
@@ -85,10 +85,10 @@ class Proof:
             for kind, module in kinds.items():
                 try:
                     name = await self._load(module, base.tensors[f"{module}.weight"].shape)
-                except Refused as error:
+                except VllmRefused as error:
                     refusal = str(error)
                     continue
-                if max(_differences(before, await self._score(Weights(name, own.epochs)))) > TOLERANCE:
+                if max(_differences(before, await self._score(ServedWeights(name, own.epochs)))) > TOLERANCE:
                     proven.add(kind)
             if not proven:
                 raise NoAdapters(refusal or "no adapter changes what vLLM computes")
@@ -102,7 +102,7 @@ class Proof:
             await self._clean_up()
         return Proven(base, frozenset(proven), self._server.adapter_places)
 
-    async def _compare(self, own: Weights, before: list[float], greedy: list[protocol.Token]) -> None:
+    async def _compare(self, own: ServedWeights, before: list[float], greedy: list[protocol.Token]) -> None:
         """Raises NotExact unless the base weights give what they gave before."""
         alone = _differences(before, await self._score(own)) + _drift(
             greedy, await self._greedy(own.name, OWN)
@@ -132,7 +132,7 @@ class Proof:
         self._loaded.append(name)
         return name
 
-    async def _score(self, weights: Weights) -> list[float]:
+    async def _score(self, weights: ServedWeights) -> list[float]:
         return await score(self._scorer(weights), self._vocab_size, self._context)
 
     async def _greedy(self, name: str, count: int) -> list[protocol.Token]:
@@ -157,7 +157,7 @@ class Proof:
         for name in self._loaded:
             try:
                 await self._control.unload_adapter(name)
-            except (CallFailed, Refused) as error:
+            except (CallFailed, VllmRefused) as error:
                 logger.warning("%s: vLLM keeps its name: %s", name, error)
         await finished(shutil.rmtree, self._folder, True)
 

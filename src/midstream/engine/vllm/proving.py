@@ -16,7 +16,7 @@ from midstream.engine.base import StreamLost
 from midstream.engine.vllm.requests import VllmRequest
 
 
-class Standing(enum.Enum):
+class WeightsStanding(enum.Enum):
     PROVED = "proved"
     UNPROVED = "unproved"
     #: They failed their check. Whatever serves next, vLLM's free KV blocks may hold numbers that are not finite.
@@ -29,39 +29,39 @@ class Proving:
     def __init__(self, requests: Mapping[str, VllmRequest]) -> None:
         self._requests = requests
         self._snapshot = BASE_SNAPSHOT
-        self.standing = Standing.PROVED
+        self.standing = WeightsStanding.PROVED
 
     def __repr__(self) -> str:
         return f"Proving({self._snapshot!r} is {self.standing.value})"
 
     def started(self) -> None:
         """The server has just been started, with weights that need no check."""
-        self._snapshot, self.standing = BASE_SNAPSHOT, Standing.PROVED
+        self._snapshot, self.standing = BASE_SNAPSHOT, WeightsStanding.PROVED
 
     @property
     def spoilt(self) -> bool:
         """Whether the serving weights failed. Their name may mean other files by now, and the KV cache is as bad for these."""
-        return self.standing is Standing.REFUSED
+        return self.standing is WeightsStanding.REFUSED
 
     def begins(self, run: VllmRequest) -> None:
         """A request comes in. Raises StreamLost."""
-        if run.request.urgent or self.standing is Standing.PROVED:
+        if run.request.urgent or self.standing is WeightsStanding.PROVED:
             return
-        if self.standing is Standing.REFUSED:
+        if self.standing is WeightsStanding.REFUSED:
             raise StreamLost(self._why)
         run.keep_back()
 
     def switched(self, snapshot: str) -> None:
-        self._snapshot, self.standing = snapshot, Standing.UNPROVED
+        self._snapshot, self.standing = snapshot, WeightsStanding.UNPROVED
         for run in self._requests.values():
             if not run.request.urgent:
                 run.keep_back()
 
     def settle(self, snapshot: str, *, sound: bool) -> None:
         """The check of `snapshot` has ended."""
-        if snapshot != self._snapshot or self.standing is not Standing.UNPROVED:
+        if snapshot != self._snapshot or self.standing is not WeightsStanding.UNPROVED:
             return
-        self.standing = Standing.PROVED if sound else Standing.REFUSED
+        self.standing = WeightsStanding.PROVED if sound else WeightsStanding.REFUSED
         for run in self._requests.values():
             if sound:
                 run.release()

@@ -26,7 +26,7 @@ from midstream.http.call import ResponseStream
 
 
 @dataclass(frozen=True)
-class Weights:
+class ServedWeights:
     """What a request runs under. name: at the server. epochs: what its tokens are labelled with."""
 
     name: str
@@ -226,7 +226,7 @@ class ChoiceStream:
 class VllmRequest(RequestEvents):
     """A request inside the engine: its choices, and their events for the iterator."""
 
-    def __init__(self, request: GenerateRequest, weights: Weights) -> None:
+    def __init__(self, request: GenerateRequest, weights: ServedWeights) -> None:
         super().__init__(request)
         self.weights = weights
         self.choices: dict[int, ChoiceStream] = {}

@@ -39,7 +39,7 @@ from midstream.engine.vllm.arguments import (
     is_cpu_build,
 )
 from midstream.engine.vllm.server_info import PATH as INFO
-from midstream.engine.vllm.server_info import ServerInfo, missing_flags
+from midstream.engine.vllm.server_info import VllmServerInfo, missing_flags
 from midstream.http.call import CallFailed, NotListening, call
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ ENDPOINTS = {
 }
 
 
-class ServerFailed(Exception):
+class VllmServerFailed(Exception):
     """The server did not start, or lacks something that midstream needs.
 
     The message ends with the last lines of the log of a server that was started here.
@@ -171,7 +171,7 @@ class VllmServer:
         return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
 
     async def start(self) -> None:
-        """Start or attach. Returns when the server is healthy and has what is needed. Raises ServerFailed, ConfigError."""
+        """Start or attach. Returns when the server is healthy and has what is needed. Raises VllmServerFailed, ConfigError."""
         await self.close()
         try:
             if self._attached:
@@ -261,7 +261,7 @@ class VllmServer:
         started = await _report(self._keeper.stdout)
         if started.pid is None:
             why = started.error or "its keeper ended"
-            raise ServerFailed(f"vLLM cannot be started (vllm.python is {self._python}): {why}")
+            raise VllmServerFailed(f"vLLM cannot be started (vllm.python is {self._python}): {why}")
         self.pid = started.pid
         logger.info("vLLM is starting (pid %s, log %s); that may take minutes", self.pid, self._log or "here")
         self._exit = asyncio.get_running_loop().create_future()
@@ -269,7 +269,7 @@ class VllmServer:
         self._watchers.append(asyncio.create_task(watch, name="vLLM's exit"))
 
     async def _healthy(self) -> None:
-        """Return when the server answers 200. Raises ServerFailed if it ends instead, or is closed meanwhile."""
+        """Return when the server answers 200. Raises VllmServerFailed if it ends instead, or is closed meanwhile."""
         loop = asyncio.get_running_loop()
         began = said = loop.time()
         while True:
@@ -307,7 +307,7 @@ class VllmServer:
         return answer.status
 
     async def _inspect(self) -> None:
-        """Find out what the server is and has. Raises ServerFailed when it lacks something."""
+        """Find out what the server is and has. Raises VllmServerFailed when it lacks something."""
         self.version = (await self._get("/version", _Version)).version
         hint = "was it started with --disable-fastapi-docs? It must not be"
         paths = (await self._get("/openapi.json", _OpenApi, hint)).paths
@@ -328,7 +328,7 @@ class VllmServer:
 
     async def _inspect_settings(self, paths: Container[str]) -> None:
         """Check the flags of an attached server, and find out whether it returns routes."""
-        info = await self._get(INFO, ServerInfo, timeout_s=INFO_S_MAX)
+        info = await self._get(INFO, VllmServerInfo, timeout_s=INFO_S_MAX)
         config = info.vllm_config
         if missing := missing_flags(config):
             raise self._failed(f"the vLLM server at {self.url}: start it with {'; with '.join(missing)}")
@@ -340,7 +340,7 @@ class VllmServer:
         self.by_priority = config.by_priority
 
     def check_reload(self, *, experts: bool) -> None:
-        """Raises ServerFailed when the server would compute wrongly with weights that are loaded in place."""
+        """Raises VllmServerFailed when the server would compute wrongly with weights that are loaded in place."""
         if experts and not self._packs_experts:
             raise self._failed(
                 f"the vLLM server at {self.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
@@ -348,7 +348,7 @@ class VllmServer:
             )
 
     def check_adapters(self, *, experts: bool) -> None:
-        """Raises ServerFailed when the server cannot compute a model with experts, whatever it is asked for."""
+        """Raises VllmServerFailed when the server cannot compute a model with experts, whatever it is asked for."""
         if experts and self.on_cpu:
             raise self._failed(
                 "vLLM for CPUs cannot compute a model with experts when it runs with --enable-lora: start it without"
@@ -401,20 +401,20 @@ class VllmServer:
         # Its remaining processes serve no request, so close() need not ask them to end.
         self.kill()
 
-    def _failed(self, why: str) -> ServerFailed:
+    def _failed(self, why: str) -> VllmServerFailed:
         if self._attached:
-            return ServerFailed(why)
+            return VllmServerFailed(why)
         if self._log is None:
-            return ServerFailed(f"{why}; its log is above")
+            return VllmServerFailed(f"{why}; its log is above")
         lines = "\n".join(_last_lines(self._log))
-        return ServerFailed(f"{why}; the last of {self._log}:\n{lines}")
+        return VllmServerFailed(f"{why}; the last of {self._log}:\n{lines}")
 
 
 def check_url(url: str) -> None:
-    """Raises ServerFailed unless `url` is a valid URL to attach to."""
+    """Raises VllmServerFailed unless `url` is a valid URL to attach to."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise ServerFailed(f"vllm.urls: expected http://HOST:PORT, got {url}")
+        raise VllmServerFailed(f"vllm.urls: expected http://HOST:PORT, got {url}")
 
 
 def _reserve() -> socket.socket:

@@ -76,7 +76,7 @@ class Config(msgspec.Struct, frozen=True):
         return "" if LOAD_ADAPTER in paths else f"vLLM runs without {LORA_VARIABLE}=True"
 
 
-class ServerInfo(msgspec.Struct, frozen=True):
+class VllmServerInfo(msgspec.Struct, frozen=True):
     vllm_config: Config = Config()
 
 

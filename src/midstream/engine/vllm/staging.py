@@ -138,7 +138,7 @@ class Staged(NamedTuple):
     fast: Path
 
 
-class Stager:
+class VllmStager:
     """One snapshot at a time, beside what serves. while_alive: raises EngineDied when the boot ends meanwhile."""
 
     def __init__(

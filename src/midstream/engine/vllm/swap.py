@@ -89,7 +89,7 @@ class Unchanged(Exception):
     """The switch failed, and the old weights serve again."""
 
 
-class Refused(Exception):
+class VllmRefused(Exception):
     """The server answered a call with an error status."""
 
 
@@ -132,7 +132,7 @@ class Control:
         """The version of the weights, as the server reports it."""
         answer = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
         if answer.status != 200:
-            raise Refused(f"/weight_info answered {answer.status}: {protocol.error_text(answer.body)}")
+            raise VllmRefused(f"/weight_info answered {answer.status}: {protocol.error_text(answer.body)}")
         version = _read(answer.body).get("weight_version")
         return version if isinstance(version, str) else None
 
@@ -172,7 +172,7 @@ class Control:
         answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
         if answer.status != 200:
             where = path.partition("?")[0]
-            raise Refused(f"{where} answered {answer.status}: {protocol.error_text(answer.body)}")
+            raise VllmRefused(f"{where} answered {answer.status}: {protocol.error_text(answer.body)}")
 
 
 async def switch(
@@ -192,7 +192,7 @@ async def switch(
     await control.pause()
     try:
         await control.reload(new)
-    except Refused as error:
+    except VllmRefused as error:
         logger.warning("vLLM could not load %s; going back to %s: %s", new, old, error)
         # The weights are half unloaded, so the next step would fail.
         await control.reload(old)

@@ -33,7 +33,7 @@ CPU_PROMPT_TOKENS_PER_S = 200.0
 
 
 @dataclass(frozen=True)
-class Work:
+class PendingWork:
     """What the core has to do. due: a request that has tokens already waits for its next one.
 
     prompt_tokens: of the prompts that no token has come for.
@@ -81,7 +81,7 @@ class Silence:
         self._held_up_s += seconds
         self._tokens.heard()
 
-    def update(self, now: float, work: Work) -> str | None:
+    def update(self, now: float, work: PendingWork) -> str | None:
         """What is wrong, if anything is."""
         if not work.due:
             self._tokens.heard()
@@ -102,7 +102,7 @@ class Watch:
     """
 
     def __init__(
-        self, silence_s_max: float, probe: Callable[[float], Awaitable[None]], work: Callable[[], Work]
+        self, silence_s_max: float, probe: Callable[[float], Awaitable[None]], work: Callable[[], PendingWork]
     ) -> None:
         self._silence_s_max = silence_s_max
         self._probe = probe

@@ -15,7 +15,7 @@ import msgspec
 from midstream.core.errors import ContextExceeded, InvalidRequest
 from midstream.core.types import ModelInfo, SamplingParams
 from midstream.replica.request import fields
-from midstream.replica.request.fields import Answer, PromptOptions, TextOptions
+from midstream.replica.request.fields import AnswerForm, PromptOptions, TextOptions
 from midstream.replica.request.schema import MAX_STOPS, ChatBody, CompletionBody, InferenceBody
 from midstream.replica.text.reasoning_tags import FIELDS
 from midstream.replica.text.tools import ToolPlan, plan_tools
@@ -73,7 +73,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None
     session_id: str | None
     user: str | None
-    answer: Answer
+    answer: AnswerForm
     #: What the answer must match holds for thinking, too.
     constrain_reasoning: bool
     #: None: no tool may be called.
@@ -248,7 +248,7 @@ def _overflow_is_error(body: InferenceBody) -> bool:
     return behavior == "error"
 
 
-def _sampling(body: InferenceBody, info: ModelInfo, limits: fields.Limits) -> SamplingParams:
+def _sampling(body: InferenceBody, info: ModelInfo, limits: fields.TokenLimits) -> SamplingParams:
     bias = body.logit_bias or {}
     for token in bias:
         if not 0 <= token < info.vocab_size:

@@ -48,7 +48,7 @@ class PromptOptions(msgspec.Struct, frozen=True):
     special_tokens: bool | None = None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class AnswerForm(msgspec.Struct, frozen=True):
     """What the answer must be. schema: JSON of this. rule: text of this rule of the grammar language. param: the field that
     asked for it."""
 
@@ -57,7 +57,7 @@ class Answer(msgspec.Struct, frozen=True):
     param: str = "response_format"
 
 
-class Limits(msgspec.Struct, frozen=True):
+class TokenLimits(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -111,12 +111,12 @@ _NOT_VARIABLES = frozenset(
 )
 
 
-def answer(body: InferenceBody) -> Answer:
+def answer(body: InferenceBody) -> AnswerForm:
     """Raises InvalidRequest."""
     schema = response_schema(body.response_format)
     given = body.structured_outputs
     if given is None:
-        return Answer(schema)
+        return AnswerForm(schema)
     if schema is not None:
         raise _unusable("cannot go with response_format")
     asked = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -125,37 +125,37 @@ def answer(body: InferenceBody) -> Answer:
     ((name, value),) = asked.items()
     if name not in _READERS:
         raise _unusable(f"{name} is not supported by this server; use one of {', '.join(_READERS)}")
-    found: Answer = _READERS[name](value)
+    found: AnswerForm = _READERS[name](value)
     if found.rule is not None and getattr(body, "tools", None):
         raise _unusable(f"{name} cannot go with tools")
     return found
 
 
-def _json(value: Any) -> Answer:
+def _json(value: Any) -> AnswerForm:
     try:
         schema = decoded(msgspec.json.decode, value.encode()) if isinstance(value, str) else value
     except (UnicodeEncodeError, *NOT_JSON) as error:
         raise _unusable(f"json is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise _unusable("json must be a schema, as an object or as its text")
-    return Answer(schema, param=_PARAM)
+    return AnswerForm(schema, param=_PARAM)
 
 
-def _json_object(value: Any) -> Answer:
+def _json_object(value: Any) -> AnswerForm:
     if value is not True:
         raise _unusable("json_object must be true or false")
-    return Answer({"type": "object"}, param=_PARAM)
+    return AnswerForm({"type": "object"}, param=_PARAM)
 
 
-def _choice(value: Any) -> Answer:
+def _choice(value: Any) -> AnswerForm:
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value) or not value:
         raise _unusable("choice must be a list of texts that are not empty")
     if len(value) > CHOICES_MAX:
         raise _unusable(f"choice: at most {CHOICES_MAX} texts, got {len(value)}")
-    return Answer(rule=" | ".join(json.dumps(text) for text in value), param=_PARAM)
+    return AnswerForm(rule=" | ".join(json.dumps(text) for text in value), param=_PARAM)
 
 
-def _regex(value: Any) -> Answer:
+def _regex(value: Any) -> AnswerForm:
     if not isinstance(value, str) or not value:
         raise _unusable("regex must be a text that is not empty")
     if len(value) > PATTERN_MAX:
@@ -164,7 +164,7 @@ def _regex(value: Any) -> Answer:
     parts = re.findall(r"\\.|/|\n|[^\\/\n]+", value, flags=re.DOTALL)
     if sum(map(len, parts)) != len(value):
         raise _unusable("regex ends in a single backslash")
-    return Answer(rule=f"/{''.join(_SPELLED.get(part, part) for part in parts)}/", param=_PARAM)
+    return AnswerForm(rule=f"/{''.join(_SPELLED.get(part, part) for part in parts)}/", param=_PARAM)
 
 
 _PARAM = "structured_outputs"
@@ -176,7 +176,7 @@ def _unusable(why: str) -> InvalidRequest:
     return InvalidRequest(f"{_PARAM}: {why}", param=_PARAM)
 
 
-def limits(body: InferenceBody, info: ModelInfo, wanted: Answer, max_tokens: int | None) -> Limits:
+def limits(body: InferenceBody, info: ModelInfo, wanted: AnswerForm, max_tokens: int | None) -> TokenLimits:
     least = body.min_tokens or 0
     if max_tokens is not None and least > max_tokens:
         message = f"min_tokens: must be at most max_tokens ({max_tokens}), got {least}"
@@ -191,7 +191,7 @@ def limits(body: InferenceBody, info: ModelInfo, wanted: Answer, max_tokens: int
     if len(words) > BAD_WORDS_MAX or sum(map(len, words)) > BAD_WORDS_SIZE:
         message = f"bad_words: at most {BAD_WORDS_MAX} words of {BAD_WORDS_SIZE} characters in all"
         raise InvalidRequest(message, param="bad_words")
-    return Limits(least, _allowed(body.allowed_token_ids, info), tuple(words))
+    return TokenLimits(least, _allowed(body.allowed_token_ids, info), tuple(words))
 
 
 def _allowed(given: list[int] | None, info: ModelInfo) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from midstream.replica.request.checked import Checked
 from midstream.replica.request.schema import InferenceBody
 
 
-class Need(NamedTuple):
+class RequestNeed(NamedTuple):
     """feature: what a request of which `asked` holds needs. words: what an engine without it does not do."""
 
     feature: str
@@ -33,61 +33,67 @@ _LIMITS = "forbid tokens"
 _GRAMMARS = "constrain answers to a schema, or not with this model's tokenizer"
 
 REQUEST_NEEDS = (
-    Need("routes", "include_routing_matrix", lambda checked, _: checked.routes, "return MoE routes"),
-    Need(
+    RequestNeed("routes", "include_routing_matrix", lambda checked, _: checked.routes, "return MoE routes"),
+    RequestNeed(
         "prompt_logprobs",
         "echo_last",
         lambda checked, body: _scores_prompt(checked) and body.echo_last is not None,
         _PROMPT_LOGPROBS,
     ),
-    Need("prompt_logprobs", "echo", lambda checked, _: _scores_prompt(checked), _PROMPT_LOGPROBS),
-    Need(
+    RequestNeed("prompt_logprobs", "echo", lambda checked, _: _scores_prompt(checked), _PROMPT_LOGPROBS),
+    RequestNeed(
         "prompt_logprobs",
         "prompt_logprobs",
         lambda checked, _: checked.prompt_from is not None,
         _PROMPT_LOGPROBS,
     ),
-    Need("grammars", "response_format", lambda checked, _: _answers(checked, "response_format"), _GRAMMARS),
-    Need(
+    RequestNeed(
+        "grammars", "response_format", lambda checked, _: _answers(checked, "response_format"), _GRAMMARS
+    ),
+    RequestNeed(
         "grammars",
         "structured_outputs",
         lambda checked, _: _answers(checked, "structured_outputs"),
         _GRAMMARS,
     ),
-    Need(
+    RequestNeed(
         "grammars",
         "tools",
         lambda checked, _: checked.tools is not None and checked.tools.constrained,
         _GRAMMARS,
     ),
-    Need("logit_bias", "logit_bias", lambda checked, _: bool(checked.sampling.logit_bias), "take a bias"),
-    Need(
+    RequestNeed(
+        "logit_bias", "logit_bias", lambda checked, _: bool(checked.sampling.logit_bias), "take a bias"
+    ),
+    RequestNeed(
         "logit_bias",
         "repetition_penalty",
         lambda checked, _: checked.sampling.repetition_penalty != 1.0,
         _PENALTIES,
     ),
-    Need(
+    RequestNeed(
         "logit_bias",
         "presence_penalty",
         lambda checked, _: checked.sampling.presence_penalty != 0.0,
         _PENALTIES,
     ),
-    Need(
+    RequestNeed(
         "logit_bias",
         "frequency_penalty",
         lambda checked, _: checked.sampling.frequency_penalty != 0.0,
         _PENALTIES,
     ),
-    Need("token_limits", "min_tokens", lambda checked, _: checked.sampling.min_tokens > 0, _LIMITS),
-    Need(
+    RequestNeed("token_limits", "min_tokens", lambda checked, _: checked.sampling.min_tokens > 0, _LIMITS),
+    RequestNeed(
         "token_limits",
         "allowed_token_ids",
         lambda checked, _: bool(checked.sampling.allowed_token_ids),
         _LIMITS,
     ),
-    Need("token_limits", "bad_words", lambda checked, _: bool(checked.sampling.bad_words), _LIMITS),
-    Need("priorities", "priority", lambda checked, _: checked.priority != 0, "order requests by priority"),
+    RequestNeed("token_limits", "bad_words", lambda checked, _: bool(checked.sampling.bad_words), _LIMITS),
+    RequestNeed(
+        "priorities", "priority", lambda checked, _: checked.priority != 0, "order requests by priority"
+    ),
 )
 
 

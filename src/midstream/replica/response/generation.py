@@ -30,7 +30,7 @@ from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.shapes import Extras, RawOutput
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.work import Surroundings, Timings, Work
-from midstream.replica.sessions import Turn
+from midstream.replica.sessions import TurnStats
 from midstream.replica.turns.history import History, told_branches
 from midstream.replica.wire.base import ResponseHead
 
@@ -142,11 +142,11 @@ class Generation:
         return {f"fireworks-{name}": str(value) for name, value in metrics.items()}
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> TurnStats:
         """What it was like, from its end on."""
         return self._measured.turn
 
-    def measure(self, turn: Turn) -> None:
+    def measure(self, turn: TurnStats) -> None:
         """Fills in the turn, at the request's end."""
         self._measured.fill_in(turn, self._choices)
 

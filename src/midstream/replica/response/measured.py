@@ -15,7 +15,7 @@ from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice
 from midstream.replica.response.shapes import CachedDetails, Usage
 from midstream.replica.response.work import Surroundings, Timings
-from midstream.replica.sessions import Turn
+from midstream.replica.sessions import TurnStats
 
 
 class Measured:
@@ -41,7 +41,7 @@ class Measured:
         #: The tokens of each choice that were generated elsewhere.
         self.had: Sequence[int] = ()
         #: What the request was like, from its end on.
-        self.turn = Turn()
+        self.turn = TurnStats()
         self._final: dict[str, Any] | None = None
 
     @property
@@ -68,7 +68,7 @@ class Measured:
             self.labels.setdefault(snapshot, self._service.monotonic())
             self.snapshot = snapshot
 
-    def fill_in(self, turn: Turn, choices: Sequence[Choice]) -> None:
+    def fill_in(self, turn: TurnStats, choices: Sequence[Choice]) -> None:
         """The turn, at the request's end."""
         self.turn = turn
         had = self.had or [0] * len(choices)

@@ -55,7 +55,7 @@ _TOO_MUCH = frozenset((-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV))
 QUIET = LLParserLimits(verbose_errors=False)
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class GrammarVerdict(msgspec.Struct, frozen=True, array_like=True):
     """problem: why it cannot be used; None: it can. cpu_s: processor time that it took to find out."""
 
     problem: str | None
@@ -69,7 +69,7 @@ class GrammarChecks:
         self._cpu_s_max = cpu_s_max
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._known: OrderedDict[tuple[str, bool], Verdict] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bool], GrammarVerdict] = OrderedDict()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -95,14 +95,14 @@ class GrammarChecks:
 
         return problem
 
-    def verdict(self, grammar: str, *, begun: bool) -> Verdict:
+    def verdict(self, grammar: str, *, begun: bool) -> GrammarVerdict:
         """As `problem`, with what it took."""
         key = (grammar, begun)
         with self._lock:
             verdict = self._known.get(key) or self._ask(grammar, begun)
             # Nobody knows of one that has no verdict: the machine was busy, or somebody killed the child.
             if verdict is None:
-                return Verdict(TOO_LONG, self._cpu_s_max)
+                return GrammarVerdict(TOO_LONG, self._cpu_s_max)
             self._known[key] = verdict
             self._known.move_to_end(key)
             if len(self._known) > KEPT_MAX:
@@ -114,7 +114,7 @@ class GrammarChecks:
         self._closed = True
         self._end()
 
-    def _ask(self, grammar: str, begun: bool) -> Verdict | None:
+    def _ask(self, grammar: str, begun: bool) -> GrammarVerdict | None:
         """None: the child's end was not this grammar's doing."""
         code = None
         for _ in range(2):
@@ -122,13 +122,13 @@ class GrammarChecks:
                 break
             line, timed_out = self._exchange(self._running(), msgspec.json.encode([grammar, begun]) + b"\n")
             if line:
-                return msgspec.json.decode(line, type=Verdict)
+                return msgspec.json.decode(line, type=GrammarVerdict)
             code = self._end()
             if timed_out or code in _TOO_MUCH:
                 break
             log.warning("the process that compiles grammars ended with code %s", code)
         ended_itself = code is not None and (code > 0 or code in _TOO_MUCH)
-        return Verdict(TOO_LONG, self._cpu_s_max) if ended_itself else None
+        return GrammarVerdict(TOO_LONG, self._cpu_s_max) if ended_itself else None
 
     def _exchange(self, child: subprocess.Popen[bytes], question: bytes) -> tuple[bytes, bool]:
         """The child's answer, empty if there is none; and whether it was waited for in vain."""
@@ -218,7 +218,7 @@ def main(cpu_s_max: float) -> None:
         began_s = time.process_time()
         problem = compile_problem(tokenizer, grammar, begun=begun)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        verdict = Verdict(problem, time.process_time() - began_s)
+        verdict = GrammarVerdict(problem, time.process_time() - began_s)
         sys.stdout.buffer.write(msgspec.json.encode(verdict) + b"\n")
         sys.stdout.buffer.flush()
 

@@ -28,11 +28,11 @@ from midstream.replica.text import reasoning_tags
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.continuing import Render, text_behind, without_end
 from midstream.replica.turns.tree import (
-    Found,
+    FoundTurn,
     Key,
-    Told,
     Trees,
     Turn,
+    TurnKeys,
     TurnRecord,
     TurnTree,
     calls_of,
@@ -192,7 +192,7 @@ class History:
         """
         self._keys, self._thoughts = keys_of(messages, others), thoughts_of(messages)
         tree = self._trees.of(self._session)
-        found = Found(None, 0, 0) if tree is None else tree.find(self._keys, self._thoughts)
+        found = FoundTurn(None, 0, 0) if tree is None else tree.find(self._keys, self._thoughts)
         if goes_on and messages[-1]["role"] == "assistant":
             self._begun = messages[-1]
             self._key_before = self._keys[-2] if len(self._keys) > 1 else key_before(others)
@@ -224,7 +224,7 @@ class History:
         self._reused, self.sampled = True, found.messages
         return Prompt(continued(text, found.turn, closings.within, behind, self._ends, encode))
 
-    def _within(self, found: Found, turn: Turn) -> Prompt | None:
+    def _within(self, found: FoundTurn, turn: Turn) -> Prompt | None:
         """The prompt that goes on within the turn's answer; None: render it."""
         tokens, within = turn.tokens, turn.answered
         if turn.finish in ("stop", "tool_calls") and tokens[-1] in self._ends:
@@ -250,13 +250,13 @@ class History:
     ) -> Prompt:
         """The prompt of a completion. encode: of a text that continues nothing. special: it adds the special tokens of the
         tokenizer. Any thread may call it."""
-        tree, found = self._trees.of(self._session), Found(None, 0, 0)
+        tree, found = self._trees.of(self._session), FoundTurn(None, 0, 0)
         if isinstance(given, str):
             self._text, self._special, self._raw_text = given, special, text.vocabulary.raw_text
             if tree is not None:
                 found = tree.find_text(given, special)
         elif tree is not None:
-            found = Found(tree.find_tokens(given), 0, 0)
+            found = FoundTurn(tree.find_tokens(given), 0, 0)
         turn = self._found = found.turn
         if tree is not None and turn is None:
             self.branch = Branch("new", 0)
@@ -314,10 +314,10 @@ class History:
         told = self._told(answer)._replace(recorded=self.records != "none")
         self._trees.add(self._session, self._parent, added, answer.tokens, told, record)
 
-    def _told(self, answer: _Answer) -> Told:
+    def _told(self, answer: _Answer) -> TurnKeys:
         if not self._keys:
             text = None if self._text is None else self._text + self._raw_text(answer.tokens)
-            return Told(text=text, special=self._special)
+            return TurnKeys(text=text, special=self._special)
         content, thought = "".join(answer.text), "".join(answer.reasoning)
         calls: list[tuple[str, Any]] = [*answer.calls]
         own, before = len(self._keys), self._keys[-1]
@@ -331,7 +331,7 @@ class History:
         thoughts = {at: self._thoughts[at] for at in range(first, len(self._keys))}
         thoughts[own] = thought_of(content, thought)
         keys = [*self._keys, key_of_answer(before, content, calls)]
-        return Told(keys, [(at, thought) for at, thought in thoughts.items() if thought])
+        return TurnKeys(keys, [(at, thought) for at, thought in thoughts.items() if thought])
 
     def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
         none = array("d")

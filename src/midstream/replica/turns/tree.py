@@ -152,7 +152,7 @@ class TurnRecord(NamedTuple):
         return 8 * (len(self.logprobs) + len(self.sampling_logprobs)) + len(self.routes)
 
 
-class Found(NamedTuple):
+class FoundTurn(NamedTuple):
     """turn: the last one whose messages are all there, in the same words; None: there is none. messages: how many they are.
 
     known: how many messages from the first on any turn of the session has had. ambiguous: turns of other tokens have the same
@@ -165,7 +165,7 @@ class Found(NamedTuple):
     ambiguous: bool = False
 
 
-class Told(NamedTuple):
+class TurnKeys(NamedTuple):
     """What a turn is found again by. keys: as for `TurnTree.find`, with the answer's own at the end. thoughts: as in Turn.
     text: of a prompt of text and the answer to it. special: the tokenizer added its special tokens. recorded: Trees.on_turn
     hears of the turn."""
@@ -209,7 +209,7 @@ class TurnTree:
     def holds(self, turn: Turn) -> bool:
         return turn.number <= len(self.turns) and self.turns[turn.number - 1] is turn
 
-    def find(self, keys: Sequence[Key], thoughts: Sequence[str]) -> Found:
+    def find(self, keys: Sequence[Key], thoughts: Sequence[str]) -> FoundTurn:
         """keys: of the beginnings of a conversation, the shortest first (see `keys_of`). thoughts: of each of its messages."""
         known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
         given = [(at, thought) for at, thought in enumerate(thoughts) if thought]
@@ -221,10 +221,10 @@ class TurnTree:
             turns = tuple(turn for turn, place in zip(turns, differ, strict=True) if place is None)
             if turns:
                 turn, ambiguous = _meant(turns)
-                return Found(turn, at, max(known, at), ambiguous)
+                return FoundTurn(turn, at, max(known, at), ambiguous)
             # The answer, or one before it, was said with other thinking.
             known = min(known, max(place for place in differ if place is not None))
-        return Found(None, 0, known)
+        return FoundTurn(None, 0, known)
 
     def find_tokens(self, prompt: Sequence[int]) -> Turn | None:
         """The turn with the most tokens that the prompt begins with, the youngest of equal ones."""
@@ -242,7 +242,7 @@ class TurnTree:
                     best, best_end = turn, end
         return best
 
-    def find_text(self, prompt: str, special: bool = True) -> Found:
+    def find_text(self, prompt: str, special: bool = True) -> FoundTurn:
         """The turn with the longest text that the prompt begins with; `messages` is how many of its characters that is."""
         data, digest, at = _utf8(prompt), _text_digest(special), 0
         turns: tuple[Turn, ...] = ()
@@ -254,11 +254,11 @@ class TurnTree:
             at = size
             turns, length = self._texts.get(digest.digest(), (turns, length))
         if not turns:
-            return Found(None, 0, 0)
+            return FoundTurn(None, 0, 0)
         turn, ambiguous = _meant(turns)
-        return Found(turn, length, 0, ambiguous)
+        return FoundTurn(turn, length, 0, ambiguous)
 
-    def add(self, turn: Turn, told: Told) -> None:
+    def add(self, turn: Turn, told: TurnKeys) -> None:
         """Its number is the next one."""
         assert turn.number == len(self.turns) + 1
         self.turns.append(turn)
@@ -354,7 +354,7 @@ class Trees:
         parent: Turn | None,
         added: Sequence[int],
         sampled: Sequence[int],
-        told: Told,
+        told: TurnKeys,
         record: TurnRecord | None = None,
     ) -> Turn:
         """added: what the request had behind the parent's tokens."""

@@ -53,11 +53,11 @@ class Buffers(threading.local):
     """
 
     def __init__(self) -> None:
-        self.old, self.blob, self.difference = Pages(), Pages(), Pages()
+        self.old, self.blob, self.difference = PageBuffer(), PageBuffer(), PageBuffer()
         self.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
 
-class Pages:
+class PageBuffer:
     """Memory that grows to the largest size asked for."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class _Compressor(Protocol):
     def flush(self) -> bytes: ...
 
 
-class Encoder:
+class BlobEncoder:
     """Makes one tensor's blob and checksum from pieces of its old and new bytes.
 
     size: of the tensor, bytes. level: of zlib or zstd; None is 6 for zlib, OWN_PARAMETERS for zstd.

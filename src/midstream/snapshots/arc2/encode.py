@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from midstream.core.errors import SnapshotIncompatible
 from midstream.core.types import CompressionFormat
-from midstream.snapshots.arc2.blob import PIECE_BYTES, Buffers, Encoder
+from midstream.snapshots.arc2.blob import PIECE_BYTES, BlobEncoder, Buffers
 from midstream.snapshots.arc2.files import (
     Cancelled,
     Meter,
@@ -111,7 +111,7 @@ def encode_tensors(
     _check_same(layouts, tensors)
     total = sum(length(r) for layout in layouts.values() for r in layout.ranges.values())
     meter = Meter(total, cancelled, progress)
-    encoder, buffers = partial(Encoder, compression, level=level), Buffers()
+    encoder, buffers = partial(BlobEncoder, compression, level=level), Buffers()
     bytes_out = changed = 0
     with directory(out) as work:
         for file, layout in layouts.items():
@@ -154,7 +154,7 @@ def _encode_shard(
     path: Path,
     layout: FileLayout,
     tensors: Mapping[str, TensorSource],
-    encoder: Callable[[int], Encoder],
+    encoder: Callable[[int], BlobEncoder],
     buffers: Buffers,
     threads: int | None,
     meter: Meter,
@@ -177,7 +177,7 @@ def _encode_tensor(
     parent: int,
     where: tuple[int, int],
     source: TensorSource,
-    encoder: Encoder,
+    encoder: BlobEncoder,
     buffers: Buffers,
     meter: Meter,
     at: str,

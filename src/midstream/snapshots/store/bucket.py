@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing
-from midstream.snapshots.identity import Place, parse_bucket, public_url
+from midstream.snapshots.identity import BucketPlace, parse_bucket, public_url
 from midstream.snapshots.messages import TEXT_CHARS, shown
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def check_settings(url: str) -> None:
         raise ConfigError(f"bucket {public_url(url)!r}: {describe(error)}") from None
 
 
-def _open_remote(place: Place) -> Store:
+def _open_remote(place: BucketPlace) -> Store:
     """The stores themselves read credentials, region and endpoint from the environment. They refuse plain HTTP by default."""
     client: ClientConfig = {
         "connect_timeout": _CONNECT_TIMEOUT,

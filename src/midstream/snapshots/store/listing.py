@@ -68,7 +68,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Found:
+class DirectoryContents:
     """What a snapshot's directory holds. sizes: of its files, in bytes. content: by its manifest, if it has one.
 
     adapter_config: the bytes of an adapter's configuration. None: it is no adapter, or its configuration is too long.
@@ -148,7 +148,7 @@ async def snapshot_fingerprint(url: str) -> str:
     return (await find_snapshot(url)).fingerprint
 
 
-async def find_snapshot(url: str, bucket: str | None = None) -> Found:
+async def find_snapshot(url: str, bucket: str | None = None) -> DirectoryContents:
     """What the directory at `url` holds now. Reads no file but the manifest and an adapter's configuration.
 
     bucket: no link may lead out of it. Raises SnapshotMissing when no snapshot file is there, SnapshotCorrupt when the
@@ -163,7 +163,9 @@ async def find_snapshot(url: str, bucket: str | None = None) -> Found:
             content = await _manifest(listing)
             if content is not None and (other := size_difference(content, sizes)) is not None:
                 raise SnapshotCorrupt(f"{public_url(url)}: is not what its {MANIFEST_FILE} says: {other}")
-            return Found(listing.fingerprint, sizes, content, await _adapter_config(listing, sizes))
+            return DirectoryContents(
+                listing.fingerprint, sizes, content, await _adapter_config(listing, sizes)
+            )
     except TimeoutError:
         raise SnapshotError(f"{public_url(url)}: did not answer within {FINGERPRINT_S_MAX:g} s") from None
 
