@@ -86,7 +86,7 @@ $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt require
 	@$(PYTHON) -c 'import sys; sys.exit("midstream needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	@$(FETCH) $(VENV) 'PyTorch' $(TORCH)
-	@$(FETCH) $(VENV) 'midstream and its tests' -c requirements/constraints.txt -e '.[engine,demo,dev]' -e ./conformance
+	@$(FETCH) $(VENV) 'midstream and its tests' -c requirements/constraints.txt -e '.[engine,dev]' -e ./conformance
 	@touch $(STAMP)
 
 setup-fireworks: $(FIREWORKS_STAMP)
@@ -172,7 +172,7 @@ endif
 	@touch $(VLLM_STAMP)
 
 demo: setup
-	$(BIN)/midstream demo $(DEMO_ARGS)
+	$(BIN)/python examples/demo/rl_loop.py $(DEMO_ARGS)
 
 first-token: BEGUN := $(shell date +%s.%N)
 first-token: setup

@@ -61,10 +61,9 @@ ALLOWED: dict[str, str] = {
     # The public port, and the control endpoints behind it.
     "proxy": "core fleet http",
     "api": "core fleet http ledger proxy snapshots",
-    # Processes, the command line, the demo.
+    # Processes, the command line.
     "launch": "api core engine fleet http ledger models proxy replica snapshots",
-    "demo": "client core models",
-    "commands": "client core demo launch models snapshots",
+    "commands": "client core launch models snapshots",
     "cli": "core",
     # A building of its own, which nothing in midstream imports: the Tinker API and its trainer.
     TINKER: "client core http snapshots",

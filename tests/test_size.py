@@ -24,7 +24,6 @@ LINES_MAX = {
     "commands": 2520,
     "core": 4155,
     "dashboard": 10,
-    "demo": 1630,
     "engine": 9160,
     "fleet": 4350,
     "http": 2190,

@@ -37,7 +37,6 @@ COMMANDS = {  # module of commands/: its line in --help
     "delta": "make, apply and check incremental snapshots in local directories",
     "conformance": "which promised behaviours a live endpoint has, row by row",
     "completion": "print a script that completes this command line in bash, zsh or fish",
-    "demo": "the main job: an RL loop with weights hot-loaded under live rollouts",
 }
 
 

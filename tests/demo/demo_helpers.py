@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from grpo import token_logprobs
 from transformers import AutoModelForCausalLM
+from two_turns import Rollout, Turn
 
 from midstream.client.replay import RouterTap
-from midstream.demo.records import Rollout, StepRow, Turn
-from midstream.demo.replay import token_logprobs
 
 
 def load(directory: Path):
@@ -17,55 +17,24 @@ def load(directory: Path):
 
 
 def make_turn(
-    model,
-    prompt: list[int],
-    tokens: list[int],
-    snapshots: list[str] | None = None,
-    reward: float = 0.0,
-    replica: str = "replica-0",
+    model, prompt: list[int], tokens: list[int], snapshots: list[str] | None = None, reward: float = 0.0
 ) -> Turn:
     """The turn in which `model` sampled `tokens` after `prompt`."""
     tap = RouterTap(model)
     ids = torch.tensor([[*prompt, *tokens]])
     with torch.no_grad(), tap.forcing(None):
         logprobs = token_logprobs(model(ids[:, :-1], use_cache=False).logits, ids[:, 1:])[0]
-    routes, first = tap.taken.numpy(), len(prompt) - 1
     return Turn(
-        prompt=tuple(prompt),
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs[first:].tolist()),
-        sampling_logprobs=tuple(logprobs[first:].tolist()),
-        snapshots=tuple(snapshots or ["base"] * len(tokens)),
-        routes=routes[first:],
-        prompt_routes=routes[:first],
-        replica=replica,
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=logprobs[len(prompt) - 1 :].tolist(),
+        snapshots=snapshots or ["base"] * len(tokens),
+        routes=tap.taken.numpy(),
+        replica="replica-0",
         cached_tokens=0,
         reward=reward,
     )
 
 
 def make_rollout(turns: tuple[Turn, ...], group: int = 0, sample: int = 0) -> Rollout:
-    return Rollout(f"rollout-0-{group}-{sample}", 0, group, sample, turns)
-
-
-def make_row(step: int, **changes) -> StepRow:
-    values = {
-        "step": step,
-        "snapshot": f"step-{step + 1}",
-        "reward": 0.1,
-        "rewards": (0.05, 0.15),
-        "prompt_tokens": 100,
-        "cached_prompt_tokens": 60,
-        "older_snapshot_share": 0.5,
-        "streams": 4,
-        "streams_crossed_swap": 1,
-        "one_replica": 2,
-        "tokens": 50,
-        "served": True,
-        "pause_ms": (1.0, 3.0),
-        "kind": "delta",
-        "bytes_sent": 250_000,
-        "bytes_whole": 1_000_000,
-        "publish_s": 0.5,
-    }
-    return StepRow(**(values | changes))
+    return Rollout(f"rollout-0-0-{group}-{sample}", group, turns)

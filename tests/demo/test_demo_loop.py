@@ -1,210 +1,181 @@
 """The order of a run: first rollouts before any publication, rollouts in flight at every swap, one publication at a time."""
 
-import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from rl_loop import Loop, misses, options_of, summary_of
+from two_turns import Rollout, Turn
 
 from midstream.client import Published, PublishError, ReplicaStatus, Status
-from midstream.demo.loop import Loop, LoopOptions, NoRollouts
-from midstream.demo.records import Rollout, Turn
-from midstream.demo.replay import Mismatch
 
 pytestmark = pytest.mark.fast
-
-
-def a_turn(snapshot: str) -> Turn:
-    return Turn(
-        prompt=(1, 2),
-        tokens=(3, 4),
-        logprobs=(-1.0, -1.0),
-        sampling_logprobs=(-1.0, -1.0),
-        snapshots=(snapshot, snapshot),
-        routes=np.zeros((2, 1, 1), dtype=np.int64),
-        prompt_routes=np.zeros((1, 1, 1), dtype=np.int64),
-        replica="replica-0",
-        cached_tokens=1,
-        reward=0.5,
-    )
 
 
 class World:
     """A server, a sampler and a trainer that only write down what is asked of them."""
 
-    def __init__(self, failing_steps: frozenset[int] = frozenset(), refused: str | None = None) -> None:
+    def __init__(self, failing_step: int | None = None, refused: str | None = None) -> None:
         self.events: list[str] = []
-        self.serving = "base"
-        self.snapshot = "base"
-        self.failing_steps = failing_steps
-        self.refused = refused
-        self.failed = 0
         self.errors: list[str] = []
-        self.model = object()
-        self.started: dict[int, int] = {}
-        self.ended: dict[int, int] = {}
-        # Groups of the next step that end before a publication does.
-        self.while_loading = 0
+        self.failing_step, self.refused = failing_step, refused
+        self.serving, self.model, self.directory = "base", object(), Path("model")
         self.moved = threading.Condition()
-        self.last_step = 0
+
+    def note(self, event: str) -> None:
+        with self.moved:
+            self.events.append(event)
+            self.moved.notify_all()
+
+    def happened(self, event: str, times: int) -> None:
+        with self.moved:
+            assert self.moved.wait_for(lambda: self.events.count(event) >= times, 60)
 
     # Sampler
-    async def group(self, step, group, problem, samples):
-        with self.moved:
-            self.events.append(f"start {step}/{group}")
-            self.started[step] = self.started.get(step, 0) + 1
-            self.moved.notify_all()
+    def rollout(self, step, group, sample):
         snapshot = self.serving
-        await asyncio.sleep(0)
-        with self.moved:
-            self.events.append(f"end {step}/{group}")
-            self.ended[step] = self.ended.get(step, 0) + 1
-            self.moved.notify_all()
-        if step in self.failing_steps:
-            self.failed += samples
+        self.note(f"start {step}/{group}")
+        if step == self.failing_step:
             self.errors.append("boom")
-            return []
-        return [Rollout(f"{step}-{group}-{i}", step, group, i, (a_turn(snapshot),)) for i in range(samples)]
+            return None
+        turns = [
+            Turn([1, 2], [3, 4], [-1.0, -1.0], [snapshot] * 2, np.zeros((3, 1, 1)), "replica-0", 1, reward)
+            for reward in (0.25, 0.75)
+        ]
+        return Rollout(f"{step}-{group}-{sample}", group, tuple(turns))
 
     # Trainer
     def mismatch(self, batch):
-        return Mismatch(4e-3, 4e-4, 0.1, 0.05)
+        tokens = 4 * len(batch)
+        return torch.full((tokens,), 4e-3), torch.full((tokens,), 4e-4), torch.zeros(tokens, dtype=bool)
 
     def update(self, batch):
-        step = batch[0].step
-        # Training takes long enough for rollouts that were started to begin.
-        with self.moved:
-            assert step == self.last_step or self.moved.wait_for(
-                lambda: self.started.get(step + 1, 0) >= 2, 10
-            )
-        self.events.append(f"train {len(batch)} of {step}")
-        return 0.25
+        self.note(f"train {len(batch)}")
 
     def remember(self, snapshot):
-        self.snapshot = snapshot
+        self.note(f"remember {snapshot}")
 
     # Publisher
     def begin(self, identity, *, model, on_status, **_):
         assert model is self.model
-        self.events.append(f"begin {identity}")
+        self.note(f"begin {identity}")
+        step, last = int(identity.removeprefix("step-")), self.last_step
+        before = sum(f"start {step}/{g}" in self.events for g in (2, 3, 4, 5))
 
         def wait():
             if identity == self.refused:
                 raise PublishError("no room")
             on_status(Status((ReplicaStatus("base", True, "downloading", identity),)))
-            # It goes on until enough rollouts were in flight beside it.
-            with self.moved:
-                self.moved.wait_for(lambda: self.sampled_beside(identity) >= self.while_loading, 10)
-                self.events.append(f"near {identity}")
+            assert before == sum(f"start {step}/{g}" in self.events for g in (2, 3, 4, 5)) == 0
+            self.note(f"near {identity}")
             on_status(Status((ReplicaStatus("base", True, "staging", identity),)))
-            # What is left starts before it serves.
-            with self.moved:
-                self.moved.wait_for(lambda: self.started.get(self.step_beside(identity), 6) == 6, 10)
+            if step <= last:
+                for group in (2, 3, 4, 5):
+                    self.happened(f"start {step}/{group}", 2)
             self.serving = identity
-            self.events.append(f"ready {identity}")
-            swap = {"snapshot": identity, "pause_ms": 2.5}
-            stale = {"snapshot": "base", "pause_ms": 99.0}
-            rows = [ReplicaStatus(identity, True, "done", identity, last_swap=s) for s in (swap, stale)]
-            return Published(
-                identity, "delta", "before", "", 30, 100, 0.5, 0.25, 0.5, 1.0, Status(tuple(rows))
-            )
+            self.note(f"ready {identity}")
+            swaps = [{"snapshot": identity, "pause_ms": 2.5}, {"snapshot": "base", "pause_ms": 99.0}]
+            rows = tuple(ReplicaStatus(identity, True, "done", identity, last_swap=s) for s in swaps)
+            return Published(identity, "delta", "before", "", 30, 100, 0.5, 0.25, 0.5, 1.0, Status(rows))
 
         return SimpleNamespace(wait=wait)
 
-    def step_beside(self, identity):
-        step = int(identity.removeprefix("step-"))
-        return step if self.while_loading and step <= self.last_step else None
-
-    def sampled_beside(self, identity):
-        """Groups that ended of the step whose rollouts are sampled while `identity` is published; after the last, enough."""
-        step = int(identity.removeprefix("step-"))
-        return self.ended.get(step, 0) if step <= self.last_step else self.while_loading
-
 
 def run(world: World, steps: int = 3) -> Loop:
-    seen = []
     world.last_step = steps - 1
-    loop = Loop(
-        LoopOptions(seed=0, steps=steps, groups=6, samples=2),
-        world, world, world, SimpleNamespace(), lambda row: seen.append((row.step, row.served)),
-    )  # fmt: skip
-    asyncio.run(loop.run())
-    assert [s for s, served in seen if not served] == list(range(steps))
-    assert [s for s, served in seen if served] == list(range(steps))
+    options = options_of(["--steps", str(steps), "--samples", "2"])
+    loop = Loop(options, world, world, world)
+    loop.run()
     return loop
 
 
 def test_all_first_rollouts_are_sampled_before_anything_is_published():
     world = World()
     loop = run(world)
-    assert set(world.events[:12]) == {f"{what} 0/{g}" for what in ("start", "end") for g in range(6)}
-    assert len(loop.first_rollouts) == 12
-    assert {label for r in loop.first_rollouts for t in r.turns for label in t.snapshots} == {"base"}
+    assert sorted(world.events[:12]) == sorted(f"start 0/{g}" for g in range(6) for _ in range(2))
+    assert {label for r in loop.batches[0] for t in r.turns for label in t.snapshots} == {"base"}
 
 
-def test_a_third_of_the_next_groups_start_with_training_and_the_rest_once_publication_began():
+def test_a_third_of_the_next_groups_start_with_training_and_the_rest_when_a_replica_is_about_to_switch():
+    """World.begin checks that none of the rest has started before, and that all have before the snapshot serves."""
     world = World()
     run(world)
-    for step in (0, 1):
-        starts = [world.events.index(f"start {step + 1}/{g}") for g in range(6)]
-        trained, began = (world.events.index(e) for e in (f"train 12 of {step}", f"begin step-{step + 1}"))
-        assert max(starts[:2]) < trained < began < min(starts[2:])
+    for step in (1, 2):
+        starts = [world.events.index(f"start {step}/{g}") for g in range(6)]
+        began, near, ready = (world.events.index(f"{w} step-{step}") for w in ("begin", "near", "ready"))
+        assert began < near < min(starts[2:]) < max(starts[2:]) < ready
 
 
-def test_groups_follow_one_another_until_a_replica_is_about_to_switch_and_then_the_rest_starts_at_once():
-    world = World()
-    # The two early ones and two of the others.
-    world.while_loading = 4
-    run(world)
-    for step in (0, 1):
-        began, near, ready = (world.events.index(f"{w} step-{step + 1}") for w in ("begin", "near", "ready"))
-        running = [0]
-        # The early ones run beside them.
-        late = {f"{step + 1}/{g}" for g in (2, 3, 4, 5)}
-        for what, _, group in (event.partition(" ") for event in world.events[began:near]):
-            running.append(running[-1] + ((what == "start") - (what == "end") if group in late else 0))
-        assert max(running) == 1
-        starts = [e for e in world.events[began:ready] if e.startswith("start") and e.split()[1] in late]
-        assert starts == [f"start {step + 1}/{g}" for g in (2, 3, 4, 5)], "all of them before it serves"
-
-
-def test_every_step_trains_on_its_own_rollouts_and_publishes_in_order():
+def test_every_step_trains_on_all_rollouts_and_publishes_in_order():
     world = World()
     loop = run(world, steps=4)
-    assert [e for e in world.events if e.startswith("train")] == [f"train 12 of {s}" for s in range(4)]
-    published = [e for e in world.events if e.startswith(("begin", "ready"))]
-    assert published == [f"{what} step-{s}" for s in range(1, 5) for what in ("begin", "ready")]
-    assert [row.snapshot for row in loop.rows] == ["step-1", "step-2", "step-3", "step-4"]
+    assert [e for e in world.events if e.startswith("train")] == ["train 12"] * 4
+    published = [e for e in world.events if e.startswith(("begin", "remember", "ready"))]
+    assert [e for e in published if not e.startswith("ready")] == [
+        f"{what} step-{step}" for step in range(1, 5) for what in ("begin", "remember")
+    ]
+    for step in range(1, 4):
+        assert published.index(f"ready step-{step}") < published.index(f"begin step-{step + 1}")
+    assert [done.identity for done in loop.published] == [f"step-{step}" for step in range(1, 5)]
     assert not any(e.startswith("start 4/") for e in world.events)
 
 
-def test_a_row_has_the_numbers_of_its_batch_and_only_pauses_of_its_own_swap():
-    row = run(World(), steps=1).rows[0]
-    assert row.rewards == (0.5,) * 12
-    assert (row.prompt_tokens, row.cached_prompt_tokens, row.tokens, row.streams) == (24, 12, 24, 12)
-    assert row.older_snapshot_share == 0.0
-    assert row.pause_ms == (2.5,)
-    assert (row.kl_own_routes, row.kl_replayed_routes) == (4e-3, 4e-4)
-    assert row.loss == 0.25
-    assert row.one_replica == 12
-    assert (row.kind, row.bytes_sent, row.bytes_whole, row.publish_s) == ("delta", 30, 100, 1.75)
-
-
-def test_tokens_sampled_before_the_last_update_count_as_older():
-    rows = run(World(), steps=3).rows
-    assert rows[0].older_snapshot_share == 0.0
-    # A third started under the snapshot before.
-    assert 1 / 3 <= rows[1].older_snapshot_share <= 1.0
-
-
 def test_a_step_whose_rollouts_all_failed_ends_the_run_with_the_reason():
-    with pytest.raises(ExceptionGroup) as caught:
-        run(World(failing_steps=frozenset({1})))
-    assert caught.group_contains(NoRollouts, match="every rollout of step 1 failed, first: boom")
+    with pytest.raises(SystemExit, match="every rollout of step 2 failed: boom"):
+        run(World(failing_step=1))
 
 
 def test_a_refused_snapshot_ends_the_run_with_the_reason():
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(PublishError, match="no room"):
         run(World(refused="step-2"))
-    assert caught.group_contains(PublishError, match="no room")
+
+
+def test_the_summary_has_the_numbers_of_the_run_and_only_pauses_of_its_own_swaps():
+    found = summary_of(run(World()))
+    assert (found["reward_first"], found["reward_last"], found["reward_stderr"]) == (0.5, 0.5, 0.0)
+    assert (found["swaps"], found["pause_ms_p50"], found["pause_ms_max"]) == (3, 2.5, 2.5)
+    assert found["snapshots"] == {
+        "full": {"count": 0},
+        "delta": {"count": 3, "bytes": 30, "publish_s": 1.75},
+    }
+    assert (found["answers"], found["answers_crossed_swap"], found["failed_requests"]) == (72, 0, 0)
+    assert (found["affinity_share"], found["cached_prompt_share"]) == (1.0, 0.5)
+    assert found["kl_own_routes"] == pytest.approx(4e-3)
+    assert found["kl_replayed_routes"] == pytest.approx(4e-4)
+
+
+GOOD = {
+    "steps": 20,
+    "swaps": 20,
+    "reward_first": 0.1,
+    "reward_last": 0.4,
+    "reward_stderr": 0.1,
+    "failed_requests": 0,
+    "answers_crossed_swap": 1,
+    "affinity_share": 1.0,
+    "kl_own_routes": 1e-3,
+    "kl_replayed_routes": 1e-4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, None),
+        ({"steps": 1, "swaps": 1, "answers_crossed_swap": 0}, None),
+        ({"reward_last": 0.39}, "the reward rose"),
+        ({"reward_last": 0.1, "reward_stderr": 0.0}, "the reward rose"),
+        ({"swaps": 19}, "not every step's"),
+        ({"failed_requests": 1}, "requests failed"),
+        ({"answers_crossed_swap": 0}, "no answer crossed"),
+        ({"affinity_share": 0.99}, "a session changed"),
+        ({"kl_replayed_routes": 1e-3}, "no closer"),
+    ],
+)
+def test_each_check_that_does_not_hold_is_a_miss_of_its_own(changes, missed):
+    found = misses(GOOD | changes)
+    assert len(found) == (missed is not None)
+    assert all(missed in miss for miss in found)

@@ -1,12 +1,11 @@
 """Router replay: exact on a model's own routes, different on others, and true to the snapshot of every position."""
 
+import dataclasses
+
 import pytest
 import torch
-from demo_helpers import load, make_turn
-
-from midstream.client.replay import OWN_ROUTE, RouterTap, pad_routes, router_scores
-from midstream.demo.records import Turn
-from midstream.demo.replay import Rescorer, differing_routes, k3, measure_mismatch, token_logprobs
+from demo_helpers import load, make_rollout, make_turn
+from grpo import Trainer, k3, token_logprobs
 
 pytestmark = pytest.mark.fast
 
@@ -24,50 +23,47 @@ def other(tiny_model):
     return load(tiny_model(seed=1))
 
 
-@pytest.fixture(scope="module")
-def weights(model, other):
-    return {"base": model.state_dict(), "next": other.state_dict()}
-
-
 @pytest.fixture
-def rescorer(tiny_model):
-    return Rescorer(load(tiny_model()))
+def trainer(tiny_model, other):
+    """Its snapshots are "base", and "next" with the weights of `other`."""
+    made = Trainer(tiny_model(), 1e-3)
+    made.model.load_state_dict(other.state_dict())
+    made.remember("next")
+    return made
 
 
-def rerouted(turn: Turn) -> Turn:
+def rerouted(turn):
     """The same turn with every expert index moved on by one."""
-    return Turn(
-        **{**vars(turn), "routes": (turn.routes + 1) % 8, "prompt_routes": (turn.prompt_routes + 1) % 8}
-    )
+    return dataclasses.replace(turn, routes=(turn.routes + 1) % 8)
 
 
-def test_replaying_a_models_own_routes_reproduces_its_logprobs_exactly(model, weights, rescorer):
+def test_replaying_a_models_own_routes_reproduces_its_logprobs_exactly(model, trainer):
     turn = make_turn(model, PROMPT, TOKENS)
-    own, replayed = (rescorer.score([turn], weights, replay=replay)[0] for replay in (False, True))
-    assert torch.equal(own.logprobs, replayed.logprobs)
-    assert torch.equal(own.routes, replayed.routes)
-    assert torch.allclose(own.logprobs, torch.tensor(turn.logprobs), atol=1e-5)
+    own, replayed = (trainer.score([turn], replay=replay)[0] for replay in (False, True))
+    assert torch.equal(own[0], replayed[0])
+    assert torch.equal(own[1], replayed[1])
+    assert torch.allclose(own[0], torch.tensor(turn.logprobs), atol=1e-5)
 
 
-def test_replaying_other_routes_changes_the_logprobs_and_takes_those_routes(model, weights, rescorer):
+def test_replaying_other_routes_changes_the_logprobs_and_takes_those_routes(model, trainer):
     turn = rerouted(make_turn(model, PROMPT, TOKENS))
-    own, replayed = (rescorer.score([turn], weights, replay=replay)[0] for replay in (False, True))
-    assert torch.equal(replayed.routes, torch.from_numpy(turn.routes))
-    assert (own.logprobs - replayed.logprobs).abs().min() > 0
-    assert (own.logprobs - replayed.logprobs).abs().mean() > 0.05
+    own, replayed = (trainer.score([turn], replay=replay)[0] for replay in (False, True))
+    assert torch.equal(replayed[1], torch.from_numpy(turn.routes[turn.span]))
+    assert (own[0] - replayed[0]).abs().min() > 0
+    assert (own[0] - replayed[0]).abs().mean() > 0.05
 
 
-def test_turns_of_different_lengths_score_the_same_in_a_batch_as_alone(model, weights, rescorer):
+def test_turns_of_different_lengths_score_the_same_in_a_batch_as_alone(model, trainer):
     turns = [make_turn(model, PROMPT, TOKENS), make_turn(model, PROMPT[:9], TOKENS[:4])]
-    together = rescorer.score(turns, weights, replay=True)
-    for turn, scored in zip(turns, together, strict=True):
-        assert scored.logprobs.shape == (len(turn.tokens),)
-        assert torch.allclose(scored.logprobs, torch.tensor(turn.logprobs), atol=1e-5)
-        assert torch.equal(scored.routes, torch.from_numpy(turn.routes))
+    together = trainer.score(turns, replay=True)
+    for turn, (scored, routes) in zip(turns, together, strict=True):
+        assert scored.shape == (len(turn.tokens),)
+        assert torch.allclose(scored, torch.tensor(turn.logprobs), atol=1e-5)
+        assert torch.equal(routes, torch.from_numpy(turn.routes[turn.span]))
 
 
 def test_a_turn_that_crossed_a_swap_is_scored_by_each_snapshot_over_the_kv_of_the_earlier_one(
-    model, other, weights, rescorer
+    model, other, trainer
 ):
     labels = ["base"] * 5 + ["next"] * 8
     turn = make_turn(model, PROMPT, TOKENS, labels)
@@ -83,64 +79,25 @@ def test_a_turn_that_crossed_a_swap_is_scored_by_each_snapshot_over_the_kv_of_th
             token_logprobs(after.logits, ids[:, boundary + 1 :])[0],
         ]
     )[len(PROMPT) - 1 :]
-    scored = rescorer.score([turn], weights, replay=False)[0]
-    assert torch.allclose(scored.logprobs, expected, atol=1e-5)
-    assert torch.allclose(scored.logprobs[:5], torch.tensor(turn.logprobs[:5]), atol=1e-5)
-    assert (scored.logprobs[5:] - torch.tensor(turn.logprobs[5:])).abs().max() > 0.05
+    scored, _ = trainer.score([turn], replay=False)[0]
+    assert torch.allclose(scored, expected, atol=1e-5)
+    assert torch.allclose(scored[:5], torch.tensor(turn.logprobs[:5]), atol=1e-5)
+    assert (scored[5:] - torch.tensor(turn.logprobs[5:])).abs().max() > 0.05
 
 
-def test_scores_come_back_in_the_order_of_the_turns(model, weights, rescorer):
+def test_scores_come_back_in_the_order_of_the_turns(model, trainer):
     labels = [None, ["base"] * 5 + ["next"] * 8, ["next"] * 13, None]
     turns = [make_turn(model, PROMPT[: 10 + i], TOKENS, label) for i, label in enumerate(labels)]
-    together = rescorer.score(turns, weights, replay=False)
+    together = trainer.score(turns, replay=False)
     for turn, scored in zip(turns, together, strict=True):
-        alone = rescorer.score([turn], weights, replay=False)[0]
-        assert torch.allclose(scored.logprobs, alone.logprobs, atol=1e-5)
+        alone = trainer.score([turn], replay=False)[0]
+        assert torch.allclose(scored[0], alone[0], atol=1e-5)
 
 
-def test_segments_name_the_snapshot_of_every_input_position_in_order(model):
+def test_pieces_name_the_snapshot_of_every_input_position_in_order(model):
     turn = make_turn(model, PROMPT, TOKENS, ["a"] * 3 + ["b"] * 1 + ["c"] * 9)
     first = len(PROMPT) - 1
-    assert turn.segments() == [
-        ("a", 0, first + 3),
-        ("b", first + 3, first + 4),
-        ("c", first + 4, first + 13),
-    ]
-    assert turn.crossed_swap
-
-
-def test_forced_scores_are_the_routers_own_probabilities_of_the_forced_experts():
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-    scores = router_scores(logits, torch.tensor([[0, 2]]), normalise=True)
-    expected = torch.tensor([[1.0, torch.e**2]]) / (1 + torch.e**2)
-    assert torch.allclose(scores, expected)
-    plain = router_scores(logits, torch.tensor([[0, 2]]), normalise=False)
-    assert torch.allclose(plain, logits.softmax(-1)[:, [0, 2]])
-
-
-def test_positions_without_a_route_take_the_models_own(model):
-    tap = RouterTap(model)
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        with tap.forcing(None):
-            model(ids)
-        own = tap.taken
-        forced = (own + 1) % 8
-        forced[5:] = OWN_ROUTE
-        with tap.forcing(forced):
-            model(ids)
-    assert torch.equal(tap.taken[:5], (own[:5] + 1) % 8)
-    assert (tap.taken >= 0).all()
-    # The first layer's inputs do not depend on routes.
-    assert torch.equal(tap.taken[5:, 0], own[5:, 0])
-
-
-def test_padding_of_routes_is_own_route(model):
-    turn = make_turn(model, PROMPT, TOKENS)
-    padded = pad_routes([turn.input_routes], len(turn.sequence) + 2)
-    assert padded.shape == (1, len(turn.sequence) + 2, 4, 2)
-    assert (padded[0, len(turn.sequence) - 1 :] == OWN_ROUTE).all()
-    assert (padded[0, : len(turn.sequence) - 1] >= 0).all()
+    assert turn.pieces == [("a", 0), ("b", first + 3), ("c", first + 4)]
 
 
 def test_k3_is_zero_on_agreement_and_matches_the_formula():
@@ -158,19 +115,20 @@ def test_k3_estimates_the_divergence_of_the_rollout_distribution_from_the_traine
     assert k3(q[tokens], p[tokens]).mean().item() == pytest.approx(exact, rel=0.05)
 
 
-def test_routes_differ_by_set_not_by_order():
-    left = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
-    right = torch.tensor([[[1, 0], [2, 4]], [[4, 5], [7, 6]]])
-    assert differing_routes(left, right).tolist() == [[False, True], [False, False]]
+def test_routes_differ_by_set_not_by_order(model, trainer):
+    turn = make_turn(model, PROMPT, TOKENS)
+    swapped = turn.routes[..., ::-1].copy()
+    swapped[turn.span.start + 3, 1] = (swapped[turn.span.start + 3, 1] + 1) % 8
+    differ = trainer.mismatch([make_rollout((dataclasses.replace(turn, routes=swapped),))])[2]
+    assert differ.tolist() == [number == 3 for number in range(len(TOKENS))]
 
 
-def test_replay_removes_the_mismatch_that_routes_cause(model, weights, rescorer):
+def test_replay_removes_the_mismatch_that_routes_cause(model, trainer):
     """Rollouts sampled on forced foreign routes: the trainer's own routes disagree, the replayed ones agree."""
     foreign = rerouted(make_turn(model, PROMPT, TOKENS))
-    logprobs = rescorer.score([foreign], weights, replay=True)[0].logprobs
-    turn = Turn(**{**vars(foreign), "logprobs": tuple(logprobs.tolist())})
-    mismatch = measure_mismatch(rescorer, [turn], weights)
-    assert mismatch.kl_replayed_routes < 1e-9
-    assert mismatch.kl_own_routes > 1e-3
-    assert mismatch.route_diff_share == 1.0
-    assert 0.9 < mismatch.route_layer_diff_share <= 1.0
+    logprobs, _ = trainer.score([foreign], replay=True)[0]
+    turn = dataclasses.replace(foreign, logprobs=logprobs.tolist())
+    own, replayed, differ = trainer.mismatch([make_rollout((turn,))])
+    assert replayed.mean() < 1e-9
+    assert own.mean() > 1e-3
+    assert differ.all()

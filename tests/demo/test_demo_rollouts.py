@@ -1,122 +1,137 @@
-"""Reading streams: every token with its own records, and nothing short or shifted gets through."""
+"""Rollouts of two turns: every token with its own records, nothing short or shifted gets through, and what is asked."""
 
 import base64
+import json
 
-import numpy as np
+import httpx
+import openai
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletionChunk
+from two_turns import ALPHABETS, FOLLOW_UP, Sampler, follow_up, messages
 
-from midstream.demo.rollouts import BadStream, StreamReader
+from midstream.models.tiny_moe import TOKEN_ID, build_tokenizer
 
 pytestmark = pytest.mark.fast
 
-PROMPT = [10, 11, 12]
-
-
-def route(token: int) -> str:
-    return base64.b64encode(bytes([token % 8, (token + 1) % 8, 3, 4])).decode()
+END = TOKEN_ID["<|im_end|>"]
+FIRST = [10, 11, 12]
 
 
 def entry(token: int, generated: bool = True, first: bool = False) -> dict:
-    made = {
-        "token": "x", "bytes": [token], "logprob": -token / 10, "token_id": token, "text_offset": 0, "top_logprobs": [],
-        "sampling_logprob": -token / 20 if generated else None,
-    }  # fmt: skip
-    return made if first else made | {"routing_matrix": route(token)}
+    routes = base64.b64encode(bytes([token % 8, (token + 1) % 8, 3, 4])).decode()
+    made = {"token_id": token, "logprob": -token / 10, "sampling_logprob": -token / 20 if generated else None}
+    return made if first else made | {"routing_matrix": routes}
 
 
-def chunk(kind: str, snapshot: str, entries: list[dict], token_ids: list[int], **choice):
-    usage = choice.pop("usage", None)
-    own = {
+def answer(prompt: list[int], tokens: list[int], **changes) -> dict:
+    """The last token is of the snapshot step-1, those before it of base."""
+    echoed = [entry(token, generated=False, first=i == 0) for i, token in enumerate(prompt)]
+    count = len(tokens)
+    choice = {
         "index": 0,
-        "logprobs": {"content": entries},
-        "token_ids": token_ids,
-        "finish_reason": None,
-        **choice,
+        "finish_reason": "length",
+        "token_ids": tokens,
+        "logprobs": {"content": [*echoed, *map(entry, tokens)]},
+        "snapshots": [
+            {"start": 0, "end": count - 1, "snapshot": "base"},
+            {"start": count - 1, "end": count, "snapshot": "step-1"},
+        ],
     }
-    own |= {"delta": {"content": ""}} if kind == "chat" else {"text": ""}
-    whole = {
-        "id": "r",
-        "created": 0,
-        "model": f"accounts/a/models/m@{snapshot}",
-        "choices": [own],
-        "usage": usage,
-    }
-    model = ChatCompletionChunk if kind == "chat" else Completion
-    return model.construct(object="chunk", **whole)
+    usage = {"completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 2}}
+    return {"choices": [choice | changes], "usage": usage}
 
 
-def stream(kind: str, *, finish="length", completion_tokens=3, drop=None):
-    """A prompt of 3, then tokens 20, 21 | swap | 22."""
-    echo = [entry(t, generated=False, first=i == 0) for i, t in enumerate(PROMPT)]
-    usage = {
-        "prompt_tokens": 3, "completion_tokens": completion_tokens, "total_tokens": 6,
-        "prompt_tokens_details": {"cached_tokens": 2},
-    }  # fmt: skip
-    chunks = [
-        chunk(kind, "base", echo, [], prompt_token_ids=PROMPT),
-        chunk(kind, "base", [entry(20), entry(21)], [20, 21]),
-        chunk(kind, "step-1", [entry(22)], [22], finish_reason=finish, usage=usage),
-    ]
-    return [c for i, c in enumerate(chunks) if i != drop]
+class Server:
+    """Answers a chat with `chat`, and a completion with two tokens after the prompt that it got, unless changed."""
+
+    def __init__(self, chat: dict | None = None, headers: dict | None = None) -> None:
+        self.chat = chat or answer(FIRST, [97, 98, END])
+        self.headers = {"x-midstream-replica": "replica-1"} if headers is None else headers
+        self.asked: list[tuple[dict, str]] = []
+        self.other_prompt = False
+        self.sampler = Sampler(
+            openai.OpenAI(
+                base_url="http://server/v1",
+                api_key="demo",
+                max_retries=0,
+                http_client=httpx.Client(transport=httpx.MockTransport(self._answer)),
+            ),
+            "tiny-moe",
+            build_tokenizer(),
+            seed=0,
+            budget=4,
+            top_k=2,
+        )
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.asked.append((body, request.headers["x-multi-turn-session-id"]))
+        if request.url.path.endswith("/chat/completions"):
+            return httpx.Response(200, json=self.chat, headers=self.headers)
+        prompt = body["prompt"][1:] if self.other_prompt else body["prompt"]
+        return httpx.Response(200, json=answer(prompt, [120, 97]), headers=self.headers)
 
 
-def read(chunks, replica="replica-1"):
-    reader = StreamReader(top_k=2)
-    for c in chunks:
-        reader.read(c)
-    return reader.turn(replica, lambda tokens: tokens[0] / 100)
+def test_an_answer_across_a_swap_keeps_each_token_with_its_own_records():
+    first, second = Server().sampler.rollout(0, 0, 0).turns
+    assert (first.prompt, first.tokens) == (FIRST, [97, 98, END])
+    assert first.logprobs == [-9.7, -9.8, -END / 10]
+    assert first.snapshots == ["base", "base", "step-1"]
+    assert first.pieces == [("base", 0), ("step-1", 4)]
+    assert (first.cached_tokens, first.replica) == (2, "replica-1")
+    expected = [[[t % 8, (t + 1) % 8], [3, 4]] for t in (11, 12, 97, 98, END)]
+    assert first.routes.tolist() == expected
+    # Of four tokens, two and one are letters of the alphabet.
+    assert (first.reward, second.reward) == (2 / 4, 2 / 4)
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_a_stream_across_a_swap_keeps_each_token_with_its_own_records(kind):
-    turn = read(stream(kind))
-    assert turn.prompt == (10, 11, 12)
-    assert turn.tokens == (20, 21, 22)
-    assert turn.logprobs == (-2.0, -2.1, -2.2)
-    assert turn.sampling_logprobs == (-1.0, -1.05, -1.1)
-    assert turn.snapshots == ("base", "base", "step-1")
-    assert turn.crossed_swap
-    assert turn.cached_tokens == 2
-    assert turn.replica == "replica-1"
-    assert turn.reward == 0.2
-    expected = [[[t % 8, (t + 1) % 8], [3, 4]] for t in (20, 21, 22)]
-    assert turn.routes.tolist() == expected
-    assert turn.prompt_routes.tolist() == [[[t % 8, (t + 1) % 8], [3, 4]] for t in (11, 12)]
-    assert turn.input_routes.shape == (5, 2, 2)
-    assert turn.input_routes.dtype == np.int64
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_second_turn_continues_the_tokens_of_the_first_as_the_chat_template_renders_it(ended):
+    server = Server(answer(FIRST, [97, END] if ended else [97, 98]))
+    server.sampler.rollout(1, 2, 3)
+    (chat, session), (plain, again) = server.asked
+    assert session == again == "rollout-0-1-2-3"
+    assert chat["messages"] == messages(ALPHABETS[0])
+    assert (
+        plain["prompt"]
+        == FIRST + server.chat["choices"][0]["token_ids"] + (build_tokenizer()(follow_up(ended))["input_ids"])
+    )
+    assert chat["seed"] != plain["seed"]
+    tokenizer, said = build_tokenizer(), "abc<|im_end|>" if ended else "abc"
+    before = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True, tokenize=False)
+    turns = [{"role": "assistant", "content": "abc"}, {"role": "user", "content": FOLLOW_UP}]
+    whole = tokenizer.apply_chat_template(
+        [*chat["messages"], *turns], add_generation_prompt=True, tokenize=False
+    )
+    assert before + said + follow_up(ended) == whole
 
 
 @pytest.mark.parametrize(
-    ("chunks", "message"),
+    ("changes", "reason"),
     [
-        (stream("chat", finish=None), "without a finish reason"),
-        (stream("chat", drop=2), "without a finish reason"),
-        (stream("chat", drop=1), "usage counts 3 tokens, 1 came"),
-        (stream("chat", drop=0), "lacks usage, prompt token ids"),
-        (stream("chat", completion_tokens=4), "usage counts 4 tokens, 3 came"),
-        (stream("chat", finish="abort"), "'abort'"),
+        ({"finish_reason": "abort"}, "the answer ended with 'abort'"),
+        ({"token_ids": [97, 99, END]}, "different tokens"),
+        ({"token_ids": [98, END]}, "different tokens"),
+        ({"snapshots": [{"start": 0, "end": 2, "snapshot": "base"}]}, "snapshot spans cover 2 tokens"),
+        ({"logprobs": {"content": [entry(t, first=True) for t in [*FIRST, 97, 98, END]]}}, "no routing"),
     ],
 )
-def test_a_stream_that_is_short_or_disagrees_with_itself_is_refused(chunks, message):
-    with pytest.raises(BadStream, match=message):
-        read(chunks)
+def test_an_answer_that_is_short_or_disagrees_with_itself_is_a_failed_request(changes, reason):
+    server = Server(answer(FIRST, [97, 98, END], **changes))
+    assert server.sampler.rollout(0, 0, 0) is None
+    assert len(server.asked) == 1
+    (error,) = server.sampler.errors
+    assert error.startswith("rollout-0-0-0-0: ValueError: ")
+    assert reason in error
 
 
-def test_a_response_that_names_no_replica_is_refused():
-    with pytest.raises(BadStream, match="replica header"):
-        read(stream("chat"), replica=None)
+def test_an_answer_to_another_prompt_or_of_no_replica_is_a_failed_request():
+    other, nowhere = Server(), Server(headers={})
+    other.other_prompt = True
+    assert other.sampler.rollout(0, 0, 0) is None
+    assert "continued another prompt" in other.sampler.errors[0]
+    assert nowhere.sampler.rollout(0, 0, 0) is None
+    assert "x-midstream-replica" in nowhere.sampler.errors[0]
 
 
-def test_a_token_without_its_route_is_refused():
-    bare = {k: v for k, v in entry(20).items() if k != "routing_matrix"}
-    chunks = stream("completion")
-    chunks[1] = chunk("completion", "base", [bare, entry(21)], [20, 21])
-    with pytest.raises(ValueError, match="no routing matrix"):
-        read(chunks)
-
-
-def test_ids_and_logprobs_that_name_different_tokens_are_refused():
-    with pytest.raises(BadStream, match="different tokens"):
-        read([chunk("chat", "base", [entry(20)], [21])])
+def test_alphabets_overlap_so_that_answers_can_improve_before_they_differ_by_problem():
+    assert set.intersection(*map(set, ALPHABETS)) == set("bcdf")

@@ -110,6 +110,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "docs/vllm.md": [Elsewhere("vllm", "it needs vLLM"), Elsewhere("vllm", "it needs vLLM")],
     "examples/art/README.md": [Elsewhere("recipes/test_art.py", "it needs the trainer"), OUTPUT],
+    "examples/demo/README.md": [MAKE],
     "examples/plain_loop/README.md": [Elsewhere("e2e/test_examples.py", "it trains for minutes")],
     "examples/ray/README.md": [RAY, RAY, RAY, RAY],
     "examples/trl/README.md": [

@@ -10,7 +10,6 @@ EXTRA_OF = {
     **dict.fromkeys(
         ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "llguidance", "peft"), "engine"
     ),
-    "openai": "demo",
     "ray": "ray",
     "psycopg": "postgres",
     "rich": "",
