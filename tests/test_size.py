@@ -32,7 +32,7 @@ LINES_MAX = {
     "ledger": 2420,
     "midstream": 150,
     "midstream_kernels": 1470,
-    "midstream_tinker": 6960,
+    "midstream_tinker": 7240,
     "models": 260,
     "proxy": 4090,
     "replica": 15390,

@@ -14,20 +14,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from midstream.core.beside import beside, stepwise_json
-from midstream.core.endpoints import Endpoint, endpoints_of, serves
+from midstream.core.endpoints import Endpoint, Nothing, endpoints_of, serves
 from midstream.core.errors import MidstreamError
 from midstream.http.auth import Authenticator
+from midstream.http.bodies import answered
 from midstream.http.routes import routes_of
-from midstream_tinker import codec, json_losses, serving
+from midstream_tinker import answers, codec, json_losses, serving
+from midstream_tinker.answers import Submitted, given
 from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
 from midstream_tinker.runs import Runs
-from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, TinkerError, answer, body_of, get, post
+from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, TinkerError, body_of, get, post
 from midstream_tinker.store import SamplingSession, Store, no_session
 from midstream_tinker.trainer.types import ForwardBackward
 from midstream_tinker.types import (
@@ -53,15 +56,6 @@ POLL_S = 30.0
 # Larger results are announced first, when the client takes that.
 INLINE_BYTES = 1 << 20
 EXPIRE_EVERY_S = 60.0
-
-#: Training requests one after another, and in the form that all SDKs from 0.24 on share.
-CLIENT_CONFIG = {
-    "parallel_fwdbwd_chunks": False,
-    "proto_write_fwdbwd": True,
-    "fwd_via_fwdbwd": True,
-    "create_model_via_load_weights": True,
-}
-DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +136,9 @@ def tinker_app(
     def check(request: Request, endpoint: Endpoint) -> None:
         serving.check_scope(authenticator, request, endpoint.need, served.deployment)
 
-    app = Starlette(routes=routes_of((front, runs), check), exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(
+        routes=routes_of((front, runs), check, read_body), exception_handlers=handlers, lifespan=lifespan
+    )
     # A redirect would send the client to the host that it claims.
     app.router.redirect_slashes = False
     return app
@@ -184,111 +180,100 @@ class _Front:
     # -- the client's start
 
     @serves(get("healthz", "Says that the front is up.", need=None))
-    async def _healthz(self, request: Request) -> Response:
-        return answer({"status": "ok"})
+    async def _healthz(self, request: Request) -> answers.FrontUp:
+        return answers.FrontUp()
 
     @serves(post("client/config", EITHER, "Gives the SDK its configuration."))
-    async def _config(self, request: Request) -> Response:
-        self._caller(request)
+    async def _config(self, request: Request) -> answers.SdkConfig:
         await body_of(request)
-        return answer(CLIENT_CONFIG)
+        return answers.SdkConfig()
 
     @serves(
         post("client/dynamic_config", EITHER, "Gives the SDK the part of its configuration that may change.")
     )
-    async def _dynamic_config(self, request: Request) -> Response:
-        self._caller(request)
+    async def _dynamic_config(self, request: Request) -> answers.SdkDynamicConfig:
         await body_of(request)
-        return answer(DYNAMIC_CONFIG)
+        return answers.SdkDynamicConfig()
 
     @serves(get("get_server_capabilities", "Lists the models that can be sampled and trained."))
-    async def _capabilities(self, request: Request) -> Response:
-        self._caller(request)
-        offered = {
-            "max_context_length": self._served.max_context,
-            "trainable": self._served.trainable,
-            "sampleable": True,
-        }
-        return answer({"supported_models": [{"model_name": name, **offered} for name in self._served.names]})
+    async def _capabilities(self, request: Request) -> answers.OfferedModels:
+        served = self._served
+        return answers.OfferedModels(
+            supported_models=[
+                answers.OfferedModel(
+                    model_name=name, max_context_length=served.max_context, trainable=served.trainable
+                )
+                for name in served.names
+            ]
+        )
 
     @serves(post("telemetry", EITHER, "Takes the SDK's telemetry and drops it."))
-    async def _telemetry(self, request: Request) -> Response:
+    async def _telemetry(self, request: Request) -> answers.TelemetryDropped:
         """Read and dropped: nothing is kept of what a client reports of itself."""
-        self._caller(request)
         async for _ in request.stream():
             pass
-        return answer({"status": "accepted"})
+        return answers.TelemetryDropped()
 
     # -- sessions
 
-    @serves(post("create_session", EITHER, "Begins a session of a client.", CreateSessionBody))
-    async def _create_session(self, request: Request) -> Response:
+    @serves(post("create_session", EITHER, "Begins a session of a client."))
+    async def _create_session(self, request: Request, body: CreateSessionBody) -> answers.ClientSessionMade:
         tenant, _ = self._caller(request)
-        body = await _decoded(request, CreateSessionBody)
         session = self._store.create_session(
             tenant, display_name=body.display_name, user_metadata=body.user_metadata
         )
-        return answer({"session_id": session.id, "type": "create_session"})
+        return answers.ClientSessionMade(session_id=session.id)
 
-    @serves(post("session_heartbeat", EITHER, "Keeps a session alive.", SessionBody))
-    async def _heartbeat(self, request: Request) -> Response:
+    @serves(post("session_heartbeat", EITHER, "Keeps a session alive."))
+    async def _heartbeat(self, request: Request, body: SessionBody) -> answers.HeartbeatTaken:
         tenant, _ = self._caller(request)
-        body = await _decoded(request, SessionBody)
         if not self._store.touch_session(tenant, body.session_id):
             error = no_session(body.session_id)
             # A 410 ends the client's heartbeats.
             raise TinkerError(410, error.detail, error.param)
-        return answer({"type": "session_heartbeat"})
+        return answers.HeartbeatTaken()
 
     @serves(post("sessions/{session_id}/finish", EITHER, "Ends a session."))
-    async def _finish(self, request: Request) -> Response:
+    async def _finish(self, request: Request) -> Nothing:
         tenant, _ = self._caller(request)
         await body_of(request)
         session_id = request.path_params["session_id"]
         if self._store.session(tenant, session_id) is not None:
             await self._training.finish_session(tenant, session_id)
         # Also for an unknown session: the client is leaving, and an error would end it in a traceback.
-        return answer({})
+        return Nothing()
 
     @serves(get("sessions", "Lists the sessions."))
-    async def _sessions(self, request: Request) -> Response:
+    async def _sessions(self, request: Request) -> answers.ClientSessions:
         tenant, _ = self._caller(request)
-        return answer({"sessions": [session.id for session in self._store.sessions(tenant)]})
+        return answers.ClientSessions(sessions=[session.id for session in self._store.sessions(tenant)])
 
     @serves(get("sessions/{session_id}", "Shows the training runs and samplers of a session."))
-    async def _session(self, request: Request) -> Response:
+    async def _session(self, request: Request) -> answers.ClientSession:
         tenant, _ = self._caller(request)
         session_id = request.path_params["session_id"]
         session = self._store.session(tenant, session_id)
         if session is None:
             raise no_session(session_id)
-        return answer(
-            {
-                "training_run_ids": [model.id for model in self._store.models(tenant, session_id)],
-                "sampler_ids": [one.id for one in self._store.sampling_sessions(tenant, session_id)],
-                "user_metadata": serving.texts(session.user_metadata),
-                "display_name": session.display_name,
-            }
+        return answers.ClientSession(
+            training_run_ids=[model.id for model in self._store.models(tenant, session_id)],
+            sampler_ids=[one.id for one in self._store.sampling_sessions(tenant, session_id)],
+            user_metadata=given(serving.texts(session.user_metadata)),
+            display_name=given(session.display_name),
         )
 
     # -- sampling
 
-    @serves(
-        post(
-            "create_sampling_session",
-            SAMPLES,
-            "Begins sampling from the base model or a checkpoint.",
-            CreateSamplingSessionBody,
-        )
-    )
-    async def _create_sampling_session(self, request: Request) -> Response:
+    @serves(post("create_sampling_session", SAMPLES, "Begins sampling from the base model or a checkpoint."))
+    async def _create_sampling_session(
+        self, request: Request, body: CreateSamplingSessionBody
+    ) -> answers.SamplerMade:
         tenant, api_key = self._caller(request)
-        body = await _decoded(request, CreateSamplingSessionBody)
         if body.model_path is not None:
             made = await self._training.create_sampling_session(tenant, api_key, body)
         else:
             made = self._of_base_model(tenant, body)
-        return answer({"sampling_session_id": made.id, "type": "create_sampling_session"})
+        return answers.SamplerMade(sampling_session_id=made.id)
 
     def _of_base_model(self, tenant: str, body: CreateSamplingSessionBody) -> SamplingSession:
         if body.base_model not in self._served.names:
@@ -306,40 +291,39 @@ class _Front:
         )
 
     @serves(get("samplers/{sampling_session_id}", "Shows a sampling session."))
-    async def _sampler(self, request: Request) -> Response:
+    async def _sampler(self, request: Request) -> answers.ClientSampler:
         tenant, _ = self._caller(request)
         asked = request.path_params["sampling_session_id"]
         session = self._store.sampling_session(tenant, asked)
         if session is None:
             message = f"there is no sampling session {asked!r} of this API key"
             raise TinkerError(404, message, "sampling_session_id")
-        return answer(
-            {"sampler_id": session.id, "base_model": session.base_model, "model_path": session.model_path}
+        return answers.ClientSampler(
+            sampler_id=session.id, base_model=session.base_model, model_path=given(session.model_path)
         )
 
-    @serves(post("asample", SAMPLES, "Submits a prompt to be sampled.", SampleBody))
-    async def _asample(self, request: Request) -> Response:
+    @serves(post("asample", SAMPLES, "Submits a prompt to be sampled."))
+    async def _asample(self, request: Request, body: SampleBody) -> answers.SampleSubmitted:
         tenant, api_key = self._caller(request)
-        body = await _decoded(request, SampleBody, serving.MAX_SAMPLE_BYTES)
         request_id, sequence_ids = await self._sampling.submit(tenant, api_key, body)
-        return answer({"request_id": request_id, "sample_sequence_ids": sequence_ids})
+        return answers.SampleSubmitted(request_id=request_id, sample_sequence_ids=sequence_ids)
 
     # -- training
 
     @serves(post("create_model", TRAINS, "Submits the making of a model to be trained.", CreateModelBody))
-    async def _create_model(self, request: Request) -> Response:
+    async def _create_model(self, request: Request) -> Submitted:
         return await self._submitted(request, CreateModelBody, self._training.submit_create_model)
 
     @serves(post("load_weights", TRAINS, "Submits the loading of a checkpoint.", LoadWeightsBody))
-    async def _load_weights(self, request: Request) -> Response:
+    async def _load_weights(self, request: Request) -> Submitted:
         return await self._submitted(request, LoadWeightsBody, self._training.submit_load_weights)
 
     @serves(post("optim_step", TRAINS, "Submits an optimizer's step.", OptimStepBody))
-    async def _optim_step(self, request: Request) -> Response:
+    async def _optim_step(self, request: Request) -> Submitted:
         return await self._submitted(request, OptimStepBody, self._training.submit_optim_step)
 
     @serves(post("save_weights", TRAINS, "Submits the saving of a training state.", SaveWeightsBody))
-    async def _save_weights(self, request: Request) -> Response:
+    async def _save_weights(self, request: Request) -> Submitted:
         return await self._submitted(request, SaveWeightsBody, self._training.submit_save_weights)
 
     @serves(
@@ -350,14 +334,14 @@ class _Front:
             SaveWeightsForSamplerBody,
         )
     )
-    async def _save_weights_for_sampler(self, request: Request) -> Response:
+    async def _save_weights_for_sampler(self, request: Request) -> Submitted:
         return await self._submitted(
             request, SaveWeightsForSamplerBody, self._training.submit_save_weights_for_sampler
         )
 
     async def _submitted(
         self, request: Request, into: type[_B], submit: Callable[[str, str | None, _B], Awaitable[str]]
-    ) -> Response:
+    ) -> Submitted:
         tenant, api_key = self._caller(request)
         sent = await body_of(request)
         try:
@@ -366,7 +350,7 @@ class _Front:
             to = await beside.run(len(sent), lambda: addressee(sent))
             return self._refused(tenant, to, error)
         request_id = await submit(tenant, api_key, body)
-        return answer({"request_id": request_id, "model_id": getattr(body, "model_id", None)})
+        return Submitted(request_id=request_id, model_id=given(getattr(body, "model_id", None)))
 
     @serves(
         post(
@@ -385,7 +369,7 @@ class _Front:
             also_read=(PROTOBUF,),
         ),
     )
-    async def _forward_backward(self, request: Request) -> Response:
+    async def _forward_backward(self, request: Request) -> Submitted:
         tenant, api_key = self._caller(request)
         if PROTOBUF in request.headers.get("content-type", ""):
             read, to, limit = codec.forward_backward, codec.addressee, serving.MAX_TRAINING_BYTES
@@ -404,14 +388,14 @@ class _Front:
         except TinkerError as error:
             return self._refused(tenant, await beside.always(lambda: to(sent)), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
-        return answer({"request_id": request_id, "model_id": body.model_id})
+        return Submitted(request_id=request_id, model_id=body.model_id)
 
-    def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerError) -> Response:
+    def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerError) -> Submitted:
         """Its seq_id is used up: the error comes in its turn, as its future's."""
         request_id = None if to is None else self._training.refuse(tenant, *to, error)
         if to is None or request_id is None:
             raise error
-        return answer({"request_id": request_id, "model_id": to[0]})
+        return Submitted(request_id=request_id, model_id=to[0])
 
     # -- futures
 
@@ -420,24 +404,23 @@ class _Front:
             "retrieve_future",
             EITHER,
             "Gives the result of a submission, or answers 408 while there is none.",
-            RetrieveBody,
+            answer=answers.Result,
             kinds=(JSON, PROTOBUF),
         )
     )
-    async def _retrieve_future(self, request: Request) -> Response:
+    async def _retrieve_future(self, request: Request, body: RetrieveBody) -> Response:
         try:
-            return await self._retrieved(request)
+            return await self._retrieved(request, body)
         except (TinkerError, MidstreamError, ClientDisconnect):
             raise
         except Exception:
             # This is a bug of the front. After a 5xx the SDK would ask again at full speed.
             logger.exception("a result cannot be told")
             message = "the server failed on this result; its log says why"
-            return answer({"error": message, "category": "server"})
+            return answered(answers.FutureFailed(error=message, category="server"))
 
-    async def _retrieved(self, request: Request) -> Response:
+    async def _retrieved(self, request: Request, body: RetrieveBody) -> Response:
         tenant, _ = self._caller(request)
-        body = await _decoded(request, RetrieveBody)
         future = self._futures.find(tenant, body.request_id)
         if future is None:
             message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
@@ -445,10 +428,9 @@ class _Front:
         await self._wait(request, future)
         outcome = future.outcome
         if outcome is None:
-            again = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}
-            return answer(again, status=408)
+            return answered(answers.TryAgain(request_id=future.request_id), 408)
         if body.allow_metadata_only and outcome.status == 200 and len(outcome.body) > INLINE_BYTES:
-            return answer({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
+            return answered(answers.ResultAnnounced(response_payload_size=len(outcome.body)))
         content, media_type = await _in_accepted_form(outcome, request.headers.get("accept", ""))
         self._futures.fetched(future)
         headers = {name: _printable(value) for name, value in outcome.headers.items()}
@@ -469,17 +451,16 @@ class _Front:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    @serves(post("cancel_future", EITHER, "Cancels a submission.", CancelBody))
-    async def _cancel_future(self, request: Request) -> Response:
+    @serves(post("cancel_future", EITHER, "Cancels a submission."))
+    async def _cancel_future(self, request: Request, body: CancelBody) -> answers.FutureCancelled:
         tenant, _ = self._caller(request)
-        body = await _decoded(request, CancelBody)
         future = self._futures.find(tenant, body.request_id)
         if future is not None:
             future.cancel()
-        return answer({"request_id": body.request_id})
+        return answers.FutureCancelled(request_id=body.request_id)
 
     @serves(get("midstream/requests/{request_id}", "Says which snapshot and replica served a submission."))
-    async def _request(self, request: Request) -> Response:
+    async def _request(self, request: Request) -> answers.RequestFacts:
         """The versions extension: what is known of a request beside its result."""
         tenant, _ = self._caller(request)
         asked = request.path_params["request_id"]
@@ -488,13 +469,10 @@ class _Front:
             message = f"there is no request {asked!r} of this API key, or its result has expired"
             raise TinkerError(404, message, "request_id")
         if future.outcome is None:
-            return answer({"request_id": asked, "status": "pending"})
-        known = future.outcome.details
-        ended = {200: "failed" if "error" in known else "done", 410: "gone"}[future.outcome.status]
-        return Response(
-            msgspec.json.encode({"request_id": asked, "status": ended, **known}),
-            media_type="application/json",
-        )
+            return answers.RequestFacts(request_id=asked, status="pending")
+        known = future.outcome.facts
+        status: Any = "gone" if future.outcome.status == 410 else "done" if known.error is UNSET else "failed"
+        return answers.RequestFacts(request_id=asked, status=status, **msgspec.structs.asdict(known))
 
 
 #: All that the front serves.
@@ -518,9 +496,9 @@ async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:
     return await beside.run(len(outcome.body), lambda: stepwise_json(as_json(outcome.body))), JSON
 
 
-async def _decoded(request: Request, into: type[_B], limit: int = serving.MAX_JSON_BYTES) -> _B:
-    """Its body. Raises TinkerError."""
-    sent = await body_of(request, limit)
+async def read_body(request: Request, into: type[_B]) -> _B:
+    """Raises TinkerError."""
+    sent = await body_of(request, into.bytes_max)
     return await beside.run(len(sent), lambda: decode(sent, into))
 
 

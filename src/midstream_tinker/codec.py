@@ -23,6 +23,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from midstream_tinker.answers import LossResults, LossTensor, SampledSequence, Samples
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
 from midstream_tinker.types import SampleResult
@@ -240,26 +241,25 @@ def _write_record(record: Any, datums: list[dict[str, Tensor]]) -> None:
         field.offsets = ends.tobytes()
 
 
-def sample_json(encoded: bytes) -> dict[str, Any]:
+def sample_json(encoded: bytes) -> Samples:
     """A SampleResponse in the SDK's JSON form: null where a prompt position has no logprob."""
     message = SampleResponse.FromString(encoded)
-    result: dict[str, Any] = {
-        "type": "sample",
-        "sequences": [
-            {
-                "stop_reason": "stop" if sequence.stop_reason == STOP else "length",
-                "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
-                "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
-            }
+    result = Samples(
+        sequences=[
+            SampledSequence(
+                stop_reason="stop" if sequence.stop_reason == STOP else "length",
+                tokens=np.frombuffer(sequence.tokens, "<i4").tolist(),
+                logprobs=np.frombuffer(sequence.logprobs, "<f4").tolist(),
+            )
             for sequence in message.sequences
         ],
-        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
-    }
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+    )
     if message.HasField("prompt_logprobs"):
         numbers = np.frombuffer(message.prompt_logprobs, "<f4")
-        result["prompt_logprobs"] = [None if np.isnan(number) else float(number) for number in numbers]
+        result.prompt_logprobs = [None if np.isnan(number) else float(number) for number in numbers]
     if message.HasField("topk_prompt_logprobs"):
-        result["topk_prompt_logprobs"] = _read_topk(message.topk_prompt_logprobs)
+        result.topk_prompt_logprobs = _read_topk(message.topk_prompt_logprobs)
     return result
 
 
@@ -274,25 +274,25 @@ def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
     return [row or None for row in rows]
 
 
-def loss_outputs_json(encoded: bytes) -> dict[str, Any]:
-    """A ForwardBackwardOutput in the SDK's JSON form: for each datum, its fields as {data (flat), dtype, shape}."""
+def loss_outputs_json(encoded: bytes) -> LossResults:
+    """A ForwardBackwardOutput in the SDK's JSON form."""
     message = ForwardBackwardOutput.FromString(encoded)
-    return {
-        "loss_fn_output_type": message.loss_fn_output_type,
-        "loss_fn_outputs": [datum for record in message.loss_fn_outputs for datum in _read_record(record)],
-        "metrics": dict(message.metrics),
-    }
+    return LossResults(
+        loss_fn_output_type=message.loss_fn_output_type,
+        loss_fn_outputs=[datum for record in message.loss_fn_outputs for datum in _read_record(record)],
+        metrics=dict(message.metrics),
+    )
 
 
-def _read_record(record: Any) -> list[dict[str, Any]]:
-    datums: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+def _read_record(record: Any) -> list[dict[str, LossTensor]]:
+    datums: list[dict[str, LossTensor]] = [{} for _ in range(record.num_datums)]
     for name, field in record.fields.items():
         dtype, inner = _DTYPES[field.dtype], tuple(field.trailing_shape)
         offsets = np.frombuffer(field.offsets, "<i8").tolist()
         for datum, (start, end) in zip(datums, pairwise(offsets), strict=True):
             items = _numbers(field.data[start:end], dtype, name)
             shape = items.reshape(-1, *inner).shape
-            datum[name] = {"data": items.tolist(), "dtype": dtype, "shape": list(shape)}
+            datum[name] = LossTensor(data=items.tolist(), dtype=dtype, shape=list(shape))
     return datums
 
 

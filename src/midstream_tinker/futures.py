@@ -18,10 +18,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
+from midstream_tinker.answers import FutureFailed, SampleFacts
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.trainer.types import Category
 
@@ -39,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """status 200 with a body, or 410. details: of the versions extension. as_json: makes JSON of a body in protobuf."""
+    """status 200 with a body, or 410. facts: of the versions extension. as_json: reads a body in protobuf."""
 
     status: Literal[200, 410]
     body: bytes
     media_type: str = JSON
     headers: dict[str, str] = {}
-    details: dict[str, Any] = {}
-    as_json: Callable[[bytes], Mapping[str, Any]] | None = None
+    facts: SampleFacts = msgspec.field(default_factory=SampleFacts)
+    as_json: Callable[[bytes], msgspec.Struct] | None = None
 
 
 class Future:
@@ -78,32 +79,31 @@ class Future:
         body: bytes,
         media_type: str,
         *,
-        as_json: Callable[[bytes], Mapping[str, Any]] | None = None,
+        as_json: Callable[[bytes], msgspec.Struct] | None = None,
         headers: Mapping[str, str] | None = None,
-        details: Mapping[str, Any] | None = None,
+        facts: SampleFacts | None = None,
     ) -> None:
-        """End with a result: protobuf, with what makes JSON of it, or a JSON object without a field `error`."""
+        """End with a result: protobuf, with what reads it, or a JSON object without a field `error`."""
         self._end(
             Outcome(
                 status=200,
                 body=body,
                 media_type=media_type,
                 headers=dict(headers or {}),
-                details=dict(details or {}),
+                facts=facts or SampleFacts(),
                 as_json=as_json,
             )
         )
 
-    def resolve_json(self, result: Mapping[str, Any]) -> None:
-        assert "error" not in result, "the SDK would take it for a failure"
+    def resolve_json(self, result: msgspec.Struct) -> None:
+        assert "error" not in result.__struct_fields__, "the SDK would take it for a failure"
         self.resolve(msgspec.json.encode(result), JSON)
 
-    def fail(
-        self, message: str, category: Category = "user", *, details: Mapping[str, Any] | None = None
-    ) -> None:
+    def fail(self, message: str, category: Category = "user", *, facts: SampleFacts | None = None) -> None:
         """End with an error that the user sees once; nothing retries it."""
-        body = msgspec.json.encode({"error": message, "category": category})
-        self._end(Outcome(status=200, body=body, details={"error": message, **(details or {})}))
+        body = msgspec.json.encode(FutureFailed(error=message, category=category))
+        facts = msgspec.structs.replace(facts or SampleFacts(), error=message)
+        self._end(Outcome(status=200, body=body, facts=facts))
 
     def gone(self, message: str = "this request's result is not to be had any more") -> None:
         """End as if it had never been known: the SDK's sample() submits anew; other calls raise."""

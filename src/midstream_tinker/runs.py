@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.core.endpoints import Endpoint, number, serves
 from midstream.http.auth import Authenticator
-from midstream_tinker import serving
-from midstream_tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, answer, body_of, get, post
+from midstream_tinker import answers, serving
+from midstream_tinker.answers import given
+from midstream_tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, get, post
 from midstream_tinker.store import CheckpointRow, ModelRow, Store
-from midstream_tinker.types import ModelBody, Served, WeightsInfoBody, decode
+from midstream_tinker.types import CheckpointKind, ModelBody, Served, WeightsInfoBody
 
 PAGE = 100
 MAX_PAGE = 1000
 _OFFSET = number("offset", "How many are passed over.", 0, 999_999_999, 0)
 _LIMIT = number("limit", f"How many are on a page, never more than {MAX_PAGE}.", 0, 999_999_999, PAGE)
-_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_TYPES: dict[CheckpointKind, Literal["training", "sampler"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+}
 _T = TypeVar("_T")
 
 
@@ -50,83 +55,74 @@ class Runs:
             raise TinkerError(404, f"there is no model {model_id!r} of this API key", "model_id")
         return model
 
-    @serves(post("get_info", EITHER, "Shows a model that is trained.", ModelBody))
-    async def _get_info(self, request: Request) -> Response:
+    @serves(post("get_info", EITHER, "Shows a model that is trained."))
+    async def _get_info(self, request: Request, body: ModelBody) -> answers.TrainedModelInfo:
         tenant = self._tenant(request)
-        model = self._model(tenant, decode(await body_of(request), ModelBody).model_id)
-        return answer(
-            {
-                "type": "get_info",
-                "model_id": model.id,
-                "model_data": {"model_name": model.base_model, "tokenizer_id": self._served.directory},
-                "model_name": model.base_model,
-                "is_lora": model.lora.rank > 0,
-                "lora_rank": model.lora.rank or None,
-            }
+        model = self._model(tenant, body.model_id)
+        name = model.base_model
+        return answers.TrainedModelInfo(
+            model_id=model.id,
+            model_data=answers.ModelData(model_name=name, tokenizer_id=self._served.directory),
+            model_name=name,
+            is_lora=model.lora.rank > 0,
+            lora_rank=model.lora.rank or UNSET,
         )
 
-    @serves(post("weights_info", EITHER, "Shows what a checkpoint was trained with.", WeightsInfoBody))
-    async def _weights_info(self, request: Request) -> Response:
+    @serves(post("weights_info", EITHER, "Shows what a checkpoint was trained with."))
+    async def _weights_info(self, request: Request, body: WeightsInfoBody) -> answers.WeightsInfo:
         tenant = self._tenant(request)
-        asked = decode(await body_of(request), WeightsInfoBody).tinker_path
-        row = self._store.checkpoint(tenant, asked)
+        row = self._store.checkpoint(tenant, body.tinker_path)
         if row is None:
-            raise TinkerError(404, f"there is no checkpoint {asked!r} of this API key", "tinker_path")
+            raise TinkerError(
+                404, f"there is no checkpoint {body.tinker_path!r} of this API key", "tinker_path"
+            )
         lora = self._model(tenant, row.model_id).lora
-        return answer(
-            {
-                "base_model": row.base_model,
-                # Also at rank 0: SDK 0.24 makes no model from anything else, and sends the rank back.
-                "is_lora": True,
-                "lora_rank": lora.rank,
-                "train_unembed": lora.train_unembed,
-                "train_mlp": lora.train_mlp,
-                "train_attn": lora.train_attn,
-            }
+        return answers.WeightsInfo(
+            base_model=row.base_model,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
         )
 
     @serves(get("training_runs", "Lists the training runs.", _OFFSET, _LIMIT))
-    async def _training_runs(self, request: Request) -> Response:
+    async def _training_runs(self, request: Request) -> answers.ClientRuns:
         tenant = self._tenant(request)
         page, cursor = _page(request, self._store.models(tenant))
-        return answer({"training_runs": [self._run(tenant, model) for model in page], "cursor": cursor})
+        return answers.ClientRuns(training_runs=[self._run(tenant, model) for model in page], cursor=cursor)
 
     @serves(get("training_runs/{model_id}", "Shows a training run."))
-    async def _training_run(self, request: Request) -> Response:
+    async def _training_run(self, request: Request) -> answers.ClientRun:
         tenant = self._tenant(request)
-        return answer(self._run(tenant, self._model(tenant, request.path_params["model_id"])))
+        return self._run(tenant, self._model(tenant, request.path_params["model_id"]))
 
-    def _run(self, tenant: str, model: ModelRow) -> dict[str, Any]:
+    def _run(self, tenant: str, model: ModelRow) -> answers.ClientRun:
         rows = self._store.checkpoints(tenant, model.id)
         session = self._store.session(tenant, model.session_id)
         seen = max(model.created, *(row.created for row in rows), session.seen if session else 0.0)
-        newest = {kind: next((row for row in rows if row.kind == kind), None) for kind in _TYPES}
-        run = {
-            "training_run_id": model.id,
-            "base_model": model.base_model,
-            "model_owner": tenant,
-            "is_lora": model.lora.rank > 0,
-            "lora_rank": model.lora.rank or None,
-            "corrupted": False,
-            "last_request_time": _time(seen),
-            "user_metadata": serving.texts(model.user_metadata),
-            "last_checkpoint": _checkpoint(newest["weights"]),
-            "last_sampler_checkpoint": _checkpoint(newest["sampler_weights"]),
-        }
-        return {name: value for name, value in run.items() if value is not None}
-
-    @serves(get("training_runs/{model_id}/checkpoints", "Lists the checkpoints of a training run."))
-    async def _checkpoints_of(self, request: Request) -> Response:
-        tenant = self._tenant(request)
-        model = self._model(tenant, request.path_params["model_id"])
-        return answer(
-            {"checkpoints": [_checkpoint(row) for row in self._store.checkpoints(tenant, model.id)]}
+        return answers.ClientRun(
+            training_run_id=model.id,
+            base_model=model.base_model,
+            model_owner=tenant,
+            is_lora=model.lora.rank > 0,
+            lora_rank=model.lora.rank or UNSET,
+            last_request_time=_time(seen),
+            user_metadata=given(serving.texts(model.user_metadata)),
+            last_checkpoint=_newest(rows, "weights"),
+            last_sampler_checkpoint=_newest(rows, "sampler_weights"),
         )
 
+    @serves(get("training_runs/{model_id}/checkpoints", "Lists the checkpoints of a training run."))
+    async def _checkpoints_of(self, request: Request) -> answers.RunCheckpoints:
+        tenant = self._tenant(request)
+        model = self._model(tenant, request.path_params["model_id"])
+        rows = self._store.checkpoints(tenant, model.id)
+        return answers.RunCheckpoints(checkpoints=[_checkpoint(row) for row in rows])
+
     @serves(get("checkpoints", "Lists all checkpoints.", _OFFSET, _LIMIT))
-    async def _checkpoints(self, request: Request) -> Response:
+    async def _checkpoints(self, request: Request) -> answers.CheckpointPage:
         page, cursor = _page(request, self._store.checkpoints(self._tenant(request)))
-        return answer({"checkpoints": [_checkpoint(row) for row in page], "cursor": cursor})
+        return answers.CheckpointPage(checkpoints=[_checkpoint(row) for row in page], cursor=cursor)
 
     @serves(
         Endpoint(
@@ -145,29 +141,29 @@ class Runs:
         return Response(status_code=204)
 
 
-def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
-    if row is None:
-        return None
-    shown = {
-        "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": _TYPES[row.kind],
-        "time": _time(row.created),
-        "tinker_path": row.uri,
-        "size_bytes": row.size,
-        "public": False,
-        "user_metadata": serving.texts(row.user_metadata),
-    }
-    return {name: value for name, value in shown.items() if value is not None}
+def _newest(rows: Sequence[CheckpointRow], kind: CheckpointKind) -> answers.SavedCheckpoint | UnsetType:
+    return next((_checkpoint(row) for row in rows if row.kind == kind), UNSET)
+
+
+def _checkpoint(row: CheckpointRow) -> answers.SavedCheckpoint:
+    return answers.SavedCheckpoint(
+        checkpoint_id=f"{row.kind}/{row.name}",
+        checkpoint_type=_TYPES[row.kind],
+        time=_time(row.created),
+        tinker_path=row.uri,
+        size_bytes=given(row.size),
+        user_metadata=given(serving.texts(row.user_metadata)),
+    )
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _page(request: Request, rows: Sequence[_T]) -> tuple[Sequence[_T], dict[str, int]]:
+def _page(request: Request, rows: Sequence[_T]) -> tuple[Sequence[_T], answers.Cursor]:
     offset, limit = _count(request, "offset", 0), _count(request, "limit", PAGE)
     limit = min(limit, MAX_PAGE)
-    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+    return rows[offset : offset + limit], answers.Cursor(offset=offset, limit=limit, total_count=len(rows))
 
 
 def _count(request: Request, name: str, default: int) -> int:

@@ -21,6 +21,7 @@ from midstream.core.clock import steady
 from midstream.snapshots.adapter import RANK_MAX
 from midstream_tinker import weights as names
 from midstream_tinker.adapters import Adapters
+from midstream_tinker.answers import SamplerWeightsSaved
 from midstream_tinker.publishing import Publish
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.store import CheckpointRow, ModelRow, SamplingSession, Store
@@ -68,8 +69,8 @@ class Samplers:
 
     async def save(
         self, row: ModelRow, exported: Exported, api_key: str | None, body: SaveWeightsForSamplerBody
-    ) -> dict[str, Any]:
-        """Put them into the bucket. The client's answer: a path, or a sampling session. Raises Failed, TinkerError."""
+    ) -> SamplerWeightsSaved:
+        """Put them into the bucket. The result: a path, or a sampling session. Raises Failed, TinkerError."""
         identity, directory = exported.identity, exported.directory
         if body.path is not None:
             if exported.adapter:
@@ -81,12 +82,12 @@ class Samplers:
                 row, uri, self._clock(), exported.size, body.user_metadata, snapshot=identity
             )
             self._store.add_checkpoint(row.tenant, checkpoint)
-            return {"path": str(uri)}
+            return SamplerWeightsSaved(path=str(uri))
         seq = body.sampling_session_seq_id or 0
         if not exported.adapter:
             await self._publish.publish(identity, directory, api_key)
-            return {"sampling_session_id": self._session_of(row, seq, exported).id}
-        return {"sampling_session_id": (await self._save_unnamed(row, seq, exported)).id}
+            return SamplerWeightsSaved(sampling_session_id=self._session_of(row, seq, exported).id)
+        return SamplerWeightsSaved(sampling_session_id=(await self._save_unnamed(row, seq, exported)).id)
 
     async def session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody, checkpoint: CheckpointRow

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from midstream.core.decoding import NOT_JSON
+from midstream.core.traces import Span
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.trainer.types import Failed
-from midstream_tinker.types import SampleBody, SampleResult, SamplingParams, Sequence, Span
+from midstream_tinker.types import SampleBody, SampleResult, SamplingParams, Sequence
 
 # Samples of one request.
 MAX_SAMPLES = 128

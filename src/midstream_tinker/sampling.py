@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from midstream.core.beside import beside
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
@@ -29,6 +30,7 @@ from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 from midstream_tinker import codec
 from midstream_tinker.adapters import Adapters
+from midstream_tinker.answers import SampleFacts, SpansOfSequence
 from midstream_tinker.completion import Completions, NotServed, NotThere
 from midstream_tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
 from midstream_tinker.samples import Sample, Sampled, check, sampled
@@ -255,9 +257,7 @@ class Sampling:
             done, encoded = await _read(sample, answer, key)
             weights.check(done.labels())
         except Failed as error:
-            future.fail(
-                error.message, error.category, details={"request_id": future.request_id, "session_id": key}
-            )
+            future.fail(error.message, error.category, facts=SampleFacts(session_id=key))
         except asyncio.CancelledError:
             future.gone()
             raise
@@ -271,7 +271,7 @@ class Sampling:
                 PROTOBUF,
                 as_json=codec.sample_json,
                 headers=_headers(done),
-                details=_details(future, done),
+                facts=_facts(done),
             )
 
     async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> HttpAnswer:
@@ -318,19 +318,13 @@ def _headers(done: Sampled) -> dict[str, str]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _details(future: Future, done: Sampled) -> dict[str, Any]:
-    """The versions extension's answer."""
+def _facts(done: Sampled) -> SampleFacts:
     result = done.result
-    details = {
-        "request_id": future.request_id,
-        "session_id": result.key,
-        "replica": result.replica,
-        "route_reason": result.route_reason,
-        "cached_prompt_tokens": result.cached_tokens,
-        "sequences": [
-            {"snapshots": msgspec.to_builtins(sequence.snapshots)} for sequence in result.sequences
-        ],
-    }
-    if done.prompt_snapshots:
-        details["prompt_snapshots"] = msgspec.to_builtins(done.prompt_snapshots)
-    return details
+    return SampleFacts(
+        session_id=result.key,
+        replica=result.replica,
+        route_reason=result.route_reason,
+        cached_prompt_tokens=result.cached_tokens,
+        sequences=[SpansOfSequence(snapshots=sequence.snapshots) for sequence in result.sequences],
+        prompt_snapshots=done.prompt_snapshots or UNSET,
+    )

@@ -74,11 +74,21 @@ def post(
     body: type[msgspec.Struct] | None = None,
     *,
     also_read: tuple[str, ...] = (),
+    answer: Any = Any,
     kinds: tuple[str, ...] = JSON,
 ) -> Endpoint:
-    """also_read, kinds: as of Endpoint."""
-    at = f"{PREFIX}/{path}"
-    return Endpoint("POST", at, need, summary, body=body, also_read=also_read, kinds=kinds, errors="tinker")
+    """body, also_read, answer, kinds: as of Endpoint, where the handler's annotations do not say them."""
+    return Endpoint(
+        "POST",
+        f"{PREFIX}/{path}",
+        need,
+        summary,
+        body=body,
+        also_read=also_read,
+        answer=answer,
+        kinds=kinds,
+        errors="tinker",
+    )
 
 
 class Caller(NamedTuple):
@@ -137,13 +147,6 @@ async def body_of(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
             raise TinkerError(413, f"the body has more than {limit >> 20} MiB")
         parts.append(part)
     return await beside.run(size, lambda: b"".join(parts))
-
-
-def answer(
-    result: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    body = msgspec.json.encode({name: value for name, value in result.items() if value is not None})
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
 def preferred(accept: str, offered: Sequence[str]) -> str | None:

@@ -23,6 +23,7 @@ from midstream.core.beside import beside
 from midstream.core.clock import steady
 from midstream.core.private import private_directory
 from midstream_tinker import weights as names
+from midstream_tinker.answers import ModelMade, StepDone, WeightsLoaded, WeightsSaved
 from midstream_tinker.codec import loss_outputs, loss_outputs_json
 from midstream_tinker.futures import PROTOBUF, Future, Futures
 from midstream_tinker.loaded import MAX_MODELS, Loaded, TrainerPort
@@ -142,7 +143,7 @@ class Training:
 
         async def create(future: Future) -> None:
             await self._loaded.make(row.id, m.CreateModel(row.id, row.lora))
-            future.resolve_json({"type": "create_model", "model_id": row.id})
+            future.resolve_json(ModelMade(model_id=row.id))
 
         return self._submit(self._new_model(row), "create_model", CREATION, body, create)
 
@@ -209,7 +210,7 @@ class Training:
                 raise Failed(f"the optimizer {kind!r} is not supported here: use AdamParams")
             adam = body.adam_params or AdamParams()
             done: m.Metrics = await self._loaded.call(model.row.id, m.OptimStep(model.row.id, adam))
-            future.resolve_json({"type": "optim_step", "metrics": done.metrics})
+            future.resolve_json(StepDone(metrics=done.metrics))
 
         return self._submit(model, "optim_step", _given(body.seq_id), body, step)
 
@@ -231,7 +232,7 @@ class Training:
             )
             checkpoint = checkpoint_row(model.row, uri, self._clock(), written.size, body.user_metadata)
             self._store.add_checkpoint(tenant, checkpoint)
-            future.resolve_json({"type": "save_weights", "path": str(uri)})
+            future.resolve_json(WeightsSaved(path=str(uri)))
 
         return self._submit(model, "save_weights", _given(body.seq_id), body, save)
 
@@ -325,7 +326,7 @@ class Training:
             raise Failed(f"{body.path} has {lora.shape}, the model {row.lora.shape}")
         directory = self._places.checkpoint(names.parse_uri(body.path))
         await self._loaded.make(row.id, m.LoadState(row.id, str(directory), body.optimizer))
-        future.resolve_json({"type": "load_weights", "model_id": row.id, "path": body.path})
+        future.resolve_json(WeightsLoaded(model_id=row.id, path=body.path))
 
     async def _published(
         self,
@@ -338,10 +339,10 @@ class Training:
         """What was exported goes into the bucket; `future` gets a checkpoint or a sampling session."""
         with failing(future):
             try:
-                told = await self._samplers.save(row, exported, api_key, body)
+                saved = await self._samplers.save(row, exported, api_key, body)
             finally:
                 await self._remove_export(exported.identity)
-            future.resolve_json({"type": "save_weights_for_sampler", **told})
+            future.resolve_json(saved)
 
     async def _remove_export(self, identity: str) -> None:
         for directory in self._places.export_with_leftovers(identity):

@@ -7,13 +7,14 @@ change the result (`Exact`), and ignored elsewhere.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from midstream.core.decoding import NOT_JSON
-from midstream_tinker.serving import TinkerError
+from midstream.core.traces import Span
+from midstream_tinker.serving import MAX_JSON_BYTES, MAX_SAMPLE_BYTES, TinkerError
 from midstream_tinker.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
 Policy = Literal["exact", "run", "serving", "adapter"]
@@ -32,14 +33,6 @@ MAX_NOTES_BYTES = 1 << 16
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SeqId = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
-
-
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) were made by this snapshot."""
-
-    snapshot: str
-    start: int
-    end: int
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +73,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON body whose unknown fields are ignored."""
+    """A JSON body whose unknown fields are ignored. bytes_max: of the body."""
+
+    bytes_max: ClassVar[int] = MAX_JSON_BYTES
 
 
 class Exact(Body, frozen=True, kw_only=True):
@@ -127,6 +122,8 @@ class SamplingParams(Exact, frozen=True, kw_only=True):
 
 
 class SampleBody(Exact, frozen=True, kw_only=True):
+    bytes_max: ClassVar[int] = MAX_SAMPLE_BYTES
+
     prompt: Prompt
     sampling_params: SamplingParams
     num_samples: int = 1

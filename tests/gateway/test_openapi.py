@@ -23,6 +23,7 @@ import midstream_tinker
 from midstream.api import addons, hotload, openapi, policies, resource, trainer_calls
 from midstream.api.openapi import errors_by_status, need_in_words
 from midstream.api.signals import parse_signal
+from midstream.core.endpoints import bound
 from midstream.core.errors import ContextExceeded, InvalidRequest, MidstreamError, UnknownField
 from midstream.core.pages import DOCS_FILES
 from midstream.core.traces import RewardGiven
@@ -38,7 +39,9 @@ from midstream.replica.turns.history import policy_of
 from midstream.replica.wire import messages, responses, sglang, textcalls, vllm
 from midstream.replica.wire.bodies import BODIES
 from midstream.replica.wire.table import GENERATING
+from midstream_tinker.app import _Front
 from midstream_tinker.json_losses import LossesBody
+from midstream_tinker.runs import Runs
 
 SOURCE, BUILDING = Path(midstream.__file__).parent, Path(midstream_tinker.__file__).parent
 BODIES_OF = request_bodies()
@@ -279,15 +282,20 @@ def test_every_wire_reads_what_is_told() -> None:
 
 
 def test_every_body_that_the_tinker_front_decodes_is_told() -> None:
-    read = set()
-    for name in ("app", "runs"):
-        for node in ast.walk(ast.parse((BUILDING / f"{name}.py").read_text())):
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and called in ("decode", "_decoded", "self._submitted"):
-                read.add(ast.unparse(node.args[1]))
-    told = {one.endpoint.body for one in SHOWN if is_of_front(one)} - {None, LossesBody}
-    # Of the helpers that others share.
-    assert read - {"into"} == {body.__name__ for body in told if body is not None}
+    """A handler whose refusals come in their turn decodes its body itself."""
+    decoded = set()
+    for node in ast.walk(ast.parse((BUILDING / "app.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._submitted":
+            decoded.add(ast.unparse(node.args[1]))
+    handled = [one for api in (_Front, Runs) for one in bound(api) if one.reads is None]
+    told = {one.endpoint.body for one in handled} - {None, LossesBody}
+    assert decoded == {body.__name__ for body in told if body is not None}
+
+
+def test_every_json_answer_of_the_tinker_front_has_a_type() -> None:
+    front = [one.endpoint for one in SHOWN if is_of_front(one)]
+    assert len(front) >= 30
+    assert [one.path for one in front if "application/json" in one.kinds and one.answer is Any] == []
 
 
 CHAT = {

@@ -9,11 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from openapi_answers import Checked
 
 from midstream.core.config import KeySettings
+from midstream.core.traces import Span
 from midstream.http.auth import Authenticator
 from midstream_tinker import app as module
 from midstream_tinker import codec, serving
+from midstream_tinker.answers import SampleFacts, SpansOfSequence
 from midstream_tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app
 from midstream_tinker.codec import sample_json, sample_response
 from midstream_tinker.futures import PROTOBUF, Futures
@@ -111,8 +114,9 @@ class Front:
             ),
             poll_s=poll_s,
         )
+        self.checked = Checked(self.app)
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False),
+            transport=httpx.ASGITransport(self.checked, raise_app_exceptions=False),
             base_url="http://tinker",
             headers={"X-API-Key": KEY},
             timeout=10,
@@ -470,15 +474,17 @@ def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
         request_id = await front.sample()
         path = f"midstream/requests/{request_id}"
         assert (await front.get(path)).json() == {"request_id": request_id, "status": "pending"}
-        details = {
+        facts = SampleFacts(replica="replica-1", sequences=[SpansOfSequence(snapshots=(Span("s", 0, 2),))])
+        front.played.submitted[0].resolve(b"x", PROTOBUF, facts=facts)
+        assert (await front.get(path)).json() == {
+            "request_id": request_id,
+            "status": "done",
             "replica": "replica-1",
             "sequences": [{"snapshots": [{"snapshot": "s", "start": 0, "end": 2}]}],
         }
-        front.played.submitted[0].resolve(b"x", PROTOBUF, details=details)
-        assert (await front.get(path)).json() == {"request_id": request_id, "status": "done"} | details
         assert (await front.get(path, headers=OTHER)).status_code == 404
         other = await front.sample()
-        front.played.submitted[1].fail("the run was replaced", details={"replica": "replica-0"})
+        front.played.submitted[1].fail("the run was replaced", facts=SampleFacts(replica="replica-0"))
         assert (await front.get(f"midstream/requests/{other}")).json() == {
             "request_id": other,
             "status": "failed",

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from sdk_venvs import SDKS, run_sdk
@@ -59,7 +60,8 @@ def converted(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What one SDK version made of SAMPLE and OUTPUTS, and its own request."""
     sample, outputs = codec.sample_response(SAMPLE), codec.loss_outputs(OUTPUTS)
     asked = {"sample": sample.hex(), "outputs": outputs.hex()}
-    asked |= {"sample_json": codec.sample_json(sample), "outputs_json": codec.loss_outputs_json(outputs)}
+    in_json = {"sample_json": codec.sample_json(sample), "outputs_json": codec.loss_outputs_json(outputs)}
+    asked |= msgspec.to_builtins(in_json)
     answered: dict[str, Any] = run_sdk(request.param, Path(__file__).with_name("codec_in_sdk.py"), asked)
     return answered | {"version": request.param}
 
@@ -96,7 +98,7 @@ def test_the_json_form_of_datums_of_several_shapes_keeps_their_order_and_shapes(
     made = codec.loss_outputs_json(
         codec.loss_outputs(LossOutputs(outputs=outputs, metrics={"loss:sum": 1.5}))
     )
-    assert made == {
+    assert msgspec.to_builtins(made) == {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": [
             {"logprobs": {"data": [-9.0], "dtype": "float32", "shape": [1]}},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from midstream_tinker import futures as module
+from midstream_tinker.answers import FutureFailed, StepDone
 from midstream_tinker.futures import (
     ABANDONED_S,
     JSON,
@@ -221,6 +222,6 @@ def test_closing_answers_everybody_who_waits() -> None:
 def test_a_json_result_cannot_look_like_a_failure() -> None:
     future = Futures().new("t", "optim_step")
     with pytest.raises(AssertionError):
-        future.resolve_json({"error": "x"})
-    future.resolve_json({"metrics": {"grad_norm:mean": 1.0}})
-    assert body_of(future) == {"metrics": {"grad_norm:mean": 1.0}}
+        future.resolve_json(FutureFailed(error="x", category="user"))
+    future.resolve_json(StepDone(metrics={"grad_norm:mean": 1.0}))
+    assert body_of(future) == {"type": "optim_step", "metrics": {"grad_norm:mean": 1.0}}

@@ -20,6 +20,7 @@ from training_fakes import BASE, World, world
 from midstream.core.beside import stepwise_json
 from midstream.http.auth import Authenticator, tenant_of
 from midstream_tinker import codec, types
+from midstream_tinker.answers import SampledSequence, Samples
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import PROTOBUF
 from midstream_tinker.serving import TinkerError
@@ -227,6 +228,12 @@ async def served(made: World) -> AsyncIterator[Callable[..., Awaitable[str]]]:
 
 
 def test_a_result_in_json_is_written_in_steps_as_it_is_in_one() -> None:
+    samples = Samples(
+        sequences=[SampledSequence(stop_reason="stop", tokens=[*range(40_000)], logprobs=[])],
+        prompt_cache_hit_tokens=3,
+        prompt_logprobs=[None, -0.5],
+    )
+    assert stepwise_json(samples) == msgspec.json.encode(samples)
     value = {
         "metrics": {"loss:sum": 1.5, "": float("nan")},
         "outputs": [{"data": np.arange(40_000, dtype="<f4").tolist(), "shape": [40_000]}, {}],

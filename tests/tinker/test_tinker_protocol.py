@@ -16,6 +16,7 @@ from sdk_venvs import API_KEY, SDKS, run_sdk
 
 from midstream.http.auth import Authenticator
 from midstream_tinker import codec
+from midstream_tinker.answers import ModelMade
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import PROTOBUF, Future, Futures
 from midstream_tinker.serving import TinkerError
@@ -97,7 +98,7 @@ class Played:
             )
             self.store.add_checkpoint(tenant, checkpoint)
         future = self.futures.new(tenant, "create_model")
-        future.resolve_json({"type": "create_model", "model_id": row.id})
+        future.resolve_json(ModelMade(model_id=row.id))
         return future.request_id
 
     async def delete_checkpoint(self, tenant: str, uri: str) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from sampling_fakes import DEPLOYMENT, entry
 
+from midstream.core.traces import Span
 from midstream_tinker.samples import UNBOUNDED, Sample, Sampled, check, sampled
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.trainer.types import Failed
-from midstream_tinker.types import SampleBody, Span, decode
+from midstream_tinker.types import SampleBody, decode
 
 PROMPT = [5, 6, 7, 8]
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from sampling_fakes import (
@@ -107,8 +108,7 @@ def test_one_completion_with_the_key_the_weights_and_the_callers_key(
             "x-midstream-session-id": key,
         }
         span = {"snapshots": [{"snapshot": "base", "start": 0, "end": 2}]}
-        assert json.loads(json.dumps(outcome.details)) == {
-            "request_id": request_id,
+        assert json.loads(msgspec.json.encode(outcome.facts)) == {
             "session_id": key,
             "replica": "replica-1",
             "route_reason": "prefix",

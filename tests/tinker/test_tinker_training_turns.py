@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
+from midstream_tinker.answers import StepDone
 from midstream_tinker.futures import Future, Futures
 from midstream_tinker.serving import TinkerError
 from midstream_tinker.turns import Turn, Turns
@@ -36,7 +38,7 @@ class World:
     def _act(self, seq_id: int, future: Future) -> Callable[[], Awaitable[None]]:
         async def act() -> None:
             self.done.append(seq_id)
-            future.resolve_json({"seq_id": seq_id})
+            future.resolve_json(StepDone(metrics={"seq_id": seq_id}))
 
         return act
 
@@ -47,7 +49,7 @@ class World:
     def error(self, seq_id: int) -> str:
         outcome = self.made[seq_id].outcome
         assert outcome is not None
-        return str(outcome.details.get("error", ""))
+        return "" if outcome.facts.error is UNSET else outcome.facts.error
 
 
 def close_and_drain(world: World) -> None:

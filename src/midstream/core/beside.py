@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 _T = TypeVar("_T")
 #: Reading as much takes a millisecond or two.
@@ -29,13 +30,16 @@ def stepwise_json(value: Any) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, msgspec.Struct):
+        fields = zip(value.__struct_encode_fields__, msgspec.structs.astuple(value), strict=True)
+        value = {name: item for name, item in fields if item is not UNSET}
     if isinstance(value, dict):
         yield b"{"
         for number, (name, item) in enumerate(value.items()):
             yield b"," * bool(number) + msgspec.json.encode(name) + b":"
             yield from _pieces(item)
         yield b"}"
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list | msgspec.Struct):
         for number, item in enumerate(value):
             yield b"," if number else b"["
             yield from _pieces(item)

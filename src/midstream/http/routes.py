@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -23,15 +24,17 @@ SHOWN_CHARS = 200
 
 #: Raises what a request is refused with. The endpoint is the one that the request is to.
 Check = Callable[[Request, Endpoint], None]
+#: Reads the body of a request into a type. Raises what the request is refused with.
+Read = Callable[[Request, type[Any]], Awaitable[Any]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes_of(apis: Iterable[object], check: Check) -> list[BaseRoute]:
+def routes_of(apis: Iterable[object], check: Check, read: Read = body_of) -> list[BaseRoute]:
     """A route for each path of these objects' endpoints, with `check` before each handler, the most specific first."""
     by_path: dict[str, dict[str, Handler]] = {}
     for api in apis:
         for one in bound(type(api)):
-            handler = _behind(check, api, one)
+            handler = _behind(check, read, api, one)
             for path in one.endpoint.paths:
                 by_path.setdefault(path, {})[one.endpoint.method] = handler
     paths = sorted(by_path, key=lambda path: -own_letters(path))
@@ -45,12 +48,12 @@ def _by_method(handlers: Mapping[str, Handler]) -> Handler:
     return serve
 
 
-def _behind(check: Check, api: object, one: Bound) -> Handler:
+def _behind(check: Check, read: Read, api: object, one: Bound) -> Handler:
     endpoint, handler = one.endpoint, getattr(api, one.handler)
 
     async def serve(request: Request) -> Response:
         check(request, endpoint)
-        given = () if one.reads is None else (await body_of(request, one.reads),)
+        given = () if one.reads is None else (await read(request, one.reads),)
         answer = await handler(request, *given)
         return answer if isinstance(answer, Response) else answered(answer, endpoint.status)
 
