@@ -44,12 +44,12 @@ class _Help(argparse.HelpFormatter):
     """Says the default of every option that takes a value, unless its text does."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.help
-        if told is None or "default" in told or action.required or action.nargs == 0:
-            return told
+        given = action.help
+        if given is None or "default" in given or action.required or action.nargs == 0:
+            return given
         if action.default in (argparse.SUPPRESS, []) or not action.option_strings:
-            return told
-        return f"{told} (default: {'none' if action.default is None else '%(default)s'})"
+            return given
+        return f"{given} (default: {'none' if action.default is None else '%(default)s'})"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Nothing is left over: the parser whose argument is unknown says so, and not the one above it."""
+        """No argument is left over: the parser of the command refuses unknown ones, and not the parser above it."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]

@@ -162,7 +162,7 @@ def test_a_stream_of_an_engine_that_cannot_resume_is_not_told_and_none_is_taken_
         here.replica.own.service.info = an_engine("resume").info
         refused = await here.http.post(PATH_RESUME, json=sent)
         assert refused.status_code == 409
-        assert "(vllm 0.32.0) does not go on with another's stream" in refused.json()["error"]["message"]
+        assert "(vllm 0.32.0) does not continue another's stream" in refused.json()["error"]["message"]
 
     play(tmp_path, an_engine("resume"), scenario)
 

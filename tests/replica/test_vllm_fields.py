@@ -111,7 +111,7 @@ def prompt_of(engine: FakeEngine) -> str:
             "cache_salt: must equal prompt_cache_isolation_key when both are given",
         ),
         ({"prompt_logprobs": 21}, "prompt_logprobs: expected int <= 20"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: cannot be told in a stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: not supported in a stream"),
         (
             {"guided_json": {}},
             "guided_json: not supported by this server; use structured_outputs.json",

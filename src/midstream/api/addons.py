@@ -118,7 +118,7 @@ class AddonsApi:
         )
     )
     async def list(self, request: Request) -> DeployedModels:
-        """In the order of names; a page's token is the last name on it."""
+        """The add-ons in the order of their names. A page's token is the last name on it."""
         self._check_account(request)
         for field in ("filter", "orderBy"):
             if request.query_params.get(field):
@@ -147,7 +147,7 @@ class AddonsApi:
 
     @serves(Endpoint("PATCH", _ONE, _PUBLISH, "Changes the texts that describe an add-on."))
     async def patch(self, request: Request, body: DeployedModelBody) -> DeployedModel:
-        """Its texts change; where it is loaded does not."""
+        """Changes the texts of the add-on. It stays loaded where it is."""
         policy = await self._one(request, (PUBLISH,))
         body.check()
         if body.model is not None and self._name(body.model) != policy.policy:

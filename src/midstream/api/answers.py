@@ -433,7 +433,7 @@ class ReplicaHealth(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """Without a key there is the status alone."""
+    """A request without a key sees the status alone."""
 
     status: Literal["ok", "unavailable"]
     deployments: list[DeploymentHealth] | UnsetType = UNSET

@@ -243,12 +243,12 @@ class Board:
         return found
 
     def swaps(self, grant: Grant, after: int = 0) -> list[Swap]:
-        """Those that changed since `number` was `after`, the oldest first."""
+        """The swaps that changed since `number` was `after`, the oldest first."""
         names = {one.name for one in shown_only(grant, (OBSERVE,), self._deployments)}
         return [s for s in self._swaps.values() if s.number > after and s.deployment in names]
 
     def samples(self, grant: Grant, after: int = 0) -> Iterator[tuple[int, Sample]]:
-        """Those behind number `after`, each with its number."""
+        """The samples after number `after`, each with its number."""
         shown = shown_only(grant, (OBSERVE,), self._deployments)
         names = {view.name for one in shown for view in _views(one)}
         everything = grant.everywhere((OBSERVE,))
@@ -281,7 +281,7 @@ class Board:
         }
 
     def _policies(self, shown: Iterable[Deployment]) -> list[dict[str, Any]]:
-        """Of each policy that a replica holds: what serves where."""
+        """For each policy that a replica holds: which snapshot serves on which replica."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for one in shown:
             for view in one.replicas.views:
@@ -336,7 +336,7 @@ def _sessions(deployment: Deployment) -> int:
 
 
 def _stage(stage: Stage) -> str:
-    """As the hot-load API calls it."""
+    """The stage as the hot-load API names it."""
     return SHOWN_STAGE.get(stage, str(stage))
 
 

@@ -117,7 +117,7 @@ class DeploymentsApi:
         )
     )
     async def list(self, request: Request) -> msgspec.Struct:
-        """In the order of names; a page's token is the last name on it."""
+        """The deployments in the order of their names. A page's token is the last name on it."""
         self._check_account(request)
         found = await self._ledger.deployments()
         rows = sorted(
@@ -319,7 +319,7 @@ class DeploymentsApi:
 
 
 def lies_in(url: str, bucket: str) -> bool:
-    """Whether the directory that `url` names is `bucket` or in it. Raises ConfigError on what is no bucket's URL."""
+    """True if the directory at `url` is `bucket` or lies in it. Raises ConfigError if one is no URL of a bucket."""
     inner, outer = parse_bucket(url), parse_bucket(bucket)
     if (inner.kind, inner.container, inner.account) != (outer.kind, outer.container, outer.account):
         return False

@@ -95,7 +95,7 @@ class Operation(NamedTuple):
 
 
 def operations(front: tuple[Endpoint, ...]) -> Iterator[Operation]:
-    """Those with Fireworks' prefix come last."""
+    """All operations of the port. Those with Fireworks' prefix come last."""
     grouped = groups(front)
     for group in grouped:
         for endpoint in group.endpoints:

@@ -316,7 +316,8 @@ class HotLoadApi:
     async def _url(
         self, request: Request, deployment: Deployment, identity: str, place: NamedDirectory | None
     ) -> tuple[str, str]:
-        """Where the snapshot lies, and in which bucket: the deployment's, under its identity, or where `place` says."""
+        """The URL of the snapshot, and of its bucket. It lies in the deployment's bucket under its identity, or where `place`
+        says."""
         row = await self._ledger.deployment(deployment.name)
         if row.fields.get("enableHotLoad") is False:
             raise SnapshotRefused(f"{row.name} has enableHotLoad false", param="enableHotLoad")

@@ -60,7 +60,7 @@ def _file(file: FileContent) -> answers.LedgerFile:
 
 
 def _replicas(moves: Iterable[TransitionRow]) -> list[answers.LedgerReplica]:
-    """Of each replica, the last stage change and when it was ready, in the generation it was at last."""
+    """The last stage change of each replica and when it was ready, in the last generation that it worked on."""
     found: dict[str, answers.LedgerReplica] = {}
     for moved in moves:
         before = found.get(moved.replica)

@@ -80,14 +80,14 @@ class Error(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct):
-    """As Anthropic's clients read errors."""
+    """An error as Anthropic's clients read it."""
 
     type: Literal["error"]
     error: ErrorDetail
 
 
 class TinkerError(msgspec.Struct):
-    """As Tinker's clients read errors."""
+    """An error as Tinker's clients read it."""
 
     detail: str
     param: str | None
@@ -275,7 +275,7 @@ def _body(one: Operation, bodies: Bodies) -> Json | None:
 
 
 def _is_control(one: Operation) -> bool:
-    """Whether the control app reads its body."""
+    """True if the control app reads the body."""
     return one.endpoint.body is not None and one.endpoint.errors != "tinker"
 
 
@@ -319,7 +319,7 @@ def _security(endpoint: Endpoint) -> list[Json]:
 
 
 def _servers(path: str) -> list[Json]:
-    """Where clients may ask for the path: here, and below the base URLs that name a session."""
+    """The base URLs at which clients may ask for the path: the root, and those that name a session."""
     sample = re.sub(r"{[^}]*}", "x", path).encode()
     if path not in WIRES and not is_read_in_session(b"GET", sample):
         return []
@@ -355,7 +355,8 @@ def _components(structs: Iterable[type[msgspec.Struct]]) -> Json:
 
 
 def _tidied(schema: Any) -> Any:
-    """Without defaults of null, which mean "not given"; with the end of a text as JSON Schema's patterns have it."""
+    """The schema without defaults of null, which mean "not given", and with the end of a text as JSON Schema's patterns write
+    it."""
     if isinstance(schema, list):
         return [_tidied(one) for one in schema]
     if not isinstance(schema, dict):
@@ -418,5 +419,5 @@ def _errors(one: Operation) -> Json:
 
 
 def _plain(path: str) -> str:
-    """As OpenAPI writes it."""
+    """The path as OpenAPI writes it."""
     return re.sub(r"{(\w+):\w+}", r"{\1}", path)

@@ -92,7 +92,7 @@ class PoliciesApi:
         return found
 
     async def found(self, deployment: Deployment, name: str) -> Deployment | None:
-        """One that another gateway made is taken up first."""
+        """The policy of that name, also if another gateway made it; None: there is none."""
         full = names_of(deployment.names, name).deployment
         if (
             self._deployments.known(full) is None
@@ -159,7 +159,7 @@ class PoliciesApi:
         )
     )
     async def list(self, request: Request) -> Policies:
-        """In the order of names; a page's token is the last name on it."""
+        """The policies in the order of their names. A page's token is the last name on it."""
         deployment = self._of(request)
         after = request.query_params.get("pageToken", "")
         size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS)
@@ -268,7 +268,7 @@ def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> Po
 
 
 def _size(desired: Desired | None) -> int | None:
-    """Of the snapshot's own files; None where there is none, or its files are not known."""
+    """The size of the snapshot's own files; None if there is no snapshot, or its files are not known."""
     if desired is None or desired.content is None:
         return None
     return sum(file.size for file in desired.content)
@@ -280,7 +280,7 @@ def ending(name: str) -> Conflict:
 
 
 def _metadata_of(desired: Desired) -> Metadata | None:
-    """As the signal of an incremental snapshot had it."""
+    """The metadata as the signal of an incremental snapshot had them."""
     if desired.compression is None:
         return None
     return Metadata(desired.parents[-1].snapshot, desired.compression)

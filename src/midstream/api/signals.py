@@ -37,7 +37,7 @@ class Validation(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """Of an incremental snapshot."""
+    """What a signal says of an incremental snapshot."""
 
     previous_snapshot_identity: str
     compression_format: str
@@ -183,7 +183,7 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
 
 
 def overwrites(headers: Mapping[str, str]) -> bool:
-    """Whether the files replace those that were served under this identity. Raises InvalidRequest."""
+    """True if the signal's files replace those that were served under this identity. Raises InvalidRequest."""
     asked = headers.get(HEADER_OVERWRITE)
     if asked not in (None, "1"):
         raise InvalidRequest(f"{HEADER_OVERWRITE}: must be 1, or be left out", param=HEADER_OVERWRITE)

@@ -86,7 +86,7 @@ def _replica_row(
 
 
 def _absent_row(state: DeploymentState, name: str, trouble: str | None) -> answers.HotLoadRow:
-    """Of a replica that has no address yet."""
+    """The row of a replica that has no address yet."""
     target = state.desired.snapshot if state.desired else None
     return answers.HotLoadRow(
         current_snapshot_identity=None,

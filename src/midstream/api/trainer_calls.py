@@ -79,7 +79,7 @@ class AbortRequest(msgspec.Struct, frozen=True):
 
 
 class UpdateFromDisk(msgspec.Struct, frozen=True):
-    """Of SGLang. torch_empty_cache, recapture_cuda_graph and token_step mean nothing here."""
+    """The body of SGLang's call. torch_empty_cache, recapture_cuda_graph and token_step mean nothing here."""
 
     model_path: str
     weight_version: str | None = None
@@ -402,7 +402,7 @@ def _in_flight(deployment: Deployment) -> int:
 
 
 def _carried_out(report: ReplicaReport, pause: Pause) -> bool:
-    """Also by a newer one."""
+    """True if this pause, or a newer one, was carried out."""
     if report.pause.serial != pause.serial:
         return report.pause.serial > pause.serial
     return pause.mode in (None, "keep") or report.in_flight == 0

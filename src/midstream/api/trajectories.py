@@ -127,7 +127,7 @@ class SessionsApi:
         ),
     )
     async def trace(self, request: Request) -> Response:
-        """Of each replica that has turns of the session, those turns: a turn's parent is one of the same replica."""
+        """The turns of the session, per replica that has some. The parent of a turn is on the same replica."""
         if not request.scope.get("raw_path", b"/trace").endswith(b"/trace"):
             # Its slash was written %2F: it is the end of the key.
             request.path_params["key"] += "/trace"

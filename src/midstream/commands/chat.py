@@ -65,7 +65,7 @@ class ChatAnswer:
         return "; ".join(parts)
 
     def numbers(self, prompt: str, session: str) -> dict[str, Any]:
-        """As --json prints them. Speeds in tokens per second of the client's clock, times in seconds."""
+        """The numbers that --json prints. Speeds in tokens per second of the client's clock, times in seconds."""
         first = None if self.first_at is None else self.first_at - self.asked_at
         return {
             "session": session,
@@ -275,5 +275,5 @@ def _answer(conversation: Conversation, prompt: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """With line breaks and tabs as they are, and nothing else that acts on a terminal."""
+    """The text with its line breaks and tabs, and nothing else that acts on a terminal."""
     return "".join(part if part in "\n\t" else plain(part) for part in text)

@@ -91,7 +91,7 @@ def api_key(options: argparse.Namespace) -> str | None:
 
 
 def request_headers(options: argparse.Namespace) -> dict[str, str]:
-    """Of a request that HotLoadServer does not make: the key and the deployment."""
+    """The headers of a request that HotLoadServer does not make: the key and the deployment."""
     key = api_key(options)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return headers | ({"fireworks-deployment": options.deployment} if options.deployment else {})

@@ -98,7 +98,7 @@ def _traces(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[st
 
 
 def _kept(url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Of the records in a bucket."""
+    """Training records of the records in a bucket."""
     try:
         yield from traces_of(read_records(url, deployment=options.deployment), options.session)
     except SnapshotError as error:

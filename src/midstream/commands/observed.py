@@ -92,7 +92,7 @@ class Observer:
             return None
 
     def _allowed(self, ask: Callable[[], Any]) -> Any:
-        """None where the key may not see it."""
+        """The answer; None if the key may not see it."""
         try:
             return ask()
         except SignalRefused as error:
@@ -178,7 +178,7 @@ def _any(_labels: Mapping[str, str]) -> bool:
 
 
 def _sum(look: Look, name: str, which: Callable[[Mapping[str, str]], bool] = _any) -> float | None:
-    """Of the samples of a metric; None when there are no metrics at all. A counter appears with its first event."""
+    """The sum of a metric's samples; None when there are no metrics at all. A counter appears with its first event."""
     if not look.metrics:
         return None
     return sum(value for labels, value in look.metrics.get(name, ()) if which(labels))

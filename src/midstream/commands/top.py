@@ -90,7 +90,7 @@ def _live(observer: Observer, interval_s: float, console: Console) -> None:
 
 
 def frames(observer: Observer, interval_s: float) -> Iterator[tuple[dict[str, Any] | None, list[float], str]]:
-    """For ever: the numbers of the last look that succeeded, the tokens/s of those before, and what is wrong, if anything."""
+    """Endless: the numbers of the last look that succeeded, the tokens/s of those before, and what is wrong, if anything."""
     before: Look | None = None
     seen: dict[str, Any] | None = None
     speeds: deque[float] = deque(maxlen=60)

@@ -25,7 +25,7 @@ STEP_ITEMS = 2**14
 
 
 def stepwise_json(value: Any) -> bytes:
-    """As msgspec.json.encode(value) writes it. A long list is written in steps, none of which holds the lock for long."""
+    """The bytes of msgspec.json.encode(value). It writes a long list in steps, so that no step holds the lock for long."""
     return b"".join(_pieces(value))
 
 
@@ -63,7 +63,7 @@ class Beside:
         return job() if size <= SMALL_BYTES else await self.always(job)
 
     async def always(self, job: Callable[[], _T]) -> _T:
-        """As `run`, for what may take long whatever its size says."""
+        """Like `run`, for jobs that may take long whatever the size."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
 

@@ -36,7 +36,7 @@ class Nothing(msgspec.Struct):
 
 
 class Parameter(NamedTuple):
-    """Of a query, or a header. schema: JSON Schema of its value."""
+    """A parameter of the query, or a header. schema: JSON Schema of its value."""
 
     name: str
     schema: Mapping[str, Any]

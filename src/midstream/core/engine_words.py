@@ -35,5 +35,5 @@ def refusal(param: str, card: EngineCard, feature: str, words: str) -> str:
 
 
 def in_order(features: Collection[str]) -> list[str]:
-    """As ENGINE_FEATURES has them; names that it does not have are left out."""
+    """The features in the order of ENGINE_FEATURES, without unknown names."""
     return [feature for feature in ENGINE_FEATURES if feature in features]

@@ -22,7 +22,7 @@ TORCH_FIRST = "; install torch before, from the index that fits this machine (CP
 
 
 def missing(packages: Iterable[str]) -> list[str]:
-    """Those that are not installed here. None of them is imported."""
+    """The packages that are not installed. It imports none of them."""
     return [package for package in packages if find_spec(package) is None]
 
 

@@ -62,7 +62,7 @@ def configure(process: str, how: Logging) -> None:
 
 
 def configure_as_parent(process: str) -> None:
-    """As the process that started this one does. Without one that said it: text, from info on."""
+    """Log as the parent process does. If that said nothing: text, from info on."""
     try:
         how = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Logging)
     except msgspec.DecodeError:
@@ -95,8 +95,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fitted(line: dict[str, Any]) -> str:
-    """As JSON, of LINE_BYTES_MAX at most: a pipe that processes share keeps such lines apart. The end of a traceback says most,
-    and the beginning of a message."""
+    """The line as JSON, of LINE_BYTES_MAX at most, since a pipe that processes share keeps such lines whole. It cuts the
+    beginning of a traceback, and the end of a message."""
     text = json.dumps(line, ensure_ascii=True)
     for name, part in (
         ("exception", slice(-1500, None)),
@@ -165,7 +165,7 @@ class _Printed(io.TextIOBase):
         self._say([line])
 
     def fileno(self) -> int:
-        """Of the stream itself, for processes that inherit it."""
+        """The descriptor of the stream itself, for processes that inherit it."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:

@@ -35,7 +35,8 @@ def private_directory(directory: Path) -> Path:
 
 
 def private_file(path: Path) -> Path:
-    """As private_directory, of a file, made empty if it is not there. What SQLite makes beside it has its mode."""
+    """Like private_directory, for a file, which is made empty if it is missing. Files that SQLite makes beside it get its
+    mode."""
     with_it = [path.with_name(path.name + end) for end in ("-wal", "-shm")]
     made = not path.exists()
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE))

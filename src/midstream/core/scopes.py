@@ -30,7 +30,7 @@ class Grant:
     given: frozenset[tuple[str, str | None]] = frozenset()
 
     def __str__(self) -> str:
-        """As it is written, scopes separated by blanks."""
+        """The scopes as they are written, separated by blanks."""
         return " ".join(sorted(scope if name is None else f"{scope}:{name}" for scope, name in self.given))
 
     def everywhere(self, scopes: Iterable[str]) -> bool:

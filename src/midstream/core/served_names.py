@@ -39,7 +39,7 @@ class ServedNames(msgspec.Struct, frozen=True):
         return frozenset(resources) | {resource.rpartition("/")[2] for resource in resources}
 
     def is_on(self, deployment: str) -> bool:
-        """Whether it is, or is a policy of, the deployment of this name, in full or bare."""
+        """True if it is the deployment of this name, in full or bare, or one of its policies."""
         own = self.deployment.partition(POLICY_INFIX)[0]
         return deployment in (own, own.rpartition("/")[2])
 

@@ -48,7 +48,7 @@ class Table(Mapping[tuple[Phase, Event], tuple[Phase, Action]], Generic[Phase, E
         return found
 
     def mermaid(self) -> str:
-        """As a Mermaid state diagram, for the documentation."""
+        """The table as a Mermaid state diagram, for the documentation."""
         lines = ["stateDiagram-v2", f"    [*] --> {self.first}"]
         for (at, event), (to, action) in self._moves.items():
             lines.append(f"    {at} --> {to}: {event}" + ("" if action is None else f" / {action}"))

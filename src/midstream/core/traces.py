@@ -75,9 +75,9 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one turn, or of the whole session (turn None). created: seconds since the epoch.
+    """The reward of one turn, or of the whole session (turn None). created: seconds since the epoch.
 
-    Of several with the same turn and name the last one counts, and is the only one kept.
+    A later reward with the same turn and name replaces the earlier one.
     """
 
     reward: float

@@ -108,7 +108,8 @@ _IN_BODY = ("snapshot", "min_snapshot", "max_staleness", "wait")
 
 
 def constraint_of_headers(headers: Mapping[bytes, bytes]) -> VersionConstraint | None:
-    """None when no header demands anything. The names in `headers` are lower-case. Raises InvalidRequest."""
+    """The constraint in the headers; None if they demand nothing. The names in `headers` are lower-case. Raises
+    InvalidRequest."""
     snapshot, least, staleness, wait = _NAMES
     if not (snapshot in headers or least in headers or staleness in headers or wait in headers):
         return None
@@ -135,7 +136,7 @@ _T = TypeVar("_T", Admitted, Refusal)
 
 
 def from_header(value: str | bytes, kind: type[_T]) -> _T | None:
-    """None when the header's value is no such JSON."""
+    """The value of a header, decoded; None if it is no such JSON."""
     try:
         return msgspec.json.decode(value, type=kind)
     except NOT_JSON:

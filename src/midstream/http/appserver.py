@@ -106,7 +106,7 @@ class _Uvicorn(uvicorn.Server):
                     await self._ends.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Who connected before the end is served: a connection is known a few turns of the loop after it came."""
+        """Serve clients that connected before the end: the loop knows a connection a few turns after it came."""
         await _turns()
         for server in self.servers:
             server.close()

@@ -56,7 +56,7 @@ class Authenticator:
         return bool(self._callers)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Of a request with these headers (lower-case names).
+        """The caller of a request with these headers (lower-case names).
 
         Raises Unauthorized. `Authorization: Bearer` and `X-Api-Key` both count; one that matches is enough.
         """

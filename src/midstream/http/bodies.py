@@ -84,7 +84,7 @@ def at_fault(error: msgspec.ValidationError) -> str | None:
 
 
 def whole_number(request: Request, name: str, default: int, lowest: int, highest: int) -> int:
-    """Of the query; `default` when it does not say. Raises InvalidRequest."""
+    """A number of the query; `default` if it is not given. Raises InvalidRequest."""
     asked = request.query_params.get(name)
     if asked is None:
         return default

@@ -16,7 +16,7 @@ from midstream.core.errors import BodiesTooLarge, Overloaded, PayloadTooLarge
 
 @dataclass(slots=True, frozen=True)
 class BudgetBounds:
-    """Of one process. Without API keys all clients are one tenant."""
+    """The bounds of one process. Without API keys all clients are one tenant."""
 
     unfinished_body_bytes: int = 0
     unfinished_body_bytes_per_tenant: int = 0
@@ -152,7 +152,7 @@ class Share:
             raise budget.no_room(more)
 
     def holds(self, count: int) -> None:
-        """So many bytes of bodies by now."""
+        """Note that it holds so many bytes of bodies."""
         more = count - self.held_bytes
         self.held_bytes = count
         self._budget.held_bytes += more

@@ -54,7 +54,7 @@ class Heap:
         self._again = False
 
     def freed(self, size: int) -> None:
-        """So many bytes of bodies are needed no longer, or not for long. Call in a running event loop."""
+        """Note that so many bytes of bodies are not needed any more, or not for long. Call in a running event loop."""
         if size < LARGE:
             return
         loop = asyncio.get_running_loop()

@@ -203,7 +203,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._transport.write(data)
 
     def count_in_flight(self) -> None:
-        """Of the exchange that is being made: it counts as its tenant's request until it is over. Raises Overloaded."""
+        """Count the new exchange as a request of its tenant until it is over. Raises Overloaded."""
         self._share.begin_request()
 
     @property
@@ -324,7 +324,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._throttle()
 
     def _begin(self, request: Request) -> bool:
-        """Whether there is an exchange for it; otherwise it was refused."""
+        """Begin an exchange for the request. False if the request was refused instead."""
         self._keep_alive = request.keep_alive
         self._exchange_bytes = len(request.body)
         self.deadline = _NEVER

@@ -59,7 +59,7 @@ class RequestReader(ABC):
 
     @abstractmethod
     def _hold_more(self, more: int) -> None:
-        """So many bytes more of the body are to be kept. Raise MidstreamError to refuse the request."""
+        """Called before so many more bytes of the body are kept. Raise MidstreamError to refuse the request."""
 
     @abstractmethod
     def _take_request(self, request: Request) -> None:

@@ -252,7 +252,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class DecodingConnection(UpstreamConnection):
-    """For HTTP/1.0 clients, which do not know chunks: hands on the decoded body. Not pooled."""
+    """A connection for HTTP/1.0 clients, which do not know chunks: it hands on the decoded body. Not pooled."""
 
     def __init__(self, pool: UpstreamPool) -> None:
         super().__init__(pool)

@@ -117,7 +117,7 @@ def _aside(directories: Iterable[Path]) -> list[Path]:
 
 
 def _is(file: IO[str], path: Path) -> bool:
-    """Whether the open file is the one at that path now."""
+    """True if the open file is still the one at that path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -103,7 +103,7 @@ def check_installed(settings: Settings) -> None:
 
 
 def _has_vllm(settings: VllmSettings) -> bool:
-    """Whether the interpreter that would run the servers finds vLLM. Raises ConfigError when it cannot be run."""
+    """True if the interpreter for the servers can import vLLM. Raises ConfigError when it cannot be run."""
     python = settings.python or sys.executable
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:

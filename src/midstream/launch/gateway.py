@@ -199,7 +199,7 @@ async def _join(spec: GatewaySpec, gateway: Gateway, desired_state: DesiredState
 
 
 async def _caught_up(desired_state: DesiredState, alone: Callable[[], bool] = lambda: False) -> None:
-    """Until this process can use every replica, no longer than CATCH_UP_S. alone: there is no other to wait behind."""
+    """Wait until this process can use every replica, for CATCH_UP_S at most. alone: no other gateway serves meanwhile."""
     until = time.monotonic() + CATCH_UP_S
     # Many events can make it true, so it is polled.
     while not (desired_state.caught_up or alone()) and time.monotonic() < until:  # noqa: ASYNC110
@@ -229,7 +229,7 @@ def _report(desired_state: DesiredState, gateway: Gateway, metrics: GatewayMetri
 
 
 async def first_answer(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow:
-    """As default_deployment(). Asks again while the database is busy. Raises ConfigError after LEDGER_WAIT_S."""
+    """Like default_deployment(). Asks again while the database is busy. Raises ConfigError after LEDGER_WAIT_S."""
     until = time.monotonic() + LEDGER_WAIT_S
     while True:
         try:

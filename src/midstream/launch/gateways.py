@@ -83,7 +83,7 @@ class Gateways:
         await up
 
     async def supervise(self) -> None:
-        """Until cancelled; raises what ends the supervision of one: a bug."""
+        """Supervise until cancelled. Raises only what a bug raises in the supervision of one."""
         await asyncio.gather(*self._lives)
 
     async def replace(self, drain_s: float) -> None:
@@ -96,12 +96,12 @@ class Gateways:
             member.tell(self._message(member.name, running))
 
     def count(self, tally: Tally) -> None:
-        """Of a process that is no gateway: every gateway shows it."""
+        """Add the counts of a process that is no gateway. Every gateway shows them."""
         self._ended = merged((self._ended, tally))
         self._changed()
 
     def places(self) -> dict[str, str]:
-        """Where the gateways run that do not run on this machine, by name."""
+        """The places of gateways that do not run on this machine, by name."""
         return {member.name: member.place for member in self._members if member.place is not None}
 
     async def stop(self, grace_s: float) -> None:
@@ -201,7 +201,7 @@ class Gateways:
 
 
 def _decoded(name: str, line: bytes) -> Wanted | None:
-    """None for a line that its process's end cut short. The next line says all again."""
+    """The list in a line; None if the end of the process cut the line short. The next process sends all again."""
     try:
         return msgspec.json.decode(line, type=Wanted)
     except msgspec.DecodeError as error:

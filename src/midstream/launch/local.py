@@ -135,7 +135,7 @@ def gateway_url(settings: Settings, host: str, port: int) -> str:
 
 
 def own_address(host: str) -> str:
-    """Where this machine reaches what listens on `host`."""
+    """The address at which this machine reaches what listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 

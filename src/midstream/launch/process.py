@@ -93,7 +93,7 @@ class Supervised(ABC):
 
     @property
     def url(self) -> str:
-        """Without a path: where it listened last, in plain HTTP."""
+        """The URL at which it listened last, without a path, in plain HTTP."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
@@ -215,7 +215,8 @@ class ChildProcess:
         return self.process.returncode is None
 
     async def ask(self, spec: msgspec.Struct) -> Listening:
-        """Its answer to its settings. Raises StartFailed, and HostUnwell when it was killed; the process has ended then."""
+        """Send the settings, and return the answer. Raises StartFailed, and HostUnwell when it was killed; the process has
+        ended then."""
         self._input.write(msgspec.json.encode(spec) + b"\n")
         line = await self._output.readline()
         if not line and await self._was_killed():
@@ -230,7 +231,7 @@ class ChildProcess:
         return answer
 
     async def _was_killed(self) -> bool:
-        """Whether somebody else ended it, as a host does that is short of memory. Its own faults end it otherwise."""
+        """True if it was killed from outside, as by a host that is short of memory. Its own faults end it in other ways."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_LINES_S):
                 await self.process.wait()
@@ -272,7 +273,7 @@ class ChildProcess:
         await self.end()
 
     async def wait(self, seconds: float, what: str = "") -> None:
-        """For it to end by itself, but no longer than that."""
+        """Wait until it ends by itself, for so many seconds at most."""
         try:
             async with asyncio.timeout(seconds):
                 await self.process.wait()
@@ -335,7 +336,7 @@ class Child(Supervised):
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last; None before the first."""
+        """The id of the process that was started last; None before the first."""
         return None if self._life is None else self._life.pid
 
     @property
@@ -344,7 +345,7 @@ class Child(Supervised):
 
     @property
     def offer(self) -> str | None:
-        """Where the process that runs now offers its listening sockets to a successor."""
+        """The path at which the running process offers its listening sockets to a successor."""
         return None if self._life is None else self._life.offer
 
     async def start(self, on_waiting: Callable[[str], None] = ignore) -> None:

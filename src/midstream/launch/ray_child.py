@@ -174,7 +174,7 @@ class RayChild(Supervised):
             on_waiting(f"{self.name}: starts on {self.place}")
 
     def _make_group(self) -> None:
-        """In a thread. Its name is for people who look at the cluster. Ray wants a unique one."""
+        """Runs in a thread. The name is for people who look at the cluster; Ray requires it to be unique."""
         demand, name = self._demand, f"{self.name}-{secrets.token_hex(4)}"
         self._group = placement_group(demand.bundles(), strategy=demand.strategy, name=name)
 
@@ -302,7 +302,7 @@ async def _all_of(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _of_the_host(error: Exception) -> bool:
-    """Whether another host may do: False for an error of the actor's own code, and for a demand that Ray refuses."""
+    """True if another host may help: not for an error of the actor's own code, nor for a demand that Ray refuses."""
     if isinstance(error, RayActorError):
         return not error.actor_init_failed
     return isinstance(error, UNWELL) and not isinstance(error, RayTaskError)

@@ -155,7 +155,7 @@ def _connect(settings: Settings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only its own machine reaches that address. An unknown name is none: listening there fails, and says why."""
+    """True if only its own machine reaches that address. An unknown name does not count: listening there fails and says why."""
     if host in WILDCARDS:
         return False
     try:

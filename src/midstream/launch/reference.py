@@ -34,7 +34,7 @@ def behind() -> tuple[Bodies, Answers, tuple[Endpoint, ...]]:
 
 
 def request_bodies() -> Bodies:
-    """Of inference, by the path of the POST."""
+    """The request bodies of inference, by the path of the POST."""
     from midstream.replica.wire import bodies
 
     return {path: bodies.BODIES[wire.name] for path, wire in WIRES.items()}

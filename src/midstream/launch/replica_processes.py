@@ -74,7 +74,7 @@ class ReplicaProcesses:
         return len(self._members)
 
     def want(self, wanted: Wanted) -> None:
-        """From now on exactly these. One that cannot be started shows in `running`."""
+        """Run exactly these from now on. `running` shows one that cannot be started."""
         if self._closed:
             return
         now = {replica.name: replica for replica in wanted.replicas}
@@ -114,7 +114,7 @@ class ReplicaProcesses:
         return None
 
     def waiting(self, deployment: str) -> set[str]:
-        """Its replicas that wait for something that may still come."""
+        """The replicas of the deployment that wait for something, such as room."""
         return {
             name
             for name, member in self._members.items()
@@ -122,7 +122,7 @@ class ReplicaProcesses:
         }
 
     def places(self) -> dict[str, str]:
-        """Where the replicas run that do not run on this machine, by name."""
+        """The places of replicas that do not run on this machine, by name."""
         children = {name: member.child for name, member in self._members.items()}
         return {name: child.place for name, child in children.items() if child is not None and child.place}
 
@@ -174,7 +174,7 @@ class ReplicaProcesses:
                     self._on_change()
 
     def _never_begun(self, member: _Member, before: _Member | None, task: asyncio.Task[None]) -> None:
-        """For a task that was cancelled before its first step: the one before is the last of its name again."""
+        """After a task was cancelled before its first step: make the replica before it the last of its name again."""
         name = member.wanted.name
         if self._alive.get(name) is not member:
             return
@@ -186,7 +186,7 @@ class ReplicaProcesses:
         self._on_change()
 
     async def _run(self, member: _Member) -> None:
-        """Until cancelled."""
+        """Run one replica until cancelled."""
         await self._start(member)
         assert member.child is not None
         await member.child.supervise(
@@ -221,7 +221,7 @@ class ReplicaProcesses:
             self._on_change()
 
     async def _start(self, member: _Member) -> None:
-        """Until it listens."""
+        """Wait until it listens."""
         failures = 0
         while True:
             try:
@@ -249,6 +249,6 @@ async def _failure(work: Coroutine[Any, Any, object]) -> BaseException | None:
 
 
 async def _ended(member: _Member | None) -> None:
-    """Until the process of one that is dismissed has ended."""
+    """Wait until the process of a dismissed replica has ended."""
     if member is not None and member.task is not None:
         await asyncio.wait((member.task,))

@@ -66,7 +66,7 @@ def upload_stranded(root: Path, url: str) -> bool:
 
 
 def say_what_waits(root: Path) -> None:
-    """For a server that keeps no records: a warning, if replicas of an earlier one left some."""
+    """Warn, in a server that keeps no records, if replicas of an earlier server left some."""
     if files := len([*root.glob(f"*/{SEGMENTS}"), *root.glob(f"*/*/{SEGMENTS}")]):
         logger.warning(
             "%d files of records wait in %s: start with the --records URL they were kept for, to upload them",
@@ -150,7 +150,8 @@ def _taken(directory: Path, adopted: Path) -> bool:
 
 
 def _is_journal(directory: Path) -> bool:
-    """Whether it has segments, or had. Another directory is let alone, such as a node's, which has those of its replicas."""
+    """True if the directory has or had segments. Other directories stay, such as a node's, which holds those of its
+    replicas."""
     if not directory.is_dir():
         return False
     return any(directory.glob(SEGMENTS)) or [path.name for path in directory.iterdir()] == [LOCK]

@@ -167,7 +167,7 @@ class Supervisor:
         self._pulse.on_stall = lambda seconds: self.gateways.count(stalled("supervisor", seconds))
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
-        """Until cancelled. Raises StartFailed."""
+        """Serve until cancelled. Raises StartFailed."""
         count, engine = self._settings.deployment.replicas, self._settings.engine
         logger.info("starting %d replicas of %s (engine %s)", count, self.model, engine)
         if self.records is not None:
@@ -243,7 +243,7 @@ class Supervisor:
             self.records.wake()
 
     def _clean(self, replica: WantedReplica, others: Set[str]) -> None:
-        """In a thread: the replica has ended, and its deployment is gone. Its records go up before its files do."""
+        """Runs in a thread, after the replica ended and its deployment was removed. Uploads records before it removes files."""
         if self.records is not None:
             self.records.settled(UPLOAD_S)
         self._launcher.remove_caches(replica.name, others)
@@ -283,7 +283,7 @@ class Supervisor:
             self.gateways.count(stalled("tinker", said.stalled_s))
 
     def _urls(self) -> list[str]:
-        """Of the gateways, as they listened last; one for those that share a port."""
+        """The URLs at which gateways listened last; one for those that share a port."""
         urls = (gateway_url(self._settings, gateway.host, gateway.port) for gateway in self.gateways)
         return list(dict.fromkeys(urls))
 

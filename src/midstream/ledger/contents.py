@@ -65,7 +65,7 @@ class Contents:
         self._read: dict[str, Content] = {}
 
     def of(self, db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, Content]:
-        """By identity, where one is known."""
+        """The known contents, by identity."""
         rows = db.execute(_DIGESTS, {"key": key, "names": sorted(identities)}).all()
         if len(self._read) > REMEMBERED:
             self._read.clear()
@@ -116,7 +116,7 @@ def prove(db: sa.Connection, key: int, identities: Collection[str]) -> None:
 
 
 def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> bool:
-    """Whether they were not known."""
+    """Store the digest of the weights. True if it was not known before."""
     if check.weights is None:
         return False
     kind, _, digest = check.weights.rpartition(":")
@@ -125,7 +125,7 @@ def learn_weights(db: sa.Connection, key: int, check: SnapshotCheck) -> bool:
 
 
 def weights_of(db: sa.Connection, key: int, identities: Collection[str]) -> dict[str, dict[str, str]]:
-    """By identity, then by kind of engine."""
+    """The known digests of weights, by identity and then by kind of engine."""
     found: dict[str, dict[str, str]] = {}
     for row in db.execute(_WEIGHTS, {"key": key, "names": sorted(identities)}):
         found.setdefault(row.identity, {})[row.kind] = row.digest

@@ -49,7 +49,7 @@ class NameTaken(Conflict):
 
 @dataclass(frozen=True)
 class PolicyLimits:
-    """Of one deployment. tenant: of those that one tenant made. 0: no bound."""
+    """Bounds on the policies of one deployment. tenant: the bound on those that one tenant made. 0: no bound."""
 
     all: int = 0
     tenant: int = 0
@@ -85,7 +85,7 @@ class Fresh:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self, now: float) -> dict[str, Any]:
-        """Its row."""
+        """The columns of the row."""
         resets = ("reset_ledger_generation", "reset_all_generation", "reset_new_session_generation")
         return {
             **vars(self),
@@ -112,7 +112,7 @@ _TOUCH = _TOUCH.values(generation=deployments.c.generation)
 
 
 def find(db: sa.Connection, name: str) -> Any:
-    """Its row. Raises NotFound."""
+    """The row of the deployment. Raises NotFound."""
     row = db.execute(_FIND, {"key": name}).one_or_none()
     if row is None:
         raise NotFound(f"there is no deployment {name}")
@@ -120,14 +120,14 @@ def find(db: sa.Connection, name: str) -> Any:
 
 
 def lock(db: sa.Connection, name: str) -> Any:
-    """Its row, to be changed, after waiting for every other writer of it. Raises NotFound."""
+    """The row of the deployment, locked for a change: waits for all other writers of it. Raises NotFound."""
     row = hold(db, name)
     mark(db, name)
     return row
 
 
 def hold(db: sa.Connection, name: str) -> Any:
-    """As lock, for a change that readers do not see, or that the caller marks."""
+    """Like lock, for a change that readers do not see, or that the caller marks."""
     db.execute(_TOUCH, {"key": name})
     return find(db, name)
 

@@ -89,7 +89,7 @@ def newest(db: sa.Connection, name: str, count: int | None) -> list[TransitionRo
 
 
 def failed_on_desired(db: sa.Connection, row: Any) -> bool:
-    """Whether a replica's last stage change for the desired snapshot, since its last signal, is to ERROR."""
+    """True if the last stage change of a replica for the desired snapshot, since its last signal, is to ERROR."""
     this = (
         (transitions.c.deployment_id == row.id)
         & (transitions.c.identity == row.desired_snapshot)
@@ -153,7 +153,7 @@ def _made_ready(
 
 
 def _sound(db: sa.Connection, newest_first: sa.Select[Any]) -> bool:
-    """Whether no check failed in these stage changes of one boot, or one passed since."""
+    """True if no check failed in these stage changes of one boot, or one passed after the last failure."""
     ends = (Stage.CHECKING.value, Stage.IDLE.value, Stage.ERROR.value)
     failed_at = None
     for row in db.execute(newest_first.where(transitions.c.stage.in_(ends))):

@@ -238,7 +238,7 @@ def upsert(db: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> N
 
 @functools.cache
 def _upsert(dialect: str, table: Table) -> Any:
-    """As _insert_new."""
+    """Like _insert_new."""
     insert: Any = _insert(dialect, table)
     key = list(table.primary_key.columns)
     others = {column.name: insert.excluded[column.name] for column in table.c if column not in key}

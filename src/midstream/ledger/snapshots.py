@@ -35,7 +35,7 @@ _FALLBACKS = _FALLBACKS.order_by(snapshots.c.ready_order.desc()).limit(MAX_FALLB
 
 
 def find(db: sa.Connection, key: int, identity: str) -> Any:
-    """Its row; None when it was not signalled."""
+    """The row of the snapshot; None if it was not signalled."""
     return db.execute(_FIND, {"key": key, "name": identity}).one_or_none()
 
 

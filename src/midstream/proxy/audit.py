@@ -124,7 +124,7 @@ class _File(WatchedFileHandler):
 
 
 class AuditLog:
-    """Of one gateway process."""
+    """The audit log of one gateway process."""
 
     def __init__(
         self,

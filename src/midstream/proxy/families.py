@@ -182,5 +182,5 @@ FAMILIES: dict[str, Family] = {name: one for section in SECTIONS.values() for na
 
 
 def shown_name(name: str) -> str:
-    """As /metrics shows its samples. A histogram has also `_bucket`, `_sum` and `_count` behind it."""
+    """The name of its samples in /metrics. A histogram also has `_bucket`, `_sum` and `_count` after it."""
     return name + {"counter": "_total", "info": "_info"}.get(FAMILIES[name].kind, "")

@@ -182,7 +182,7 @@ class GatewayMetrics:
         )
 
     def in_all(self) -> Tally:
-        """With what the others counted."""
+        """The counts of this process and of the others."""
         return merged((self.tally(), self.siblings().tally))
 
     def _in_all(self) -> GatewayMetrics:

@@ -136,7 +136,7 @@ class Losses:
 
     @classmethod
     def known(cls, suspects: Suspects, tenant: str, request: Request) -> Losses | None:
-        """Of a request that came before and was lost then. Raises RequestLostReplicas when it is refused."""
+        """The losses of a request that came before and lost replicas. Raises RequestLostReplicas when it is refused."""
         key = suspects.find(tenant, request.target, request.body)
         if key is None:
             return None

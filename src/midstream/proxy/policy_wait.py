@@ -19,7 +19,7 @@ HOME_WAIT_S = 5.0
 
 
 class PolicyWait:
-    """Of one request."""
+    """The wait of one request for its policy."""
 
     def __init__(self) -> None:
         self._ends: float | None = None

@@ -142,7 +142,7 @@ class Proxy:
             return _SUPERVISOR if known else NOBODY
 
     def scopes_header(self, caller: Caller) -> list[bytes]:
-        """For the control app; none where keys are not in use."""
+        """The scopes of the caller, for the control app; none if keys are not in use."""
         return [scopes_header(caller.grant)] if self.auth.required else []
 
     def deployment_lines(self, deployment: Deployment) -> list[bytes]:
@@ -261,7 +261,8 @@ class Proxy:
 
 @dataclass(slots=True)
 class Placed:
-    """Where a request goes. stamp: of a session that is placed there, 0 if for this request alone; None: nothing is placed."""
+    """Where a request goes. stamp: that of the session placed there, or 0 if for this request alone; None: no session is
+    placed."""
 
     view: ReplicaView
     decision: Decision
@@ -306,7 +307,7 @@ def _log(level: int, session: Session | None, view: ReplicaView, decision: Decis
 def _rest(
     replicas: ReplicaSet, tried: Collection[str], eligible: Callable[[ReplicaView], bool] | None
 ) -> Fleet[ReplicaView]:
-    """Who may take a request that not all may take."""
+    """The replicas that may take a request which some must not take."""
     left = _others(replicas, tried, eligible)
     return Fleet([view for view in left if view.admitting] or left)
 

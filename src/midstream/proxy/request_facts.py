@@ -96,7 +96,7 @@ class Tries:
         return again > PLACED_AGAIN_MAX
 
     def is_last(self, refusal: RequestEvent) -> bool:
-        """Whether no further replica is asked after this refusal."""
+        """True if no further replica is asked after this refusal."""
         if refusal is RequestEvent.BUSY:
             return self.refused.count(refusal) >= BUSY_MAX
         return self.lost + 1 >= LOST_SENDS_MAX

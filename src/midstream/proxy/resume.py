@@ -178,7 +178,7 @@ def resume_body(target: bytes, lost: str, exact: bool, state: str, body: bytes) 
 
 
 def has_ended(lines: bytes) -> bool:
-    """Whether the last event of the stream is among them."""
+    """True if the lines contain the last event of the stream."""
     return lines.endswith(_DONE)
 
 

@@ -176,7 +176,7 @@ class Route:
     # -- inside
 
     def _own_lines(self) -> list[bytes]:
-        """Of the caller's own x-midstream- headers, only what a signal may say."""
+        """The caller's own x-midstream- headers that a signal may have."""
         given = self._request.first.get(_OVERWRITE)
         said = [] if given is None else [_OVERWRITE + b": " + given]
         return [*self._proxy.scopes_header(self._caller), *said]
@@ -199,7 +199,7 @@ class Route:
 
 
 def is_probe(request: Request) -> bool:
-    """Whether it only asks if the server is there. Many come, at any time, and a 503 to one is an answer and no error."""
+    """True if the request only asks whether the server is there. A 503 to such a request is an answer and no error."""
     return request.method == b"HEAD" or request.target.partition(b"?")[0] in HEALTH_PATHS
 
 

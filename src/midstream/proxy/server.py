@@ -207,7 +207,7 @@ class Gateway:
 
 
 def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """None without a certificate. Raises ConfigError."""
+    """The context for HTTPS; None without a certificate. Raises ConfigError."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -94,7 +94,7 @@ class VersionJudge:
 
     @property
     def doubted(self) -> bool:
-        """Whether a replica served another snapshot than it had reported, so that its next report may change the judgement."""
+        """True if a replica served another snapshot than it had reported, so that its next report may change the judgement."""
         return bool(self._heard)
 
     def _learn_body(self, constraint: VersionConstraint) -> None:
@@ -125,7 +125,7 @@ class VersionJudge:
         request: Request,
         user: UserField = "user",
     ) -> VersionVerdict:
-        """As `judge`, but reads the body before the request waits or is refused. names: those that its model may have.
+        """Like `judge`, but reads the body before the request waits or is refused. names: those that its model may have.
         user: as in core/wires.py.
 
         Raises NotFound for another model, and InvalidRequest for a body that contradicts the headers.

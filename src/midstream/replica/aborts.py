@@ -1,7 +1,8 @@
-"""The requests of a boot that a trainer may end by name, whole or choice by choice. Pure, but for the generation that is told.
+"""The requests of a boot that a trainer may end by name, whole or choice by choice. Pure, except that it notifies the
+generation.
 
-Owns: the names of each request and of its choices, and which choices were told to end.
-Always holds: a request is in the table from before it waits at the gate to its end. A choice that was told to end before its
+Owns: the names of each request and of its choices, and which choices were asked to end.
+Always holds: a request is in the table from before it waits at the gate to its end. A choice that was asked to end before its
 request was let in never reaches the engine.
 """
 
@@ -51,7 +52,7 @@ class Called:
             running.abort(self.ended)
 
     def end(self, ids: Collection[str] | None) -> bool:
-        """Whether a choice was told to end that was not before. None: all choices."""
+        """Ask choices to end; None: all. True if one was not asked before."""
         chosen = self._all
         if ids is not None and self._whole.isdisjoint(ids):
             chosen = frozenset(choice for name in ids for choice in self._each.get(name, ()))

@@ -236,7 +236,7 @@ class InferenceExchange(TaskExchange):
 
     def _fail(self, error: MidstreamError) -> None:
         """A gateway's stream is broken off: the gateway resumes it on another replica or ends it, and counts what was lost with
-        the request. It is told of one that is given up, which counts as no loss."""
+        the request. If the replica gives the stream up, the gateway learns so and counts no loss."""
         self._failed = type(error)
         error.shape = self._wire.errors
         if self._started and self._of_gateway and isinstance(error, ReplicaUnavailable):
@@ -293,7 +293,7 @@ class TextExchange(TaskExchange):
 
 
 class TraceExchange(TaskExchange):
-    """The turns of a session, told in a thread: they may be many megabytes."""
+    """The turns of a session, encoded in a thread: they may be many megabytes."""
 
     def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
         super().__init__(request, client)
@@ -304,8 +304,8 @@ class TraceExchange(TaskExchange):
         if asked.key is None:
             raise InvalidRequest("which session's trace", param="key")
         session = (asked.tenant, asked.key)
-        told = await asyncio.to_thread(lambda: msgspec.json.encode({"trace": self._replica.trace(session)}))
-        self._whole(200, told, {})
+        body = await asyncio.to_thread(lambda: msgspec.json.encode({"trace": self._replica.trace(session)}))
+        self._whole(200, body, {})
 
 
 class ResumeExchange(InferenceExchange):
@@ -326,8 +326,8 @@ class ResumeExchange(InferenceExchange):
 
 
 class EventsExchange(TaskExchange):
-    """A line of JSON now and after every change, until the replica is closed: the report, and before it what is to be told
-    of sessions, of all of them before the first report. A session that begins is told of in the same turn of the loop."""
+    """A line of JSON now and after every change, until the replica is closed: the report, and before it the
+    changes of sessions, which are all sessions before the first report. A new session is sent in the same turn of the loop."""
 
     def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
         super().__init__(request, client)
@@ -344,7 +344,7 @@ class EventsExchange(TaskExchange):
             self._feed = feed
             await self._tell(msgspec.json.encode(SessionsReport(boot=replica.boot)) + b"\n")
             while not replica.closed and not feed.behind:
-                # What a publisher waits for is told at once.
+                # The end of a load is sent at once, since publishers wait for it.
                 early = 0.0 if replica.settled != settled else due - loop.time()
                 timeout_s = early if early > 0 else REPORT_AT_LEAST_EVERY_S
                 changed = asyncio.create_task(replica.changed(timeout_s))

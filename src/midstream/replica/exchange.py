@@ -128,7 +128,7 @@ class FailedExchange(BaseExchange):
 
 
 class InstantExchange(BaseExchange):
-    """A question whose answer is known."""
+    """A question with a known answer."""
 
     def __init__(
         self, request: Request, client: ClientConnection, answer: Callable[[Request], Answer]

@@ -133,12 +133,12 @@ class Journal:
     # -- the writer's thread
 
     def _write(self) -> None:
-        told, last = 0, False
+        counted, last = 0, False
         while not last:
             batch = list(self._batch())
             last = None in batch
             dropped = self._dropped
-            self._gap, told = self._gap + dropped - told, dropped
+            self._gap, counted = self._gap + dropped - counted, dropped
             self._append([make for make in batch if make is not None], last)
             segment = self._open
             due = segment is not None and (

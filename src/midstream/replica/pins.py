@@ -1,14 +1,14 @@
 """The snapshot that a request asks for, the requests that are pinned to one, and the snapshots that stay loaded for them.
 
-Owns: which snapshots besides the serving one the engine keeps (`Slot.retain`). A replica whose `Residency` is ONE keeps none:
+Owns: which snapshots besides the serving one the engine keeps (`Slot.retain`). A replica with the `Residency` ONE keeps none:
 its pinned requests are those of the serving snapshot, and a swap lets them end first.
 
 Always holds:
 - While a swap waits for pinned requests, no other request is pinned. It waits for `drain_s` at most; a pinned request that is
   not done by then ends with an error.
 - When a swap commits, every pinned request is of the target, or of a snapshot that stays loaded as long as it runs.
-- A snapshot that did not pass its check, or that had to be loaded again as replicas disagreed, is offered to nobody.
-- Who asks for a snapshot that stays besides the serving one shares cached KV only with requests for the same load of it. So
+- A snapshot that did not pass its check, or that had to be loaded again as replicas disagreed, is offered to no request.
+- A request for a snapshot that stays besides the serving one shares cached KV only with requests for the same load of it. So
   whatever the cache policies and ages of later swaps say, all KV that it reads is of its own snapshot.
 """
 
@@ -108,7 +108,7 @@ def _retain_nothing(snapshots: Collection[str]) -> None:
 class Pins:
     """The pinned requests. drain_s: how long a swap waits for them, in seconds.
 
-    retain: tells the engine which of the snapshots that have served it keeps, besides the serving one.
+    retain: has the engine keep these of the snapshots that have served, besides the serving one.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Pins:
         # The snapshots that stay, the least recently used one first. The serving one may be among them.
         self._stays: OrderedDict[str, _Stay] = OrderedDict()
         self.coming: str | None = None
-        #: Pinned requests go on under their snapshot while others are served by the next one.
+        #: Pinned requests continue under their snapshot while the next one serves others.
         self.several = False
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Pins:
         return stay is not None and stay.sound
 
     def salt_of(self, snapshot: str | None) -> str:
-        """What tells the KV of a snapshot that stays from that of every other one, also of its own name. None: what serves."""
+        """What separates the KV of a resident snapshot from all other KV, also of the same name. None: the serving snapshot."""
         return "" if snapshot is None else f"@{snapshot}#{self._stays[snapshot].generation}"
 
     @asynccontextmanager
@@ -246,7 +246,7 @@ class Pins:
             self._stays.move_to_end(snapshot)
 
     def _trim(self, *, told: bool = True) -> None:
-        """Lets go what there is no room for: of the snapshots that nobody is pinned to, the least recently used ones. told: the
+        """Release the least recently used snapshots without pinned requests, until the others have room. told: the
         engine knows of all that stay."""
         residency, pinned = self._residency, set(self._held.values())
         kept = {name for name in self._stays if name in pinned}

@@ -7,7 +7,7 @@ Always holds:
   least recently used idle policy makes way. When none is idle, the newcomer is refused.
 - A policy that a request uses never makes way, from before the request is read to its end. One that loads does not either, and
   one that has just loaded has UNUSED_S for its first request.
-- A policy that made way may come again. Its stage changes go on where they were.
+- A policy that was unloaded may return. Its stage changes continue their count.
 - No request reaches another policy than the own before its first switch.
 - What one policy waits for, holds up or fails at changes nothing for another.
 - A policy that is ended and made again shares no cached KV with the one before: its salts have another number.
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 #: Policies that were ended and are remembered, so that a late message does not make them again.
 ENDED_KNOWN = 4096
-#: Policies that made way and whose next sequence number is remembered.
+#: How many unloaded policies have their next sequence number remembered.
 GONE_KNOWN = 65_536
 
 
@@ -63,7 +63,7 @@ class Policies:
         # By name, when the newest that was ended was made; the one that was ended last stands last.
         self._ended: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        # Ended ones whose requests run on.
+        # Ended policies that have running requests.
         self._going: list[Policy] = []
         self._paused = False
 
@@ -144,7 +144,7 @@ class Policies:
         return policy
 
     def end(self, name: str, made: float) -> bool:
-        """Forget a policy; requests that run go on to their end. Whether it was here."""
+        """Forget a policy; running requests continue to their end. True if it was here."""
         self._note_end(name, made)
         policy = self._others.get(name)
         if policy is None:
@@ -203,7 +203,7 @@ class Policies:
 
     async def close(self) -> None:
         """Of a boot that ended, with its engine."""
-        # Requests of ended ones go with the engine, and nobody waits for their clients.
+        # Requests of ended policies end with the engine; no one waits for their clients.
         others, self._others, self._going = self.everyone[1:], {}, []
         self._seqs.clear()
         for task in self._closing:

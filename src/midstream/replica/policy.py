@@ -248,7 +248,7 @@ class Policy:
         )
 
     def shut(self) -> None:
-        """It takes no more snapshots. Requests that use it go on."""
+        """Take no more snapshots. Requests that use the policy continue."""
         # A request that ends later keeps nothing in the engine.
         self.pins.begin(able=False)
         if self._driving is not None:

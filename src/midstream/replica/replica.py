@@ -105,7 +105,7 @@ class Replica:
         self._to_pause = self._pause = Pause()
         self._pausing: asyncio.Task[None] | None = None
         self._watch = asyncio.Event()
-        #: Loads that have ended, of the deployment's own snapshots and of policies: each end is told at once.
+        #: Loads that have ended, of the deployment's own snapshots and of policies: each end is reported at once.
         self.settled = 0
         self._recovery: asyncio.Task[None] | None = None
         #: Why the engine cannot be started again.
@@ -163,7 +163,7 @@ class Replica:
         if not policy:
             return contextlib.nullcontext(service)
         if boot not in (None, self.boot) or not self.ready:
-            raise AnotherBoot("the replica began anew after this request was sent to it; retry this request")
+            raise AnotherBoot("the replica restarted after this request was sent to it; retry this request")
         return self.policies.serves(policy)
 
     def trace(self, session: Session) -> Trace | None:
@@ -204,8 +204,8 @@ class Replica:
 
     def trajectories(self) -> Trajectories:
         """What its turns and swaps were like, and what rewards came to. It changes with what is measured."""
-        told = self.sessions.trajectories()
-        return Trajectories(measures=told.measures, counts=told.counts, rewards=self.trees.rewards.told())
+        found = self.sessions.trajectories()
+        return Trajectories(measures=found.measures, counts=found.counts, rewards=self.trees.rewards.told())
 
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""
@@ -255,7 +255,7 @@ class Replica:
         self.policies.desire(desired, info)
 
     def pause(self, wanted: Pause) -> None:
-        """Pause or go on, unless a newer message said otherwise. The report tells when it is done."""
+        """Pause or resume, unless a newer message said otherwise. The report shows when it is done."""
         stale = wanted.serial < self._to_pause.serial
         again = wanted.serial == self._to_pause.serial
         under_way = self._pausing is not None and not self._pausing.done()
@@ -294,10 +294,10 @@ class Replica:
         self.policies.hint(hint)
 
     def close_session(self, session: Session) -> bool:
-        """Whether it was held here. Its next request begins anew; one that runs goes on."""
+        """Close the session. True if it was held here. Its next request begins a new one; a running request continues."""
         for policy in self.policies:
             policy.namespaces.forget(session)
-        # Its turns outlive the engine, whose end closes the session.
+        # Its turns outlive the engine, although the engine's end closes the session.
         had = self.trees.of(session) is not None
         self.trees.close(session)
         return self.sessions.close(session) or had

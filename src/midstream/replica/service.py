@@ -105,13 +105,13 @@ class Kept:
     grammars: GrammarChecks
     trees: Trees
     responses: StoredResponses
-    #: Of turns whose request does not say.
+    #: The default for turns, if the request does not say.
     records: RecordsKept = "none"
 
 
 class _Ready(NamedTuple):
     """A request before the gate. histories: one for each prompt of a session's request, else none. counted: choices that count
-    against the bound, none of a stream that goes on."""
+    against the bound, none for a resumed stream."""
 
     work: Work
     session: Session | None
@@ -151,11 +151,11 @@ class Service(Surroundings):
     ) -> AsyncIterator[Generation]:
         """A request inside the gate, ready to be streamed or answered. Raises MidstreamError.
 
-        resume: of a stream to go on with; it was let in before, so its choices are not counted against the bound.
+        resume: of a stream to continue; it was let in before, so its choices are not counted against the bound.
         """
         shelf = Shelf(self.kept.responses, headers.get(HEADER_TENANT, ""), resume is not None)
         reads = partial(_read_from, wire, shelf)
-        # A stream that was let in goes on, whatever the setting says by now.
+        # A stream that was let in continues, whatever the setting says by now.
         passes_over = resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore"
         read = await self._reader.beside(body, partial(_read_as, reads, passes_over), headers)
         try:
@@ -254,8 +254,8 @@ class Service(Surroundings):
         if self.gate.door is gate.Door.OPEN:
             asked.check(self.serving(), self.pins)
         answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
-        told = continued is not None and not given.whole
-        prompts = [] if told else await self._reader.prompts(unread, headers)
+        known = continued is not None and not given.whole
+        prompts = [] if known else await self._reader.prompts(unread, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
         if continued is not None:
             prompts, seed = continued.prompts(prompts), continued.opening.seed
@@ -342,9 +342,9 @@ class Service(Surroundings):
         answers: Sequence[str | None],
         records: RecordsKept = "none",
     ) -> list[GenerateRequest]:
-        """answers: what must match, by prompt. records: what a trace keeps, though the response does not tell it.
+        """answers: what must match, by prompt. records: what a trace keeps, though the response does not have it.
 
-        Raises InvalidRequest for what the engine refuses and its card does not tell of.
+        Raises InvalidRequest for what the engine refuses although its card does not say so.
         """
         routes = records == "routes" and self.info.moe_layers > 0 and self.info.card.has("routes")
         # A retry carries the same x-request-id again.
@@ -385,10 +385,10 @@ class Service(Surroundings):
         too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)
         if not checked.prompt_cache or too_old:
             return os.urandom(16)
-        whose = (headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, ""))
+        owner = (headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, ""))
         namespace = self.namespaces.admit(session) if older is None else self.namespaces.resets
         own = self.pins.salt_of(older)
-        return cache_salt(namespace, *whose, (self.policy or self.names.model) + own)
+        return cache_salt(namespace, *owner, (self.policy or self.names.model) + own)
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:

@@ -1,11 +1,11 @@
-"""The sessions a replica holds: which, since when, what their turns were like, and what gateways are told of them.
+"""The sessions a replica holds: which, since when, what their turns were like, and the feeds by which gateways learn of them.
 
 Owns: one bounded table, (tenant, key) -> SessionStats, and a feed of its changes for every event stream.
 Always holds:
 - A session is in the table from the moment its first request is admitted until it is closed: by a request to close it,
   after `idle_s` without a turn, or, least recently used first, when there are more than `sessions_max`.
-- A feed tells every session that was in the table when it began, and every change after; never more than one thing of
-  a session at a time, the last one.
+- A feed has every session that was in the table when it began, and every later change. Of several changes of one session it has
+  only the last one.
 - A stamp never goes back: of two placings of a session the later one counts.
 """
 
@@ -29,7 +29,7 @@ from midstream.replica.measures import Measures
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S = 3600.0
 REPORTED_AT_ONCE_MAX = 1000
-#: A reader that is further behind begins anew.
+#: A reader that is further behind starts again.
 UNREPORTED_MAX = 200_000
 
 
@@ -56,7 +56,7 @@ class TurnStats:
 
 
 class Feed:
-    """The changes that one reader has not been told yet."""
+    """The changes that one reader has not got yet."""
 
     def __init__(self, held: list[Session], begun: Callable[[], None]) -> None:
         self._unreported: dict[Session, None] = dict.fromkeys(held)
@@ -64,7 +64,7 @@ class Feed:
 
     @property
     def behind(self) -> bool:
-        """True when so much is unreported that the reader should begin anew."""
+        """True when so much is unreported that the reader should start again."""
         return len(self._unreported) > UNREPORTED_MAX
 
     def note(self, session: Session) -> None:
@@ -72,7 +72,7 @@ class Feed:
         self._unreported[session] = None
 
     def take(self) -> list[Session]:
-        """The next ones to tell of, the longest unreported first."""
+        """The next ones to report, the longest unreported first."""
         if len(self._unreported) <= REPORTED_AT_ONCE_MAX:
             taken, self._unreported = list(self._unreported), {}
             return taken
@@ -85,7 +85,7 @@ class Feed:
 
 class Sessions:
     """clock: seconds since the epoch; monotonic: seconds, only differences count. on_change: called when there is something
-    to tell. on_close: called for a session that is over; after a loss of all KV they are not, and begin anew."""
+    to report. on_close: called for a session that is over. After a loss of all KV sessions are not over, but start again."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Sessions:
     # -- closing
 
     def close(self, session: Session) -> bool:
-        """Whether it was here. Requests of it that run go on."""
+        """Close the session. True if it was here. Its running requests continue."""
         found = session in self._held
         if found:
             self._close(session)
@@ -233,12 +233,13 @@ class Sessions:
         self.measures.observe("turns_per_session", stats.turns)
         self._tell(session)
 
-    # -- what is told
+    # -- reports
 
     @contextmanager
     def feed(self, begun: Callable[[], None] = lambda: None) -> Iterator[Feed]:
-        """Of everything held now and all changes after. begun: called when a request has brought a session here; whoever tells
-        of that at once tells it before the request is answered, and so before another gateway has the session's next turn."""
+        """A feed of everything held now and all later changes. begun: called when a request has brought a session here. A
+        reader that reports it at once does so before the request is answered, and so before another gateway has the session's
+        next turn."""
         feed = Feed(list(self._held), begun)
         self._feeds[feed] = None
         try:

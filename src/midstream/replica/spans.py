@@ -1,7 +1,7 @@
-"""What a replica tells a tracer of its requests and swaps. Pure.
+"""The spans of a replica's requests and swaps. Pure.
 
-Always holds: nothing here says what a prompt or an answer holds. An error of a request is told by its code, since its message
-may quote the request.
+Always holds: no span contains a part of a prompt or an answer. Of a request's error it has the code, since the message may
+quote the request.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def check_found(sizes: Mapping[str, int], config: bytes | None) -> None:
 
 
 def is_adapter_listing(names: Collection[str]) -> bool:
-    """As is_adapter, of the names of a directory's files."""
+    """Like is_adapter, given the names of a directory's files."""
     checkpoint = WEIGHTS_FILE in names or INDEX_FILE in names
     return ADAPTER_CONFIG_FILE in names and (ADAPTER_WEIGHTS_FILE in names or not checkpoint)
 
@@ -263,7 +263,7 @@ def _copies(tensors: Mapping[str, TensorSpec], base: CheckpointSpec) -> dict[str
 
 
 def _check_dtype(name: str, spec: TensorSpec) -> None:
-    """Also of a copy: in another dtype its numbers could not be compared with the base's."""
+    """Copies are checked, too: in another dtype their numbers could not be compared with the base's."""
     if spec.dtype not in DTYPES:
         raise SnapshotIncompatible(
             f"tensor {shown(name)} has dtype {spec.dtype}, one of {', '.join(DTYPES)} is expected"
@@ -271,7 +271,7 @@ def _check_dtype(name: str, spec: TensorSpec) -> None:
 
 
 def _pairs(tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[str, str]]:
-    """By the path in the file: the names of A and B."""
+    """The names of A and B, by their path in the file."""
     sides: dict[str, dict[str, str]] = {}
     for name, spec in tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -426,9 +426,9 @@ _Patterns = list[tuple[re.Pattern[str], Any]]
 
 
 def _compiled(patterns: Mapping[str, Any]) -> _Patterns:
-    """As PEFT compiles them. One that begins with `.*` needs nothing before it.
+    """The patterns, compiled as PEFT does it. One that begins with `.*` needs nothing before it.
 
-    So each has one repetition at most, and none of a stranger's takes long.
+    So each has at most one repetition, and a pattern from outside cannot take long to match.
     """
     return [
         (re.compile(rf"({pattern})$" if pattern.startswith(".*") else rf"(.*\.)?({pattern})$"), value)

@@ -89,7 +89,7 @@ def difference(expected: Content, found: Content) -> str | None:
 
 
 def size_difference(expected: Content, sizes: Mapping[str, int]) -> str | None:
-    """As `difference`, by names and sizes alone."""
+    """Like `difference`, by names and sizes alone."""
     return _other_names(
         {file.name: file for file in expected},
         {name: FileContent(name, size, "") for name, size in sizes.items()},

@@ -198,7 +198,7 @@ def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
 
 
 def _parse_header(name: str, data: bytes, of_delta: bool) -> dict[str, Any]:
-    """As the format says it, beside tensors: nothing before the object, and metadata that is text by name.
+    """The header, checked as the format demands: nothing before the object, and metadata that maps text to text.
 
     of_delta: the caller says which tensor has metadata that is no text.
     """
@@ -214,7 +214,8 @@ def _parse_header(name: str, data: bytes, of_delta: bool) -> dict[str, Any]:
 
 
 def _bits(dtype: str, shape: Sequence[int]) -> int | None:
-    """Of a tensor; None where a part of the product is beyond 63 bits, as safetensors multiplies it."""
+    """The size of a tensor in bits; None if a part of the product exceeds 63 bits, in the order in which safetensors
+    multiplies."""
     bits = 1
     for size in (*shape, DTYPE_BITS[dtype]):
         bits *= size
@@ -269,7 +270,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _whole_number(digits: str) -> float:
-    """As `safetensors` reads it: `-0` is the float -0.0, and so neither a size nor an offset."""
+    """The number as `safetensors` reads it: `-0` is the float -0.0, and so neither a size nor an offset."""
     return -0.0 if digits == "-0" else int(digits)
 
 

@@ -48,7 +48,7 @@ class Constraints:
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Constraints | None:
-        """None when the directory has no tokenizer that the library can use. The log then says why."""
+        """The grammars of a model; None if its directory has no tokenizer that the library can use. The log then says why."""
         file = model_dir / "tokenizer.json"
         try:
             return cls(file.read_text(encoding="utf-8"), vocab_size, eos_token_ids)

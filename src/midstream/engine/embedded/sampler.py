@@ -191,7 +191,7 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Borders:
-    """For the rows that have filters: how near the drawn token may be to what the filters cut off.
+    """For rows with filters: how near the drawn token may be to what the filters cut off.
 
     near: bits of the borders where another rounding may keep another number of tokens. by: the bit of the filter that cut.
     left_out: the log-probability that the heaviest token it cut would have. slack: how much rounding may change a log weight.

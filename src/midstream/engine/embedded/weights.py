@@ -157,7 +157,7 @@ class WeightStore:
         self.sweep()
 
     def retain(self, policy: str, snapshots: Collection[str]) -> None:
-        """Of the snapshots that the policy has served, these stay."""
+        """Keep these of the snapshots that the policy has served."""
         self._retained[policy] = frozenset(snapshots)
         self.sweep()
 
@@ -200,7 +200,7 @@ class WeightStore:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Of a finite sum every number is finite. One that is not may have overflowed."""
+    """True if every number is finite. A finite sum proves it; another sum may only have overflowed."""
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(torch.isfinite(tensor).all())
 
 

@@ -70,7 +70,7 @@ class Proven:
 
 
 class Adapters:
-    """Of one boot. base_version: the name of the base weights at vLLM. background: runs tasks that no caller waits for.
+    """The adapters of one boot. base_version: vLLM's name of the base weights. background: runs tasks that no caller awaits.
 
     check_alive: takes a reason for doubt, and raises EngineDied if the server is gone.
     """
@@ -114,7 +114,7 @@ class Adapters:
         self._free_if_unused(version)
 
     async def stage(self, policy: str, snapshot: str, directory: Path) -> None:
-        """As Slot.stage; the caller ends it with the boot."""
+        """Like Slot.stage. The caller ends it with the boot."""
         self.drop_staged(policy)
         others, places = ({*self._serving} | {*self._coming}) - {policy}, self._proven.places
         if len(others) >= places - 1:
@@ -282,7 +282,7 @@ def kind_of(module: str) -> str:
 
 
 def adaptable(base: CheckpointSpec) -> dict[str, str]:
-    """By kind, the first linear map of the base's layers that may be adapted here.
+    """The first linear map of the base's layers that may be adapted here, by kind.
 
     Experts are left out, since vLLM has several formats for their adapters, and some of its builds drop them silently. So is
     the output layer: vLLM does not apply its adapter to log-probabilities of prompts.

@@ -137,7 +137,7 @@ def adapter_places(args: Sequence[str]) -> int:
 
 
 def by_priority(args: Sequence[str]) -> bool:
-    """Whether a server that is started with these further flags goes by priority."""
+    """True if a server with these further flags schedules by priority."""
     return dict(given_flags(args)).get(POLICY_FLAG, BY_PRIORITY) == BY_PRIORITY
 
 

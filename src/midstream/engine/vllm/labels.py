@@ -61,7 +61,7 @@ class Epochs:
 
 
 class OneEpoch(Epochs):
-    """Of an adapter, which never changes. version: of the base weights that it stands on, as vLLM names them."""
+    """The epoch of an adapter, which never changes. version: vLLM's name of the base weights that it stands on."""
 
     def __init__(self, snapshot: str, version: str) -> None:
         super().__init__(snapshot)

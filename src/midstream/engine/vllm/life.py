@@ -281,7 +281,7 @@ class ServerLife(Engine):
         return await self._other_weights()
 
     async def _other_weights(self) -> str | None:
-        """Whether the server has weights of others: it was restarted, for example."""
+        """Why the server has other weights than ours, if it has: it was restarted, for example."""
         if self._coming_version is not None:
             # The switch itself finds out whether it left the server in doubt.
             return None

@@ -73,7 +73,7 @@ def read_shape(directory: Path) -> Shape:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file. Raises ConfigError."""
+    """The JSON object in a file; None if there is no such file. Raises ConfigError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -169,7 +169,7 @@ def _differences(a: list[float], b: list[float]) -> list[float]:
 
 
 def _drift(a: list[protocol.Token], b: list[protocol.Token]) -> list[float]:
-    """Of greedy tokens, up to the first that differs: a near tie, after which the prompts differ, too."""
+    """The differences of greedy tokens, up to the first that differs: a near tie, after which the prompts differ, too."""
     same = sum(
         1
         for _ in itertools.takewhile(

@@ -40,7 +40,7 @@ class Proving:
 
     @property
     def spoilt(self) -> bool:
-        """Whether the serving weights failed. Their name may mean other files by now, and the KV cache is as bad for these."""
+        """True if the serving weights failed. Their name may mean other files by now, but the cached KV stays spoilt."""
         return self.standing is WeightsStanding.REFUSED
 
     def begins(self, run: VllmRequest) -> None:

@@ -59,7 +59,7 @@ class Config(msgspec.Struct, frozen=True):
 
     @property
     def by_priority(self) -> bool:
-        """Whether requests may have priorities. Elsewhere vLLM refuses them."""
+        """True if requests may have priorities. Otherwise vLLM refuses them."""
         return self.scheduler_config.policy == BY_PRIORITY
 
     @property

@@ -95,7 +95,7 @@ class Staging:
             self._lock = None
 
     def _copy(self, directory: Path, target: Path, cancelled: threading.Event) -> bool:
-        """Whether `target` is now a whole copy. If not, it does not exist."""
+        """Copy the directory. True if `target` is now a whole copy; if not, it does not exist."""
         files = snapshot_files(directory)
         if files is None:
             logger.warning("%s: not staged in memory, because a link leads out of it", directory)
@@ -150,7 +150,7 @@ class VllmStager:
         self.staged: Staged | None = None
 
     async def stage(self, snapshot: str, directory: Path) -> None:
-        """As Slot.stage."""
+        """Like Slot.stage."""
         self.drop()
         mine = self._copying = asyncio.create_task(self._staging.put(directory), name=f"staging {snapshot}")
         try:

@@ -140,7 +140,7 @@ class Control:
         await self._post("/resume", None, CALL_S_MAX)
 
     async def reload(self, directory: Path) -> None:
-        """In a pause, or before anything runs."""
+        """Load the weights again. Only in a pause, or before anything runs."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._load("/collective_rpc", body, directory)
 

@@ -39,7 +39,7 @@ class TextSize(Protocol):
 
 class Prompt(msgspec.Struct, frozen=True):
     """Token ids, and the text they came from (None when the client sent ids). within: how many of the last tokens were sampled
-    as the answer that goes on."""
+    as the answer that is continued."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -82,11 +82,11 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     listed_tools: list[dict[str, Any]] | None
     text: TextOptions
     template: PromptOptions
-    #: Alternatives of each prompt token to tell beside the choices; None: nothing of the prompt is told there.
+    #: How many alternatives of each prompt token the response has beside the choices; None: it has no prompt tokens there.
     prompt_logprobs: int | None
-    #: The first prompt token whose record the response tells, beside the choices; None: of no one.
+    #: The first prompt token that has a record in the response, beside the choices; None: none has.
     prompt_from: int | None
-    #: The end of a stream tells numbers of all its tokens again.
+    #: The end of a stream repeats the numbers of all its tokens.
     cumulative: bool
     #: The response's id, without the wire's prefix; None: a new one.
     response_id: str | None

@@ -1,7 +1,7 @@
 """The fields that clients of vLLM send beyond OpenAI's, and the rules between them. Pure.
 
-Always holds: a field whose wish cannot be met is refused by name. Without these fields
-a request is what it was, but for reasoning, which is told apart from the content where the template shows its tags.
+Always holds: a field is refused by name if its demand cannot be met. Without these fields a request means what it would
+without this module, except that reasoning is separated from the content if the template shows its tags.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHOICES_MAX = 4096
 
 class TextOptions(msgspec.Struct, frozen=True):
     """special: special tokens stand in the text by name. stop: so does what ended the text. none: there is no text.
-    ids: log-probabilities name tokens `token_id:N`. reasoning: it is told apart from the content.
+    ids: log-probabilities name tokens `token_id:N`. reasoning: it is separated from the content.
     """
 
     special: bool = False
@@ -38,7 +38,8 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 
 class PromptOptions(msgspec.Struct, frozen=True):
-    """variables: of the chat template. generation_prompt: the assistant's turn is begun. continued: the last message goes on.
+    """variables: of the chat template. generation_prompt: the assistant's turn is begun. continued: the last message is
+    continued.
     special_tokens: the tokenizer adds its own; None: as it does by default (completions: yes, chat: no).
     """
 
@@ -218,7 +219,7 @@ def wants_routes(body: InferenceBody) -> bool:
 def scored_prompt(body: InferenceBody) -> int | None:
     """How many alternatives each prompt token gets; None: the prompt's log-probabilities are not asked for."""
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs: cannot be told in a stream", param="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs: not supported in a stream", param="prompt_logprobs")
     return body.prompt_logprobs
 
 

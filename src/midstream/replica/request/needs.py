@@ -107,10 +107,10 @@ def check_needs(checked: Checked, body: InferenceBody, info: ModelInfo) -> None:
 
 
 def check_resume(info: ModelInfo) -> None:
-    """Raises CannotResume when the engine cannot go on with a stream that another one began."""
+    """Raises CannotResume if the engine cannot continue a stream that another one began."""
     if not info.card.has("resume"):
         raise CannotResume(
-            f"this replica's engine ({engine_name(info.card)}) does not go on with another's stream (feature resume)"
+            f"this replica's engine ({engine_name(info.card)}) does not continue another's stream (feature resume)"
         )
 
 

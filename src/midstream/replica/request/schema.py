@@ -1,7 +1,7 @@
 """The request bodies of the rollout API as they stand on the wire: OpenAI's fields and Fireworks' on top.
 
 Owns: which fields exist, their types and ranges, and which ones are refused because honouring them is not possible yet.
-Always holds: a field nobody knows is refused in Fireworks' wording; a known field that would change the result and is not
+Always holds: an unknown field is refused in Fireworks' wording; a known field that would change the result and is not
 supported is refused by name, never silently dropped; a harmless one is accepted and ignored.
 """
 
@@ -93,7 +93,7 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # As vLLM has them, see fields.py.
     cache_salt: str | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    #: Who is less urgent steps back; nobody steps before others, who may be other tenants.
+    #: A request may lower its priority. It cannot raise it above others, which may be other tenants' requests.
     priority: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     min_tokens: NotNegative | None = None
     allowed_token_ids: list[NotNegative] | None = None

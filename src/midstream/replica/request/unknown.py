@@ -1,7 +1,7 @@
 """Body fields that no wire knows, passed over where the deployment's setting says so. Pure.
 
-Always holds: only members of the body itself and of `stream_options` are passed over, and each is told by name. A known field
-is never lost.
+Always holds: only members of the body itself and of `stream_options` are ignored, and each is named to the client. A known
+field is never lost.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def _passed_over(sent: dict[str, msgspec.Raw], error: UnknownField) -> list[str]
 
 def header_value(names: Iterable[str]) -> str:
     """The names, percent-encoded and cut, as the value of a header."""
-    told = ", ".join(quote(name[:_NAME_MAX], safe="", errors="replace") for name in names)
-    return told if len(told) <= _HEADER_MAX else told[:_HEADER_MAX].rpartition(", ")[0] + ", ..."
+    named = ", ".join(quote(name[:_NAME_MAX], safe="", errors="replace") for name in names)
+    return named if len(named) <= _HEADER_MAX else named[:_HEADER_MAX].rpartition(", ")[0] + ", ..."

@@ -50,7 +50,7 @@ class Surroundings:
         """Raises AnotherBoot when the engine of this boot is gone, or the request was meant for another boot."""
         now = self.boot_now()
         if not self.boot == now == (meant or now):
-            raise AnotherBoot("the replica began anew after this request was sent to it; retry this request")
+            raise AnotherBoot("the replica restarted after this request was sent to it; retry this request")
 
 
 class Timings(msgspec.Struct):

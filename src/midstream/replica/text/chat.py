@@ -55,7 +55,7 @@ class TextModel:
 
     @classmethod
     def load(cls, directory: Path) -> TextModel:
-        """From a Hugging Face model directory. Raises ConfigError."""
+        """Load from a Hugging Face model directory. Raises ConfigError."""
         file = directory / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ class TextModel:
 
     @cached_property
     def turn_opening(self) -> str:
-        """What the chat template writes where the assistant's turn begins; empty if that cannot be told apart."""
+        """What the chat template writes where the assistant's turn begins; empty if that cannot be separated."""
         user = [{"role": "user", "content": "probe"}]
         try:
             before, begun = (self.render(user, generation_prompt=begins) for begins in (False, True))
@@ -204,7 +204,7 @@ class TextModel:
         return str(rendered[0])
 
     def _begun(self, answer: dict[str, Any]) -> str | None:
-        """The reasoning that an answer goes on within; None: it goes on with its content. Raises InvalidRequest."""
+        """The reasoning that an answer is continued in; None: its content is continued. Raises InvalidRequest."""
         param = "continue_final_message"
         if answer.get("tool_calls"):
             raise InvalidRequest(
@@ -289,7 +289,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name; a model with one template has `default`, some have `tool_use` beside it. Files win over the configuration."""
+    """The chat templates by name; a model with one template has `default`, some have `tool_use` beside it. Files win over the
+    configuration."""
     found: dict[str, str] = {}
     given = config.get("chat_template")
     if isinstance(given, str):

@@ -21,7 +21,7 @@ from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.text.tools import ToolPlan
 
 GRAMMAR_MAX = CHARACTERS_MAX
-#: Without a bound a model may go on with blanks for ever.
+#: Without a bound a model may write blanks for ever.
 _SPACE_BETWEEN = r"[ \t\r\n]{1,32}"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -219,7 +219,7 @@ def _check_schema(schema: dict[str, Any], where: str, param: str, problem_with: 
     if problem is None:
         problem = problem_with(f"start: %json {_json(schema)}", begun=True)
     if problem is None:
-        # Without blanks, which could go on for ever in place of a name.
+        # Without blanks, which could repeat for ever in place of a name.
         left = [_json(asked, whitespace_flexible=False) for asked in schemarules.left_for_patterns(schema)]
         if any(problem_with(f"start: %json {asked}", begun=True) is not None for asked in left):
             problem = (

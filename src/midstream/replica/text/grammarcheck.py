@@ -96,7 +96,7 @@ class GrammarChecks:
         return problem
 
     def verdict(self, grammar: str, *, begun: bool) -> GrammarVerdict:
-        """As `problem`, with what it took."""
+        """Like `problem`, with what the check took."""
         key = (grammar, begun)
         with self._lock:
             verdict = self._known.get(key) or self._ask(grammar, begun)
@@ -181,7 +181,7 @@ def compile_problem(tokenizer: LLTokenizer, grammar: str, *, begun: bool) -> str
 
 
 def _look_into(matcher: LLMatcher) -> None:
-    """Take the first bytes of an object: the parser has all ways to go on at once behind them, and may give up."""
+    """Take the first bytes of an object: after them the parser has all continuations at once, and may give up."""
     for byte in b'{"':
         if matcher.is_error() or not matcher.compute_bitmask()[byte >> 3] >> (byte & 7) & 1:
             return

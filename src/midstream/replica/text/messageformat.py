@@ -4,8 +4,8 @@ Owns: which roles and fields a template leaves out without a word, what stands i
 Always holds:
 - Text that a client sends is in the prompt, or the request is refused with the place of the text. Excepted is what a template
   leaves out of old answers: their thinking.
-- A template is probed once for requests with tools and once for those without. A probe that it refuses tells nothing: it
-  refuses the request, too.
+- A template is probed once for requests with tools and once for those without. A refused probe proves nothing: the
+  template refuses the request, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MessageFormat:
     developer: it has the role; else such messages are system messages. system: it shows one at the beginning. second: it shows
     another one behind that; else they are one message. later: the roles of those that it shows behind other messages, or
     refuses there. results: of tools. beside_calls: the content of an answer that has calls. thinking: of answers. names: the
-    roles whose names it shows.
+    roles that it shows with their names.
     """
 
     developer: bool

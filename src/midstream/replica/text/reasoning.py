@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 class ReasoningParser:
-    """prompt: the text that the answer goes on with. continued: it ends inside an answer."""
+    """prompt: the text before the answer. continued: it ends inside an answer."""
 
     def __init__(self, form: ReasoningFormat, prompt: str, continued: bool = False) -> None:
         self._form = form
@@ -46,7 +46,7 @@ class ReasoningParser:
         return self._place
 
     def pass_over(self, text: str) -> None:
-        """The answer so far, which the client has; it goes on behind it."""
+        """Skip the answer so far, which the client has."""
         self.push(text)
         self.flush()
 

@@ -219,7 +219,7 @@ def _own_reference(schema: dict[str, Any], objects: list[dict[str, Any]]) -> str
 
 
 def _referred(schema: dict[str, Any], value: dict[str, Any]) -> dict[str, Any] | None:
-    """Where a $ref inside the same schema leads."""
+    """The schema that a $ref inside the same schema leads to."""
     reference = value.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

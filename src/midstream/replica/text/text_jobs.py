@@ -1,8 +1,8 @@
 """Long texts are rendered and tokenized beside the event loop.
 
 Owns: the threads that do it, and the order of tenants.
-Always holds: at most THREADS jobs run at a time, and one per tenant. Jobs beyond WAITING_MAX are refused. A job whose client
-left stops at its next step (`Leave.check`); it keeps its tenant's turn until then, and its result is discarded. Nothing of
+Always holds: at most THREADS jobs run at a time, and one per tenant. Jobs beyond WAITING_MAX are refused. A job stops at its
+next step after its client left (`Leave.check`); it keeps its tenant's turn until then, and its result is discarded. Nothing of
 a job that failed waits for a collection.
 """
 
@@ -63,7 +63,7 @@ class TextJobs:
         return f"TextJobs({self.jobs} jobs of {len(self._turns)} tenants)"
 
     async def read(self, tenant: str, job: Callable[[Leave], _T]) -> _T:
-        """As `run`, of a text, which may take long. Raises Overloaded, too, while WAITING_MAX texts are read or wait."""
+        """Like `run`, for a text, which may take long. Raises Overloaded, too, while WAITING_MAX texts are read or wait."""
         if self._texts >= WAITING_MAX:
             raise Overloaded(f"{self._texts} long texts wait to be tokenized; retry it later")
         self._texts += 1
@@ -125,6 +125,6 @@ class TextJobs:
             raise AnotherBoot("the replica is ending; retry this request")
 
     def close(self) -> None:
-        """Jobs that run go on; those that wait end with AnotherBoot, as their requests may begin elsewhere."""
+        """Running jobs continue; those that wait end with AnotherBoot, as their requests may begin elsewhere."""
         self._closed = True
         self._threads.shutdown(wait=False)

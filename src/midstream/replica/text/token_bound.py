@@ -1,7 +1,7 @@
 """How many tokens a text has at least, computed from its bytes alone. Pure; imports no tokenizer.
 
 Owns: the proof, from a tokenizer's own description, that no token stands for more than so many bytes of text.
-Always holds: where the proof fails the answer is None, and only tokenizing the text can tell.
+Always holds: where the proof fails the answer is None, and only tokenizing the text can show it.
 
 The proof, for a text of B bytes: the normalizer keeps at least B / S of them; the pre-tokenizer drops none; the model gives
 every byte to some token, and the longest token of the vocabulary has L bytes. So there are at least B / (S x L) tokens.
@@ -50,7 +50,7 @@ def bytes_per_token_max(tokenizer: Mapping[str, Any], alphabet: Mapping[str, int
 
 
 def tokens_at_least(size: int, bytes_per_token: int) -> int:
-    """Of a text of `size` bytes."""
+    """The least number of tokens of a text of `size` bytes."""
     return math.ceil(size / bytes_per_token)
 
 
@@ -72,7 +72,7 @@ def _steps(stage: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
-    """By which factor it shortens a text at most; None: nobody knows."""
+    """The largest factor by which it shortens a text; None: not known."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step.get("type")

@@ -92,7 +92,7 @@ class Vocabulary:
         return self._special
 
     def id_label(self, token_id: int) -> tuple[str, msgspec.Raw]:
-        """As `label`, with the token's number for a name."""
+        """Like `label`, with the token's number as its name."""
         return f"token_id:{token_id}", self.label(token_id)[1]
 
     def legacy_label(self, token_id: int) -> str:
@@ -238,7 +238,7 @@ class StopStrings:
         return buffer[: len(buffer) - keep]
 
     def _find(self, buffer: str, stop: str) -> int:
-        """Where the first stop string begins that ends behind the free text; -1: nowhere."""
+        """Where the first stop string begins that ends after the free text; -1: nowhere."""
         return buffer.find(stop, max(self._free - len(stop) + 1, 0)) if self._free else buffer.find(stop)
 
     def flush(self) -> str:

@@ -1,1 +1,1 @@
-"""Exact sessions: the turns of each session as token ids, and prompts that go on from them."""
+"""Exact sessions: the turns of each session as token ids, and prompts that continue them."""

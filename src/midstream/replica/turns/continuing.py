@@ -1,7 +1,7 @@
 """What a chat template writes behind an answer that was sampled before: the text that a request adds to a turn. Pure.
 
 A template renders a whole conversation, and an answer in it often reads other than it was sampled: thinking is dropped, calls
-are spaced anew, white space is trimmed. So the answer is rendered as a mark, and only what stands behind the mark is taken.
+get other spaces, white space is trimmed. So the answer is rendered as a mark, and only what stands behind the mark is taken.
 Where a template shows no mark (Llama 3 drops the content of a message with calls), the conversation up to the answer and the
 whole one are rendered, and what the second has more is taken.
 
@@ -41,7 +41,7 @@ def closings_of(render: Render) -> Closings | None:
 def text_behind(
     render: Render, closings: Closings, messages: Sequence[dict[str, Any]], at: int
 ) -> str | None:
-    """All text behind the answer `messages[at]`; it begins with a closing. None: it cannot be told apart from the answer.
+    """All text behind the answer `messages[at]`; it begins with a closing. None: it cannot be separated from the answer.
 
     Raises InvalidRequest where the template refuses the conversation.
     """

@@ -2,9 +2,9 @@
 
 Always holds:
 - A prompt begins with the exact tokens of the turn that it continues, or the request is marked as a branch.
-- A request with answers in its history that continues no turn is a branch. So is one whose history goes on, behind a turn,
-  with answers that were not sampled here.
-- A request that goes on within an answer continues its turn, if the answer was cut. The turn that it adds is found by the
+- A request with answers in its history that continues no turn is a branch. So is a request with answers after a turn that were
+  not sampled here.
+- A request that continues an answer continues the answer's turn, if the answer was cut. The turn that it adds is found by the
   whole answer.
 - Only answers that came to their end become turns.
 """
@@ -43,7 +43,7 @@ from midstream.replica.turns.tree import (
     thoughts_of,
 )
 
-#: A sampling log-probability that the engine cannot tell.
+#: A sampling log-probability that the engine does not know.
 _UNKNOWN = float("nan")
 #: See types.HEADER_HISTORY.
 Policy = Literal["exact", "template"]
@@ -51,17 +51,17 @@ Policy = Literal["exact", "template"]
 
 class Branch(msgspec.Struct):
     """Why a request continues no turn as it was sampled. messages: how many of its messages, from the first on, the session
-    has had before. turn: the number of the turn whose tokens its prompt begins with, where there is one.
+    has had before. turn: the number of the turn that its prompt begins with, token for token, if there is one.
 
     - new: it has no answers in its history; a sub-agent, a compacted conversation, or a prompt that comes again. A prompt of
       text or of token ids is new when it begins with no turn.
     - edited: it has answers, or thinking in them, that this replica did not sample in this session. Another one may have, and
-      was lost. Or it goes on within an answer that had come to its end.
+      was lost. Or it continues an answer that had come to its end.
     - unknown: it has answers, and this replica has no turn of the session.
     - forgotten: likewise, as the session's turns were dropped for want of memory.
-    - template: the chat template renders the conversation otherwise, and the client wants that, or the template does not let
-      answers be told apart.
-    - ambiguous: several turns of other tokens have these words. It goes on from the youngest.
+    - template: the chat template renders the conversation otherwise, and the client wants that, or the template does not
+      separate answers.
+    - ambiguous: several turns with different tokens have these words. The youngest is continued.
     """
 
     why: Literal["new", "edited", "unknown", "forgotten", "template", "ambiguous"]
@@ -135,7 +135,7 @@ class History:
     ) -> None:
         """ends: tokens that end answers. records: what is kept for the session's trace. held: whether the session is open;
         None: always. Nothing is kept of one that was closed meanwhile. begins: there was nothing that it could continue, so
-        it is no branch, whatever answers it has. model: whose snapshots generate."""
+        it is no branch, whatever answers it has. model: the one that generates."""
         self._begins = begins
         self._model = model
         self._held = held
@@ -147,14 +147,14 @@ class History:
         self._keys: list[Key] = []
         #: Of each message.
         self._thoughts: list[str] = []
-        #: The answer that goes on, and the key of the messages before it.
+        #: The answer that is continued, and the key of the messages before it.
         self._begun: dict[str, Any] | None = None
         self._key_before: Key = b""
         #: A prompt of text, and what its answer's tokens are as text.
         self._text: str | None = None
         self._special = True
         self._raw_text: Callable[[Iterable[int]], str] = lambda tokens: ""
-        #: The turn whose messages the request has, and the one whose tokens its prompt has.
+        #: The turn that has the request's messages, and the one that has its prompt's tokens.
         self._found: Turn | None = None
         self._parent: Turn | None = None
         #: How many messages the turn found has.
@@ -186,7 +186,7 @@ class History:
     ) -> Prompt | None:
         """The prompt that continues a turn; None: render the conversation. others: what else the template gets. check: raises
         for a text that is too long to be tokenized. encode: of the text behind a turn. goes_on: the last message is an answer
-        that goes on.
+        to be continued.
 
         Any thread may call it. Raises InvalidRequest.
         """
@@ -202,7 +202,7 @@ class History:
                 # A stop string ended the answer, so that the client has less of it than was sampled.
                 assert tree is not None
                 found = tree.find(self._keys[:-1], self._thoughts[:-1])._replace(known=found.known)
-        # Whoever writes answers into a history that nobody sampled here begins a branch.
+        # A client that writes answers into a history which were not sampled here begins a branch.
         answers = any(message["role"] == "assistant" for message in messages[found.messages :])
         if found.turn is None:
             if tree is not None:
@@ -225,7 +225,7 @@ class History:
         return Prompt(continued(text, found.turn, closings.within, behind, self._ends, encode))
 
     def _within(self, found: FoundTurn, turn: Turn) -> Prompt | None:
-        """The prompt that goes on within the turn's answer; None: render it."""
+        """The prompt that continues the turn's answer; None: render it."""
         tokens, within = turn.tokens, turn.answered
         if turn.finish in ("stop", "tool_calls") and tokens[-1] in self._ends:
             # The answer without its end, which is not all that was sampled.
@@ -307,7 +307,7 @@ class History:
             return
         dropped = self._tree is not None and self._trees.of(self._session) is not self._tree
         if dropped and not self._trees.forgot(self._session):
-            # The session was closed, and began anew meanwhile.
+            # The session was closed, and a new one began meanwhile.
             return
         added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
         record = self._record(choice, answer, created)
@@ -322,7 +322,7 @@ class History:
         calls: list[tuple[str, Any]] = [*answer.calls]
         own, before = len(self._keys), self._keys[-1]
         if self._begun is not None:
-            # The client has one answer, which this one goes on with.
+            # The client has one answer, which this one continues.
             own, before = own - 1, self._key_before
             content = (self._begun.get("content") or "") + content
             thought = reasoning_tags.of_message(self._begun) + thought

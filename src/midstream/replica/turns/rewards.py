@@ -42,5 +42,5 @@ class Rewards:
         counted.sum -= reward.reward
 
     def told(self) -> list[Rewarded]:
-        """In the order of their first rewards. It changes with what is given."""
+        """The rewards, in the order of the first ones per turn. The list changes with later rewards."""
         return [one for one in self._sums.values() if one.count]

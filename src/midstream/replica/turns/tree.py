@@ -8,7 +8,7 @@ Always holds:
   turn's own, and that of the answers before it.
 - A prompt of token ids continues the turn with the most tokens that it begins with; one of text, the turn with the longest
   text, special tokens by name.
-- The least recently used tree goes first, whole. A session whose tree went is known as forgotten.
+- The least recently used tree is dropped first, as a whole. Its session is known as forgotten.
 
 Threads may read while the loop's thread adds: each step is one operation of a dict.
 """
@@ -36,9 +36,9 @@ from midstream.replica.turns.rewards import Rewards
 #: Of all trees together.
 BYTES_MAX = 256 * 2**20
 FORGOTTEN_MAX = 100_000
-#: Sets of tools whose closings are kept.
+#: How many sets of tools have their closings kept.
 CLOSINGS_MAX = 1024
-#: Turns of the same words that are told apart.
+#: How many turns with the same words are kept apart.
 SAME_WORDS_MAX = 64
 #: What a turn and a message key take beside tokens, roughly.
 _TURN_BYTES = 512
@@ -100,7 +100,7 @@ class Turn:
         return None if self.record is None else self.record.finish
 
     def goes_on_with(self) -> list[Turn]:
-        """The turns whose answer it goes on with, the youngest first."""
+        """The turns with the answer that it continues, the youngest first."""
         turns, turn = list[Turn](), self
         while turn.parent is not None and not turn.added:
             turn = turn.parent
@@ -109,7 +109,7 @@ class Turn:
 
     @property
     def answered(self) -> int:
-        """How many tokens its answer has, with those that it goes on with."""
+        """How many tokens its answer has, with those of the turns that it continues."""
         return sum(len(turn.sampled) for turn in (self, *self.goes_on_with()))
 
     @property
@@ -118,7 +118,7 @@ class Turn:
         turn: Turn | None = self
         found: dict[int, str] = {}
         while turn is not None:
-            # A turn that goes on with its parent's answer has the thinking of both.
+            # A turn that continues its parent's answer has the thinking of both.
             for at, thought in turn.thoughts:
                 found.setdefault(at, thought)
             turn = turn.parent
@@ -126,12 +126,15 @@ class Turn:
 
 
 class TurnRecord(NamedTuple):
-    """What a trace tells of a turn beside its tokens.
+    """What a trace has of a turn beside its tokens.
 
-    logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine cannot tell; empty where they were not asked for.
-    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in choice.Choice.
-    model: whose snapshots they are; "": the replica's own. resumed: how many of the sampled tokens, from the first on, are of a
-    replica that was lost. Their numbers, and so those of the turn, went to the client alone. constrained: as in a TokenRecord.
+    logprobs, sampling_logprobs: of the sampled tokens; NaN where the engine does not know them; empty where they were not asked
+    for.
+    routes: of the sampled tokens, one behind the other, all of one size. snapshots, kv, earlier_kv: as in
+    choice.Choice.
+    model: the one that they are snapshots of; "": the replica's own. resumed: how many of the sampled tokens, from the first
+    on, are of a replica that was lost. Their numbers, and so those of the turn, went to the client alone. constrained: as in a
+    TokenRecord.
     """
 
     finish: FinishReason
@@ -153,7 +156,7 @@ class TurnRecord(NamedTuple):
 
 
 class FoundTurn(NamedTuple):
-    """turn: the last one whose messages are all there, in the same words; None: there is none. messages: how many they are.
+    """turn: the last one with all its messages in the request, in the same words; None: there is none. messages: their number.
 
     known: how many messages from the first on any turn of the session has had. ambiguous: turns of other tokens have the same
     words, so this one, the youngest, may not be meant.
@@ -259,7 +262,7 @@ class TurnTree:
         return FoundTurn(turn, length, 0, ambiguous)
 
     def add(self, turn: Turn, told: TurnKeys) -> None:
-        """Its number is the next one."""
+        """Add a turn. It gets the next number."""
         assert turn.number == len(self.turns) + 1
         self.turns.append(turn)
         self._children.setdefault(0 if turn.parent is None else turn.parent.number, []).append(turn)
@@ -330,7 +333,7 @@ class Trees:
         return f"Trees({len(self._trees)} sessions, {self.size} bytes, {len(self._forgotten)} forgotten)"
 
     def closings(self, others: Any, render: Render) -> Closings | None:
-        """Of the replica's template. others: what it gets beside the messages."""
+        """The closings of the replica's template. others: what it gets beside the messages."""
         key = _digest(b"", others)
         known = self._closings.get(key)
         if known is None:
@@ -377,8 +380,8 @@ class Trees:
         return turn
 
     def reward(self, session: Session, given: Reward, *, look: bool = False) -> tuple[bool, bool]:
-        """Whether there are turns of the session, and whether the reward's turn is among them. look: only that, else it is
-        kept. Raises InvalidRequest."""
+        """True, if there are turns of the session; and True, if the reward's turn is among them. The reward is kept unless look
+        is set. Raises InvalidRequest."""
         tree = self._trees.get(session)
         if tree is None:
             return False, False
@@ -440,7 +443,7 @@ def thought_of(content: str, beside: str) -> str:
 
 
 def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
-    """Of each message."""
+    """The thinking of each message."""
     return [
         thought_of(message.get("content") or "", reasoning_tags.of_message(message))
         if message.get("role") == "assistant"

@@ -105,7 +105,7 @@ def encode_tensors(
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
 ) -> DeltaStats:
-    """As `encode_delta`, from tensors in memory. others: the directory of the other files; None is the parent."""
+    """Like `encode_delta`, from tensors in memory. others: the directory of the other files; None is the parent."""
     started = time.perf_counter()
     layouts = weights_files(parent)
     _check_same(layouts, tensors)

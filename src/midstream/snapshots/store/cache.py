@@ -52,7 +52,7 @@ class _Entry:
 
 
 class Users:
-    """Those who share the bound of a cache: what each keeps, and what each is writing beside the entries, in bytes."""
+    """The users that share the bound of a cache: what each keeps, and how many bytes each is writing beside the entries."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -191,7 +191,7 @@ class SnapshotCache:
                         self.drop(entry.path)
 
     def _evict(self, bytes_max: int, keep: Collection[Path]) -> int:
-        """As `prune`, down to `bytes_max`. Returns the bytes that are left."""
+        """Like `prune`, down to `bytes_max`. Returns the bytes that are left."""
         entries = self._entries()
         used = sum(entry.size for entry in entries)
         for entry in entries:
@@ -208,7 +208,7 @@ class SnapshotCache:
         return self if self._around is None else self._around._outer
 
     def _entries(self) -> list[_Entry]:
-        """Of all caches that share the bound, the least recently used one first."""
+        """The entries of all caches that share the bound, the least recently used one first."""
         root = self._outer.root
         entries: list[_Entry] = []
         for directory in (root, *_directories(root / POLICIES)):
@@ -220,7 +220,7 @@ class SnapshotCache:
 
 
 def _directories(parent: Path) -> list[Path]:
-    """Those in `parent`; it may vanish meanwhile."""
+    """The directories in `parent`, which may vanish meanwhile."""
     try:
         return [path for path in parent.iterdir() if path.is_dir()]
     except FileNotFoundError:

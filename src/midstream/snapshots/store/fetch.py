@@ -91,7 +91,7 @@ async def fetch_listed(
     slots: asyncio.Semaphore | None = None,
     content: Content | None = None,
 ) -> None:
-    """As fetch_snapshot, of files already listed. Notes their content in `dest` (local.py).
+    """Like fetch_snapshot, for files that are already listed. Notes their content in `dest` (local.py).
 
     slots: shared by fetches that run together. content: of the expected files; None for any. Raises SnapshotCorrupt that
     names the file that differs.

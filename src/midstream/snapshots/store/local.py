@@ -69,7 +69,7 @@ def write_own_listing(directory: Path) -> None:
 
 
 def is_whole(directory: Path, fingerprint: str | None, contents: Sequence[Content | None] | None) -> bool:
-    """Whether `directory` has every file it noted, with the size and time of then.
+    """True if `directory` has every file that it noted, with the noted size and time.
 
     fingerprint: of the snapshot these files must be. contents: that the directory must be made from, link by link. None allows
     any, in both. No file is read, so damage by the disk is not seen.
