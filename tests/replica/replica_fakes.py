@@ -462,9 +462,9 @@ class Running:
     extra: dict[str, Any] = field(default_factory=dict)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a state of the replica, woken by its own changes."""
+        """Wait for a state of the replica or its engine, woken by the replica's changes. An engine's have no event."""
         while not holds():
-            await self.replica.changed(5.0)
+            await self.replica.changed(0.02)
 
     async def swap(self, snapshot: str, **more: Any) -> None:
         generation = self.replica.report().generation + 1
