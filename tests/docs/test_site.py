@@ -56,7 +56,7 @@ def base(request: pytest.FixtureRequest, site: Path) -> Iterator[str]:
         yield site.as_uri()
         return
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

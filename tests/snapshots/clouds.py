@@ -108,7 +108,7 @@ def cloud_server() -> Iterator[Cloud]:
     handler = type("Handler", (_Handler,), {"cloud": cloud})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         cloud.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         try:
             yield cloud
