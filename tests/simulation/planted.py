@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import simclock
-
 from midstream.core.types import Desired, ReplicaReport
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
 from midstream.fleet import loop as fleet_loop
@@ -192,10 +190,13 @@ def _places_leak() -> None:
 
 def _old_by_the_clock() -> None:
     """A boot that seems to have begun before the first signal may serve the base weights."""
+    # It replaces the clocks of the process that imports it, and the names here are also read by processes of tests.
+    from simclock import EPOCH_S
+
     before = reconcile._may_join
 
     def may_join(state: Any, report: Any) -> bool:
-        late = report is not None and report.ready and time.time() < simclock.EPOCH_S
+        late = report is not None and report.ready and time.time() < EPOCH_S
         return late or before(state, report)
 
     reconcile._may_join = may_join

@@ -89,6 +89,11 @@ def simulate(bed: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def test_the_process_of_the_tests_keeps_its_clocks() -> None:
+    """A module that another test imports after this one would bind simulated clocks as its defaults."""
+    assert "simclock" not in sys.modules
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int], bed: Path) -> None:
     first, last = block
