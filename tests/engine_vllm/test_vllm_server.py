@@ -21,6 +21,9 @@ from midstream.engine.vllm import server as server_module
 from midstream.engine.vllm.arguments import adapter_places, by_priority, command_line, environment
 from midstream.engine.vllm.server import VllmServer, VllmServerFailed
 
+# Each starts processes.
+pytestmark = pytest.mark.slow
+
 MODEL = Path("/models/tiny")
 
 

@@ -14,6 +14,9 @@ from midstream.engine.base import EngineDied
 from midstream.engine.vllm.swap import LOAD_BYTES_PER_S, LOAD_S, load_s
 from midstream.engine.vllm.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence
 
+# Each waits for a silence of the real clock.
+pytestmark = pytest.mark.slow
+
 IDLE, DUE = PendingWork(due=False, prompt_tokens=0), PendingWork(due=True, prompt_tokens=0)
 MAX_S = 8.0
 
