@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,25 @@ def test_a_trainer_of_others_runs_in_no_tier_but_all() -> None:
     assert not {"test_trl.py", "test_art.py"} & fast
     # What needs no trainer runs at once.
     assert "test_trl_server.py" in fast
+
+
+def test_six_runs_of_ci_run_all_that_make_test_leaves_out() -> None:
+    """Each part of the variants, and each further target of `make test-all`, is in one share of .ci/run."""
+    listed = re.search(r"^shares=\((.*?)^\)", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    shares = re.findall(r'"(.+)"', listed[1])
+    targets = Counter(word for share in shares for word in share.split() if "=" not in word)
+    parts = Counter[int]()
+    counts = set()
+    for numbers, count in re.findall(r"SHARE=([\d,]+)/(\d+)", listed[1]):
+        parts.update(map(int, numbers.split(",")))
+        counts.add(int(count))
+    assert len(shares) == 6
+    assert {target for target in targets if target != "test-variants"} == {
+        "test-vllm",
+        "test-ray-vllm",
+        "test-package",
+    }
+    assert targets["test-variants"] == len(re.findall("SHARE=", listed[1]))
+    [count] = counts
+    assert parts == Counter(range(count))

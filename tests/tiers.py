@@ -60,7 +60,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tier", choices=TIERS, default="all", help="which tests run (tests/tiers.py)")
     group.addoption(
-        "--share", metavar="K/N", help="of what `all` runs and `test` does not, each Nth test from K on"
+        "--share", metavar="K[,K]/N", help="of what `all` runs and `test` does not, each Nth test from K on"
     )
     group.addoption("--durations-file", type=Path, help="write how long each test took there, as JSON")
 
@@ -83,9 +83,11 @@ def configure(config: pytest.Config) -> None:
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, wanted = config.getoption("--share"), TIERS.index(config.getoption("--tier"))
     if share is not None:
-        number, count = map(int, share.split("/"))
+        numbers, _, count = share.partition("/")
+        wanted_numbers = {int(number) for number in numbers.split(",")}
         # One after another, and not by file: the longest file would make one share twice as long as the others.
-        kept = [item for item in items if tier_of(item) == "all"][number::count]
+        variants = [item for item in items if tier_of(item) == "all"]
+        kept = [item for place, item in enumerate(variants) if place % int(count) in wanted_numbers]
     else:
         kept = [item for item in items if TIERS.index(tier_of(item)) <= wanted]
     if len(kept) < len(items):
