@@ -19,10 +19,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Another one, of a module whose tests publish to it."""
+    """Another one, of tests that publish to it. Which snapshot it serves, the tests before decide."""
     with serve(tmp_path_factory.mktemp("published") / "state", "--no-tinker") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Another one, of tests that kill parts of it, publish nothing, and end when all of it serves again."""
+    with serve(tmp_path_factory.mktemp("killed") / "state", "--no-tinker") as running:
         yield running
 
 
@@ -36,6 +43,14 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def adapter_base(tiny_model: Callable[..., Path]) -> Path:
     """The model that adapters stand on."""
     return tiny_model(dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def adapter_server(tmp_path_factory: pytest.TempPathFactory, adapter_base: Path) -> Iterator[Server]:
+    """Two replicas of it, of tests whose adapters and policies have names of their own."""
+    state = tmp_path_factory.mktemp("adapters") / "state"
+    with serve(state, "--model", str(adapter_base), "--no-tinker") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

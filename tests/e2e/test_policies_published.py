@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from policy_helpers import Adapters, checked, ready, sample
-from serving import Server, command, serve
+from serving import Server, command
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.snapshots.content import MANIFEST_FILE
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, adapter_base: Path) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("published")
-    with serve(place / "state", "--model", str(adapter_base), "--replicas", "2") as running:
-        yield running
+@pytest.fixture
+def server(adapter_server: Server) -> Server:
+    return adapter_server
 
 
 def run(server: Server, *arguments: str) -> tuple[int, str, str]:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ import httpx
 import openai
 import pytest
 from policy_helpers import DEADLINE_S, HOT_LOAD, Adapters, checked, load, ready, sample, signalled
-from serving import Server, serve
+from serving import Server
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, adapter_base: Path) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("policies")
-    with serve(place / "state", "--model", str(adapter_base), "--replicas", "2") as running:
-        yield running
+@pytest.fixture
+def server(adapter_server: Server) -> Server:
+    return adapter_server
 
 
 def test_adapters_are_sampled_side_by_side_and_each_is_itself(server: Server, adapters: Adapters) -> None:

@@ -12,16 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, serve
+from serving import Server
 
 DEADLINE_S = 150.0
 KEYS = [f"trajectory-{number}" for number in range(16)]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("routing") / "state", "--replicas", "2") as running:
-        yield running
 
 
 @pytest.fixture
