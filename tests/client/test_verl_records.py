@@ -35,6 +35,7 @@ def verl(given: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.variant
 def test_verls_own_classes_take_our_records_and_work_with_them() -> None:
     rewards = [a_reward(1.0), a_reward(0.5, 2), a_reward(4.0, 3)]
     sequences = sequences_of(a_trace([(0, 2, 2), (1, 1, 2), (1, 1, 3)], [(0, 4, 3)], rewards=rewards))

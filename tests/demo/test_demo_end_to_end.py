@@ -94,6 +94,7 @@ def test_a_demo_told_to_end_takes_its_server_with_it(tmp_path):
     assert commands_naming(tmp_path) == []
 
 
+@pytest.mark.variant
 def test_the_server_is_gone_after_the_block(tiny_model, tmp_path):
     (tmp_path / "model").symlink_to(tiny_model())
     with server(tmp_path, tmp_path, 1) as (url, _, _):

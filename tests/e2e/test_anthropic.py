@@ -121,6 +121,7 @@ def test_the_sdk_raises_its_own_errors(sdk: anthropic.Anthropic, server: Server)
         sdk.messages.count_tokens(model=server.model, messages=[])
 
 
+@pytest.mark.variant
 def test_a_key_comes_in_the_sdks_own_header(tmp_path: Path) -> None:
     config = tmp_path / "keys.toml"
     config.write_text('[gateway]\napi_keys = ["right", { key = "looks", scopes = ["observe"] }]\n')

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from serving import Server, serve
 
 from midstream import __version__
@@ -43,6 +44,7 @@ def test_the_model_shows_its_engine_to_openai_clients_and_others(
     assert [replica["engine"] for replica in health["replicas"]] == [f"embedded {__version__}"] * 2
 
 
+@pytest.mark.variant
 def test_what_this_model_and_these_settings_cannot_is_not_declared_and_refused_by_name(
     tmp_path: Path,
 ) -> None:

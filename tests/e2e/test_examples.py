@@ -29,8 +29,8 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_rollout_example_hits_the_cache_on_its_second_turn(published: Server) -> None:
-    out = run("rollout.py", published.url)
+def test_the_rollout_example_hits_the_cache_on_its_second_turn(server: Server) -> None:
+    out = run("rollout.py", server.url)
     turns = [line for line in out.splitlines() if line.startswith("turn")]
     assert turns[0].endswith(" 0 from the cache")
     assert not turns[1].endswith(" 0 from the cache")
@@ -46,6 +46,7 @@ def test_the_hot_load_example_ends_with_every_replica_on_the_snapshot(
     assert [line.split()[0] for line in sorted(served)] == ["replica-0", "replica-1"]
 
 
+@pytest.mark.variant
 def test_the_publishing_example_sends_deltas_between_full_snapshots(
     published: Server, tiny_model: Callable[..., Path]
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_plain_loop_learns_from_data_that_are_one_snapshot_old(tmp_path: Pat
     assert all(0 <= behind <= 1 for _, _, behind in found)
 
 
+@pytest.mark.variant
 def test_the_loop_in_publishing_md_runs_as_it_stands(tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "publishing.md").read_text()
     [code] = [

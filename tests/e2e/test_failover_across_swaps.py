@@ -128,6 +128,7 @@ def test_a_replica_that_is_killed_before_its_own_swap_when_the_other_has_switche
     assert set(goes_on.labels[goes_on.before[0] :]) == {new}
 
 
+@pytest.mark.variant
 def test_a_replica_that_is_killed_after_its_swap_under_streams_that_crossed_it(
     server: Server, publisher: SnapshotPublisher, steps: Steps
 ) -> None:

@@ -45,6 +45,7 @@ def has_room(out: FileIO, size: int) -> bool:
     return True
 
 
+@pytest.mark.variant
 def test_a_full_state_disk_holds_up_signals_alone_and_room_cures_it(
     tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

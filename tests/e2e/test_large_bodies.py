@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from serving import Server, serve
 
 MB = 2**20
@@ -44,6 +45,7 @@ def given_back(server: Server, before: dict[str, float]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.variant
 def test_what_large_bodies_took_is_given_back(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     model = str(tiny_model(layers=1, hidden=64, experts=2, max_positions=CONTEXT))
     options = ("--model", model, "--replicas", "1", "--no-tinker")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from serving import serve
 
 MOST = "this model's maximum context length is 4096 tokens, and "
@@ -28,6 +29,7 @@ LONG = {
 }
 
 
+@pytest.mark.variant
 def test_what_cannot_fit_the_context_is_refused_and_every_process_goes_on(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("[embedded]\nsilence_s_max = 5\n")

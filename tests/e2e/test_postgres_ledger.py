@@ -48,6 +48,7 @@ def ledger(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.variant
 def test_what_was_published_outlives_the_server_and_its_state_directory(
     tmp_path: Path, arguments: tuple[str, ...], postgres_process: Postgres, tiny_model: Callable[..., Path]
 ) -> None:

@@ -69,6 +69,7 @@ def until_back(server: Server, killed: int) -> None:
     raise AssertionError("the replica is not back")
 
 
+@pytest.mark.variant
 def test_a_killed_replicas_records_are_in_the_bucket_once(kept: tuple[Server, str]) -> None:
     server, url = kept
     told: dict[str, list[dict[str, Any]]] = {}

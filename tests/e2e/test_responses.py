@@ -33,12 +33,6 @@ RECORDS = {"logprobs": True, "return_token_ids": True, "include_routing_matrix":
 TURNS = 6
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("responses") / "state", "--replicas", "2") as running:
-        yield running
-
-
 @pytest.fixture
 def sdk(served: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as made:
@@ -177,6 +171,7 @@ def test_responses_are_retrieved_and_deleted_and_not_kept_where_that_is_asked(
     assert refused.value.param == "tools[0].type"
 
 
+@pytest.mark.variant
 def test_another_tenants_response_is_a_404(tmp_path: Path) -> None:
     config = tmp_path / "keys.toml"
     keys = ", ".join(f'{{ key = "{t}", scopes = ["sample"], tenant = "{t}" }}' for t in "ab")
@@ -198,7 +193,6 @@ def test_another_tenants_response_is_a_404(tmp_path: Path) -> None:
 
 
 def test_a_killed_replicas_stream_goes_on_and_its_responses_are_gone(served: Server) -> None:
-    """The last test of the module: a replica begins anew."""
     # The likeliest tokens never end: a sampled answer had 41 tokens, and was whole before its reader could kill anything.
     asked: dict[str, Any] = {
         "model": served.model, "input": "Which way?", "max_output_tokens": 3500, "temperature": 0, "extra_body": RECORDS,
@@ -234,6 +228,7 @@ def test_a_killed_replicas_stream_goes_on_and_its_responses_are_gone(served: Ser
                 sdk.responses.retrieve(earlier.id)
             with pytest.raises(openai.NotFoundError):
                 sdk.responses.create(**asked, previous_response_id=earlier.id)
+    until_all_serve(served)
 
 
 def until_all_serve(served: Server) -> None:

@@ -32,6 +32,7 @@ def served(server: Server) -> tuple[str, list[int]]:
     return said["model"], said["choices"][0]["token_ids"]
 
 
+@pytest.mark.variant
 def test_snapshots_are_hot_loaded_from_s3_and_no_credential_is_shown(
     s3: S3Server, server: Server, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from serving import serve
 
 from midstream.client import SnapshotPublisher
@@ -17,6 +18,7 @@ from midstream.client import SnapshotPublisher
 REPLICAS = 2
 
 
+@pytest.mark.variant
 def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:

@@ -176,6 +176,7 @@ def test_samples_under_way_outlive_the_gateway(server: Server) -> None:
         assert gateway(server) != pid
 
 
+@pytest.mark.variant
 def test_workers_over_tls_pass_to_it_and_no_key_is_logged(
     tmp_path: Path, tiny_model: Callable[..., Path], config: Path
 ) -> None:
@@ -241,10 +242,7 @@ def test_a_stop_answers_polls_and_leaves_nothing(
         assert "Traceback" not in server.log.read_text()
 
 
-def test_without_the_tinker_api_its_paths_are_unknown(
-    tmp_path: Path, tiny_model: Callable[..., Path]
-) -> None:
-    with serve(tmp_path / "state", "--model", str(tiny_model()), "--replicas", "1", "--no-tinker") as server:
-        answer = httpx.post(f"{server.url}/api/v1/create_session", json={}, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found_error")
-        assert front(server) == 0
+def test_without_the_tinker_api_its_paths_are_unknown(published: Server) -> None:
+    answer = httpx.post(f"{published.url}/api/v1/create_session", json={}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found_error")
+    assert front(published) == 0

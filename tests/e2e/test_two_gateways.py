@@ -68,6 +68,7 @@ def homes(server: Server) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.variant
 def test_sessions_are_in_one_place_for_both_gateways_and_outlive_either(tmp_path: Path) -> None:
     with replica(tmp_path, "a") as a, replica(tmp_path, "b") as b:
         urls = [url_of(a), url_of(b)]

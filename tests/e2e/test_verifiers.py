@@ -85,6 +85,7 @@ def test_verifiers_chat_rollout_leaves_an_exact_trace(server: Server, tmp_path: 
     assert said["output_tokens"] == sum(len(turn["token_ids"]) for turn in turns)
 
 
+@pytest.mark.variant
 def test_verifiers_token_rollout_is_the_servers_trace_and_so_is_its_trace_of_our_records(
     server: Server, tmp_path: Path
 ) -> None:

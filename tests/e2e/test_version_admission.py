@@ -226,6 +226,7 @@ def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
     ]
 
 
+@pytest.mark.variant
 def test_a_pinned_stream_that_takes_too_long_is_ended_and_never_crossed(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:

@@ -62,6 +62,7 @@ def test_hotload_and_wait_full_then_deltas_of_both_encoders_serve_the_very_weigh
             assert_served(sample, checkpoint)
 
 
+@pytest.mark.variant
 def test_a_delta_of_a_sharded_checkpoint(
     endpoint: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def encode_delta_to(parent: Path, child: Path, out: Path) -> Path:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.variant
 def test_async_rollouts_cross_a_hot_load_without_a_retry(
     endpoint: Endpoint, tiny_model: Callable[..., Path]
 ) -> None:

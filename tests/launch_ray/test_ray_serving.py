@@ -28,7 +28,7 @@ for group in ray.util.placement_group_table().values():
 """
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.variant, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,6 @@ def test_a_killed_replica_process_comes_back_on_its_node(server: RayServer, node
     assert len(set(snapshots(server).values())) == 1, "it serves what the other one does"
 
 
-@pytest.mark.variant
 def test_a_killed_actor_takes_its_replica_with_it_and_both_are_replaced(
     server: RayServer, nodes: Nodes
 ) -> None:
@@ -108,7 +107,6 @@ def test_a_killed_actor_takes_its_replica_with_it_and_both_are_replaced(
     assert "replica-1 is lost with its actor on node" in server.text()
 
 
-@pytest.mark.variant
 def test_scaling_up_and_down_fails_no_stream(server: RayServer, nodes: Nodes) -> None:
     async def streams_while_scaled() -> None:
         streams = await streamed(server, lambda _: server.scale(3))
@@ -123,7 +121,6 @@ def test_scaling_up_and_down_fails_no_stream(server: RayServer, nodes: Nodes) ->
     until(lambda: not nodes.children("replica-2"), server.state)
 
 
-@pytest.mark.variant
 def test_caches_of_deployments_that_are_gone_go_from_the_nodes(server: RayServer, nodes: Nodes) -> None:
     until(lambda: not (server.state_dir / STRANGE).exists(), server.state)
     body = {"baseModel": "tiny-moe", "minReplicaCount": 1}
@@ -138,7 +135,6 @@ def test_caches_of_deployments_that_are_gone_go_from_the_nodes(server: RayServer
     assert len(list((server.state_dir / "snapshots").glob("*/replica-[01]"))) >= 2
 
 
-@pytest.mark.variant
 def test_where_a_replica_cannot_start_is_not_the_only_node_it_is_tried_on(
     server: RayServer, nodes: Nodes
 ) -> None:
@@ -163,7 +159,6 @@ def test_where_a_replica_cannot_start_is_not_the_only_node_it_is_tried_on(
     nodes.remove(6)
 
 
-@pytest.mark.variant
 def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
     undisturbed = asyncio.run(streamed(server))
     lost, left = nodes.node_of("replica-0"), nodes.node_of("replica-1")
@@ -185,7 +180,6 @@ def test_a_node_lost_under_streams(server: RayServer, nodes: Nodes) -> None:
     nodes.add(lost, slots=1)
 
 
-@pytest.mark.variant
 def test_a_server_that_stops_leaves_nothing_on_the_cluster(
     nodes: Nodes, server: RayServer, tmp_path: Path
 ) -> None:

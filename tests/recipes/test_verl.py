@@ -208,6 +208,7 @@ def test_a_generator_that_is_sent_to_another_process_opens_its_own_connections(
     assert asyncio.run(sent.generate("two", asked(2, {}), routes=False)).versions == [2, 2, 2]
 
 
+@pytest.mark.variant
 def test_a_real_server_tells_ids_routes_and_versions_of_this_run_alone(tmp_path: Path) -> None:
     with serve(tmp_path / "state") as server:
         base = server.state_dir / "models" / "tiny-moe"

@@ -176,6 +176,7 @@ def check_errors(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("version", SDKS)
+@pytest.mark.variant
 def test_600_at_once_and_rollouts_that_stay_where_they_are_cached(server: Server, version: str) -> None:
     prompts = [list(f"Prompt number {i} of several".encode()) for i in range(12)]
     trajectories = [list(f"{version}, trajectory {i}: ".encode()) * 2 for i in range(8)]

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
 from serving import Server, serve
+from tiers import variant
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,8 +57,8 @@ def ledger(server: Server) -> dict[str, dict[str, Any]]:
     ("version", "rank", "rate"),
     [
         (VERSIONS[0], 8, LORA_RATE),
-        (VERSIONS[0], 0, 0.003),
-        *(pytest.param(v, 8, LORA_RATE, marks=pytest.mark.variant) for v in VERSIONS[1:]),
+        variant(VERSIONS[0], 0, 0.003),
+        *(variant(version, 8, LORA_RATE) for version in VERSIONS[1:]),
     ],
 )
 def test_what_is_trained_is_what_is_sampled(server: Server, version: str, rank: int, rate: float) -> None:
