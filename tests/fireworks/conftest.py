@@ -22,18 +22,28 @@ api_keys = ["{API_KEY}", "another-key"]
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "midstream.toml"
     path.write_text(CONFIG)
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def endpoint(
     config: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
 ) -> Iterator[Endpoint]:
-    """Two replicas of the tiny MoE in float32, shared by a module's tests."""
+    """Two replicas of the tiny MoE in float32, of all tests that publish nothing to it."""
     state = tmp_path_factory.mktemp("served") / "state"
-    with serve(state, "--model", str(tiny_model()), "--config", str(config)) as server:
+    with serve(state, "--model", str(tiny_model()), "--config", str(config), "--no-tinker") as server:
+        yield Endpoint(server)
+
+
+@pytest.fixture(scope="module")
+def published(
+    config: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
+) -> Iterator[Endpoint]:
+    """Another one, of a module whose tests publish to it."""
+    state = tmp_path_factory.mktemp("published") / "state"
+    with serve(state, "--model", str(tiny_model()), "--config", str(config), "--no-tinker") as server:
         yield Endpoint(server)

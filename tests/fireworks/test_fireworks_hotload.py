@@ -34,23 +34,23 @@ def incremental(previous: str, compression: str = "arc_v2", checksum: str = "ald
 
 
 def test_hotload_and_wait_full_then_deltas_of_both_encoders_serve_the_very_weights(
-    endpoint: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
+    published: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     full = tiny_model(seed=1)
     children = [nudged(full, tmp_path / "child-0", 1)]
     children += [nudged(children[0], tmp_path / "child-1", 2)]
     children += [nudged(children[1], tmp_path / "child-2", 3)]
-    shutil.copytree(full, endpoint.bucket / "full-1")
-    reference_delta(full, children[0], endpoint.bucket / "delta-1", "arc_v2")
-    encode_delta(children[0], children[1], endpoint.bucket / "delta-2", "arc_v2")
-    reference_delta(children[1], children[2], endpoint.bucket / "delta-3", "arc_v1")
+    shutil.copytree(full, published.bucket / "full-1")
+    reference_delta(full, children[0], published.bucket / "delta-1", "arc_v2")
+    encode_delta(children[0], children[1], published.bucket / "delta-2", "arc_v2")
+    reference_delta(children[1], children[2], published.bucket / "delta-3", "arc_v1")
     signals = [
         {"identity": "full-1"},
         {"identity": "delta-1", "incremental": incremental("full-1")},
         {"identity": "delta-2", "incremental": incremental("delta-1"), "reset_prompt_cache": False},
         {"identity": "delta-3", "incremental": incremental("delta-2", "arc_v1")},
     ]
-    got = endpoint.run("hot_load", signals=signals, prompt=PROMPT)
+    got = published.run("hot_load", signals=signals, prompt=PROMPT)
     assert got["account"] == "acme"
     for step, signal, checkpoint in zip(got["steps"], signals, [full, *children], strict=True):
         assert (step["ok"], step["refusal"], step["error"]) == (True, None, None)
@@ -64,34 +64,34 @@ def test_hotload_and_wait_full_then_deltas_of_both_encoders_serve_the_very_weigh
 
 @pytest.mark.variant
 def test_a_delta_of_a_sharded_checkpoint(
-    endpoint: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
+    published: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     full = sharded(tiny_model(seed=2), tmp_path / "full", 3)
     child = nudged(full, tmp_path / "child", 4)
-    shutil.copytree(full, endpoint.bucket / "sharded")
-    reference_delta(full, child, endpoint.bucket / "sharded-delta", "arc_v2")
+    shutil.copytree(full, published.bucket / "sharded")
+    reference_delta(full, child, published.bucket / "sharded-delta", "arc_v2")
     signals = [
         {"identity": "sharded"},
         {"identity": "sharded-delta", "incremental": incremental("sharded", checksum="adler32")},
     ]
-    steps = endpoint.run("hot_load", signals=signals, prompt=PROMPT)["steps"]
+    steps = published.run("hot_load", signals=signals, prompt=PROMPT)["steps"]
     assert [step["ok"] for step in steps] == [True, True]
     for sample in steps[1]["samples"]:
         assert_served(sample, child)
 
 
 def test_what_cannot_be_loaded_is_a_failure_at_once_and_the_old_snapshot_goes_on(
-    endpoint: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
+    published: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     full = tiny_model(seed=3)
     child = nudged(full, tmp_path / "child", 5)
-    shutil.copytree(full, endpoint.bucket / "good")
-    shutil.copytree(full, endpoint.bucket / "short")
-    weights = endpoint.bucket / "short" / WEIGHTS
+    shutil.copytree(full, published.bucket / "good")
+    shutil.copytree(full, published.bucket / "short")
+    weights = published.bucket / "short" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-64])
     # Made against another parent: the checksums do not fit.
-    reference_delta(tiny_model(seed=4), child, endpoint.bucket / "misfit", "arc_v2")
-    reference_delta(full, child, endpoint.bucket / "fits", "arc_v2")
+    reference_delta(tiny_model(seed=4), child, published.bucket / "misfit", "arc_v2")
+    reference_delta(full, child, published.bucket / "fits", "arc_v2")
     signals = [
         {"identity": "good"},
         {"identity": "short"},
@@ -102,7 +102,7 @@ def test_what_cannot_be_loaded_is_a_failure_at_once_and_the_old_snapshot_goes_on
         {"identity": "fits", "incremental": incremental("good", "arc_v3")},
         {"identity": "fits", "incremental": incremental("good")},
     ]
-    steps = endpoint.run("hot_load", signals=signals, prompt=PROMPT)["steps"]
+    steps = published.run("hot_load", signals=signals, prompt=PROMPT)["steps"]
     good, short, nowhere, again, misfit, orphan, arc_v3, fits = steps
     assert (good["ok"], again["ok"], fits["ok"]) == (True, True, True)
     for failed, identity in ((short, "short"), (misfit, "misfit")):
@@ -125,7 +125,7 @@ def test_what_cannot_be_loaded_is_a_failure_at_once_and_the_old_snapshot_goes_on
 
 
 def test_weight_syncer_saves_full_once_and_deltas_after_and_goes_on_after_a_failure(
-    endpoint: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
+    published: Endpoint, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoints = [tiny_model(seed=6)]
     for i in (1, 2, 3):
@@ -140,9 +140,9 @@ def test_weight_syncer_saves_full_once_and_deltas_after_and_goes_on_after_a_fail
     broken.write_bytes(broken.read_bytes()[:-40])
     saves = {"step-0": {"base": str(checkpoints[0])}}
     saves |= {name: {"delta": str(delta)} for name, delta in deltas.items()}
-    got = endpoint.run(
+    got = published.run(
         "weight_syncer",
-        bucket=str(endpoint.bucket),
+        bucket=str(published.bucket),
         saves=saves,
         steps=["step-0", "step-1", "broken", "step-3"],
         prompt=PROMPT,
@@ -178,12 +178,12 @@ def encode_delta_to(parent: Path, child: Path, out: Path) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.variant
 def test_async_rollouts_cross_a_hot_load_without_a_retry(
-    endpoint: Endpoint, tiny_model: Callable[..., Path]
+    published: Endpoint, tiny_model: Callable[..., Path]
 ) -> None:
     for attempt in range(ATTEMPTS):
         identity = f"crossed-{attempt}"
-        shutil.copytree(tiny_model(seed=7 + attempt % 2), endpoint.bucket / identity)
-        got = endpoint.run("transition", identity=identity, prompt=PROMPT, early=8, early_tokens=3500)
+        shutil.copytree(tiny_model(seed=7 + attempt % 2), published.bucket / identity)
+        got = published.run("transition", identity=identity, prompt=PROMPT, early=8, early_tokens=3500)
         assert got["ok"] is True
         assert [len(rollout["full_tokens"]) for rollout in got["early"]] == [len(PROMPT) + 3500] * 8
         for rollout in got["early"] + got["late"]:
