@@ -11,8 +11,8 @@
 # make test-package  the wheel on a machine without a compiler, and deploy/ under the linters of its formats; 4 minutes
 # make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 minutes, 8 GB
 # make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
-# make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 3 to 7 minutes
-# make test   what proves every promise: real processes, the real SDKs; 13 to 35 minutes on 2 cores
+# make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 3 to 5 minutes
+# make test   what proves every promise: real processes, the real SDKs; 10 to 25 minutes on 2 cores
 # make test-all  every variant too: older SDKs, Ray clusters, many Hypothesis examples, vLLM
 # make test-variants SHARE=0,1/7  of what test-all adds to test, without vLLM, the first two of seven parts
 # make check  lint and types        make ci  what CI runs

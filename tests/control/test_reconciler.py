@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tiers import examples
+from tiers import of_tier
 
 from midstream.core.config import SwapOrder
 from midstream.core.errors import ReplicaUnavailable
@@ -991,4 +991,6 @@ class Convergence(RuleBasedStateMachine):
 
 # Thousands of hops between threads: slow beside other work.
 TestConvergence = pytest.mark.timeout(900)(Convergence.TestCase)
-TestConvergence.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestConvergence.settings = settings(
+    max_examples=of_tier(fast=20, test=30, all=300), stateful_step_count=30, deadline=None
+)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from recompute import Recomputer
 from serving import Server, serve
+from tiers import variant
 
 from midstream.client import SnapshotPublisher, decode_routing_matrix, snapshot_of
 
@@ -96,10 +97,8 @@ ONLY_OLD = (PROMPT, 0, 0)
 ROWS: list[tuple[Policy | None, tuple[int, int, int]]] = [
     (None, ALL),
     ("all", ALL),
-    (True, ALL),
     ("new_session", ONLY_OLD),
     ("none", HIT),
-    (False, HIT),
     ({"max_age": 0}, ALL),
     ({"max_age": 1}, HIT),
 ]
@@ -116,19 +115,20 @@ def test_who_finds_what_after_one_swap(
 
 
 TWO_SWAPS: list[tuple[Policy, Policy, tuple[int, int, int]]] = [
-    ("all", "all", ALL),
-    ("new_session", "new_session", ONLY_OLD),
-    ("none", "none", HIT),
     ("all", "none", ALL),
     ("none", "all", ALL),
+    ("new_session", "new_session", ONLY_OLD),
+    ("none", "none", HIT),
+    ({"max_age": 1}, {"max_age": 1}, ALL),
+    # The limit is that of the snapshot that serves.
+    ({"max_age": 0}, "none", HIT),
+    # Variants from here on: tests/replica/test_replica_namespaces.py has them in process.
+    ("all", "all", ALL),
     ("new_session", "none", ONLY_OLD),
     ("none", "new_session", ONLY_OLD),
     ("new_session", "all", ALL),
-    ({"max_age": 1}, {"max_age": 1}, ALL),
     ({"max_age": 2}, {"max_age": 2}, HIT),
     ("none", {"max_age": 1}, ALL),
-    # The limit is that of the snapshot that serves.
-    ({"max_age": 0}, "none", HIT),
     ("new_session", {"max_age": 2}, ONLY_OLD),
     ({"max_age": 5}, "new_session", ONLY_OLD),
     ({"max_age": 5}, "all", ALL),
@@ -136,7 +136,9 @@ TWO_SWAPS: list[tuple[Policy, Policy, tuple[int, int, int]]] = [
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "found"), TWO_SWAPS, ids=[f"{json.dumps(a)} {json.dumps(b)}" for a, b, _ in TWO_SWAPS]
+    ("first", "second", "found"),
+    [*TWO_SWAPS[:6], *(variant(*row) for row in TWO_SWAPS[6:])],
+    ids=[f"{json.dumps(a)} {json.dumps(b)}" for a, b, _ in TWO_SWAPS],
 )
 def test_who_finds_what_after_two_swaps_in_a_row(
     server: Server, swap: Callable[..., str], first: Policy, second: Policy, found: tuple[int, int, int]
@@ -224,14 +226,18 @@ class Stream(threading.Thread):
 # Policy, whether the next turn of its session finds what it computed.
 IN_FLIGHT: list[tuple[Policy, bool]] = [
     ("all", False),
-    ("new_session", True),
     ("none", True),
     ({"max_age": 0}, False),
+    ("new_session", True),
     ({"max_age": 1}, True),
 ]
 
 
-@pytest.mark.parametrize(("policy", "found"), IN_FLIGHT, ids=lambda value: json.dumps(value))
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [*IN_FLIGHT[:3], *(variant(*row) for row in IN_FLIGHT[3:])],
+    ids=lambda value: json.dumps(value),
+)
 def test_a_stream_in_flight_keeps_its_kv_and_its_next_turn_follows_the_policy(
     server: Server, swap: Callable[..., str], policy: Policy, found: bool
 ) -> None:

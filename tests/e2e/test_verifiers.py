@@ -19,6 +19,8 @@ from serving import Server, built_in_model, command, serve
 from midstream.client import sequences_of
 from midstream.client.records import expert_rows
 
+pytestmark = pytest.mark.variant
+
 VENV = Path(__file__).parents[2] / ".venv-harness"
 HERE = Path(__file__).parent
 #: The end tokens of Llama 3 by the ids of the built-in model, two of which only Llama's renderer knows.
@@ -76,7 +78,6 @@ def looked(said: dict[str, Any]) -> None:
     assert said["reward"] == 2.0
 
 
-@pytest.mark.variant
 def test_verifiers_chat_rollout_leaves_an_exact_trace(server: Server, tmp_path: Path) -> None:
     [said] = verifiers(tmp_path, "chat", server.url, server.model)
     looked(said)
@@ -85,7 +86,6 @@ def test_verifiers_chat_rollout_leaves_an_exact_trace(server: Server, tmp_path: 
     assert said["output_tokens"] == sum(len(turn["token_ids"]) for turn in turns)
 
 
-@pytest.mark.variant
 def test_verifiers_token_rollout_is_the_servers_trace_and_so_is_its_trace_of_our_records(
     server: Server, tmp_path: Path
 ) -> None:

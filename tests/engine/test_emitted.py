@@ -12,7 +12,7 @@ import torch
 from engine_helpers import Collected, needs_compiler, request, run
 from msgspec.structs import replace
 from test_constraint import EOS, GRAMMAR
-from tiers import slow
+from tiers import variant
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 MAX_TOKENS = 40
 
 
-@pytest.fixture(params=["native", slow("torch")])
+@pytest.fixture(params=["native", variant("torch")])
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> tuple[Path, EngineSettings]:
     """With native kernels a position's numbers do not depend on how many were computed with it. With torch's they are the same
     to 1e-4 in float32; in bfloat16 it is a matter of the processor."""

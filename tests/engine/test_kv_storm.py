@@ -295,7 +295,10 @@ def engines(tmp_path: Path) -> Engines:
     return make
 
 
-@pytest.mark.parametrize(("kv_tokens", "seed"), [(8192, 4), (320, 3)], ids=["roomy", "small"])
+@pytest.mark.parametrize(
+    ("kv_tokens", "seed"),
+    [pytest.param(8192, 4, id="roomy", marks=pytest.mark.slow), pytest.param(320, 3, id="small")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.timeout(3600)

@@ -19,6 +19,7 @@ import transformers
 from engine_helpers import needs_compiler, request
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from tiers import variant
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
@@ -366,7 +367,7 @@ def test_events_that_have_arrived_of_a_choice_that_is_ended_are_not_given(
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the engine's memory from /proc")
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["native", variant("torch")])
 def test_swapping_again_and_again_does_not_grow_the_process(
     tmp_path: Path, kernels: Literal["native", "torch"]
 ) -> None:
