@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tiers
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,3 +62,12 @@ def test_six_runs_of_ci_run_all_that_make_test_leaves_out() -> None:
     assert targets["test-variants"] == len(re.findall("SHARE=", listed[1]))
     [count] = counts
     assert parts == Counter(range(count))
+
+
+def test_each_variant_is_in_one_part_and_short_files_are_whole() -> None:
+    files = [f"short-{number % 9}" for number in range(27)] + ["long"] * 60 + ["short-9"]
+    parts = tiers.dealt(files, 7)
+    assert set(parts) == set(range(7))
+    for name in set(files) - {"long"}:
+        assert len({part for file, part in zip(files, parts, strict=True) if file == name}) == 1
+    assert max(map(parts.count, range(7))) - min(map(parts.count, range(7))) <= tiers.DEALT_WHOLE

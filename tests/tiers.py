@@ -59,9 +59,7 @@ def tier_of(item: pytest.Item) -> str:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tier", choices=TIERS, default="all", help="which tests run (tests/tiers.py)")
-    group.addoption(
-        "--share", metavar="K[,K]/N", help="of what `all` runs and `test` does not, each Nth test from K on"
-    )
+    group.addoption("--share", metavar="K[,K]/N", help="of what `all` runs and `test` does not, parts K of N")
     group.addoption("--durations-file", type=Path, help="write how long each test took there, as JSON")
 
 
@@ -80,14 +78,30 @@ def configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(config.getoption("--durations-file")), "tier-durations")
 
 
+#: A file with more tests is dealt test by test: it would make one part twice as long as the others.
+DEALT_WHOLE = 12
+
+
+def dealt(files: list[str], count: int) -> list[int]:
+    """The part of each test, by the files that have them. A short file is in one part, as its tests may share a server."""
+    tests_of, sizes, part_of = Counter(files), [0] * count, dict[str, int]()
+    parts = []
+    for file in files:
+        smallest = sizes.index(min(sizes))
+        part = part_of.setdefault(file, smallest) if tests_of[file] <= DEALT_WHOLE else smallest
+        sizes[part] += 1
+        parts.append(part)
+    return parts
+
+
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, wanted = config.getoption("--share"), TIERS.index(config.getoption("--tier"))
     if share is not None:
         numbers, _, count = share.partition("/")
-        wanted_numbers = {int(number) for number in numbers.split(",")}
-        # One after another, and not by file: the longest file would make one share twice as long as the others.
         variants = [item for item in items if tier_of(item) == "all"]
-        kept = [item for place, item in enumerate(variants) if place % int(count) in wanted_numbers]
+        parts = dealt([str(item.path) for item in variants], int(count))
+        wanted_parts = {int(number) for number in numbers.split(",")}
+        kept = [item for item, part in zip(variants, parts, strict=True) if part in wanted_parts]
     else:
         kept = [item for item in items if TIERS.index(tier_of(item)) <= wanted]
     if len(kept) < len(items):
