@@ -26,7 +26,7 @@ def document() -> dict[str, Any]:
 
 
 def behind() -> tuple[Bodies, Answers, tuple[Endpoint, ...]]:
-    """The arguments of openapi.document. Successful answers of inference have types; those of the front have none yet."""
+    """The arguments of openapi.document."""
     from midstream.replica.wire.answers import ANSWERS
 
     answers = {path: ANSWERS[wire.name] for path, wire in WIRES.items()}

@@ -1,4 +1,4 @@
-"""What the Tinker front is told at its start, and makes of it."""
+"""What the Tinker front makes of its settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from midstream.core.config import GatewaySettings, Settings, TinkerSettings
+from midstream.core.config import TinkerSettings
 from midstream.core.errors import ConfigError
 from midstream.core.supervision import TinkerSpec
-from midstream.launch.local import gateway_url, own_address
 from midstream_tinker.front import max_context, served_model, trainer_start
 
 SPEC = TinkerSpec(
@@ -26,20 +25,6 @@ SPEC = TinkerSpec(
     settings=TinkerSettings(base_model_clients="serving", trainer_dtype="bfloat16", trainer_device="cuda"),
     log_level="info",
 )
-
-
-@pytest.mark.parametrize(
-    ("host", "cert", "url"),
-    [
-        ("127.0.0.1", None, "http://127.0.0.1:80"),
-        ("0.0.0.0", None, "http://127.0.0.1:80"),
-        ("::", "cert", "https://[::1]:80"),
-        ("10.0.0.7", "cert", "https://10.0.0.7:80"),
-    ],
-)
-def test_the_front_reaches_the_gateway_where_this_machine_can(host: str, cert: str | None, url: str) -> None:
-    settings = Settings(gateway=GatewaySettings(host=host, tls_cert=cert, tls_key=cert))
-    assert gateway_url(settings, own_address(host), 80) == url
 
 
 def test_the_context_is_what_the_checkpoint_says(tmp_path: Path) -> None:
