@@ -68,16 +68,17 @@ def test_text_offsets_count_characters_from_the_echoed_prompt_on() -> None:
     choice = Choice(0, VOCABULARY, (), {IM_END})
     pieces = choice.echo(tuple(token(b, "v1") for b in "é€".encode()))
     pieces += [piece for b in b"ab" for piece in choice.feed(token(b, "v1"))]
-    assert [scored.text_offset for piece in pieces for scored in piece.tokens] == [0, 0, 1, 1, 1, 2, 3]
+    shown = [scored for piece in pieces for scored in piece.echoed + piece.tokens]
+    assert [scored.text_offset for scored in shown] == [0, 0, 1, 1, 1, 2, 3]
     assert "".join(piece.text for piece in pieces) == "é€ab"
 
 
 def test_an_echoed_prompt_computed_under_two_snapshots_comes_in_two_pieces() -> None:
     choice = Choice(0, VOCABULARY, (), ())
     pieces = choice.echo((token(97, "v1"), token(98, "v1"), token(99, "v2")))
-    assert [(p.snapshot, p.text, len(p.tokens), p.echoed) for p in pieces] == [
-        ("v1", "ab", 2, True),
-        ("v2", "c", 1, True),
+    assert [(p.snapshot, p.text, len(p.tokens), len(p.echoed)) for p in pieces] == [
+        ("v1", "ab", 0, 2),
+        ("v2", "c", 0, 1),
     ]
 
 

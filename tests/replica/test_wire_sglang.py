@@ -91,6 +91,16 @@ def test_a_request_may_score_its_prompt_alone(tmp_path: Path) -> None:
     play(tmp_path, FakeEngine(), scenario)
 
 
+def test_a_stream_that_scores_its_prompt_alone_tells_its_ids(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        more = {"logprob_start_len": 0, "return_prompt_token_ids": True}
+        answer = await generate(here, {"max_new_tokens": 0}, stream=True, return_logprob=True, **more)
+        only, done = sse(answer.text)
+        assert (only["output_ids"], only["prompt_token_ids"], done) == ([], [65, 66, 67], "[DONE]")
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
 def test_a_batch_is_a_list_and_every_choice_has_its_id(tmp_path: Path) -> None:
     engine = FakeEngine("hello")
     engine.replies = {1: (*ids("he"), IM_END)}

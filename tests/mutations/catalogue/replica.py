@@ -404,7 +404,7 @@ REPLICA = (
     ),
     Mutation(
         "a_long_call_is_silent",
-        "replica/wire/messages_response.py",
+        "replica/wire/blocks.py",
         "        if self._unshown < PING_TOKENS:",
         "        if self._unshown >= 0:",
         "A stream has events while a long call is made.",

@@ -41,10 +41,12 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
+    """echoed: tokens of the prompt that are shown again. tokens: generated ones."""
+
     snapshot: str
     text: str
     tokens: tuple[Scored, ...]
-    echoed: bool = False
+    echoed: tuple[Scored, ...] = ()
     calls: tuple[ToolCall, ...] = ()
     #: Comes before `text`.
     reasoning: str = ""
@@ -73,6 +75,8 @@ class Choice:
         self.echoed = False
         #: A call was begun in thinking that was never closed, so that it is no call.
         self.call_in_thinking = False
+        #: The token that it generated last.
+        self.last: int | None = None
         self.snapshot: str | None = None
         #: A snapshot, and the number of the first token that it generated.
         self._runs: list[tuple[str, int]] = []
@@ -98,14 +102,14 @@ class Choice:
         text, run = "", list[Scored]()
         for record in records:
             if run and run[-1].record.snapshot != record.snapshot:
-                pieces.append(Piece(run[-1].record.snapshot, text, tuple(run), True))
+                pieces.append(Piece(run[-1].record.snapshot, text, (), tuple(run)))
                 text, run = "", []
             run.append(Scored(record, self._chars))
             new = self._detokenizer.push(record.token_id)
             text += new
             self._chars += len(new)
         if run:
-            pieces.append(Piece(run[-1].record.snapshot, text, tuple(run), True))
+            pieces.append(Piece(run[-1].record.snapshot, text, (), tuple(run)))
             self.snapshot = run[-1].record.snapshot
         return pieces
 
@@ -113,6 +117,7 @@ class Choice:
         """The pieces one generated token releases; sets `finish` when it completes a stop string."""
         assert self.finish is None
         self._count(record.snapshot)
+        self.last = record.token_id
         scored = (Scored(record, self._chars),)
         text = "" if record.token_id in self._silent else self._detokenizer.push(record.token_id)
         self._chars += len(text)

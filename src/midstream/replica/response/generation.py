@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from midstream.core.errors import EngineFailed, EngineLost, StreamGivenUp
@@ -21,19 +21,19 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.base import EngineDied, StreamLost
 from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.answer import Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
-from midstream.replica.response.kept import Kept
 from midstream.replica.response.measured import Measured
 from midstream.replica.response.prompt_echo import PromptEcho
 from midstream.replica.response.resume import Continued, branch_seam, digest
-from midstream.replica.response.shapes import Extras, RawOutput
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.work import Surroundings, Timings, Work
 from midstream.replica.sessions import TurnStats
 from midstream.replica.turns.history import History, told_branches
-from midstream.replica.wire.base import ResponseHead
 
+#: Of an event that ends no choice.
+NOTHING = Extras()
 #: Events of a resumed stream; each takes a few microseconds.
 REPLAYED_AT_ONCE = 256
 
@@ -89,6 +89,8 @@ class Generation:
             checked, _head(service, opening), service.text.vocabulary, work.details
         )
         self._encoder.cached = self._measured.cached
+        keeps = self._encoder.keeps and checked.stream
+        self._parts = Parts(checked, work.prompts, service.text.vocabulary, keeps=keeps)
         branches = told_branches(histories)
         if branches is not None and continued is None:
             self._encoder.seam = branch_seam(branches)
@@ -158,26 +160,14 @@ class Generation:
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
-        checked, encoder = self.checked, self._encoder
-        greeted = [False] * len(self._choices)
-        kept = [Kept([], [], []) for _ in self._choices] if checked.raw_output else None
+        encoder, log = self._encoder, self._resume_log
 
         def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
-            index = choice.index
-            data = (
-                b""
-                if self._resume_log is None
-                else self._resume_log.write(index, event, choice.finish is not None)
-            )
-            prompt = self._prompt_of(choice)
-            for piece in pieces:
-                data += encoder.chunk(index, piece, None if greeted[index] else prompt)
-                greeted[index] = True
-                if kept is not None:
-                    kept[index].keep(piece)
+            data = b"" if log is None else log.write(choice.index, event, choice.finish is not None)
+            for part in self._parts.said(choice, pieces):
+                data += encoder.event(part, NOTHING)
             if choice.finish is not None:
-                raw = encoder.raw_output(kept[index], prompt) if kept is not None else UNSET
-                data += self._finish(choice, None if greeted[index] else prompt, raw)
+                data += encoder.event(self._parts.end(choice, self._measured.snapshot), self._at_end())
             if data:
                 sink.write(data)
 
@@ -187,44 +177,41 @@ class Generation:
             # The engine may have started anew meanwhile, on the base weights.
             self._service.check_boot()
             for choice, pieces in released:
-                encoder.replayed(choice, pieces, None if greeted[choice.index] else self._prompt_of(choice))
-                greeted[choice.index] |= bool(pieces) or choice.finish is not None
-                if kept is not None:
-                    for piece in pieces:
-                        kept[choice.index].keep(piece)
+                for part in self._parts.said(choice, pieces):
+                    encoder.replayed(part)
         await self._run(take, sink)
         tail = b""
-        if checked.include_usage:
-            tail = encoder.usage_chunk(self._measured.snapshot, self._extras())
-        last = b"" if self._resume_log is None else self._resume_log.end()
+        if self.checked.include_usage:
+            tail = encoder.usage_event(self._measured.snapshot, self._extras())
+        last = b"" if log is None else log.end()
         sink.write(last + tail + encoder.end())
 
-    def _finish(self, choice: Choice, first: Prompt | None, raw: RawOutput | UnsetType) -> bytes:
-        extras = Extras(prompts=self._echo.records)
-        if self._engine.open == 0:
-            extras = self._extras()
-            if self.checked.include_usage:
-                # The usage has a chunk of its own.
-                extras.usage = UNSET
-        snapshot = choice.snapshot or self._measured.snapshot
-        return self._encoder.finish_chunk(choice, snapshot, first, raw, extras)
+    def _at_end(self) -> Extras:
+        """Of the event that ends a choice: the last one's tells of the whole request."""
+        if self._engine.open:
+            return Extras(prompts=self._echo.records)
+        extras = self._extras()
+        if self.checked.include_usage:
+            # The usage has an event of its own.
+            extras.counts = None
+        return extras
 
     async def plain(self) -> bytes:
-        kept = [self._encoder.kept() for _ in self._choices]
+        said: list[list[Piece]] = [[] for _ in self._choices]
 
         def take(choice: Choice, _: GenerationEvent, pieces: list[Piece]) -> None:
-            for piece in pieces:
-                kept[choice.index].keep(piece)
+            said[choice.index] += pieces
 
         await self._run(take)
-        prompts, snapshot = self._work.prompts, self._measured.snapshot
-        return self._encoder.plain(self._choices, kept, prompts, snapshot, self._extras())
+        snapshot = self._measured.snapshot
+        parts = [self._parts.whole(choice, said[choice.index], snapshot) for choice in self._choices]
+        return self._encoder.whole(parts, snapshot, self._extras())
 
     def _extras(self) -> Extras:
         measured, aborted = self._measured, self._engine.any_aborted
         metrics = measured.metrics(done=True, aborted=aborted) if self.checked.perf_metrics else UNSET
-        usage = measured.usage(self._choices, aborted=aborted)
-        return Extras(usage, metrics, self._echo.records, measured.took_s)
+        counts = measured.counts(self._choices, aborted=aborted)
+        return Extras(counts, metrics, self._echo.records, measured.took_s)
 
     # -- events in, pieces out
 

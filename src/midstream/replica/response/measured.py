@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET, UnsetType
-
 from midstream.core.types import GenerationEvent
 from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.answer import TokenCounts
 from midstream.replica.response.choice import Choice
-from midstream.replica.response.shapes import CachedDetails, Usage
 from midstream.replica.response.work import Surroundings, Timings
 from midstream.replica.sessions import TurnStats
 
@@ -83,16 +81,16 @@ class Measured:
             turn.first_token_s = first - self.timings.started
             turn.generation_s = now - first
 
-    def usage(self, choices: Sequence[Choice], *, aborted: bool) -> Usage:
+    def counts(self, choices: Sequence[Choice], *, aborted: bool) -> TokenCounts:
         """aborted: a choice was ended by its trainer."""
-        prompt, completion = sum(self._prompt_tokens), sum(choice.generated for choice in choices)
-        return Usage(prompt, completion, prompt + completion, self._cached_details(aborted))
+        completion = sum(choice.generated for choice in choices)
+        return TokenCounts(sum(self._prompt_tokens), completion, self._cached(aborted))
 
-    def _cached_details(self, aborted: bool) -> CachedDetails | UnsetType:
-        """Absent when a stop string ended the request before the engine told how much was cached."""
+    def _cached(self, aborted: bool) -> int | None:
+        """None when a stop string ended the request before the engine told how much was cached."""
         if len(self.cached) < len(self._prompt_tokens) and (self._stops or aborted):
-            return UNSET
-        return CachedDetails(sum(self.cached.values()))
+            return None
+        return sum(self.cached.values())
 
     def metrics(self, *, done: bool, aborted: bool) -> dict[str, Any]:
         if self._final is not None:
@@ -100,8 +98,8 @@ class Measured:
         started, first_token = self.timings.started, self.timings.first_token
         metrics: dict[str, Any] = {"prompt-tokens": sum(self._prompt_tokens)}
         known = done or len(self.cached) == len(self._prompt_tokens)
-        if known and self._cached_details(aborted) is not UNSET:
-            metrics["cached-prompt-tokens"] = sum(self.cached.values())
+        if known and (cached := self._cached(aborted)) is not None:
+            metrics["cached-prompt-tokens"] = cached
         metrics["num-concurrent-requests"] = self._service.gate.inside
         if self.timings.queued_s is not None:
             metrics["prefill-queue-duration"] = round(self.timings.queued_s, 6)

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import isnan
 from types import MappingProxyType
+from typing import Any, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import EngineFailed
-from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord
+from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.response.choice import Choice, Scored
-from midstream.replica.response.kept import Kept
+from midstream.replica.response.answer import ChoicePart, Ending, ResponseHead
+from midstream.replica.response.choice import Piece, Scored
 from midstream.replica.response.shapes import (
-    ChoiceTail,
     ContentLogprobs,
     EarlierKv,
     Entry,
@@ -43,26 +43,53 @@ NEAR_TIE_NAMES = [
 LOGPROB_MIN = -9999.0
 
 
-class RecordEncoder:
-    """Tells records as the request asked for them. wide_routes: a model of more than 256 experts."""
+class KvTold(Protocol):
+    """An object of a response that tells which snapshots computed the KV of a choice."""
 
+    kv_snapshots: list[SnapshotSpan] | UnsetType
+    earlier_kv_snapshots: list[EarlierKv] | UnsetType
+
+
+class SeamTold(Protocol):
+    """An object of a response that tells the seam of a resumed stream, and why the request continues no turn."""
+
+    resumed: dict[str, Any] | UnsetType
+    branch: dict[str, Any] | UnsetType
+
+
+class RecordEncoder:
+    """Tells records as the request asked for them: what the encoders of all wires share."""
+
+    #: Told with the next event: the seam of a resumed stream, or why the request continues no turn.
+    seam: dict[str, Any] | UnsetType = UNSET
     #: Prompt tokens whose KV was reused, by prompt, of those that the engine has told of.
     cached: Mapping[int, int] = MappingProxyType({})
+    #: Whether the end of a choice repeats what it said.
+    keeps = False
 
-    def __init__(self, checked: Checked, vocabulary: Vocabulary, *, wide_routes: bool) -> None:
+    def __init__(self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary) -> None:
         self._checked = checked
+        self._head = head
         self._vocabulary = vocabulary
         self._label = vocabulary.id_label if checked.text.ids else vocabulary.label
         #: Whether each token's route stands beside its log-probability.
         self._routes = checked.routes
-        self._route_dtype: str | UnsetType = "uint16" if wide_routes else UNSET
+        self._route_dtype: str | UnsetType = "uint16" if head.wide_routes else UNSET
+        self._served_names: dict[str, str] = {}
 
-    def kept(self) -> Kept:
-        return Kept([], [], [])
+    def replayed(self, part: ChoicePart) -> None:
+        """Of most wires, no event depends on those before it."""
 
-    def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
+    def served(self, snapshot: str) -> str:
+        """The model as clients name it, with the snapshot behind its @."""
+        name = self._served_names.get(snapshot)
+        if name is None:
+            name = self._served_names[snapshot] = served_model_name(self._head.model, snapshot)
+        return name
+
+    def raw_output(self, whole: Piece, prompt: Prompt) -> RawOutput:
         """What the model saw and made; under echo the completion begins with the echoed prompt suffix."""
-        tokens = kept.echoed + kept.generated
+        tokens = whole.echoed + whole.tokens
         ids = [scored.record.token_id for scored in tokens]
         return RawOutput(
             completion=self._vocabulary.raw_text(ids),
@@ -71,6 +98,21 @@ class RecordEncoder:
             completion_token_ids=ids,
             completion_logprobs=self.content(tokens) if self._checked.logprobs else None,
         )
+
+    def tell_seam(self, told: SeamTold) -> None:
+        """Tells it, once."""
+        if self.seam is not UNSET:
+            told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
+            self.seam = UNSET
+
+    def tell_kv(self, told: KvTold, ending: Ending) -> None:
+        """Tells it where the request asked for it."""
+        if not self._checked.perf_metrics:
+            return
+        if ending.kv:
+            told.kv_snapshots = spans(ending.kv)
+        if ending.earlier_kv:
+            told.earlier_kv_snapshots = [EarlierKv(tokens, spans(kv)) for tokens, kv in ending.earlier_kv]
 
     def logprobs(self, tokens: Sequence[Scored]) -> Logprobs | None:
         if self._checked.logprobs == "content":
@@ -150,20 +192,15 @@ def _id_name(token_id: int) -> str:
 
 
 def snapshot_spans(tokens: Sequence[Scored]) -> list[SnapshotSpan]:
-    spans: list[SnapshotSpan] = []
+    found: list[SnapshotSpan] = []
     for at, (snapshot, run) in enumerate(groupby(tokens, lambda scored: scored.record.snapshot)):
-        start = spans[-1].end if at else 0
-        spans.append(SnapshotSpan(snapshot, start, start + sum(1 for _ in run)))
-    return spans
+        start = found[-1].end if at else 0
+        found.append(SnapshotSpan(snapshot, start, start + sum(1 for _ in run)))
+    return found
 
 
-def tell_kv(encoded: ChoiceTail, choice: Choice) -> None:
-    if choice.kv:
-        encoded.kv_snapshots = [SnapshotSpan(*span) for span in choice.kv]
-    if choice.earlier_kv:
-        encoded.earlier_kv_snapshots = [
-            EarlierKv(tokens, [SnapshotSpan(*span) for span in kv]) for tokens, kv in choice.earlier_kv
-        ]
+def spans(found: Iterable[tuple[str, int, int]]) -> list[SnapshotSpan]:
+    return [SnapshotSpan(*span) for span in found]
 
 
 def finite(logprob: float) -> float:

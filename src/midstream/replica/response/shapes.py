@@ -6,13 +6,13 @@ gateway can tell what it passes on (api/openapi.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.types import FinishReason, TokenRecord
+from midstream.core.types import FinishReason
 
 #: The bytes of a token's text, which may be a part of a character.
 _Bytes = Annotated[
@@ -177,15 +177,3 @@ class Response(msgspec.Struct):
     midstream: dict[str, Any] | UnsetType = UNSET
     #: Of a chat.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Extras(msgspec.Struct):
-    """The fields beside the choices of a last chunk or a plain response.
-
-    prompts: by prompt, records of its last tokens, where they were asked for. took_s: seconds since the request came.
-    """
-
-    usage: Usage | UnsetType = UNSET
-    perf_metrics: dict[str, Any] | UnsetType = UNSET
-    prompts: Mapping[int, tuple[TokenRecord, ...]] = {}
-    took_s: float = 0.0

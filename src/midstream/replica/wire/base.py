@@ -1,9 +1,9 @@
 """The port between a generation and the wire that its client speaks.
 
 A wire reads a body into the fields of OpenAI's API (request/schema.py), so that one set of rules holds on all of them. Its
-encoder tells what comes of it: events of a stream, or one plain response.
-Always holds: an encoder does no I/O. A stream is `chunk` for each piece, `finish_chunk` once per choice, `usage_chunk` where
-it was asked for, and `end`.
+encoder tells what comes of it (response/answer.py): events of a stream, or one whole response.
+Always holds: an encoder does no I/O. A stream is `event` for each part, of which the last one of a choice has its ending,
+`usage_event` where it was asked for, and `end`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,12 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import ModelInfo
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
-from midstream.replica.response.choice import Choice, Piece
-from midstream.replica.response.kept import Kept
-from midstream.replica.response.shapes import Extras, RawOutput
+from midstream.replica.response.answer import ChoicePart, Extras, ResponseHead
 from midstream.replica.stored import Shelf
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary
 
 _Made = TypeVar("_Made")
-
-
-class ResponseHead(NamedTuple):
-    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts.
-    route_shape: MoE layers and experts per token of a route."""
-
-    id: str
-    created: int
-    model: str
-    wide_routes: bool
-    route_shape: tuple[int, int] = (0, 0)
 
 
 class Read(NamedTuple):
@@ -61,33 +48,22 @@ class Encoder(Protocol):
     seam: dict[str, Any] | UnsetType
     #: Prompt tokens whose KV was reused, by prompt, as soon as the engine has told of them.
     cached: Mapping[int, int]
+    #: Whether the end of a choice repeats what it said.
+    keeps: bool
 
-    def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
-        """The events of a piece of choice `index`. first: the prompt, with the first piece of a choice."""
+    def event(self, part: ChoicePart, extras: Extras) -> bytes:
+        """The events of a part of a choice. extras: empty but at its end. Counts and metrics come with the last choice."""
 
-    def finish_chunk(
-        self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
-    ) -> bytes:
-        """The events at the end of a choice. extras: its usage and metrics come with the last choice."""
-
-    def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
+    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
         """The event behind all choices of a request that asked for its usage."""
 
     def end(self) -> bytes:
         """The last bytes of a stream; never none."""
 
-    def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
-        """The client has these pieces from the replica that the stream was on, and the choice's end when it has one."""
+    def replayed(self, part: ChoicePart) -> None:
+        """The client has this part from the replica that the stream was on."""
 
-    def raw_output(self, kept: Kept, prompt: Prompt) -> RawOutput:
-        """The tokens of a choice as the model saw and made them."""
-
-    def kept(self) -> Kept:
-        """What a choice of a plain response keeps until `plain`."""
-
-    def plain(
-        self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
-    ) -> bytes:
+    def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
         """The whole body of a response that is not streamed."""
 
 

@@ -9,38 +9,36 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from math import isnan
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.sse import DONE, sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import decode
-from midstream.replica.response.choice import Choice, Piece, Scored
-from midstream.replica.response.kept import Kept
-from midstream.replica.response.records import RecordEncoder, finite, tell_kv
-from midstream.replica.response.shapes import ChoiceTail, Extras, RawOutput, SnapshotSpan
+from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
+from midstream.replica.response.records import RecordEncoder, finite, spans
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo, Told
-from midstream.replica.wire.base import Read, ResponseHead, Wire
+from midstream.replica.wire.base import Read, Wire
 from midstream.replica.wire.bodies import SglangGenerateBody
+from midstream.replica.wire.dialects import END_NAMES, SGLANG_MESSAGES
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
     completion,
-    ended_by,
     read_sampling,
     refuse_unless_neutral,
     rename,
     route_array,
     routes_from,
-    spans,
+    weight_versions,
     wire_names,
 )
 
@@ -99,15 +97,12 @@ class Details(msgspec.Struct, frozen=True):
 class _Made(msgspec.Struct):
     """What a choice has come to, and of that what its next event tells."""
 
-    prompt: Prompt
     text: list[str] = []
     ids: list[int] = []
     logprobs: list[Scores] = []
     tops: list[list[Scores]] = []
     sampling: list[float | None] = []
-    routes: list[bytes] = []
     generated: int = 0
-    last: int | None = None
     constrained: bool = False
 
 
@@ -233,121 +228,98 @@ class SGLangEncoder(RecordEncoder):
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
     ) -> None:
-        super().__init__(checked, vocabulary, wide_routes=head.wide_routes)
-        self._head = head
+        super().__init__(checked, head, vocabulary)
         self._details = details
-        self.seam: dict[str, Any] | UnsetType = UNSET
+        self.keeps = details.routes_from is not None
         self._made: dict[int, _Made] = {}
 
-    # Streams
+    def event(self, part: ChoicePart, extras: Extras) -> bytes:
+        data = sse_event(self._answer(part, extras))
+        self._forget(part)
+        return data
 
-    def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
-        made = self._take(index, piece.text, piece.tokens, first)
-        output = self._output(index, made, piece.snapshot)
-        if first is not None and self._details.prompt_ids:
-            output.prompt_token_ids = first.token_ids
-        return self._event(made, output)
-
-    def finish_chunk(
-        self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
-    ) -> bytes:
-        made = self._take(choice.index, "", (), first)
-        return self._event(made, self._ended(choice, made, snapshot, extras))
-
-    def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
+    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
         """Every event has it."""
         return b""
 
     def end(self) -> bytes:
         return DONE
 
-    def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
-        if first is not None:
-            self._take(choice.index, "", (), first)
-        for piece in pieces:
-            made = self._take(choice.index, piece.text, piece.tokens, None)
-            if self._details.incremental:
-                self._forget(made)
+    def replayed(self, part: ChoicePart) -> None:
+        self._take(part)
+        self._forget(part)
 
-    def _event(self, made: _Made, output: SglangAnswer) -> bytes:
-        data = sse_event(output)
-        if self._details.incremental:
-            self._forget(made)
-        return data
+    def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
+        answers = [self._answer(part, extras) for part in parts]
+        return _encode(answers[0] if self._details.single else answers)
 
-    @staticmethod
-    def _forget(made: _Made) -> None:
+    def _forget(self, part: ChoicePart) -> None:
         """The client has it."""
-        made.text, made.ids, made.logprobs, made.tops, made.sampling = [], [], [], [], []
+        if self._details.incremental:
+            made = self._made[part.index]
+            self._made[part.index] = _Made(generated=made.generated, constrained=made.constrained)
 
-    # Both
-
-    def _take(self, index: int, text: str, tokens: Iterable[Scored], first: Prompt | None) -> _Made:
-        if first is not None:
-            self._made[index] = _Made(first)
-        made = self._made[index]
-        if text:
-            made.text.append(text)
-        for scored in tokens:
+    def _take(self, part: ChoicePart) -> _Made:
+        made, piece = self._made.setdefault(part.index, _Made()), part.piece
+        made.text.append(piece.text)
+        made.generated += len(piece.tokens)
+        for scored in piece.tokens:
             record = scored.record
             made.ids.append(record.token_id)
-            made.generated, made.last = made.generated + 1, record.token_id
-            if self._details.logprobs:
-                made.constrained = made.constrained or record.constrained
-                made.logprobs.append(self._scored(record.logprob, record.token_id))
-                sampling = record.sampling_logprob
-                made.sampling.append(None if sampling is None or isnan(sampling) else finite(sampling))
-                if self._checked.top_logprobs:
-                    made.tops.append(self._tops(record))
-            if self._details.routes_from is not None and record.route is not None:
-                made.routes.append(record.route)
+            if not self._details.logprobs:
+                continue
+            made.constrained = made.constrained or record.constrained
+            made.logprobs.append(self._scored(record.logprob, record.token_id))
+            sampling = record.sampling_logprob
+            made.sampling.append(None if sampling is None or isnan(sampling) else finite(sampling))
+            if self._checked.top_logprobs:
+                made.tops.append(self._tops(record))
         return made
 
-    def _output(self, index: int, made: _Made, snapshot: str) -> SglangAnswer:
-        details, prompt = self._details, index // self._checked.n
+    def _answer(self, part: ChoicePart, extras: Extras) -> SglangAnswer:
+        made, details = self._take(part), self._details
         meta = SglangMetaInfo(
-            id=self._id(index),
-            prompt_tokens=len(made.prompt.token_ids),
+            id=self._id(part.index),
+            prompt_tokens=len(part.prompt.token_ids),
             completion_tokens=made.generated,
-            cached_tokens=self.cached.get(prompt, 0),
-            weight_version=snapshot,
+            cached_tokens=self.cached.get(part.index // self._checked.n, 0),
+            weight_version=part.snapshot,
         )
-        told = Told(snapshot)
+        told = Told(part.snapshot)
         if details.logprobs:
             meta.output_token_logprobs, told.sampling_logprobs = made.logprobs, made.sampling
             told.logprob_of = ALLOWED if made.constrained else UNSET
             if self._checked.top_logprobs:
                 meta.output_top_logprobs = made.tops
         if self.seam is not UNSET:
-            told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
             told.branches = self.seam.get("branches", UNSET)
-            self.seam = UNSET
-        output = SglangAnswer(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
+            self.tell_seam(told)
+        answer = SglangAnswer(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
         if not details.single:
-            output.index = index
-        return output
+            answer.index = part.index
+        if part.first and details.prompt_ids:
+            answer.prompt_token_ids = part.prompt.token_ids
+        if part.ending is not None:
+            self._tell_ending(answer, part, part.ending, extras)
+        return answer
 
-    def _ended(self, choice: Choice, made: _Made, snapshot: str, extras: Extras) -> SglangAnswer:
-        output = self._output(choice.index, made, snapshot)
-        meta, told, details = output.meta_info, output.midstream, self._details
-        meta.finish_reason = self._reason(choice, made.last)
-        meta.weight_versions = spans(choice)
-        told.snapshots = [SnapshotSpan(*span) for span in choice.spans]
+    def _tell_ending(self, answer: SglangAnswer, part: ChoicePart, ending: Ending, extras: Extras) -> None:
+        meta, told, details = answer.meta_info, answer.midstream, self._details
+        meta.finish_reason = _finish_reason(ending)
+        meta.weight_versions = weight_versions(ending)
         meta.e2e_latency = round(extras.took_s, 6)
-        records = extras.prompts.get(choice.index // self._checked.n, ())
+        told.snapshots = spans(ending.spans)
+        told.perf_metrics = extras.perf_metrics
+        self.tell_kv(told, ending)
+        records = extras.prompts.get(part.index // self._checked.n, ())
         if details.logprobs:
-            self._tell_prompt(meta, made.prompt, records)
+            self._tell_prompt(meta, part.prompt, records)
         if details.routes_from is not None:
-            rows = routes_from(details.routes_from, len(made.prompt.token_ids), records, made.routes)
+            size = len(part.prompt.token_ids)
+            rows = routes_from(details.routes_from, size, records, ending.whole.tokens)
             array = route_array(rows, self._head.route_shape, wide=self._head.wide_routes)
             meta.routed_experts = b64encode(array.astype("<i4").tobytes()).decode()
             meta.routed_experts_start_len = details.routes_from
-        if self._checked.perf_metrics:
-            kv = ChoiceTail()
-            tell_kv(kv, choice)
-            told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
-            told.perf_metrics = extras.perf_metrics
-        return output
 
     def _tell_prompt(self, meta: SglangMetaInfo, prompt: Prompt, records: Sequence[TokenRecord]) -> None:
         start = self._details.logprobs_from
@@ -357,15 +329,6 @@ class SGLangEncoder(RecordEncoder):
         ]
         if self._checked.top_logprobs:
             meta.input_top_logprobs = [self._tops(record) if at else None for at, record in enumerate(shown)]
-
-    def _reason(self, choice: Choice, last: int | None) -> dict[str, Any]:
-        if choice.finish == "length":
-            return {"type": "length", "length": choice.generated}
-        if choice.finish == "abort":
-            return {"type": "abort", "message": "a trainer ended this request"}
-        if choice.finish == "dead_end":
-            return {"type": "dead_end", "message": "no token may follow, by what the answer must match"}
-        return {"type": "stop", "matched": ended_by(choice, last, self._checked, self._vocabulary)}
 
     def _id(self, index: int) -> str:
         """As SGLang, which makes a request of each choice."""
@@ -383,20 +346,14 @@ class SGLangEncoder(RecordEncoder):
         best = record.top_logprobs[: self._checked.top_logprobs]
         return [self._scored(top.logprob, top.token_id) for top in best]
 
-    # Plain responses
 
-    def plain(
-        self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
-    ) -> bytes:
-        outputs = []
-        for choice in choices:
-            prompt, had = prompts[choice.index // self._checked.n], kept[choice.index]
-            made = self._take(choice.index, "".join(had.text), had.generated, prompt)
-            output = self._ended(choice, made, choice.snapshot or snapshot, extras)
-            if self._details.prompt_ids:
-                output.prompt_token_ids = prompt.token_ids
-            outputs.append(output)
-        return _encode(outputs[0] if self._details.single else outputs)
+def _finish_reason(ending: Ending) -> dict[str, Any]:
+    reason: dict[str, Any] = {"type": END_NAMES[ending.reason].sglang}
+    if reason["type"] == "length":
+        return reason | {"length": ending.generated}
+    if reason["type"] == "stop":
+        return reason | {"matched": ending.stop_text if ending.stop_token is None else ending.stop_token}
+    return reason | {"message": SGLANG_MESSAGES[ending.reason]}
 
 
 def _rename(error: InvalidRequest, details: Details) -> None:

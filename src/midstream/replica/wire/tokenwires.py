@@ -17,7 +17,6 @@ import numpy as np
 
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.core.types import TokenRecord
-from midstream.replica.request.checked import Checked
 from midstream.replica.request.schema import (
     CompletionBody,
     InferenceBody,
@@ -25,8 +24,8 @@ from midstream.replica.request.schema import (
     convert,
     unsupported,
 )
-from midstream.replica.response.choice import Choice
-from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.response.answer import Ending
+from midstream.replica.response.choice import Scored
 from midstream.replica.wire.answers import WeightVersion
 
 #: Where sampling parameters stand in a body.
@@ -108,24 +107,11 @@ def rename(error: InvalidRequest, names: Mapping[str, str]) -> None:
     error.param, error.message, error.args = name, message, (message,)
 
 
-def ended_by(choice: Choice, last: int | None, checked: Checked, vocabulary: Vocabulary) -> str | int | None:
-    """The stop string or the token that ended a choice; None: neither did. last: its last token."""
-    if choice.finish != "stop":
-        return None
-    if choice.stop_string is not None or last is None:
-        return choice.stop_string
-    if last in checked.sampling.stop_token_ids:
-        return last
-    # A stop string that is the name of a special token ends a choice as its token.
-    name = vocabulary.raw_text([last])
-    return name if name in checked.stops else None
-
-
 def routes_from(
-    start: int, prompt_size: int, prompt: Sequence[TokenRecord], own: Sequence[bytes]
+    start: int, prompt_size: int, prompt: Sequence[TokenRecord], generated: Sequence[Scored]
 ) -> list[bytes]:
-    """The rows of a sequence's routes from position `start` on. prompt: records of the last prompt tokens. own: routes of the
-    generated ones."""
+    """The rows of a sequence's routes from position `start` on. prompt: records of the last prompt tokens."""
+    own = [scored.record.route for scored in generated if scored.record.route is not None]
     first = prompt_size - len(prompt)
     rows = [
         record.route for at, record in enumerate(prompt, first) if at > start and record.route is not None
@@ -145,5 +131,5 @@ def npy(array: np.ndarray) -> str:
     return b64encode(file.getvalue()).decode()
 
 
-def spans(choice: Choice) -> list[WeightVersion]:
-    return [WeightVersion(*span) for span in choice.spans]
+def weight_versions(ending: Ending) -> list[WeightVersion]:
+    return [WeightVersion(*span) for span in ending.spans]

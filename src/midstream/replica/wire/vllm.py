@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import uuid
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.sse import DONE, sse_event
-from midstream.core.types import served_model_name
 from midstream.replica.request.checked import Checked, Prompt, check
 from midstream.replica.request.schema import (
     ChatBody,
@@ -29,32 +27,25 @@ from midstream.replica.request.schema import (
     parse_completion,
     unsupported,
 )
-from midstream.replica.response.choice import Choice, Piece, Scored
-from midstream.replica.response.kept import Kept
-from midstream.replica.response.records import RecordEncoder, tell_kv
-from midstream.replica.response.shapes import (
-    ChoiceTail,
-    Extras,
-    RawOutput,
-    Usage,
-)
+from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
+from midstream.replica.response.records import RecordEncoder
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import GenerateAnswer, GenerateChoice, RawRoutes, RenderedRequest, Told
-from midstream.replica.wire.base import Read, ResponseHead, TextCall, Texts, Wire
+from midstream.replica.wire.base import Read, TextCall, Texts, Wire
 from midstream.replica.wire.bodies import VllmGenerateBody
+from midstream.replica.wire.dialects import END_NAMES, openai_usage
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
     completion,
-    ended_by,
     npy,
     read_sampling,
     refuse_unless_neutral,
     rename,
     route_array,
     routes_from,
-    spans,
+    weight_versions,
     wire_names,
 )
 
@@ -181,147 +172,80 @@ class GenerateEncoder(RecordEncoder):
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
     ) -> None:
-        super().__init__(checked, vocabulary, wide_routes=head.wide_routes)
-        self._head = head
+        super().__init__(checked, head, vocabulary)
         self._details = details
         self._routes = details.routes.include_routing_matrix
-        self.seam: dict[str, Any] | UnsetType = UNSET
+        self.keeps = bool(details.routes.return_routed_experts)
         self._mode = "text" if details.text else "tokens"
-        #: Of each choice of a stream: the routes of its tokens, and its last token.
-        self._own: list[list[bytes]] = [[] for _ in range(checked.n)]
-        self._last: list[int | None] = [None] * checked.n
-        self._prompt_size = 0
 
-    # Streams
-
-    def chunk(self, index: int, piece: Piece, first: Prompt | None) -> bytes:
-        self._take(index, piece, first)
-        if not (piece.tokens or self._details.text or first):
+    def event(self, part: ChoicePart, extras: Extras) -> bytes:
+        tells = part.first or part.ending is not None or self._details.text or part.piece.tokens
+        if not tells:
             return b""
-        ids = [scored.record.token_id for scored in piece.tokens]
-        choice = GenerateChoice(index, ids, midstream=self._told(piece.snapshot))
-        if self._details.text:
-            choice.text = piece.text
-        if self._details.logprobs:
-            choice.logprobs = self.content(piece.tokens)
-        return self._event([choice], first)
+        response = self._answer([self._choice(part, extras)])
+        if part.first and self._details.prompt_ids:
+            response.prompt_token_ids = part.prompt.token_ids
+        return sse_event(response)
 
-    def finish_chunk(
-        self, choice: Choice, snapshot: str, first: Prompt | None, raw: RawOutput | UnsetType, extras: Extras
-    ) -> bytes:
-        if first is not None:
-            self._prompt_size = len(first.token_ids)
-        made = GenerateChoice(choice.index, [])
-        if self._details.text:
-            made.text = ""
-        self._end(made, choice, snapshot, self._last[choice.index], self._own[choice.index], extras)
-        return self._event([made], first)
-
-    def usage_chunk(self, snapshot: str, extras: Extras) -> bytes:
-        return self._event([], None, extras.usage)
+    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
+        response = self._answer([])
+        if extras.counts is not None:
+            response.usage = openai_usage(extras.counts)
+        return sse_event(response)
 
     def end(self) -> bytes:
         return DONE
 
-    def replayed(self, choice: Choice, pieces: list[Piece], first: Prompt | None) -> None:
-        for piece in pieces:
-            self._take(choice.index, piece, first)
-            first = None
-
-    def _take(self, index: int, piece: Piece, first: Prompt | None) -> None:
-        if first is not None:
-            self._prompt_size = len(first.token_ids)
-        if piece.tokens:
-            self._last[index] = piece.tokens[-1].record.token_id
-            if self._details.routes.return_routed_experts:
-                self._own[index] += _routes_of(piece.tokens)
-
-    def _event(
-        self, choices: list[GenerateChoice], first: Prompt | None, usage: Usage | UnsetType = UNSET
-    ) -> bytes:
-        response = GenerateAnswer(self._head.id, choices, self._mode, usage=usage)
-        if first is not None and self._details.prompt_ids:
-            response.prompt_token_ids = first.token_ids
-        return sse_event(response)
-
-    # Both
-
-    def _told(self, snapshot: str) -> Told:
-        told = Told(snapshot)
-        if self.seam is not UNSET:
-            told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
-            self.seam = UNSET
-        return told
-
-    def _end(
-        self,
-        made: GenerateChoice,
-        choice: Choice,
-        snapshot: str,
-        last: int | None,
-        own: list[bytes],
-        extras: Extras,
-    ) -> None:
-        """What the end of a choice tells."""
-        made.finish_reason, made.weight_versions = choice.finish, spans(choice)
-        found = ended_by(choice, last, self._checked, self._vocabulary)
-        made.stop_reason = found if isinstance(found, str) or found in self._details.stops else None
-        made.midstream = told = self._told(snapshot)
-        if self._checked.perf_metrics:
-            kv = ChoiceTail()
-            tell_kv(kv, choice)
-            told.kv_snapshots, told.earlier_kv_snapshots = kv.kv_snapshots, kv.earlier_kv_snapshots
-            told.perf_metrics = extras.perf_metrics
-        carrier, start = (
-            self._details.routes.return_routed_experts,
-            self._details.routes.routed_experts_prompt_start,
-        )
-        if not carrier:
-            return
-        rows = routes_from(start, self._prompt_size, extras.prompts.get(0, ()), own)
-        array = route_array(rows, self._head.route_shape, wide=self._head.wide_routes)
-        if carrier == "raw":
-            data = b64encode(array.tobytes()).decode()
-            made.routed_experts = RawRoutes(data, array.shape, start, str(array.dtype))
-        else:
-            made.routed_experts = npy(array)
-
-    # Plain responses
-
-    def plain(
-        self, choices: list[Choice], kept: list[Kept], prompts: list[Prompt], snapshot: str, extras: Extras
-    ) -> bytes:
-        (prompt,) = prompts
-        self._prompt_size = len(prompt.token_ids)
-        made = [self._whole(choice, kept[choice.index], snapshot, extras) for choice in choices]
-        response = GenerateAnswer(
-            self._head.id,
-            made,
-            self._mode,
-            served_model_name(self._head.model, snapshot),
-            self._head.created,
-            extras.usage,
-        )
+    def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
+        assert extras.counts is not None
+        response = self._answer([self._choice(part, extras) for part in parts])
+        response.model, response.created = self.served(snapshot), self._head.created
+        response.usage = openai_usage(extras.counts)
         if self._details.prompt_ids:
-            response.prompt_token_ids = prompt.token_ids
+            response.prompt_token_ids = parts[0].prompt.token_ids
         if self._checked.prompt_logprobs is not None:
             response.prompt_logprobs = self.prompt_logprobs(extras.prompts[0])
         return _encode(response)
 
-    def _whole(self, choice: Choice, kept: Kept, snapshot: str, extras: Extras) -> GenerateChoice:
-        ids = [scored.record.token_id for scored in kept.generated]
-        made = GenerateChoice(choice.index, ids)
+    def _answer(self, choices: list[GenerateChoice]) -> GenerateAnswer:
+        return GenerateAnswer(self._head.id, choices, self._mode)
+
+    def _choice(self, part: ChoicePart, extras: Extras) -> GenerateChoice:
+        piece, told = part.piece, Told(part.snapshot)
+        self.tell_seam(told)
+        ids = [scored.record.token_id for scored in piece.tokens]
+        choice = GenerateChoice(part.index, ids, midstream=told)
         if self._details.text:
-            made.text = "".join(kept.text)
-        if self._details.logprobs:
-            made.logprobs = self.content(kept.generated)
-        own = _routes_of(kept.generated)
-        self._end(made, choice, choice.snapshot or snapshot, ids[-1] if ids else None, own, extras)
-        return made
+            choice.text = piece.text
+        # The event at the end of a stream has no tokens of its own.
+        if self._details.logprobs and (part.ending is None or not self._checked.stream):
+            choice.logprobs = self.content(piece.tokens)
+        if part.ending is not None:
+            self._tell_ending(choice, told, part.ending, part.prompt, extras)
+        return choice
 
-
-def _routes_of(tokens: Sequence[Scored]) -> list[bytes]:
-    return [scored.record.route for scored in tokens if scored.record.route is not None]
+    def _tell_ending(
+        self, choice: GenerateChoice, told: Told, ending: Ending, prompt: Prompt, extras: Extras
+    ) -> None:
+        choice.finish_reason = END_NAMES[ending.reason].openai
+        choice.weight_versions = weight_versions(ending)
+        choice.stop_reason = ending.stop_text if ending.stop_token is None else None
+        if ending.stop_token in self._details.stops:
+            choice.stop_reason = ending.stop_token
+        self.tell_kv(told, ending)
+        told.perf_metrics = extras.perf_metrics
+        carrier = self._details.routes.return_routed_experts
+        start = self._details.routes.routed_experts_prompt_start
+        if not carrier:
+            return
+        records, size = extras.prompts.get(0, ()), len(prompt.token_ids)
+        rows = routes_from(start, size, records, ending.whole.tokens)
+        array = route_array(rows, self._head.route_shape, wide=self._head.wide_routes)
+        if carrier == "raw":
+            data = b64encode(array.tobytes()).decode()
+            choice.routed_experts = RawRoutes(data, array.shape, start, str(array.dtype))
+        else:
+            choice.routed_experts = npy(array)
 
 
 # Render paths

@@ -1,0 +1,174 @@
+"""What a choice says, in words of our own: the one form in which every wire gets events of streams and whole responses. Pure.
+
+Always holds: a whole choice is the sum of the pieces that its stream would have told. What each dialect calls an EndReason and
+TokenCounts is in wire/dialects.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from midstream.core.types import TokenRecord
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.choice import Choice, KvSpans, Piece
+from midstream.replica.text.vocabulary import Vocabulary
+
+#: end: the model ended it. stop: a stop string of the request did. context: the context was full before `max_tokens`.
+EndReason = Literal["end", "stop", "length", "context", "tool_calls", "abort", "dead_end"]
+
+
+class ResponseHead(NamedTuple):
+    """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts.
+    route_shape: MoE layers and experts per token of a route."""
+
+    id: str
+    created: int
+    model: str
+    wide_routes: bool
+    route_shape: tuple[int, int] = (0, 0)
+
+
+class TokenCounts(msgspec.Struct, frozen=True):
+    """Tokens of a request, over all prompts and choices. cached: prompt tokens whose KV was reused; None: nobody knows (vLLM,
+    after a stop string)."""
+
+    prompt: int
+    completion: int
+    cached: int | None
+
+
+class Extras(msgspec.Struct):
+    """What a last event or a whole response says beside its choices.
+
+    counts: None where another event has them. prompts: by prompt, records of its last tokens, where they were asked for.
+    took_s: seconds since the request came.
+    """
+
+    counts: TokenCounts | None = None
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+    prompts: Mapping[int, tuple[TokenRecord, ...]] = {}
+    took_s: float = 0.0
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a choice ended. stop_text, stop_token: the stop string or the token that ended it. spans: the snapshots of its
+    tokens. kv, earlier_kv: as in Choice. whole: all that it said, where the wire keeps it."""
+
+    reason: EndReason
+    generated: int
+    stop_text: str | None
+    stop_token: int | None
+    spans: list[tuple[str, int, int]]
+    kv: KvSpans
+    earlier_kv: list[tuple[int, KvSpans]]
+    call_in_thinking: bool
+    whole: Piece
+
+
+class ChoicePart(msgspec.Struct, frozen=True):
+    """What one event tells of a choice, or all of the choice in a whole response.
+
+    snapshot: of the tokens, or of the last one. first: nothing of the choice was told before. ending: None while more comes.
+    """
+
+    index: int
+    prompt: Prompt
+    snapshot: str
+    pieces: Sequence[Piece]
+    first: bool
+    ending: Ending | None = None
+
+    @property
+    def piece(self) -> Piece:
+        """The pieces as one."""
+        return self.pieces[0] if len(self.pieces) == 1 else joined(self.pieces, self.snapshot)
+
+
+def joined(pieces: Sequence[Piece], snapshot: str) -> Piece:
+    return Piece(
+        snapshot,
+        "".join([piece.text for piece in pieces]),
+        tuple([scored for piece in pieces for scored in piece.tokens]),
+        tuple([scored for piece in pieces for scored in piece.echoed]),
+        tuple([call for piece in pieces for call in piece.calls]),
+        "".join([piece.reasoning for piece in pieces]),
+    )
+
+
+class Parts:
+    """Makes the parts of a request's choices. keeps: an ending has all that its choice said."""
+
+    def __init__(
+        self, checked: Checked, prompts: Sequence[Prompt], vocabulary: Vocabulary, *, keeps: bool
+    ) -> None:
+        self._checked = checked
+        self._prompts = prompts
+        self._vocabulary = vocabulary
+        self._keeps = keeps
+        #: The choices of which something was told.
+        self._begun: set[int] = set()
+        #: By choice, what it said so far, where it is kept.
+        self._said: dict[int, list[Piece]] = {}
+
+    def said(self, choice: Choice, pieces: Sequence[Piece]) -> list[ChoicePart]:
+        """A part for each piece."""
+        if self._keeps:
+            self._said.setdefault(choice.index, []).extend(pieces)
+        return [self._part(choice, (piece,), piece.snapshot, None) for piece in pieces]
+
+    def end(self, choice: Choice, snapshot: str) -> ChoicePart:
+        """snapshot: of a choice without tokens."""
+        snapshot = choice.snapshot or snapshot
+        ending = self._ending(choice, self._said.get(choice.index, ()), snapshot)
+        return self._part(choice, (), snapshot, ending)
+
+    def whole(self, choice: Choice, pieces: Sequence[Piece], snapshot: str) -> ChoicePart:
+        """All of a choice that has ended."""
+        snapshot = choice.snapshot or snapshot
+        return self._part(choice, pieces, snapshot, self._ending(choice, pieces, snapshot))
+
+    def _part(
+        self, choice: Choice, pieces: Sequence[Piece], snapshot: str, ending: Ending | None
+    ) -> ChoicePart:
+        index = choice.index
+        first = index not in self._begun
+        self._begun.add(index)
+        return ChoicePart(index, self._prompts[index // self._checked.n], snapshot, pieces, first, ending)
+
+    def _ending(self, choice: Choice, said: Sequence[Piece], snapshot: str) -> Ending:
+        stop_text, stop_token = self._stopped_by(choice)
+        return Ending(
+            self._reason(choice, stop_text),
+            choice.generated,
+            stop_text,
+            stop_token,
+            choice.spans,
+            choice.kv,
+            choice.earlier_kv,
+            choice.call_in_thinking,
+            joined(said, snapshot),
+        )
+
+    def _reason(self, choice: Choice, stop_text: str | None) -> EndReason:
+        assert choice.finish is not None
+        if choice.finish == "stop":
+            return "end" if stop_text is None else "stop"
+        most = self._checked.max_tokens
+        is_cut = choice.finish == "length" and most is not None and choice.generated < most
+        return "context" if is_cut else choice.finish
+
+    def _stopped_by(self, choice: Choice) -> tuple[str | None, int | None]:
+        """The stop string and the token that ended it. A stop string that is the name of a special token, which has no text,
+        ends a choice as its token."""
+        if choice.finish != "stop":
+            return None, None
+        last, found = choice.last, choice.stop_string
+        if found is not None or last is None:
+            return found, None
+        name = self._vocabulary.raw_text([last])
+        is_token = last in self._checked.sampling.stop_token_ids
+        return name if name in self._checked.stops else None, last if is_token else None

@@ -1,0 +1,221 @@
+"""Answers of the Messages API and the Responses API: blocks one after another, of thinking, of text, and of one call each.
+
+Owns: which block is open, and midstream's own object `midstream`, as these APIs have no place for records.
+Always holds:
+- A whole response has the blocks that its stream would have: it is made of the same steps, without their bytes.
+- No record of a token is lost. In a stream it is in the `midstream` of the delta that shows its text or call; where a token
+  shows nothing, of an empty delta of the block that is open, and where none is open, of an event of its own.
+- Where nothing is told of PING_TOKENS tokens that show nothing, an empty event comes.
+- Every such object names the snapshot of its tokens. A seam is told once, in the next object.
+- What an event says depends on those before it alone, so that a resumed stream goes on with the events that it would have had.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from midstream.core.sse import sse_event
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
+from midstream.replica.response.choice import Piece, Scored, ToolCall
+from midstream.replica.response.records import RecordEncoder, spans
+from midstream.replica.text.vocabulary import Vocabulary
+from midstream.replica.wire.answers import Records
+from midstream.replica.wire.dialects import UNNAMED
+
+#: Tokens that show nothing, as those of a long call, after which a stream has an event all the same.
+PING_TOKENS = 16
+BlockKind = Literal["thinking", "text", "call"]
+
+
+class OpenBlock(Struct):
+    """The block that is being shown. said: its text so far. call: of a block of this kind."""
+
+    kind: BlockKind
+    call: ToolCall | None
+    said: list[str] = []
+
+
+class BlockEncoder(RecordEncoder, ABC):
+    """A wire.base.Encoder of one answer. told_logprobs: the request asked for them in `midstream`."""
+
+    #: The events of tokens without a block, and of tokens of which nothing is told.
+    silent_event: str
+    ping_event: str
+
+    def __init__(
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, *, told_logprobs: bool = True
+    ) -> None:
+        super().__init__(checked, head, vocabulary)
+        self._told_logprobs = told_logprobs and checked.logprobs is not None
+        #: Whether each token is told of.
+        self._records = checked.token_ids or self._told_logprobs
+        #: Nothing is written: the client has it already, or gets it whole.
+        self._quiet = False
+        self._events = 0
+        self._open: OpenBlock | None = None
+        #: How many blocks were begun before the one that is open.
+        self._closed = 0
+        #: Tokens that have shown nothing yet.
+        self._pending: list[Scored] = []
+        #: How many tokens came since the last event.
+        self._unshown = 0
+
+    # -- what a dialect has of its own
+
+    @abstractmethod
+    def _start(self, snapshot: str, prompt: Prompt) -> bytes:
+        """The events that begin a stream."""
+
+    @abstractmethod
+    def _begin(self, block: OpenBlock) -> bytes:
+        """The events that begin a block."""
+
+    @abstractmethod
+    def _delta(
+        self,
+        block: OpenBlock,
+        text: str,
+        snapshot: str,
+        tokens: tuple[Scored, ...],
+        made_of: Sequence[Scored] = (),
+    ) -> bytes:
+        """The event that goes on with a block. tokens: it tells of them. made_of: its text came of them."""
+
+    @abstractmethod
+    def _end(self, block: OpenBlock, ending: Ending | None) -> bytes:
+        """The events that end a block. ending: of the answer, if it ends with the block."""
+
+    @abstractmethod
+    def _finish(self, part: ChoicePart, ending: Ending, extras: Extras) -> bytes:
+        """The events that end the answer."""
+
+    @abstractmethod
+    def _whole(self, part: ChoicePart, ending: Ending, extras: Extras) -> bytes:
+        """The body of a whole response, whose blocks were made."""
+
+    # -- steps
+
+    def event(self, part: ChoicePart, extras: Extras) -> bytes:
+        data = self._start(part.snapshot, part.prompt) if part.first else b""
+        for piece in part.pieces:
+            data += self._take(piece)
+        if part.ending is not None:
+            data += self._finish(part, part.ending, extras)
+        return data
+
+    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
+        """It is in the event that ends the answer."""
+        return b""
+
+    def replayed(self, part: ChoicePart) -> None:
+        self._quiet = True
+        self.event(part, Extras())
+        self._quiet = False
+
+    def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
+        (part,) = parts
+        assert part.ending is not None
+        self._quiet = True
+        for piece in part.pieces:
+            self._take(piece)
+        return self._whole(part, part.ending, extras)
+
+    def _take(self, piece: Piece) -> bytes:
+        data, tokens, before = b"", piece.tokens, self._events
+        self._pending.extend(tokens)
+        if piece.reasoning:
+            data += self._show("thinking", piece.reasoning, piece.snapshot, tokens)
+            tokens = ()
+        if piece.text:
+            data += self._show("text", piece.text, piece.snapshot, tokens)
+            tokens = ()
+        for call in piece.calls:
+            data += self._show("call", call.arguments, piece.snapshot, tokens, call)
+            tokens = ()
+        if tokens and self._records:
+            data += self._silent(piece.snapshot, tokens)
+        self._unshown = 0 if self._events > before else self._unshown + len(tokens)
+        if self._unshown < PING_TOKENS:
+            return data
+        self._unshown = 0
+        return self._emit(self.ping_event)
+
+    def _show(
+        self,
+        kind: BlockKind,
+        text: str,
+        snapshot: str,
+        tokens: tuple[Scored, ...],
+        call: ToolCall | None = None,
+    ) -> bytes:
+        """A call comes whole. Its block stays open for the tokens of what is between it and the next one."""
+        data = b""
+        if self._open is None or self._open.kind != kind or call is not None:
+            data = self._close()
+            self._open = OpenBlock(kind, call)
+            data += self._begin(self._open)
+        self._open.said.append(text)
+        made_of, self._pending = self._pending, []
+        return data + self._delta(self._open, text, snapshot, tokens, made_of)
+
+    def _silent(self, snapshot: str, tokens: tuple[Scored, ...]) -> bytes:
+        """Tokens that show nothing."""
+        if self._open is not None:
+            return self._delta(self._open, "", snapshot, tokens)
+        return self._emit(self.silent_event, midstream=self._told(snapshot, tokens))
+
+    def _close(self, ending: Ending | None = None) -> bytes:
+        if self._open is None:
+            return b""
+        block, self._open = self._open, None
+        data = self._end(block, ending)
+        self._closed += 1
+        return data
+
+    def _emit(self, name: str, /, **fields: Any) -> bytes:
+        """A server-sent event whose data repeats its name in `type`."""
+        self._events += 1
+        if self._quiet:
+            return b""
+        return b"event: %b\n%b" % (name.encode(), sse_event({"type": name, **fields}))
+
+    # -- records
+
+    def _told(self, snapshot: str, tokens: tuple[Scored, ...]) -> Records:
+        told = Records(snapshot)
+        if self._quiet:
+            return told
+        if self._checked.token_ids:
+            told.token_ids = [scored.record.token_id for scored in tokens]
+        if tokens and self._told_logprobs and (logprobs := self.logprobs(tokens)) is not None:
+            told.logprobs = logprobs
+        self.tell_seam(told)
+        return told
+
+    def _told_at_end(self, part: ChoicePart, ending: Ending, extras: Extras) -> Records:
+        """Of the event that ends a stream."""
+        told = Records(part.snapshot)
+        self.tell_seam(told)
+        self.tell_kv(told, ending)
+        told.perf_metrics = extras.perf_metrics
+        if ending.call_in_thinking:
+            told.call_in_thinking = True
+        if ending.reason in UNNAMED:
+            told.finish_reason = ending.reason
+        return told
+
+    def _told_whole(self, part: ChoicePart, ending: Ending, extras: Extras) -> Records:
+        """Of a whole response."""
+        told = self._told_at_end(part, ending, extras)
+        told.snapshots = spans(ending.spans)
+        if self._checked.token_ids:
+            told.prompt_token_ids = part.prompt.token_ids
+            told.token_ids = [scored.record.token_id for scored in ending.whole.tokens]
+        if self._told_logprobs and (logprobs := self.logprobs(ending.whole.tokens)) is not None:
+            told.logprobs = logprobs
+        return told
