@@ -36,7 +36,7 @@ other APIs (core/wires.py): their clients get their own shape.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 HEADER_LOST = "x-midstream-lost"
 HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
@@ -44,17 +44,46 @@ HEADER_NOT_LOADED = "x-midstream-policy-not-loaded"
 
 #: How clients read errors: OpenAI's shape; the same with its Responses API's error event; Anthropic's.
 ErrorShape = Literal["openai", "responses", "anthropic"]
-#: Anthropic's name of an error, by status; of another one below 500 it is that of 400.
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    425: "overloaded_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
+
+
+class ErrorForm(NamedTuple):
+    """types: names of errors, by status; another one below 500 has that of 400. None: an error's own name.
+
+    envelope: the fields beside `error`. too_long: begins the message of a prompt that does not fit. hinted: the statuses that
+    clients retry only when a header says so. event: begins the event at the end of a failed stream. flat: the event has the
+    error's fields beside its `type`, as the schema says; the SDK raises for an `error`.
+    """
+
+    types: Mapping[int, str] | None = None
+    envelope: Mapping[str, str] = {}
+    too_long: str = ""
+    hinted: Collection[int] = ()
+    event: bytes = b""
+    flat: bool = False
+
+
+_NAMED_EVENT = b"event: error\n"
+ERROR_FORMS: Mapping[ErrorShape, ErrorForm] = {
+    "openai": ErrorForm(),
+    "responses": ErrorForm(event=_NAMED_EVENT, flat=True),
+    "anthropic": ErrorForm(
+        types={
+            400: "invalid_request_error",
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            408: "timeout_error",
+            413: "request_too_large",
+            425: "overloaded_error",
+            429: "rate_limit_error",
+            500: "api_error",
+            503: "overloaded_error",
+        },
+        envelope={"type": "error"},
+        too_long="prompt is too long: {tokens} tokens > {context} maximum; ",
+        hinted=(425,),
+        event=_NAMED_EVENT,
+    ),
 }
 
 
@@ -63,6 +92,8 @@ class MidstreamError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    #: Its type in OpenAI's shape; "": its code.
+    kind: ClassVar[str] = ""
     retry_after_s: int | None = None
     shape: ErrorShape = "openai"
 
@@ -73,26 +104,29 @@ class MidstreamError(Exception):
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
 
+    @property
+    def form(self) -> ErrorForm:
+        return ERROR_FORMS[self.shape]
+
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.code, "code": self.code, "param": self.param}
-        if self.shape == "anthropic":
-            other = "api_error" if self.status >= 500 else _ANTHROPIC_TYPES[400]
-            error["type"] = _ANTHROPIC_TYPES.get(self.status, other)
-            return {"type": "error", "error": error}
-        return {"error": error}
+        form, kind = self.form, self.kind or self.code
+        if form.types is not None:
+            kind = form.types.get(self.status) or form.types[500 if self.status >= 500 else 400]
+        error = {"message": self.message, "type": kind, "code": self.code, "param": self.param}
+        return {**form.envelope, "error": error}
 
     def event_body(self) -> dict[str, Any]:
         """The body as a stream's last event. The stream's own status was sent long ago: clients read this one for retries."""
         body = self.body()
         body["error"]["status_code"] = self.status
-        if self.shape == "responses":
-            # Its schema has the fields beside `type`; the SDK raises for an `error`.
+        if self.form.flat:
             fields = {"code": self.code, "message": self.message, "param": self.param}
             body = {"type": "error", **fields, "sequence_number": 0, **body}
         return body
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return headers | ({"x-should-retry": "true"} if self.status in self.form.hinted else {})
 
 
 class InvalidRequest(MidstreamError):
@@ -112,6 +146,7 @@ class ContextExceeded(InvalidRequest):
     """Clients know it by the code and by these words, cut their conversation, and ask again."""
 
     code = "context_length_exceeded"
+    kind = InvalidRequest.code
 
     def __init__(self, where: str, tokens: int, context: int, *, param: str, why: str = "") -> None:
         """where: the place in the body. tokens: of the prompt, or as many as it has at least. why: how that is known."""
@@ -123,12 +158,8 @@ class ContextExceeded(InvalidRequest):
 
     def body(self) -> dict[str, Any]:
         body = super().body()
-        if self.shape == "anthropic":
-            body["error"]["message"] = (
-                f"prompt is too long: {self.tokens} tokens > {self.context} maximum; {self.message}"
-            )
-        else:
-            body["error"]["type"] = InvalidRequest.code
+        too_long = self.form.too_long.format(tokens=self.tokens, context=self.context)
+        body["error"]["message"] = too_long + self.message
         return body
 
 
@@ -216,13 +247,6 @@ class SnapshotTransition(MidstreamError):
     status = 425
     code = "snapshot_transition"
     retry_after_s = 1
-
-    def headers(self) -> dict[str, str]:
-        headers = super().headers()
-        if self.shape == "anthropic":
-            # Its clients retry this status only with this header.
-            headers["x-should-retry"] = "true"
-        return headers
 
 
 class Overloaded(MidstreamError):

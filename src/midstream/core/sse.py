@@ -36,5 +36,4 @@ def sse_event(value: Any) -> bytes:
 
 def error_event(error: MidstreamError) -> bytes:
     """The last event of a stream that failed, as the clients of its wire read it."""
-    event = sse_event(error.event_body())
-    return event if error.shape == "openai" else b"event: error\n" + event
+    return error.form.event + sse_event(error.event_body())
