@@ -71,7 +71,7 @@ def test_a_client_that_leaves_has_a_span_with_what_it_got(tmp_path: Path) -> Non
             assert said["gen_ai.response.finish_reasons"] == ("abort",)
             assert 1 <= said["gen_ai.usage.output_tokens"] <= 2
             assert span.status.description == "client_left"
-            assert here.replica.sessions.measures.told().counts["finishes"]["abort"] == 1
+            assert here.replica.sessions.measures.counts["finishes"]["abort"] == 1
 
     asyncio.run(main())
 

@@ -21,12 +21,12 @@ def desired(snapshot: str, generation: int) -> Desired:
 
 async def until(replica: Replica, outcome: str, count: int) -> None:
     async with asyncio.timeout(20):
-        while replica.sessions.measures.told().counts["swaps"][outcome] < count:
+        while replica.sessions.measures.counts["swaps"][outcome] < count:
             await replica.changed(1.0)
 
 
 def told(replica: Replica) -> dict[str, tuple[int, float]]:
-    measures = replica.sessions.measures.told().measures
+    measures = replica.sessions.measures.measures
     return {name: (sum(one.counts), one.sum) for name, one in measures.items()}
 
 
@@ -48,7 +48,7 @@ def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tm
         await source.fetching.wait()
         replica.desire(desired("v4", 4))
         await until(replica, "ready", 2)
-        assert replica.sessions.measures.told().counts["swaps"] == {
+        assert replica.sessions.measures.counts["swaps"] == {
             "ready": 2,
             "failed": 1,
             "superseded": 1,

@@ -5,6 +5,7 @@ Always holds: `Distribution.counts` has one bucket more than the bounds of its m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import get_args
 
 import msgspec
@@ -92,7 +93,10 @@ class Rewarded(msgspec.Struct, kw_only=True):
 
 class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories", tag_field="kind"):
     """A line of a replica's event stream: what its turns and swaps were like since the process began, by measure (MEASURES),
-    and how they ended (COUNTS). rewards: of the newest snapshots that were rewarded, in the order of their first rewards."""
+    and how they ended (COUNTS). rewards: of the newest snapshots that were rewarded, in the order of their first rewards.
+
+    Counts only grow while the process lives, over all boots of its engine. An observation adds to plain integers.
+    """
 
     measures: dict[str, Distribution]
     counts: dict[str, dict[str, Whole]] = {}
@@ -103,3 +107,21 @@ class Trajectories(msgspec.Struct, frozen=True, kw_only=True, tag="trajectories"
         for name, found in self.measures.items():
             if name in MEASURES and len(found.counts) != len(MEASURES[name]) + 1:
                 raise ValueError(f"{name}: {len(found.counts)} counts, expected {len(MEASURES[name]) + 1}")
+
+    @classmethod
+    def none(cls) -> Trajectories:
+        """Nothing was measured yet."""
+        return cls(
+            measures={name: Distribution([0] * (len(bounds) + 1)) for name, bounds in MEASURES.items()},
+            counts={name: dict.fromkeys(values, 0) for name, values in COUNTS.items()},
+        )
+
+    def observe(self, measure: str, value: float) -> None:
+        """measure: of MEASURES."""
+        found = self.measures[measure]
+        found.counts[bisect_left(MEASURES[measure], value)] += 1
+        found.sum += value
+
+    def count(self, what: str, value: str) -> None:
+        """what, value: of COUNTS."""
+        self.counts[what][value] += 1

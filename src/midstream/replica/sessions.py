@@ -24,7 +24,6 @@ from midstream.core.headers import HEADER_PLACED
 from midstream.core.measures import Trajectories
 from midstream.core.sessions import SessionsReport, SessionStats
 from midstream.core.types import Session
-from midstream.replica.measures import Measures
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S = 3600.0
@@ -106,7 +105,7 @@ class Sessions:
         # With when each was last used; the least recently used first.
         self._held: OrderedDict[Session, tuple[SessionStats, float]] = OrderedDict()
         self._feeds: dict[Feed, None] = {}
-        self.measures = Measures()
+        self.measures = Trajectories.none()
 
     def __repr__(self) -> str:
         return f"Sessions({len(self._held)} held, {len(self._feeds)} feeds)"
@@ -259,7 +258,7 @@ class Sessions:
             yield msgspec.json.encode(SessionsReport(held=tuple(held), closed=tuple(closed))) + b"\n"
 
     def trajectories(self) -> Trajectories:
-        return self.measures.told()
+        return self.measures
 
     def one(self, session: Session) -> SessionStats | None:
         found = self._held.get(session)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from midstream.core.measures import Trajectories
 from midstream.core.types import Desired, SwapTiming
-from midstream.replica.measures import Measures
 from midstream.replica.swap.table import Event
 
 #: The stage that an event ends, of core.sessions.SWAP_STAGES.
@@ -46,7 +46,7 @@ class SwapHistory:
             yield STAGES[event], since_s, at_s
             since_s = at_s
 
-    def count(self, measures: Measures) -> None:
+    def count(self, measures: Trajectories) -> None:
         measures.count("swaps", self.outcome)
         for stage, since_s, until_s in self.stages():
             measures.observe(f"swap_{stage}_seconds", until_s - since_s)
