@@ -29,7 +29,7 @@ from midstream.replica.gate import Gate, Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.policies import Policies
 from midstream.replica.policy import Policy
-from midstream.replica.response.work import Surroundings
+from midstream.replica.response.generation import Surroundings
 from midstream.replica.swap import source
 from midstream.snapshots.store import fetch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from midstream.replica.response.work import Work
+from midstream.replica.response.generation import Work
 
 
 class Endable(Protocol):
@@ -73,8 +73,10 @@ def called_as(work: Work, request_id: str) -> Called:
 
 def names_of_choices(work: Work, response_id: str | None) -> dict[str, list[int]]:
     """The choices that the client may name, by name. response_id: None before there is one."""
-    each, n = dict[str, list[int]](), work.checked.n
+    each, n, names_of = dict[str, list[int]](), work.checked.n, work.wire.choice_names
+    if names_of is None:
+        return each
     for choice in range(len(work.prompts) * n):
-        for name in work.wire.choice_names(work.details, response_id, n, choice):
+        for name in names_of(work.details, response_id, n, choice):
             each.setdefault(name, []).append(choice)
     return each

@@ -62,10 +62,11 @@ from midstream.replica.request.fields import bad_tokens
 from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
-from midstream.replica.response.generation import Generation
+from midstream.replica.response.generation import Generation, Surroundings, Work
+from midstream.replica.response.measured import Timings
+from midstream.replica.response.prompt_echo import scored_tokens
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.response.stages import behind_thinking
-from midstream.replica.response.work import Surroundings, Timings, Work, scored_tokens
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar

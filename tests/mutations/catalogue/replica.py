@@ -15,7 +15,7 @@ REPLICA = (
     ),
     Mutation(
         "another_boot_serves",
-        "replica/response/work.py",
+        "replica/response/generation.py",
         "if not self.boot == now == (meant or now):",
         "if not self.boot == now:",
         "A request that was placed on one boot of a replica is not served by another.",
@@ -25,7 +25,7 @@ REPLICA = (
     ),
     Mutation(
         "an_earlier_boots_request_is_served",
-        "replica/response/work.py",
+        "replica/response/generation.py",
         "if not self.boot == now == (meant or now):",
         "if not now == (meant or now):",
         "A request that began under one boot of a replica does not go on under the next.",

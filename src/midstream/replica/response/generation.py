@@ -1,7 +1,9 @@
 """One admitted request on its way through the engine: events in, a stream or a plain response out.
 
+Owns: what a generation is given, which is the replica that it runs on and its own work.
 Always holds: every choice ends with a finish reason or the request ends with an error; the engine's iterator is closed
-however it ends, so nothing is generated for a client that is gone.
+however it ends, so nothing is generated for a client that is gone. Nothing of `Surroundings` belongs to one request, and
+nothing of `Work` changes.
 """
 
 from __future__ import annotations
@@ -10,32 +12,83 @@ import asyncio
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from midstream.core.errors import EngineFailed, EngineLost, StreamGivenUp
+from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost, StreamGivenUp
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.served_names import ServedNames
-from midstream.core.types import GenerateRequest, GenerationEvent
-from midstream.engine.base import EngineDied, StreamLost
+from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
+from midstream.engine.base import Engine, EngineDied, StreamLost
+from midstream.replica.gate import Gate
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
-from midstream.replica.response.measured import Measured
+from midstream.replica.response.measured import Measured, Timings
 from midstream.replica.response.prompt_echo import PromptEcho
 from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.stages import choices_and_stages
-from midstream.replica.response.work import Surroundings, Timings, Work
 from midstream.replica.sessions import TurnStats
+from midstream.replica.text.chat import TextModel
+from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.turns.history import History, told_branches
+from midstream.replica.wire.base import Wire
 
 #: Of an event that ends no choice.
 NOTHING = Extras()
 #: Events of a resumed stream; each takes a few microseconds.
 REPLAYED_AT_ONCE = 256
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Surroundings:
+    """What a generation needs of the replica that it runs on. Nothing here belongs to one request."""
+
+    engine: Engine
+    info: ModelInfo
+    text: TextModel
+    names: ServedNames
+    gate: Gate
+    serving: Callable[[], str]
+    clock: Callable[[], float]
+    monotonic: Callable[[], float]
+    on_engine_death: Callable[[str], None]
+    boot: str
+    #: The boot that serves now.
+    boot_now: Callable[[], str]
+    #: What the engine calls the policy whose weights the requests take; "" is the deployment's own.
+    policy: str = ""
+    #: What the files of a snapshot are, comparable between replicas; "": not known.
+    files_of: Callable[[str], str] = lambda snapshot: ""
+    #: Held while a resumed stream replays its log: one stream at a time.
+    replays: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def check_boot(self, meant: str | None = None) -> None:
+        """Raises AnotherBoot when the engine of this boot is gone, or the request was meant for another boot."""
+        now = self.boot_now()
+        if not self.boot == now == (meant or now):
+            raise AnotherBoot("the replica restarted after this request was sent to it; retry this request")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A checked request and what the engine is to do for it: one engine request per prompt."""
+
+    wire: Wire
+    #: What the wire keeps of the request for its responses.
+    details: Any
+    checked: Checked
+    prompts: list[Prompt]
+    requests: list[GenerateRequest]
+    seed: int
+    tool_format: ToolFormat | None = None
+    ignored: Sequence[str] = ()
+    #: The body alone gives the prompts.
+    whole: bool = True
 
 
 class Sink(Protocol):
@@ -82,7 +135,9 @@ class Generation:
             checked, work.prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
         )
         self._echo = PromptEcho(checked, work.prompts)
-        self._measured = Measured(service, checked, work.prompts, timings, self._serving())
+        self._measured = Measured(
+            service.monotonic, service.gate, checked, work.prompts, timings, self._serving()
+        )
         is_logged = resumable and continued is None
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if is_logged else None
         self._encoder = work.wire.encoder(

@@ -5,15 +5,26 @@ Always holds: the final metrics are made once, so that a stream's last chunk and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from midstream.core.types import GenerationEvent
+from midstream.replica.gate import Gate
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import TokenCounts
 from midstream.replica.response.choice import Choice
-from midstream.replica.response.work import Surroundings, Timings
 from midstream.replica.sessions import TurnStats
+
+
+class Timings(msgspec.Struct):
+    started: float
+    #: The gate let the request in.
+    admitted: float = 0.0
+    first_token: float | None = None
+    #: In the engine, of the choice that waited longest.
+    queued_s: float | None = None
 
 
 class Measured:
@@ -21,13 +32,15 @@ class Measured:
 
     def __init__(
         self,
-        service: Surroundings,
+        monotonic: Callable[[], float],
+        gate: Gate,
         checked: Checked,
         prompts: Sequence[Prompt],
         timings: Timings,
         snapshot: str,
     ) -> None:
-        self._service = service
+        self._monotonic = monotonic
+        self._gate = gate
         self._stops = bool(checked.stops)
         self._prompt_tokens = [len(prompt.token_ids) for prompt in prompts]
         self.timings = timings
@@ -44,7 +57,7 @@ class Measured:
 
     @property
     def took_s(self) -> float:
-        return self._service.monotonic() - self.timings.started
+        return self._monotonic() - self.timings.started
 
     def take(self, prompt: int, event: GenerationEvent) -> None:
         """Notes what the event tells of the prompt's KV and of its waiting."""
@@ -56,14 +69,14 @@ class Measured:
     def first_token(self) -> None:
         """A token came that the client gets."""
         if self.timings.first_token is None:
-            self.timings.first_token = self._service.monotonic()
+            self.timings.first_token = self._monotonic()
 
     def label(self, before: str | None, snapshot: str) -> None:
         """A token of `snapshot` followed one of `before` in its choice. Events of several prompts overtake each other, so
         the token that came last is not always of the newest snapshot: one is newer when no token had it so far, or when
         a choice went on to it from the newest."""
         if snapshot not in self.labels or before == self.snapshot:
-            self.labels.setdefault(snapshot, self._service.monotonic())
+            self.labels.setdefault(snapshot, self._monotonic())
             self.snapshot = snapshot
 
     def fill_in(self, turn: TurnStats, choices: Sequence[Choice]) -> None:
@@ -75,7 +88,7 @@ class Measured:
         turn.cached_tokens = sum(self.cached.values())
         turn.longest = max(made)
         turn.finishes = tuple([choice.finish or "abort" for choice in choices])
-        first, now = self.timings.first_token, self._service.monotonic()
+        first, now = self.timings.first_token, self._monotonic()
         turn.request_s, turn.queued_s = now - self.timings.started, self.timings.queued_s
         if first is not None:
             turn.first_token_s = first - self.timings.started
@@ -100,12 +113,12 @@ class Measured:
         known = done or len(self.cached) == len(self._prompt_tokens)
         if known and (cached := self._cached(aborted)) is not None:
             metrics["cached-prompt-tokens"] = cached
-        metrics["num-concurrent-requests"] = self._service.gate.inside
+        metrics["num-concurrent-requests"] = self._gate.inside
         if self.timings.queued_s is not None:
             metrics["prefill-queue-duration"] = round(self.timings.queued_s, 6)
         if first_token is not None:
             metrics["server-time-to-first-token"] = round(first_token - started, 6)
         if done:
-            metrics["server-processing-time"] = round(self._service.monotonic() - started, 6)
+            metrics["server-processing-time"] = round(self._monotonic() - started, 6)
             self._final = metrics
         return metrics

@@ -1,4 +1,4 @@
-"""The prompt in a response: its tokens shown again, and their records. Pure.
+"""The prompt in a response: how many of its tokens are shown or scored, the tokens, and their records. Pure.
 
 Always holds: a record is of the very token of the prompt. Where routes were asked for, only the first token's has none.
 """
@@ -13,7 +13,20 @@ from midstream.core.errors import EngineFailed
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, Piece
-from midstream.replica.response.work import echoed_tokens
+
+
+def echoed_tokens(checked: Checked, prompt: Prompt) -> int:
+    size = len(prompt.token_ids)
+    return size if checked.echo is None else min(checked.echo, size)
+
+
+def scored_tokens(checked: Checked, prompt: Prompt) -> int:
+    """Of how many of the last prompt tokens records are needed."""
+    if checked.prompt_from is not None:
+        # A request that generates nothing has at least one record to tell.
+        return max(len(prompt.token_ids) - checked.prompt_from, int(checked.max_tokens == 0))
+    # Without log-probabilities an echo shows nothing that the prompt itself does not say.
+    return echoed_tokens(checked, prompt) if checked.logprobs else 0
 
 
 class PromptEcho:

@@ -78,8 +78,8 @@ class Wire(NamedTuple):
     encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
     rename: Callable[[InvalidRequest, Any], None] = lambda error, details: None
     #: By the details, the response's id (None before there is one), n and the number of a choice: names of it alone, or of
-    #: all choices of its prompt.
-    choice_names: Callable[[Any, str | None, int, int], Collection[str]] = lambda details, id, n, choice: ()
+    #: all choices of its prompt. None: only the response has names.
+    choice_names: Callable[[Any, str | None, int, int], Collection[str]] | None = None
 
 
 class Texts(Protocol):
