@@ -22,6 +22,26 @@ from midstream.replica.request.schema import (
     StreamOptions,
 )
 
+
+class OwnFields(msgspec.Struct, frozen=True, kw_only=True):
+    """midstream's own, which every wire has under the names of a completion."""
+
+    midstream: dict[str, Any] | None = None
+    constrain_reasoning: bool | None = None
+    prompt_cache_key: str | None = None
+    perf_metrics_in_response: bool | None = None
+
+
+class OwnFieldsOfChats(OwnFields, frozen=True, kw_only=True):
+    """Those of the wires whose bodies are read as chats."""
+
+    seed: Ints64 | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    include_routing_matrix: bool | None = None
+    prompt_cache_isolation_key: str | None = None
+
+
 # -- Anthropic's Messages API
 
 
@@ -40,7 +60,7 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool = False
 
 
-class CountBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CountBody(OwnFieldsOfChats, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """None is "not given" everywhere."""
 
     model: str
@@ -78,16 +98,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     thread: Any = None
 
     # midstream's own.
-    midstream: dict[str, Any] | None = None
-    constrain_reasoning: bool | None = None
-    seed: Ints64 | None = None
-    logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    return_token_ids: bool | None = None
-    include_routing_matrix: bool | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_isolation_key: str | None = None
-    perf_metrics_in_response: bool | None = None
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +126,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     effort: str | None = None
 
 
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(OwnFieldsOfChats, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """None is "not given" everywhere."""
 
     input: str | list[dict[str, Any]]
@@ -157,16 +168,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     truncation: Any = None
 
     # midstream's own.
-    midstream: dict[str, Any] | None = None
-    constrain_reasoning: bool | None = None
-    seed: Ints64 | None = None
-    logprobs: bool | None = None
-    return_token_ids: bool | None = None
-    include_routing_matrix: bool | None = None
     session_id: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_isolation_key: str | None = None
-    perf_metrics_in_response: bool | None = None
 
 
 # -- vLLM's and SGLang's
@@ -189,7 +191,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return_token_texts: bool | None = None
 
 
-class VllmGenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VllmGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     token_ids: list[int]
     sampling_params: dict[str, Any]
     request_id: str | None = None
@@ -213,16 +215,12 @@ class VllmGenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ec_transfer_params: Any = None
 
     # midstream's own.
-    midstream: dict[str, Any] | None = None
-    constrain_reasoning: bool | None = None
-    prompt_cache_key: str | None = None
     session_id: str | None = None
     user: str | None = None
-    perf_metrics_in_response: bool | None = None
     context_length_exceeded_behavior: str | None = None
 
 
-class SglangGenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SglangGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A value of a batch is the same for all of its prompts, but for `rid`."""
 
     text: str | list[str] | None = None
@@ -273,10 +271,6 @@ class SglangGenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     # midstream's own.
     model: str | None = None
-    midstream: dict[str, Any] | None = None
-    constrain_reasoning: bool | None = None
-    prompt_cache_key: str | None = None
-    perf_metrics_in_response: bool | None = None
     #: SGLang has it as an option of the server.
     incremental_streaming_output: bool = False
 

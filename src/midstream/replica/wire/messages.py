@@ -21,15 +21,16 @@ from midstream.replica.request.schema import (
     decode,
 )
 from midstream.replica.wire.base import Read, TextCall, Texts, Wire
-from midstream.replica.wire.bodies import CountBody, MessagesBody, OutputConfig, ToolChoice
+from midstream.replica.wire.bodies import CountBody, MessagesBody, OutputConfig, OwnFieldsOfChats, ToolChoice
 from midstream.replica.wire.messages_response import MessagesEncoder
 from midstream.replica.wire.reading import (
     TextBlock,
-    check_neutral,
     convert,
     function_tool,
     kind_of,
+    refuse_unless_neutral,
     rename_fields,
+    same_fields,
     text_of,
 )
 
@@ -91,7 +92,7 @@ async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) ->
 
 
 def _as_chat(body: CountBody) -> Read:
-    check_neutral(body, _NEUTRAL)
+    refuse_unless_neutral(body, _NEUTRAL)
     messages, places = _chat_messages(body)
     stops = _stops(body.stop_sequences)
     choice, config = body.tool_choice, body.output_config or OutputConfig()
@@ -111,16 +112,8 @@ def _as_chat(body: CountBody) -> Read:
         reasoning_effort=config.effort,
         response_format=_response_format(config.format),
         user=None if body.metadata is None else body.metadata.user_id,
-        midstream=body.midstream,
-        constrain_reasoning=body.constrain_reasoning,
-        seed=body.seed,
-        logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
-        return_token_ids=body.return_token_ids,
-        include_routing_matrix=body.include_routing_matrix,
-        prompt_cache_key=body.prompt_cache_key,
-        prompt_cache_isolation_key=body.prompt_cache_isolation_key,
-        perf_metrics_in_response=body.perf_metrics_in_response,
+        **same_fields(body, OwnFieldsOfChats.__struct_fields__),
     )
     try:
         check_supported(chat)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.replica.request.schema import unsupported
 from midstream.replica.text.tools import Name
 
 _Block = TypeVar("_Block")
@@ -24,11 +25,16 @@ class TextBlock(msgspec.Struct, frozen=True):
     text: str
 
 
-def check_neutral(body: Any, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """neutral: of each field that is not supported, the values that ask for nothing. Raises InvalidRequest."""
     for field, values in neutral.items():
         if getattr(body, field) not in values:
-            raise InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)
+            raise unsupported(field)
+
+
+def same_fields(body: msgspec.Struct, names: Collection[str]) -> dict[str, Any]:
+    """Fields that have the same name and meaning in a body of OpenAI's API."""
+    return {name: getattr(body, name) for name in names}
 
 
 def text_of(given: Any, where: str, param: str, kinds: tuple[str, ...] = ("text",)) -> str:

@@ -21,13 +21,14 @@ from midstream.replica.request.schema import (
 )
 from midstream.replica.stored import Shelf, Stored
 from midstream.replica.wire.base import Read, Wire
-from midstream.replica.wire.bodies import ResponsesBody, TextConfig, TextFormat
+from midstream.replica.wire.bodies import OwnFieldsOfChats, ResponsesBody, TextConfig, TextFormat
 from midstream.replica.wire.reading import (
-    check_neutral,
     convert,
     function_tool,
     kind_of,
+    refuse_unless_neutral,
     rename_fields,
+    same_fields,
     text_of,
 )
 from midstream.replica.wire.responses_response import Details, ResponsesEncoder
@@ -75,7 +76,7 @@ _encode = msgspec.json.Encoder().encode
 def read(body: bytes, shelf: Shelf) -> Read:
     """Raises InvalidRequest, PreviousNotFound."""
     given = decode(body, _responses)
-    check_neutral(given, _NEUTRAL)
+    refuse_unless_neutral(given, _NEUTRAL)
     for name in given.include or ():
         if name not in _INCLUDED:
             message = f"include: {name!r} is not supported; only {', '.join(_INCLUDED)}"
@@ -110,6 +111,8 @@ def _as_chat(
     thread = before.thread if before is not None else None
     if stores and thread is None:
         thread = ID_PREFIX + own
+    own_fields = same_fields(given, OwnFieldsOfChats.__struct_fields__)
+    own_fields["logprobs"] = True if included or given.logprobs else None
     body = ChatBody(
         model=given.model,
         messages=chat.messages,
@@ -125,17 +128,9 @@ def _as_chat(
         response_format=_response_format(text.format),
         user=given.user,
         request_id=own,
-        midstream=given.midstream,
-        constrain_reasoning=given.constrain_reasoning,
-        seed=given.seed,
-        logprobs=True if included or given.logprobs else None,
         top_logprobs=given.top_logprobs,
-        return_token_ids=given.return_token_ids,
-        include_routing_matrix=given.include_routing_matrix,
         session_id=given.session_id,
-        prompt_cache_key=given.prompt_cache_key,
-        prompt_cache_isolation_key=given.prompt_cache_isolation_key,
-        perf_metrics_in_response=given.perf_metrics_in_response,
+        **own_fields,
     )
 
     def keep(response_id: str, response: bytes) -> None:

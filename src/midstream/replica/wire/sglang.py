@@ -26,15 +26,15 @@ from midstream.replica.response.records import RecordEncoder, finite, spans
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo, Told
 from midstream.replica.wire.base import Read, Wire
-from midstream.replica.wire.bodies import SglangGenerateBody
+from midstream.replica.wire.bodies import OwnFields, SglangGenerateBody
 from midstream.replica.wire.dialects import END_NAMES, SGLANG_MESSAGES
+from midstream.replica.wire.reading import refuse_unless_neutral, same_fields
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
     completion,
     read_sampling,
-    refuse_unless_neutral,
     rename,
     route_array,
     routes_from,
@@ -61,6 +61,8 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "beam_width": (1,),
 }
 _GRAMMARS = ("json", "regex")
+#: Fields beside `sampling_params` that are those of a completion.
+_AS_THEY_ARE = (*OwnFields.__struct_fields__, "stream", "priority", "session_id")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
     "image_data": (None, []),
@@ -141,22 +143,15 @@ def read(data: bytes) -> Read:
     routes_start = body.routed_experts_start_len if body.return_routed_experts else None
     _check_starts(body, prompt if batch else [prompt], logprobs_from, routes_start)
     rids = _rids(body.rid, count)
-    fields |= {
+    fields |= same_fields(body, _AS_THEY_ARE) | {
         "model": _model(body),
         "request_id": rids[0] if rids else None,
-        "stream": body.stream,
         "cache_salt": _salt(body),
-        "priority": body.priority,
         "structured_outputs": answer or None,
         "logprobs": True,
         "top_logprobs": _shared(body.top_logprobs_num, "top_logprobs_num") if logprobs else None,
         "include_routing_matrix": body.return_routed_experts,
-        "midstream": body.midstream,
-        "constrain_reasoning": body.constrain_reasoning,
-        "prompt_cache_key": body.prompt_cache_key,
-        "session_id": body.session_id,
         "user": body.routing_key,
-        "perf_metrics_in_response": body.perf_metrics_in_response,
     }
     made = completion(prompt, fields, _WIRE_NAMES)
     details = Details(

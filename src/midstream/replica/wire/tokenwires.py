@@ -12,7 +12,6 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from midstream.core.errors import InvalidRequest, UnknownField
@@ -84,12 +83,6 @@ def completion(
     return CompletionBody(
         prompt=prompt, **{name: getattr(checked, name) for name in InferenceBody.__struct_fields__}
     )
-
-
-def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    for field, values in neutral.items():
-        if getattr(body, field) not in values:
-            raise unsupported(field)
 
 
 def wire_names(sampling: Mapping[str, str], **others: str) -> dict[str, str]:

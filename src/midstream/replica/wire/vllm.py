@@ -32,8 +32,9 @@ from midstream.replica.response.records import RecordEncoder
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import GenerateAnswer, GenerateChoice, RawRoutes, RenderedRequest, Told
 from midstream.replica.wire.base import Read, TextCall, Texts, Wire
-from midstream.replica.wire.bodies import VllmGenerateBody
+from midstream.replica.wire.bodies import OwnFields, VllmGenerateBody
 from midstream.replica.wire.dialects import END_NAMES, openai_usage
+from midstream.replica.wire.reading import refuse_unless_neutral, same_fields
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
@@ -41,7 +42,6 @@ from midstream.replica.wire.tokenwires import (
     completion,
     npy,
     read_sampling,
-    refuse_unless_neutral,
     rename,
     route_array,
     routes_from,
@@ -77,18 +77,15 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 _WIRE_NAMES = wire_names(_NAMES, prompt="token_ids")
 #: Fields beside `sampling_params` that are those of a completion.
 _AS_THEY_ARE = (
+    *OwnFields.__struct_fields__,
     "model",
     "request_id",
     "stream",
     "stream_options",
     "cache_salt",
     "priority",
-    "midstream",
-    "constrain_reasoning",
-    "prompt_cache_key",
     "session_id",
     "user",
-    "perf_metrics_in_response",
     "context_length_exceeded_behavior",
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -139,7 +136,7 @@ def read(data: bytes) -> Read:
         # Nobody reads the text.
         fields["detokenize"] = False
     per_token = routes.include_routing_matrix
-    fields = {"max_tokens": TO_THE_CONTEXT} | fields | {name: getattr(body, name) for name in _AS_THEY_ARE}
+    fields = {"max_tokens": TO_THE_CONTEXT} | fields | same_fields(body, _AS_THEY_ARE)
     fields["return_tokens_as_token_ids"] = not text
     fields["logprobs"] = True
     fields["include_routing_matrix"] = per_token or bool(routes.return_routed_experts)
