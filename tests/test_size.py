@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7240,
     "models": 260,
     "proxy": 4090,
-    "replica": 15290,
+    "replica": 15265,
     "snapshots": 4530,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
