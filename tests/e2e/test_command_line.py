@@ -9,10 +9,23 @@ from pathlib import Path
 import pytest
 from serving import command
 
+from midstream import cli
+
 
 def run(*arguments: str) -> tuple[int, str, str]:
+    """In a process of its own, as what starts a server needs."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=150)
     return done.returncode, done.stdout, done.stderr
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """In this process, which has imported all of it already."""
+    try:
+        code = cli.main(list(arguments))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
 
 
 @pytest.mark.parametrize(
@@ -67,9 +80,9 @@ def test_a_bad_request_is_one_clear_line_and_exit_code_2(
     ],
 )
 def test_a_wrong_argument_shows_the_usage_of_its_command_and_what_was_meant(
-    arguments: list[str], command_line: str, says: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], command_line: str, says: str
 ) -> None:
-    code, out, err = run(*arguments)
+    code, out, err = run_here(capsys, *arguments)
     assert (code, out) == (2, "")
     usage, *_, last = err.splitlines()
     assert usage.startswith(f"usage: {command_line} ")
@@ -78,8 +91,8 @@ def test_a_wrong_argument_shows_the_usage_of_its_command_and_what_was_meant(
     assert last.endswith(f"(see {command_line} --help)")
 
 
-def test_without_a_command_there_is_the_list_of_commands() -> None:
-    code, out, err = run()
+def test_without_a_command_there_is_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_here(capsys)
     assert (code, out) == (2, "")
     assert "start a gateway and its replicas on this machine" in err
 
@@ -116,9 +129,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path:
     assert "model.safetensors" in err.splitlines()[-1]
 
 
-def test_the_model_command_writes_the_same_bytes_for_the_same_seed(tmp_path: Path) -> None:
+def test_the_model_command_writes_the_same_bytes_for_the_same_seed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of another process, tests/models shows the same."""
     for name in ("a", "b"):
-        assert run("model", "tiny-moe", str(tmp_path / name), "--seed", "3", "--layers", "5")[0] == 0
+        assert (
+            run_here(capsys, "model", "tiny-moe", str(tmp_path / name), "--seed", "3", "--layers", "5")[0]
+            == 0
+        )
     files = sorted(p.name for p in (tmp_path / "a").iterdir())
     assert "model.safetensors" in files
     for file in files:
