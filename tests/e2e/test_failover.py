@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 from serving import Server, descendants, serve
-from tiers import variant
 
 STREAMS = 32
 TOKENS = 300
@@ -267,7 +266,8 @@ def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Serve
     run(served, main)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, variant(signal.SIGSTOP)])
+@pytest.mark.variant
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: signal.Signals) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         expected = await whole(http, served.model, FEW)

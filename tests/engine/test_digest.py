@@ -142,6 +142,7 @@ def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Cal
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_engines_that_serve_the_same_files_pass_the_same_check_beside_running_streams(
     tiny_model: Callable[..., Path],
 ) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from fireworks_helpers import Endpoint
 from serving import serve
 
@@ -22,6 +23,7 @@ api_keys = [
 """
 
 
+@pytest.mark.variant
 def test_the_client_takes_a_refusal_at_once_and_a_trainers_key_does_both(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
