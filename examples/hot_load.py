@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from midstream.client import SnapshotPublisher, Status
+from midstream.client import SnapshotPublisher
+from midstream.client.status import Status
 
 url, bucket, checkpoint, identity = sys.argv[1:]
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl, TrainerState
 
-from midstream.client import Publication, SnapshotPublisher
+from midstream.client import SnapshotPublisher
+from midstream.client.publication import Publication
 
 
 class PublishWeights(TrainerCallback):

@@ -10,7 +10,8 @@ from typing import Any
 
 from openai import OpenAI
 
-from midstream.client import routes_of, snapshot_of
+from midstream.client import snapshot_of
+from midstream.client.decode import routes_of
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080"
 client = OpenAI(base_url=f"{url}/v1", api_key="unused")

@@ -31,7 +31,9 @@ from grpo import Trainer
 from transformers import AutoTokenizer
 from two_turns import Rollout, Sampler
 
-from midstream.client import Published, SnapshotPublisher, Status
+from midstream.client import SnapshotPublisher
+from midstream.client.publication import Published
+from midstream.client.status import Status
 
 CLI = [sys.executable, "-m", "midstream.cli"]
 READY = re.compile(r"midstream ready on (\S+) \(\d+ replicas?, model (\S+), deployment ([^\s)]+)")

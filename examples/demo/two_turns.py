@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from midstream.client import routes_of, token_snapshots
+from midstream.client.decode import routes_of, token_snapshots
 
 SYSTEM = (
     "Each conversation names an alphabet. Answer every request with characters of it only, without spaces."

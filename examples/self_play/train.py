@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from midstream.client import HotLoadServer, SnapshotPublisher
+from midstream.client import ServerClient, SnapshotPublisher
 
 DIGITS = list(range(48, 58))
 PROMPT = list(b"A digit: ")
@@ -31,15 +31,12 @@ def play(client: openai.OpenAI, policy: str, seed: int) -> tuple[torch.Tensor, s
     return torch.tensor(said), answer.model.partition("@")[2]
 
 
-def keep(server: HotLoadServer, name: str, identity: str) -> None:
+def keep(server: ServerClient, name: str, identity: str) -> None:
     """Keep what the learner serves now as a policy of its own that takes no other snapshot."""
-    deployment = server.deployments()[0]["name"]
+    deployment = server.deployments.all()[0]["name"]
     body = {"policy": name, "from": "learner", "frozen": True}
     httpx.post(f"{server.root}/v1/{deployment}/policies", json=body, timeout=60).raise_for_status()
-    fork = HotLoadServer(server.root)
-    fork.policy = name
-    fork.wait_until_ready(identity)
-    fork.close()
+    server.policy(name).wait_until_ready(identity)
 
 
 def main(url: str, bucket: str, base: str, rounds: int) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from midstream.client import TrainingSequence
+from midstream.client.records import TrainingSequence
 
 RATIO_MOST = 2.0
 

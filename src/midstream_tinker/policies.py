@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer
 from midstream.core.retry import Backoff, Deadline

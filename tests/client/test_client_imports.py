@@ -27,8 +27,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     ("statement", "without"),
     [
         ("import midstream.client", {"numpy", "httpx", "msgspec", "obstore", "torch"}),
-        ("from midstream.client import routes_of", {"httpx", "obstore", "torch"}),
-        ("from midstream.client import HotLoadServer", {"numpy", "obstore", "torch"}),
+        ("from midstream.client.decode import routes_of", {"httpx", "obstore", "torch"}),
+        ("from midstream.client import ServerClient", {"numpy", "obstore", "torch"}),
         ("from midstream.client import SnapshotPublisher", {"torch", "sqlalchemy", "starlette", "uvicorn"}),
     ],
 )

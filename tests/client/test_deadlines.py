@@ -12,10 +12,13 @@ import httpx
 import pytest
 from publish_world import World, weights
 
+from midstream.client.deployment_calls import DeploymentCalls
 from midstream.client.errors import NotReadyInTime, Unanswered
 from midstream.client.publish import SnapshotPublisher
 from midstream.client.rollouts import RolloutClient
-from midstream.client.server import HotLoadServer
+from midstream.client.server import ServerClient
+from midstream.client.session_calls import SessionCalls
+from midstream.client.snapshot_calls import SnapshotCalls
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,47 +80,49 @@ def is_unwell(connection: socket.socket, ended: threading.Event) -> None:
 
 
 @pytest.fixture(params=[says_nothing, says_a_letter_at_a_time, is_unwell])
-def server(request: pytest.FixtureRequest) -> Iterator[HotLoadServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[ServerClient]:
     behind = Server(request.param)
-    made = HotLoadServer(behind.url, request_timeout_s=REQUEST_S)
+    made = ServerClient(behind.url, request_timeout_s=REQUEST_S)
     yield made
     made.close()
     behind.close()
 
 
-CALLS: dict[str, Callable[[HotLoadServer], Any]] = {
-    "signal": lambda server: server.signal("a", retry_s=0.2),
-    "status": lambda server: server.status(retry_s=0.2),
-    "deployments": lambda server: server.deployments(retry_s=0.2),
-    "own_bucket": lambda server: server.own_bucket(retry_s=0.2),
-    "policies": lambda server: server.policies("accounts/a/deployments/d", retry_s=0.2),
-    "ledger": lambda server: server.ledger("accounts/a/deployments/d", retry_s=0.2),
-    "sessions": lambda server: list(server.sessions(retry_s=0.2)),
-    "trace": lambda server: server.trace("s", retry_s=0.2),
-    "reward": lambda server: server.reward("s", 1.0, retry_s=0.2),
+CALLS: dict[str, Callable[[ServerClient], Any]] = {
+    "signal": lambda server: server.snapshots.signal("a", retry_s=0.2),
+    "status": lambda server: server.snapshots.status(retry_s=0.2),
+    "all": lambda server: server.deployments.all(retry_s=0.2),
+    "own_bucket": lambda server: server.deployments.own_bucket(retry_s=0.2),
+    "policies": lambda server: server.deployments.policies("accounts/a/deployments/d", retry_s=0.2),
+    "ledger": lambda server: server.deployments.ledger("accounts/a/deployments/d", retry_s=0.2),
+    "keys": lambda server: list(server.sessions.keys(retry_s=0.2)),
+    "trace": lambda server: server.sessions.trace("s", retry_s=0.2),
+    "reward": lambda server: server.sessions.reward("s", 1.0, retry_s=0.2),
     "get": lambda server: server.get("/health", retry_s=0.2),
     "metrics": lambda server: server.metrics(retry_s=0.2),
 }
 
 
 def test_the_table_has_every_call_with_a_deadline() -> None:
-    public = {name for name in vars(HotLoadServer) if not name.startswith("_")}
-    # close sends nothing, wait_until_ready and hint have tests of their own, and health has the connection's timeouts alone.
+    classes = (ServerClient, SnapshotCalls, SessionCalls, DeploymentCalls)
+    public = {name for one in classes for name in vars(one) if not name.startswith("_")}
+    # close and policy send nothing, wait_until_ready and hint have tests of their own, and health has the connection's
+    # timeouts alone.
     assert public - {"close", "policy", "wait_until_ready", "hint", "health"} == set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_ends_by_its_deadline(server: HotLoadServer, name: str) -> None:
+def test_a_call_ends_by_its_deadline(server: ServerClient, name: str) -> None:
     with pytest.raises(Unanswered, match=r"gave up after 0\.2 s"):
         CALLS[name](server)
 
 
-def test_waiting_ends_by_its_deadline(server: HotLoadServer) -> None:
+def test_waiting_ends_by_its_deadline(server: ServerClient) -> None:
     with pytest.raises(NotReadyInTime, match=r"after 0\.3 s: nothing was heard of the replicas"):
-        server.wait_until_ready("a", 0.3)
+        server.snapshots.wait_until_ready("a", 0.3)
 
 
-def test_a_publication_asks_no_longer_than_its_deadline(server: HotLoadServer, tmp_path: Path) -> None:
+def test_a_publication_asks_no_longer_than_its_deadline(server: ServerClient, tmp_path: Path) -> None:
     world = World(tmp_path)
     url = server.root
     made = SnapshotPublisher(url, world.bucket.as_uri(), request_timeout_s=REQUEST_S, hints=False)

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from midstream.client import decode_routing_matrix, near_ties_of, routes_of, snapshot_of, token_snapshots
+from midstream.client import snapshot_of
+from midstream.client.decode import decode_routing_matrix, near_ties_of, routes_of, token_snapshots
 
 M = "accounts/local/models/tiny-moe"
 

@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from midstream.client import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, SnapshotPublisher
-from midstream.client.server import HotLoadServer
+from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher
+from midstream.client.errors import SignalRefused
+from midstream.client.server import ServerClient
 from midstream.client.weights import to_bfloat16_bits, write_weights
 from midstream.core.errors import SnapshotRefused
 from midstream.models.tiny_moe import write_tiny_moe
@@ -407,31 +408,34 @@ ROW = {"current_snapshot_identity": "a", "readiness": True}
     ("call", "body"),
     [
         *(
-            (lambda server: server.status(retry_s=0), body)
+            (lambda server: server.snapshots.status(retry_s=0), body)
             for body in ([], {"replicas": 1}, {"replicas": [1]})
         ),
-        (lambda server: server.status(retry_s=0), {"replicas": [ROW | {"midstream": {"generation": "1"}}]}),
-        (lambda server: server.status(retry_s=0), {"replicas": [ROW | {"loading_state": [1]}]}),
-        (lambda server: server.deployments(retry_s=0), {"accounts": [1]}),
-        (lambda server: list(server.sessions(retry_s=0)), {"data": [{"id": "s"}]}),
         (
-            lambda server: list(server.sessions(retry_s=0)),
+            lambda server: server.snapshots.status(retry_s=0),
+            {"replicas": [ROW | {"midstream": {"generation": "1"}}]},
+        ),
+        (lambda server: server.snapshots.status(retry_s=0), {"replicas": [ROW | {"loading_state": [1]}]}),
+        (lambda server: server.deployments.all(retry_s=0), {"accounts": [1]}),
+        (lambda server: list(server.sessions.keys(retry_s=0)), {"data": [{"id": "s"}]}),
+        (
+            lambda server: list(server.sessions.keys(retry_s=0)),
             {"data": [1], "has_more": False, "unreachable": []},
         ),
         # Half of a surrogate pair, which no text of a server has.
-        (lambda server: list(server.sessions(retry_s=0)), '"\\ud800"'),
-        (lambda server: server.status(retry_s=0), '{"replicas": ["\\ud800"]}'),
-        (lambda server: server.trace("s", retry_s=0), []),
-        (lambda server: server.trace("s", retry_s=0), {"unreachable": [1]}),
-        (lambda server: server.reward("s", 1.0, retry_s=0), 1),
-        *((lambda server: server.status(retry_s=0), text) for text in (DEEP, "x" * 100_000)),
+        (lambda server: list(server.sessions.keys(retry_s=0)), '"\\ud800"'),
+        (lambda server: server.snapshots.status(retry_s=0), '{"replicas": ["\\ud800"]}'),
+        (lambda server: server.sessions.trace("s", retry_s=0), []),
+        (lambda server: server.sessions.trace("s", retry_s=0), {"unreachable": [1]}),
+        (lambda server: server.sessions.reward("s", 1.0, retry_s=0), 1),
+        *((lambda server: server.snapshots.status(retry_s=0), text) for text in (DEEP, "x" * 100_000)),
     ],
 )
 @pytest.mark.parametrize("status", [200, 409])
 def test_whatever_a_server_answers_is_read_or_a_short_error(call: Any, body: Any, status: int) -> None:
     text = body if isinstance(body, str) else json.dumps(body)
     transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
-    server = HotLoadServer("http://gateway", http=httpx.Client(transport=transport))
+    server = ServerClient("http://gateway", http=httpx.Client(transport=transport))
     with pytest.raises(PublishError) as caught:
         call(server)
     assert len(str(caught.value)) < 2000
@@ -563,5 +567,5 @@ def test_a_password_in_the_servers_url_is_refused_and_not_shown() -> None:
         "http://server/#hush",
     ):
         with pytest.raises(ValueError, match="api_key") as caught:
-            HotLoadServer(url)
+            ServerClient(url)
         assert "hush" not in str(caught.value)

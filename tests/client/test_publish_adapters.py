@@ -196,7 +196,7 @@ def test_status_shows_each_policy_with_its_snapshots(world: World) -> None:
         shown = render(
             publisher.status(),
             {name: {} for name in LOADS},
-            publisher.server.policies("accounts/a/deployments/d"),
+            publisher.server.deployments.policies("accounts/a/deployments/d"),
         )
     lines = [line.split() for line in shown.partition("\n\n")[2].splitlines()]
     assert lines == [

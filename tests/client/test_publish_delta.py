@@ -14,7 +14,8 @@ import pytest
 import safetensors.numpy
 from publish_world import World, listening, weights
 
-from midstream.client import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, SnapshotPublisher
+from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher
+from midstream.client.errors import SignalRefused
 from midstream.client.weights import write_weights
 from midstream.snapshots.content import MANIFEST_FILE
 from midstream.snapshots.layout import read_spec
@@ -365,7 +366,7 @@ DIES = """
 import os, sys
 import numpy as np
 from midstream.client import SnapshotPublisher
-from midstream.client import bucket, parent, publication, server
+from midstream.client import bucket, parent, publication, snapshot_calls
 
 url, bucket_dir, work, config, weights, where = sys.argv[1:]
 
@@ -383,10 +384,10 @@ match where:
     case "weights written": die_before(publication.Publishing, "run")
     case "delta encoded": die_after(publication, "encode_delta")
     case "files half in the bucket": die_after(bucket.shutil, "copyfile")
-    case "files in the bucket": die_before(server.HotLoadServer, "signal")
+    case "files in the bucket": die_before(snapshot_calls.SnapshotCalls, "signal")
     case "signal taken": die_before(parent.WorkDirectory, "keep")
     case "parent half remembered": die_before(parent.os, "replace")
-    case "parent remembered": die_before(server.HotLoadServer, "wait_until_ready")
+    case "parent remembered": die_before(snapshot_calls.SnapshotCalls, "wait_until_ready")
 publisher = SnapshotPublisher(url, bucket_dir, work_dir=work)
 publisher.publish("1", dict(np.load(weights)), config_dir=config)
 """

@@ -12,16 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from midstream.client import (
-    PublishError,
-    Rollout,
-    RolloutClient,
-    SignalRefused,
-    fresh,
-    importance_ratios,
-    staleness,
-)
+from midstream.client import PublishError, Rollout, RolloutClient, fresh, importance_ratios, staleness
 from midstream.client import rollouts as module
+from midstream.client.errors import SignalRefused
 
 
 def choice(index: int, ids: list[int], **changed: Any) -> dict[str, Any]:

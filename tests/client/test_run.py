@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from publish_world import World, weights
 
-from midstream.client import NotReadyInTime, SignalRefused, SnapshotFailed, TrainingRun
-from midstream.client.errors import Unanswered
+from midstream.client import NotReadyInTime, SnapshotFailed, TrainingRun
+from midstream.client.errors import SignalRefused, Unanswered
 
 
 @pytest.fixture

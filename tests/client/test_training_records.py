@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.client.records import (
-    TrainingSequence,
+from midstream.client.export import (
     expert_rows,
     jsonl_records,
     nemo_gym_records,
-    sequences_of,
     tinker_data,
     verifiers_rollouts,
     verl_batch,
     verl_rows,
 )
+from midstream.client.records import TrainingSequence, sequences_of
 
 LAYERS, TOP_K = 2, 3
 #: (replica, turn, position among the sampled tokens): says everything of a token.

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from test_training_records import LAYERS, TOP_K, a_reward, a_trace
 
-from midstream.client.records import sequences_of, verl_batch, verl_rows
+from midstream.client.export import verl_batch, verl_rows
+from midstream.client.records import sequences_of
 
 VERL = Path(__file__).parents[2] / ".venv-harness" / "verl"
 BEFORE, BEHIND = 5, 9

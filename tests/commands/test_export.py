@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from midstream.client import ReplicasSilent
+from midstream.client.errors import ReplicasSilent
 from midstream.commands.export import SILENT_POLL_S, SILENT_S_MAX, _Patient
 from midstream.commands.progress import ProgressLine
 

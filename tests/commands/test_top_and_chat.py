@@ -11,7 +11,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from midstream.client import HotLoadServer
+from midstream.client import ServerClient
 from midstream.commands import chat, observed, top
 from midstream.commands.top_view import draw, spark
 
@@ -89,7 +89,7 @@ def served() -> Served:
 @pytest.fixture
 def observer(served: Served) -> Iterator[observed.Observer]:
     clock = iter(range(100, 1000, 2))
-    server = HotLoadServer("http://h:1", http=httpx.Client(transport=httpx.MockTransport(served)))
+    server = ServerClient("http://h:1", http=httpx.Client(transport=httpx.MockTransport(served)))
     yield observed.Observer(server, None, now=lambda: float(next(clock)))
     server.close()
 
@@ -193,7 +193,7 @@ class LongNames(Served):
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_no_name_is_broken_over_two_lines_however_narrow_the_terminal_is(width: int) -> None:
-    server = HotLoadServer("http://h:1", http=httpx.Client(transport=httpx.MockTransport(LongNames())))
+    server = ServerClient("http://h:1", http=httpx.Client(transport=httpx.MockTransport(LongNames())))
     seen = observed.summary(observed.Observer(server, None, now=lambda: 100.0).look(), None)
     server.close()
     lines = [line.rstrip() for line in drawn(seen, width, speeds=[1.0] * 60).splitlines()]

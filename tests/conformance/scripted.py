@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream_conformance.endpoint import Endpoint
 
 Json = dict[str, Any]

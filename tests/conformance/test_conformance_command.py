@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from serving import Server, command
 
-from midstream.client import HotLoadServer
+from midstream.client import ServerClient
 from midstream_conformance.runner import all_rows
 
 #: Rows that may be skipped against the embedded engine, and why.
@@ -41,9 +41,9 @@ def test_the_embedded_engine_passes_every_row(server: Server, options: list[str]
     _check_form(found, len(results))
     left_on = found["left_on_snapshot"]
     assert left_on in table
-    with_key = HotLoadServer(server.url, api_key=options[1])
+    with_key = ServerClient(server.url, api_key=options[1])
     try:
-        assert with_key.status().serves(left_on)
+        assert with_key.snapshots.status().serves(left_on)
     finally:
         with_key.close()
 
@@ -82,9 +82,9 @@ def test_without_a_bucket_nothing_is_switched_and_strict_makes_that_a_failure(
 
 
 def _serving(server: Server, options: list[str]) -> list[str | None]:
-    asked = HotLoadServer(server.url, api_key=options[1])
+    asked = ServerClient(server.url, api_key=options[1])
     try:
-        return [replica.snapshot for replica in asked.status().replicas]
+        return [replica.snapshot for replica in asked.snapshots.status().replicas]
     finally:
         asked.close()
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from tampering import Fault, Json, tampering
 
 from midstream import cli
-from midstream.client import HotLoadServer
+from midstream.client import ServerClient
 from midstream_conformance import command as conformance
 from midstream_conformance import target, traffic
 from midstream_conformance.target import Target
@@ -42,9 +42,9 @@ def transition(server: Server) -> str:
 
 
 def served(server: Server) -> set[str | None]:
-    asked = HotLoadServer(server.url, api_key=API_KEY)
+    asked = ServerClient(server.url, api_key=API_KEY)
     try:
-        return {replica.snapshot for replica in asked.status().replicas}
+        return {replica.snapshot for replica in asked.snapshots.status().replicas}
     finally:
         asked.close()
 

@@ -11,7 +11,7 @@ import pytest
 import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.core.errors import ConfigError
 from midstream_conformance.endpoint import Endpoint
 from midstream_conformance.target import WIRES, Target, look

@@ -10,7 +10,9 @@ import torch
 from rl_loop import Loop, misses, options_of, summary_of
 from two_turns import Rollout, Turn
 
-from midstream.client import Published, PublishError, ReplicaStatus, Status
+from midstream.client import PublishError
+from midstream.client.publication import Published
+from midstream.client.status import ReplicaStatus, Status
 
 pytestmark = pytest.mark.fast
 

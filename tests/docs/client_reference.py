@@ -1,46 +1,51 @@
-"""The reference in docs/client.md: each public name of midstream.client with its signature and its docstring."""
+"""The reference in docs/client.md: each public name of midstream.client, with its signature and its docstring."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-import midstream.client
-
 COLUMNS = 100
-#: Heading: its names, in the order of the page.
+#: Heading: its names, in the order of the page; those that are not at the top of the client with their module.
 GROUPS = {
-    "Publishing": "SnapshotPublisher Publication Published",
+    "Publishing": "SnapshotPublisher publication.Publication publication.Published",
     "Runs": "TrainingRun",
-    "Waiting, and the server": "HotLoadServer Status ReplicaStatus",
-    "Errors": "PublishError SignalRefused Unanswered SnapshotFailed ReplicasSilent NotReadyInTime",
+    "A server": "ServerClient snapshot_calls.SnapshotCalls session_calls.SessionCalls deployment_calls.DeploymentCalls "
+    "status.Status status.ReplicaStatus",
+    "Errors": "PublishError errors.SignalRefused errors.Unanswered SnapshotFailed errors.ReplicasSilent NotReadyInTime",
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
-    "Decoding": "routes_of decode_routing_matrix snapshot_of token_snapshots near_ties_of",
-    "Records": "read_records traces_of gaps_in sequences_of TrainingSequence jsonl_records tinker_data tinker_datum "
-    "verl_rows verl_batch nemo_gym_records verifiers_rollouts",
+    "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots decode.near_ties_of",
+    "Records": "journal.read_records journal.traces_of journal.gaps_in records.sequences_of records.TrainingSequence "
+    "records.TurnSpan",
+    "Formats of trainers": "export.jsonl_records export.tinker_data export.tinker_datum export.verl_rows export.verl_batch "
+    "export.nemo_gym_records export.verifiers_rollouts export.expert_rows",
 }
+#: Modules of the client whose every class and function stands in the page.
+WHOLE = ("decode", "errors", "export", "journal", "records")
+#: A server has one of each; nobody else makes them.
+PARTS = ("SnapshotCalls", "SessionCalls", "DeploymentCalls")
 TYPES = "Types of arguments and results"
 #: By what such a class has.
 _MAKERS = {"_fields": "(NamedTuple)", "__total__": "(TypedDict, total=False)", "_is_protocol": "(Protocol)"}
 
 
 def client() -> str:
-    names = [name for group in GROUPS.values() for name in group.split()]
     parts = []
     for heading, group in GROUPS.items():
         parts.append(f"## {heading}\n")
-        parts += [entry(getattr(midstream.client, name)) for name in group.split()]
+        parts += [entry(*found(path)) for path in group.split()]
     parts.append(f"## {TYPES}\n")
-    parts.append("These are not in `midstream.client`. The signatures above name them.\n")
-    types = mentioned(names)
+    parts.append("The signatures above name them.\n")
+    types = mentioned(public())
     aliases = [
         assigned(module)[name] for name, module in types if not isinstance(getattr(module, name), type)
     ]
@@ -51,10 +56,24 @@ def client() -> str:
     return "\n".join(parts)
 
 
-def entry(value: Any) -> str:
-    """A class with its methods, or a function."""
+def found(path: str) -> tuple[Any, str]:
+    """The class or function of a path in GROUPS, and the module to import it from."""
+    module, _, name = path.rpartition(".")
+    home = importlib.import_module(f"midstream.client.{module}" if module else "midstream.client")
+    return getattr(home, name), home.__name__
+
+
+def public() -> dict[str, Any]:
+    """Name: the class or function."""
+    values = [found(path)[0] for group in GROUPS.values() for path in group.split()]
+    return {value.__name__: value for value in values}
+
+
+def entry(value: Any, module: str = "midstream.client") -> str:
+    """A class with its methods, or a function. module: to import it from."""
     name = value.__name__
-    told = f"### {name}\n\n{code(shape_of(value))}\n{words_of(value)}"
+    place = "" if module == "midstream.client" else f"In `{module}`.\n\n"
+    told = f"### {name}\n\n{place}{code(shape_of(value))}\n{words_of(value)}"
     for method, function in methods_of(value):
         told += f"\n#### {name}.{method}\n\n{code(signature(method, function))}\n{words_of(function)}"
     return told
@@ -75,6 +94,8 @@ def methods_of(value: Any) -> Iterator[tuple[str, Any]]:
 def shape_of(value: Any) -> str:
     if not isinstance(value, type):
         return signature(value.__name__, value)
+    if value.__name__ in PARTS:
+        return f"class {value.__name__}"
     made = [_MAKERS[one] for one in ("_fields", "__total__", "_is_protocol") if one in vars(value)]
     if issubclass(value, Exception):
         own = vars(value).get("__init__")
@@ -197,23 +218,23 @@ def argument_names(value: Any) -> list[str]:
 # -- types that signatures name
 
 
-def mentioned(names: Iterable[str]) -> list[tuple[str, ModuleType]]:
+def mentioned(names: Mapping[str, Any]) -> list[tuple[str, ModuleType]]:
     """Each name of this package in a signature, and in those of what it names in turn, with its module."""
-    found: dict[str, ModuleType] = {}
-    todo: list[Any] = [getattr(midstream.client, name) for name in names]
+    homes: dict[str, ModuleType] = {}
+    todo: list[Any] = [*names.values()]
     while todo:
         value = todo.pop()
         module = sys.modules[value.__module__]
         told = [shape_of(value), *(signature(name, one) for name, one in methods_of(value))]
         for name in re.findall(r"\b[A-Z]\w+", "\n".join(told)):
-            if name in names or name in found or not hasattr(module, name):
+            if name in names or name in homes or not hasattr(module, name):
                 continue
             home = home_of(name, module)
             if home is not None:
-                found[name] = home
+                homes[name] = home
                 if isinstance(getattr(home, name), type):
                     todo.append(getattr(home, name))
-    return sorted(found.items())
+    return sorted(homes.items())
 
 
 def home_of(name: str, module: ModuleType) -> ModuleType | None:

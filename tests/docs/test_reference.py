@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from types import FunctionType
+
 import pytest
-from client_reference import GROUPS, docstring, mentioned, methods_of
+from client_reference import GROUPS, WHOLE, docstring, mentioned, methods_of, public
 from reference_tables import DOCS, TABLES, comments_of, written
 
 import midstream.client
@@ -32,15 +35,27 @@ def test_every_setting_is_in_the_page_with_words() -> None:
 
 
 def test_the_clients_page_has_every_public_name_once() -> None:
-    assert sorted(name for group in GROUPS.values() for name in group.split()) == sorted(
-        midstream.client.__all__
-    )
+    paths = [path for group in GROUPS.values() for path in group.split()]
+    assert sorted(path for path in paths if "." not in path) == sorted(midstream.client.__all__)
+    assert len(public()) == len(paths)
+
+
+@pytest.mark.parametrize("module", WHOLE)
+def test_the_clients_page_has_all_of_a_module(module: str) -> None:
+    """Also what the top of the client has."""
+    home = importlib.import_module(f"midstream.client.{module}")
+    names = {
+        name
+        for name, value in vars(home).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == home.__name__
+    }
+    assert {name for name in names if isinstance(getattr(home, name), type | FunctionType)} <= public().keys()
 
 
 def test_every_public_name_of_the_client_says_what_it_is() -> None:
     """So does each method, and each class that a signature names."""
-    told = {name: getattr(midstream.client, name) for name in midstream.client.__all__}
-    told |= {name: getattr(module, name) for name, module in mentioned(midstream.client.__all__)}
+    told = public()
+    told |= {name: getattr(module, name) for name, module in mentioned(told)}
     told = {name: one for name, one in told.items() if callable(one) and hasattr(one, "__module__")}
     told = {name: one for name, one in told.items() if one.__module__.startswith("midstream.")}
     told |= {f"{name}.{method}": one for name, value in [*told.items()] for method, one in methods_of(value)}

@@ -21,7 +21,8 @@ from recompute import Recomputer
 from serving import Server, serve
 from tiers import variant
 
-from midstream.client import SnapshotPublisher, decode_routing_matrix, snapshot_of
+from midstream.client import SnapshotPublisher, snapshot_of
+from midstream.client.decode import decode_routing_matrix
 
 # Tokens.
 PROMPT = 96

@@ -74,7 +74,7 @@ def test_after_the_ledger_is_reset_the_publisher_goes_on_with_a_full_snapshot(
     with SnapshotPublisher(published.url, published.bucket.as_uri(), work_dir=tmp_path / "work") as publisher:
         assert publisher.publish("reset-0", checkpoint).kind == "full"
         assert publisher.publish("reset-1", checkpoint).kind == "delta"
-        (name,) = [row["name"] for row in publisher.server.deployments()]
+        (name,) = [row["name"] for row in publisher.server.deployments.all()]
         httpx.delete(f"{published.url}/v1/{name}/ledger", timeout=60).raise_for_status()
         assert publisher.publish("reset-2", checkpoint).kind == "full"
         assert publisher.publish("reset-3", checkpoint).kind == "delta"

@@ -19,7 +19,8 @@ from serving import Server, command, serve
 from test_exact_sessions import rollout
 from test_failover import running
 
-from midstream.client import HotLoadServer, gaps_in, read_records, traces_of
+from midstream.client import ServerClient
+from midstream.client.journal import gaps_in, read_records, traces_of
 from midstream.core.errors import SnapshotMissing
 from midstream.replica.journal import Journal
 
@@ -75,8 +76,8 @@ def test_a_killed_replicas_records_are_in_the_bucket_once(kept: tuple[Server, st
     told: dict[str, list[dict[str, Any]]] = {}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
         told["s-1"] = rollout(client, server, 1, {"x-session-id": "s-1"}, {"logprobs": True})
-        with closing(HotLoadServer(server.url)) as http:
-            http.reward("s-1", 0.5)
+        with closing(ServerClient(server.url)) as http:
+            http.sessions.reward("s-1", 0.5)
         until_durable(server, len(told["s-1"]) + 1)
         pid = running(server, lambda pid: pid)[NAME]
         os.kill(pid, signal.SIGKILL)

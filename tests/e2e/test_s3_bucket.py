@@ -11,7 +11,8 @@ import pytest
 from s3server import ACCESS_KEY, SECRET_KEY, S3Server
 from serving import Server, serve
 
-from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher
+from midstream.client import SnapshotFailed, SnapshotPublisher
+from midstream.client.errors import SignalRefused
 
 BUCKET = "s3://rollouts/runs/e2e%201"
 

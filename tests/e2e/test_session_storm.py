@@ -31,7 +31,9 @@ from test_failover import engine, itself, running
 from test_swap_storm import HOT_LOAD, Trainer, events
 from tiers import of_tier
 
-from midstream.client import decode_routing_matrix, gaps_in, read_records, snapshot_of, traces_of
+from midstream.client import snapshot_of
+from midstream.client.decode import decode_routing_matrix
+from midstream.client.journal import gaps_in, read_records, traces_of
 
 torch.set_num_threads(1)
 

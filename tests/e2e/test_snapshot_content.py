@@ -13,7 +13,8 @@ import httpx
 import pytest
 from serving import Server, serve
 
-from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher
+from midstream.client import SnapshotFailed, SnapshotPublisher
+from midstream.client.errors import SignalRefused
 from midstream.snapshots.content import file_content
 
 WEIGHTS = "model.safetensors"

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from serving import DEVICE, Server, on_device, serve
 from transformers import AutoModelForCausalLM
 
-from midstream.client import SnapshotFailed, SnapshotPublisher, decode_routing_matrix, snapshot_of
+from midstream.client import SnapshotFailed, SnapshotPublisher, snapshot_of
+from midstream.client.decode import decode_routing_matrix
 from midstream.client.replay import RouterTap
 
 torch.set_num_threads(1)

@@ -24,7 +24,8 @@ from safetensors.numpy import load_file, save_file
 from serving import Server, serve
 from tiers import of_tier
 
-from midstream.client import decode_routing_matrix, snapshot_of
+from midstream.client import snapshot_of
+from midstream.client.decode import decode_routing_matrix
 from midstream.snapshots.arc2.encode import encode_delta
 
 torch.set_num_threads(1)

@@ -15,7 +15,8 @@ import pytest
 from serving import Server, command
 from test_exact_sessions import TOOLS
 
-from midstream.client import HotLoadServer, SignalRefused
+from midstream.client import ServerClient
+from midstream.client.errors import SignalRefused
 
 EXTRA = {
     "return_token_ids": True,
@@ -61,10 +62,10 @@ def test_the_exports_of_a_session_have_the_numbers_of_its_responses(
 ) -> None:
     key = "a/b trace"
     first, second = two_turns(client, server, key)
-    with closing(HotLoadServer(server.url)) as http:
-        http.reward(key, 0.25, metadata={"judge": "unit"})
-        http.reward(key, 0.5)
-        http.reward(key, 2.0, turn=2)
+    with closing(ServerClient(server.url)) as http:
+        http.sessions.reward(key, 0.25, metadata={"judge": "unit"})
+        http.sessions.reward(key, 0.5)
+        http.sessions.reward(key, 2.0, turn=2)
     whole = second["prompt_token_ids"] + second["choices"][0]["token_ids"]
     begin = len(first["prompt_token_ids"])
     # token -> place in the session's one sequence, logprob, route, of both answers
@@ -176,9 +177,9 @@ def test_a_reward_that_is_none_is_refused_by_name(
 
 
 def test_a_reward_for_what_is_not_there_says_so(client: openai.OpenAI, server: Server) -> None:
-    with closing(HotLoadServer(server.url)) as http:
+    with closing(ServerClient(server.url)) as http:
         with pytest.raises(SignalRefused, match=r"404 no replica holds a session 'nobody'"):
-            http.reward("nobody", 1.0)
+            http.sessions.reward("nobody", 1.0)
         two_turns(client, server, "somebody")
         with pytest.raises(SignalRefused, match=r"404 \S+ has no turn 3 of the session"):
-            http.reward("somebody", 1.0, turn=3)
+            http.sessions.reward("somebody", 1.0, turn=3)

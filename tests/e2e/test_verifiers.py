@@ -16,8 +16,8 @@ import pytest
 from exact_traces import exact_turns
 from serving import Server, built_in_model, command, serve
 
-from midstream.client import sequences_of
-from midstream.client.records import expert_rows
+from midstream.client.export import expert_rows
+from midstream.client.records import sequences_of
 
 pytestmark = pytest.mark.variant
 

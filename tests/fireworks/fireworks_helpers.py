@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from serving import Server
 from transformers import AutoModelForCausalLM
 
-from midstream.client import decode_routing_matrix
+from midstream.client.decode import decode_routing_matrix
 from midstream.client.replay import RouterTap
 
 API_KEY = "fw-key-of-acme"

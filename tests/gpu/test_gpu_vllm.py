@@ -18,7 +18,8 @@ from serving import Server, serve
 from vllm_bed import PYTHON, installed, load
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, random_prompt
 
-from midstream.client import SnapshotPublisher, decode_routing_matrix
+from midstream.client import SnapshotPublisher
+from midstream.client.decode import decode_routing_matrix
 from midstream.client.replay import RouterTap
 
 STREAMS = 16

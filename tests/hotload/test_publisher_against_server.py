@@ -12,7 +12,9 @@ import pytest
 
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
-from midstream.client import SignalRefused, SnapshotFailed, SnapshotPublisher, Status
+from midstream.client import SnapshotFailed, SnapshotPublisher
+from midstream.client.errors import SignalRefused
+from midstream.client.status import Status
 from midstream.core.served_names import ServedNames
 from midstream.core.types import ReplicaReport, Stage, Transition
 from midstream.fleet.loop import Reconciler

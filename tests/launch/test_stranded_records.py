@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_not_ready import FakeLauncher
 
-from midstream.client import gaps_in, read_records
+from midstream.client.journal import gaps_in, read_records
 from midstream.core.config import EngineSettings, RecordsSettings, Settings, TinkerSettings
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.retry import Backoff

@@ -16,9 +16,10 @@ import pytest
 from recipes import needs, run_recipe
 from serving import Server, serve
 
-from midstream.client import PublishError, SignalRefused, SnapshotPublisher
+from midstream.client import PublishError, SnapshotPublisher
 from midstream.client.calls import Caller
-from midstream.client.server import HotLoadServer
+from midstream.client.errors import SignalRefused
+from midstream.client.server import ServerClient
 from midstream.integrations import verl_wire
 from midstream.integrations.verl_wire import (
     Generator,
@@ -34,9 +35,9 @@ STEPS, ROLLOUTS = 12, 64
 
 
 def sessions_of(server: Server) -> list[str]:
-    asked = HotLoadServer(server.url)
+    asked = ServerClient(server.url)
     with contextlib.closing(asked):
-        return list(asked.sessions())
+        return list(asked.sessions.keys())
 
 
 @needs("verl")

@@ -19,7 +19,8 @@ import pytest
 from replica_fakes import Running, running
 from test_turns_api import SESSION, USER, an_engine, trace, turn
 
-from midstream.client import gaps_in, read_records, sequences_of, traces_of
+from midstream.client.journal import gaps_in, read_records, traces_of
+from midstream.client.records import sequences_of
 from midstream.replica.journal import Journal
 
 

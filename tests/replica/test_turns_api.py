@@ -22,7 +22,7 @@ from test_resume_pipeline import (
     units,
 )
 
-from midstream.client import sequences_of
+from midstream.client.records import sequences_of
 from midstream.core.errors import InvalidRequest
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.replica.turns.rewards import Rewards

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sdk_venvs import VERSIONS, run_sdk
 
-from midstream.client import records
+from midstream.client import export, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,7 +27,7 @@ def test_a_sequence_is_a_datum_of_the_sdk() -> None:
         routes_shape=None,
         rewards=[{"reward": 2.0, "turn": None, "name": "reward"}],
     )
-    told = {"data": records.tinker_data([one]), "records": records.__file__}
+    told = {"data": export.tinker_data([one]), "export": export.__file__}
     ((tokens, inputs),) = run_sdk(VERSIONS[0], Path(__file__).with_name("datum_in_sdk.py"), told)
     assert tokens == [5, 6, 7, 8, 9]
     assert inputs == {

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.core.errors import ConfigError
 from midstream_conformance.answers import Answer, Json, Odd, data_of, plain_answer
 from midstream_conformance.outcome import Failed

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.core.text import plain, seconds
 from midstream.core.types import BASE_SNAPSHOT
 from midstream_conformance.rows import Evidence, Result

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from midstream.client.bucket import open_bucket
-from midstream.client.server import HOT_LOAD_PATH, delta_metadata
+from midstream.client.snapshot_calls import HOT_LOAD_PATH, delta_metadata
 from midstream.client.status import Status, read_status
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream_conformance.answers import Json

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import read_status
 from midstream.core.errors import ConfigError
 from midstream.core.types import ENGINE_FEATURES

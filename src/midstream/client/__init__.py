@@ -1,5 +1,8 @@
-"""What a trainer imports: publish snapshots, read routes and snapshots off rollout responses, and make training records of
-sessions. No server code.
+"""What a trainer imports first: publish snapshots, sample rollouts, run a loop, ask a server. No server code.
+
+The rest is in modules of its own: `decode` reads routes and snapshots off responses, `records` and `export` make training
+records of sessions, `journal` reads the records that a server keeps; `errors`, `publication` and `status` have what calls
+raise and return.
 
 Always holds: a name's module is imported when the name is first used, so `import midstream.client` costs next to nothing and
 a trainer that only reads responses never imports an HTTP client.
@@ -11,92 +14,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from midstream.client.decode import (
-        decode_routing_matrix,
-        near_ties_of,
-        routes_of,
-        snapshot_of,
-        token_snapshots,
-    )
-    from midstream.client.errors import (
-        NotReadyInTime,
-        PublishError,
-        ReplicasSilent,
-        SignalRefused,
-        SnapshotFailed,
-        Unanswered,
-    )
-    from midstream.client.journal import gaps_in, read_records, traces_of
-    from midstream.client.publication import Publication, Published
+    from midstream.client.decode import snapshot_of
+    from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed
     from midstream.client.publish import SnapshotPublisher
-    from midstream.client.records import (
-        TrainingSequence,
-        jsonl_records,
-        nemo_gym_records,
-        sequences_of,
-        tinker_data,
-        tinker_datum,
-        verifiers_rollouts,
-        verl_batch,
-        verl_rows,
-    )
     from midstream.client.rollouts import Rollout, RolloutClient, fresh, importance_ratios, staleness
     from midstream.client.run import TrainingRun
-    from midstream.client.server import HotLoadServer
-    from midstream.client.status import ReplicaStatus, Status
-
-_NAMES = {  # module: what it has of __all__
-    "decode": "decode_routing_matrix near_ties_of routes_of snapshot_of token_snapshots",
-    "errors": "NotReadyInTime PublishError ReplicasSilent SignalRefused SnapshotFailed Unanswered",
-    "journal": "gaps_in read_records traces_of",
-    "publication": "Publication Published",
-    "publish": "SnapshotPublisher",
-    "records": "TrainingSequence jsonl_records nemo_gym_records sequences_of "
-    "tinker_data tinker_datum verifiers_rollouts verl_batch verl_rows",
-    "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
-    "run": "TrainingRun",
-    "server": "HotLoadServer",
-    "status": "ReplicaStatus Status",
-}
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+    from midstream.client.server import ServerClient
 
 __all__ = [
-    "HotLoadServer",
     "NotReadyInTime",
-    "Publication",
     "PublishError",
-    "Published",
-    "ReplicaStatus",
-    "ReplicasSilent",
     "Rollout",
     "RolloutClient",
-    "SignalRefused",
+    "ServerClient",
     "SnapshotFailed",
     "SnapshotPublisher",
-    "Status",
     "TrainingRun",
-    "TrainingSequence",
-    "Unanswered",
-    "decode_routing_matrix",
     "fresh",
-    "gaps_in",
     "importance_ratios",
-    "jsonl_records",
-    "near_ties_of",
-    "nemo_gym_records",
-    "read_records",
-    "routes_of",
-    "sequences_of",
     "snapshot_of",
     "staleness",
-    "tinker_data",
-    "tinker_datum",
-    "token_snapshots",
-    "traces_of",
-    "verifiers_rollouts",
-    "verl_batch",
-    "verl_rows",
 ]
+
+_NAMES = {  # module: what it has of __all__
+    "decode": "snapshot_of",
+    "errors": "NotReadyInTime PublishError SnapshotFailed",
+    "publish": "SnapshotPublisher",
+    "rollouts": "Rollout RolloutClient fresh importance_ratios staleness",
+    "run": "TrainingRun",
+    "server": "ServerClient",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # so that a wrong name stays an error of the type checker
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from midstream.client.errors import SignalRefused, Unanswered
-from midstream.core.http_answer import HttpAnswer, NotThatAnswer
+from midstream.client.errors import PublishError, SignalRefused, Unanswered
+from midstream.core.http_answer import HttpAnswer, NotThatAnswer, read
 from midstream.core.retry import Backoff, Deadline
 
 logger = logging.getLogger(__name__)
 
+_Kind = TypeVar("_Kind")
+
 BACKOFF = Backoff(first_s=0.25, last_s=10.0)
+#: How long a call is retried, unless its caller says otherwise.
+RETRY_S = 300.0
 #: A request that failed so often says so, once.
 SAID_AFTER = 3
 #: Rollouts may take long; a connection that is lost is seen at once.
@@ -80,8 +84,8 @@ class Caller:
     ) -> None:
         self._http = http
         self._bounded = bounded
-        self._sleep = sleep
-        self._monotonic = monotonic
+        self.sleep = sleep
+        self.monotonic = monotonic
         self._now = now
 
     @classmethod
@@ -94,6 +98,10 @@ class Caller:
     def close(self) -> None:
         """Closes the connections. No call may follow."""
         self._http.close()
+
+    def deadline(self, total_s: float) -> Deadline:
+        """From now on, by the clock of this caller."""
+        return Deadline(total_s, self.monotonic)
 
     def call(
         self,
@@ -111,19 +119,23 @@ class Caller:
         answer, attempts = self._request(method, url, deadline_s, json, headers)
         return Answer(decoded(answer, url), attempts)
 
+    def read(self, url: str, kind: type[_Kind], what: str, *, deadline_s: float) -> _Kind:
+        """The answer to a GET, as `kind`. what: the words for it. Raises PublishError as well, when it is something else."""
+        return expected(self.call("GET", url, deadline_s=deadline_s).body, kind, url, what)
+
     def text(self, method: str, url: str, *, deadline_s: float) -> str:
         """Like `call`, for an answer that is not JSON."""
         return self._request(method, url, deadline_s, None, None)[0].text
 
     def once(self, method: str, url: str, *, deadline_s: float | None = None, json: Any = None) -> HttpAnswer:
         """Whatever is answered, without a retry. Raises Unanswered. deadline_s: None for the timeouts of the connection."""
-        deadline = None if deadline_s is None else Deadline(deadline_s, self._monotonic)
+        deadline = None if deadline_s is None else self.deadline(deadline_s)
         return self._ask(method, url, deadline, json, None)
 
     def _request(
         self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None
     ) -> tuple[HttpAnswer, int]:
-        deadline = Deadline(deadline_s, self._monotonic)
+        deadline = self.deadline(deadline_s)
         attempts = 0
         while True:
             attempts += 1
@@ -147,7 +159,7 @@ class Caller:
                 raise Unanswered(problem + tried, status)
             if attempts == SAID_AFTER:
                 logger.warning("%s; sending it again for up to %.0f s more", problem, deadline.left_s)
-            self._sleep(pause_s)
+            self.sleep(pause_s)
 
     def _ask(
         self,
@@ -180,3 +192,11 @@ def decoded(answer: HttpAnswer, url: str) -> Any:
         return answer.json()
     except NotThatAnswer as error:
         raise SignalRefused(f"{url}: {error}", answer.status) from error
+
+
+def expected(value: Any, kind: type[_Kind], url: str, what: str) -> _Kind:
+    """`value`, the JSON of an answer, as `kind`. what: the words for it. Raises PublishError when it is something else."""
+    try:
+        return read(value, kind)
+    except NotThatAnswer as error:
+        raise PublishError(f"{url}: answered something else than {what}: {error}") from error

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
-from midstream.client.calls import Answer
+from midstream.client.calls import RETRY_S, Answer
 from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.names import check_names
 from midstream.client.parent import Parent, WorkDirectory
-from midstream.client.server import SIGNAL_RETRY_S, Compression, HotLoadServer, ResetPromptCache
+from midstream.client.snapshot_calls import Compression, ResetPromptCache, SnapshotCalls
 from midstream.client.status import ReplicaStatus, Status
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
@@ -118,7 +118,7 @@ class _Questions:
 
     def __init__(self, job: Job, monotonic: Callable[[], float]) -> None:
         self._job = job
-        self._left_s = min(job.timeout_s, SIGNAL_RETRY_S)
+        self._left_s = min(job.timeout_s, RETRY_S)
         self._monotonic = monotonic
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class Publishing:
 
     def __init__(
         self,
-        server: HotLoadServer,
+        snapshots: SnapshotCalls,
         bucket: Bucket,
         work: WorkDirectory,
         *,
@@ -149,7 +149,7 @@ class Publishing:
         hints: bool,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server = server
+        self._snapshots = snapshots
         self._bucket = bucket
         self._work = work
         self._full_every = full_every
@@ -187,7 +187,7 @@ class Publishing:
         self._work.keep(staged, job.identity, sent.generation, deltas)
         job.tell("loading")
         try:
-            status = self._server.wait_until_ready(job.identity, job.timeout_s, on_status=job.on_status)
+            status = self._snapshots.wait_until_ready(job.identity, job.timeout_s, on_status=job.on_status)
         except SnapshotFailed:
             self._work.forget()
             raise
@@ -226,7 +226,7 @@ class Publishing:
 
     def _why_not_on(self, parent: Parent, staged: Path, asking: _Questions) -> str | None:
         with asking.one() as left_s:
-            status = self._server.status(retry_s=left_s)
+            status = self._snapshots.status(retry_s=left_s)
         if not status.stands_on(parent.identity, parent.generation):
             return f"the server does not stand on {parent.identity!r}"
         try:
@@ -279,13 +279,13 @@ class Publishing:
 
         def landed(name: str) -> None:
             nonlocal hinting
-            hinting = hinting and self._server.hint(job.identity, [name], previous, self._compression)
+            hinting = hinting and self._snapshots.hint(job.identity, [name], previous, self._compression)
 
         self._bucket.put(job.identity, directory, overwrite=overwrite, on_file=landed)
 
     def _signal(self, job: Job, previous: str | None, asking: _Questions) -> Answer:
         with asking.one() as left_s:
-            return self._server.signal(
+            return self._snapshots.signal(
                 job.identity,
                 job.reset_prompt_cache,
                 previous=previous,

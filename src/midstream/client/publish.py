@@ -21,6 +21,7 @@ from typing import Any, TypedDict, Unpack
 import httpx
 
 from midstream.client.bucket import open_bucket
+from midstream.client.calls import RETRY_S
 from midstream.client.errors import PublishError
 from midstream.client.names import served_spec
 from midstream.client.parent import WorkDirectory
@@ -33,13 +34,8 @@ from midstream.client.publication import (
     Publishing,
     check_whole,
 )
-from midstream.client.server import (
-    SIGNAL_RETRY_S,
-    Compression,
-    HotLoadServer,
-    ResetPromptCache,
-    SignalOptions,
-)
+from midstream.client.server import ServerClient
+from midstream.client.snapshot_calls import Compression, ResetPromptCache, SignalOptions
 from midstream.client.status import Status
 from midstream.client.weights import Cast, Source, Weights
 from midstream.snapshots.identity import check_identity
@@ -117,7 +113,7 @@ class SnapshotPublisher:
             raise ValueError("adapter: is for a policy; give its name as policy")
         self._policy = policy
         self._adapter = adapter
-        self.server = HotLoadServer(
+        self.server = ServerClient(
             base_url,
             model=model,
             deployment=deployment,
@@ -127,14 +123,14 @@ class SnapshotPublisher:
             sleep=sleep,
             monotonic=monotonic,
         )
-        self.server.policy = policy
-        self._bucket = open_bucket(self.server.own_bucket() if bucket is None else bucket)
+        self._snapshots = self.server.snapshots if policy is None else self.server.policy(policy)
+        self._bucket = open_bucket(self.server.deployments.own_bucket() if bucket is None else bucket)
         target = (
             f"{self.server.root} {deployment or ''} {self._bucket}{'' if policy is None else f' {policy}'}"
         )
         self._work = WorkDirectory(Path(work_dir) if work_dir is not None else None, target)
         self._publishing = Publishing(
-            self.server,
+            self._snapshots,
             self._bucket,
             self._work,
             full_every=full_every,
@@ -147,7 +143,7 @@ class SnapshotPublisher:
         self._running: Future[Published] | None = None
 
     def __repr__(self) -> str:
-        return f"<SnapshotPublisher {self.server.url} bucket={self._bucket}>"
+        return f"<SnapshotPublisher {self.server.root} bucket={self._bucket}>"
 
     def __enter__(self) -> SnapshotPublisher:
         return self
@@ -217,13 +213,13 @@ class SnapshotPublisher:
     def signal(
         self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
     ) -> dict[str, Any]:
-        """As HotLoadServer.signal. Returns the server's answer."""
-        body: dict[str, Any] = self.server.signal(identity, reset_prompt_cache, **options).body
+        """As SnapshotCalls.signal. Returns the server's answer."""
+        body: dict[str, Any] = self._snapshots.signal(identity, reset_prompt_cache, **options).body
         return body
 
-    def status(self, *, retry_s: float = SIGNAL_RETRY_S) -> Status:
+    def status(self, *, retry_s: float = RETRY_S) -> Status:
         """The snapshots that every replica serves and loads. Raises SignalRefused."""
-        return self.server.status(retry_s=retry_s)
+        return self._snapshots.status(retry_s=retry_s)
 
     def wait_until_ready(
         self,
@@ -238,7 +234,7 @@ class SnapshotPublisher:
         timeout_s, poll_s: in seconds. on_status: called with each answer.
         Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
         """
-        return self.server.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)
+        return self._snapshots.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)
 
     def _source(self, weights: Weights | None, **given: Any) -> Source:
         if weights is None and given.get("adapter") is None:

@@ -15,12 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from midstream.client.calls import Caller
+from midstream.client.calls import RETRY_S, Caller
 from midstream.client.decode import Routes, routes_of, token_snapshots
 from midstream.client.errors import PublishError
 from midstream.client.server import check_url
-
-RETRY_S = 300.0
 
 
 @dataclass(frozen=True)

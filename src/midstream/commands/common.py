@@ -15,9 +15,9 @@ from collections.abc import Callable
 from functools import reduce
 from urllib.parse import urlsplit
 
-from midstream.client import HotLoadServer, PublishError
+from midstream.client import PublishError, ServerClient
+from midstream.client.deployment_calls import which_deployment
 from midstream.client.errors import Unanswered
-from midstream.client.server import which_deployment
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError, SnapshotRefused
 from midstream.core.settings import all_settings, choices_of, load_settings
@@ -53,9 +53,9 @@ def told_server() -> str:
     return f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
 
 
-def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> HotLoadServer:
+def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> ServerClient:
     """Raises ConfigError when the address is not one."""
-    return HotLoadServer(
+    return ServerClient(
         address(options),
         deployment=options.deployment,
         api_key=api_key(options),
@@ -91,18 +91,18 @@ def api_key(options: argparse.Namespace) -> str | None:
 
 
 def request_headers(options: argparse.Namespace) -> dict[str, str]:
-    """The headers of a request that HotLoadServer does not make: the key and the deployment."""
+    """The headers of a request that ServerClient does not make: the key and the deployment."""
     key = api_key(options)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return headers | ({"fireworks-deployment": options.deployment} if options.deployment else {})
 
 
-def full_deployment_name(server: HotLoadServer, asked: str | None) -> str:
+def full_deployment_name(server: ServerClient, asked: str | None) -> str:
     """The name as accounts/A/deployments/D. Raises ConfigError when no deployment, or more than one, fits `asked`."""
     if asked is not None and "/" in asked:
         return asked
     try:
-        return str(which_deployment(server.deployments(retry_s=0), asked)["name"])
+        return str(which_deployment(server.deployments.all(retry_s=0), asked)["name"])
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
 

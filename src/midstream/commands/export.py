@@ -15,16 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from midstream.client import (
-    HotLoadServer,
-    PublishError,
-    ReplicasSilent,
-    SignalRefused,
-    TrainingSequence,
-    read_records,
-    traces_of,
-)
-from midstream.client import records as formats
+from midstream.client import PublishError, ServerClient
+from midstream.client import export as formats
+from midstream.client.errors import ReplicasSilent, SignalRefused
+from midstream.client.journal import read_records, traces_of
+from midstream.client.records import TrainingSequence, sequences_of
 from midstream.commands.common import add_server_arguments, connect, given_url, guarded
 from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
@@ -75,7 +70,7 @@ def _export(options: argparse.Namespace) -> int:
     try:
         with ProgressLine(options.progress) as line, part.open("w", encoding="utf-8") as file:
             for trace in _traces(options, line):
-                sequences = formats.sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
+                sequences = sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
                 for record in convert(sequences):
                     file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
                     records += 1
@@ -110,7 +105,7 @@ def _served(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[st
     asking = _Patient(leave_out=options.all, line=line)
     try:
         listed = options.session or asking.heard(
-            lambda without: list(server.sessions(retry_s=0, without=without))
+            lambda without: list(server.sessions.keys(retry_s=0, without=without))
         )
         for key in listed:
             try:
@@ -123,8 +118,8 @@ def _served(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[st
         server.close()
 
 
-def _trace(server: HotLoadServer, key: str, without: Collection[str]) -> dict[str, Any]:
-    return server.trace(key, retry_s=0, without=without)
+def _trace(server: ServerClient, key: str, without: Collection[str]) -> dict[str, Any]:
+    return server.sessions.trace(key, retry_s=0, without=without)
 
 
 class _Patient:

@@ -31,7 +31,7 @@ def _ledger(options: argparse.Namespace) -> int:
     server = connect(options)
 
     def look() -> str:
-        answer = server.ledger(full_deployment_name(server, options.deployment), retry_s=0)
+        answer = server.deployments.ledger(full_deployment_name(server, options.deployment), retry_s=0)
         if not options.json:
             return render(answer)
         # One line for each look of --watch, so that a program can separate them.

@@ -14,8 +14,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from midstream.client import HotLoadServer, ReplicaStatus, SignalRefused, Status
-from midstream.client.status import read_status
+from midstream.client import ServerClient
+from midstream.client.errors import SignalRefused
+from midstream.client.status import ReplicaStatus, Status, read_status
 from midstream.commands.common import full_deployment_name
 from midstream.core.errors import ConfigError, Forbidden
 from midstream.core.types import BASE_SNAPSHOT
@@ -54,7 +55,7 @@ class Look:
 class Observer:
     """Looks at one server again and again. asked: the deployment that was named, None for the server's own."""
 
-    server: HotLoadServer
+    server: ServerClient
     asked: str | None
     now: Callable[[], float] = time.time
     _slow: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Observer:
         """Raises PublishError when the server does not answer."""
         at = self.now()
         health = self.server.health()
-        status = self.server.status(retry_s=0)
+        status = self.server.snapshots.status(retry_s=0)
         metrics = read_metrics(self._allowed(lambda: self.server.metrics(retry_s=0)) or "")
         if at - self._slow_at >= SLOW_EVERY_S:
             self._slow, self._slow_at = self._look_slowly(), at
@@ -74,7 +75,7 @@ class Observer:
         name = self._allowed(self._name)
         found: dict[str, Any] = {"deployment": name}
         if name is not None:
-            policies = self._allowed(lambda: self.server.policies(name, retry_s=0))
+            policies = self._allowed(lambda: self.server.deployments.policies(name, retry_s=0))
             ledger = self._allowed(lambda: self.server.get(f"/v1/{name}/ledger?limit=1", retry_s=0))
             found |= {"policies": policies or (), "ledger": ledger}
         page = self._allowed(lambda: self.server.get(f"/v1/sessions?limit={SESSIONS_MAX}", retry_s=0))

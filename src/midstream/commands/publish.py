@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from midstream.client import Published, SnapshotPublisher
-from midstream.client.publication import Kind, Phase
-from midstream.client.server import ResetPromptCache
+from midstream.client import SnapshotPublisher
+from midstream.client.publication import Kind, Phase, Published
+from midstream.client.snapshot_calls import ResetPromptCache
 from midstream.commands.common import (
     add_server_arguments,
     address,
@@ -159,7 +159,7 @@ def _work_dir(options: argparse.Namespace) -> Path:
 def _check_server(options: argparse.Namespace) -> None:
     server = connect(options)
     try:
-        server.status(retry_s=0)
+        server.snapshots.status(retry_s=0)
     finally:
         server.close()
 
@@ -172,7 +172,7 @@ def _bucket(options: argparse.Namespace) -> str:
     try:
         # A name that is none is a wrong argument.
         full_deployment_name(server, options.deployment)
-        return server.own_bucket(retry_s=0)
+        return server.deployments.own_bucket(retry_s=0)
     finally:
         server.close()
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from midstream.client import HotLoadServer, ReplicaStatus, SignalRefused, Status
-from midstream.client.status import read_status
+from midstream.client import ServerClient
+from midstream.client.errors import SignalRefused
+from midstream.client.status import ReplicaStatus, Status, read_status
 from midstream.commands.common import (
     add_server_arguments,
     add_watch_arguments,
@@ -53,29 +54,27 @@ def _status(options: argparse.Namespace) -> int:
         server.close()
 
 
-def _look(
-    server: HotLoadServer, draw: Callable[[Status, Load, Policies], str], deployment: str | None
-) -> str:
-    status = server.status(retry_s=0)
+def _look(server: ServerClient, draw: Callable[[Status, Load, Policies], str], deployment: str | None) -> str:
+    status = server.snapshots.status(retry_s=0)
     picture = draw(status, read_load(_metrics(server)), _policies(server, deployment))
     if status.replicas or draw is as_json:
         return picture
     name = full_deployment_name(server, deployment)
-    row = next((row for row in server.deployments(retry_s=0) if row["name"] == name), {})
+    row = next((row for row in server.deployments.all(retry_s=0) if row["name"] == name), {})
     why = (row.get("status") or {}).get("message")
     return f"{picture}: {row.get('state')}, {plain(why)}" if why else picture
 
 
-def _policies(server: HotLoadServer, deployment: str | None) -> Policies:
+def _policies(server: ServerClient, deployment: str | None) -> Policies:
     try:
         name = full_deployment_name(server, deployment)
     except ConfigError:
         # There are several, and the one that is meant without a name is not called so.
         return ()
-    return server.policies(name, retry_s=0)
+    return server.deployments.policies(name, retry_s=0)
 
 
-def _metrics(server: HotLoadServer) -> str:
+def _metrics(server: ServerClient) -> str:
     """The text of /metrics; empty where the key may see the status but not the metrics."""
     try:
         return server.metrics(retry_s=0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from midstream.client.errors import PublishError
 from midstream.client.records import REWARD, TrainingSequence, sequences_of
-from midstream.client.server import HotLoadServer
+from midstream.client.server import ServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def request_headers(at_least: str | None = None, *, wait_s: float = 60.0) -> dic
 def training_sequences(trace: Any, recorded: Mapping[str, Any]) -> list[TrainingSequence]:
     """The sequences of a finished rollout, with its reward as theirs. logprobs: of the distribution that was sampled from.
 
-    trace: a `vf.Trace` or `vf.WireTrace`. recorded: the session of its id, as `HotLoadServer.trace(trace.id)` answers. With the
+    trace: a `vf.Trace` or `vf.WireTrace`. recorded: the session of its id, as `SessionCalls.trace(trace.id)` answers. With the
     client of texts verifiers has no tokens, and the record's are taken. A compaction that verifiers does not train has the
     loss mask 1 here.
 
@@ -71,7 +71,7 @@ def _sampled(trace: Any) -> Iterator[tuple[int, list[int]]]:
                 yield number, ids
 
 
-async def sample_groups(env: Any, how: Any, server: HotLoadServer, n: int) -> list[list[TrainingSequence]]:
+async def sample_groups(env: Any, how: Any, server: ServerClient, n: int) -> list[list[TrainingSequence]]:
     """Of each task of an environment, the sequences of its `n` rollouts (see `training_sequences`). All are sampled at once.
 
     env: a `vf.Env` whose taskset is finite. how: the `vf.ModelContext` of the rollouts. A rollout that failed, or whose record
@@ -86,7 +86,7 @@ async def sample_groups(env: Any, how: Any, server: HotLoadServer, n: int) -> li
         found = []
         try:
             for trace in episode.traces:
-                found += training_sequences(trace, await asyncio.to_thread(server.trace, trace.id))
+                found += training_sequences(trace, await asyncio.to_thread(server.sessions.trace, trace.id))
         except (ValueError, PublishError) as error:
             return str(error)
         return found

@@ -25,10 +25,9 @@ from typing import Any
 import numpy.typing as npt
 from numpy.lib import format as npy
 
-from midstream.client.calls import Caller
+from midstream.client.calls import RETRY_S, Caller
 from midstream.client.errors import PublishError
-from midstream.client.rollouts import RETRY_S
-from midstream.client.server import HotLoadServer
+from midstream.client.server import ServerClient
 
 PATH = "/inference/v1/generate"
 #: verl's own parameters that are those of the path.
@@ -179,9 +178,9 @@ def extra_fields(one: Generated) -> dict[str, Any]:
 
 def serving(settings: VerlSettings) -> str:
     """The newest snapshot of the run that the server serves or loads. Raises PublishError when it serves another run's."""
-    server = HotLoadServer(settings.url, model=settings.model, api_key=settings.api_key)
+    server = ServerClient(settings.url, model=settings.model, api_key=settings.api_key)
     try:
-        status = server.status()
+        status = server.snapshots.status()
         return max((one.target or one.snapshot or "" for one in status.replicas), key=settings.version)
     except ValueError as error:
         raise PublishError(f"publish weights of the run {settings.run!r} first: {error}") from error

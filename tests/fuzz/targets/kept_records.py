@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from midstream.client import TrainingSequence, gaps_in, read_records, sequences_of, traces_of
+from midstream.client.journal import gaps_in, read_records, traces_of
+from midstream.client.records import TrainingSequence, sequences_of
 from midstream.commands.export import FORMATS
 from midstream.core.errors import SnapshotError
 from midstream.core.text import plain

@@ -1,4 +1,4 @@
-"""What a server answers a trainer: client/server.py, and training records of the traces that it tells.
+"""What a server answers a trainer: client/server.py with its calls, and training records of the traces that it tells.
 
 Checked: only PublishError comes out, and ValueError of a trace that is none. Its message is bounded. What is read of replicas
 can be asked and shown.
@@ -13,7 +13,10 @@ from typing import Any
 
 import httpx
 
-from midstream.client import HotLoadServer, PublishError, Status, jsonl_records, sequences_of
+from midstream.client import PublishError, ServerClient
+from midstream.client.export import jsonl_records
+from midstream.client.records import sequences_of
+from midstream.client.status import Status
 from midstream.core.text import plain
 from targets.target import Target, check, controlled, outcome
 
@@ -35,17 +38,17 @@ def told(trace: Any) -> None:
     outcome(ValueError, lambda: jsonl_records(sequences_of(trace, unscored="mask")))
 
 
-CALLS: tuple[Callable[[HotLoadServer], Any], ...] = (
-    lambda server: shown(server.status(retry_s=0)),
-    lambda server: server.wait_until_ready("s", 0.5),
-    lambda server: server.deployments(retry_s=0),
-    lambda server: server.policies(DEPLOYMENT, retry_s=0),
-    lambda server: server.ledger(DEPLOYMENT, retry_s=0),
-    lambda server: [*zip(range(3), server.sessions(page=1, retry_s=0), strict=False)],
-    lambda server: told(server.trace("s", retry_s=0)),
-    lambda server: server.reward("s", 1.0, retry_s=0),
-    lambda server: server.signal("s", retry_s=1),
-    lambda server: server.hint("s", ["config.json"], None, "arc_v2"),
+CALLS: tuple[Callable[[ServerClient], Any], ...] = (
+    lambda server: shown(server.snapshots.status(retry_s=0)),
+    lambda server: server.snapshots.wait_until_ready("s", 0.5),
+    lambda server: server.deployments.all(retry_s=0),
+    lambda server: server.deployments.policies(DEPLOYMENT, retry_s=0),
+    lambda server: server.deployments.ledger(DEPLOYMENT, retry_s=0),
+    lambda server: [*zip(range(3), server.sessions.keys(page=1, retry_s=0), strict=False)],
+    lambda server: told(server.sessions.trace("s", retry_s=0)),
+    lambda server: server.sessions.reward("s", 1.0, retry_s=0),
+    lambda server: server.snapshots.signal("s", retry_s=1),
+    lambda server: server.snapshots.hint("s", ["config.json"], None, "arc_v2"),
     lambda server: server.metrics(retry_s=0),
 )
 
@@ -64,7 +67,7 @@ def run(data: bytes) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(status, headers=headers, content=body))
     _now[0] = 0.0
     with httpx.Client(transport=transport) as http:
-        server = HotLoadServer("http://gateway", http=http, sleep=sleep, monotonic=lambda: _now[0])
+        server = ServerClient("http://gateway", http=http, sleep=sleep, monotonic=lambda: _now[0])
         _, refused = outcome(PublishError, partial(CALLS[control % len(CALLS)], server))
     if refused is not None:
         check(len(plain(str(refused))) < MESSAGE_MAX, "a message without a bound", str(refused))

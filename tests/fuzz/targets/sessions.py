@@ -14,7 +14,8 @@ from urllib.parse import quote, unquote
 
 from midstream.api.responses import PAGE_SIZE_MAX as ITEMS_MAX
 from midstream.api.trajectories import PAGE_SIZE_MAX
-from midstream.client import jsonl_records, sequences_of
+from midstream.client.export import jsonl_records
+from midstream.client.records import sequences_of
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.headers import HEADER_RECORDS, HEADER_SESSION, HEADER_TENANT
 from midstream.core.traces import METADATA_BYTES_MAX, RewardGiven

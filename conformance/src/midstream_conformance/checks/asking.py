@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from midstream.client.server import HOT_LOAD_PATH
+from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import read_status
 from midstream_conformance.answers import Answer
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal

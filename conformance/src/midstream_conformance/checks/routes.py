@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from midstream.client import decode_routing_matrix
-from midstream.client.decode import RouteDtype
+from midstream.client.decode import RouteDtype, decode_routing_matrix
 from midstream.snapshots.layout import read_spec
 from midstream_conformance.answers import Choice, Token
 from midstream_conformance.checks.asking import plain_and_streamed
