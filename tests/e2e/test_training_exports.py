@@ -163,7 +163,11 @@ def test_a_key_that_ends_like_a_path_is_read_and_rewarded(client: openai.OpenAI,
         ({"reward": "1"}, "reward: expected float, got str", "reward"),
         ({"reward": 1, "turn": 0}, "turn: expected int >= 1", "turn"),
         ({"reward": 1, "turns": 2}, "'turns'", "turns"),
-        ({"reward": 1, "replica": "r"}, "replica: names whose turn is meant; give turn, too", "replica"),
+        (
+            {"reward": 1, "replica": "r"},
+            "replica: says which replica's turn is meant; give turn, too",
+            "replica",
+        ),
         ({"reward": 1, "metadata": {"a": "x" * 5000}}, "metadata: must be at most 4096 bytes", "metadata"),
     ],
 )
