@@ -1,13 +1,13 @@
 """Adapters that replicas serve side by side, each as a policy of the deployment: which are loaded, and who uses them.
 
-Owns: the policies whose names are those of weights.policy_of. Other policies are let alone.
+Owns: the policies with names of weights.policy_of. It leaves other policies alone.
 Always holds:
 - At most `most` have a place: they are loaded, being loaded or being ended. The one that was used least recently makes way for
   another. Those that want a place get one in the order in which they came.
-- One that a sample uses is not ended. When all are in use, the one that was loaded first takes no further sample, and makes way
-  once those that it has are done. So nobody waits for ever.
+- One that a sample uses is not ended. When all are in use, the one that was loaded first takes no further sample, and is
+  unloaded once its samples are done. So no sample waits for ever.
 - One that failed to load is ended again, and its error is its own users' alone.
-- One that could not be ended counts again once the policies are listed anew, before the next that wants a place.
+- One that could not be ended counts again once the policies are listed again, before the next adapter gets a place.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Adapters:
         await self._policies.load(policy_of(snapshot), snapshot)
 
     async def forget(self, snapshot: str) -> bool:
-        """End its policy, if nobody uses it. Whether there is none any more."""
+        """End the policy of a snapshot if no sample uses it. True if there is none any more."""
         held = self._held.get(policy_of(snapshot))
         if held is None:
             return True
@@ -131,7 +131,7 @@ class Adapters:
         held.users += 1
         held.idle.clear()
         try:
-            # It goes on for the others when one of its users is gone.
+            # The load continues for the others when one of its users is gone.
             await asyncio.shield(held.loading)
         except BaseException:
             self._leave(held)
@@ -147,7 +147,7 @@ class Adapters:
         try:
             await self._policies.load(held.policy, snapshot)
         except BaseException:
-            # Who asks later begins anew, with an entry of its own.
+            # A later user starts again, with a new entry.
             self._begin_end(held)
             raise
 
@@ -162,7 +162,7 @@ class Adapters:
         held.ending = asyncio.create_task(self._end(held), name=f"end {held.policy}")
 
     async def _end(self, held: Held) -> None:
-        """Once nobody uses it."""
+        """End a policy once no sample uses it."""
         try:
             while held.users:
                 await held.idle.wait()

@@ -415,7 +415,7 @@ class _Front:
             raise
         except Exception:
             # This is a bug of the front. After a 5xx the SDK would ask again at full speed.
-            logger.exception("a result cannot be told")
+            logger.exception("a result cannot be encoded")
             message = "the server failed on this result; its log says why"
             return answered(answers.FutureFailed(error=message, category="server"))
 

@@ -376,7 +376,7 @@ def _parts(body: bytes, start: int, end: int, most: int) -> int:
 
 
 def _check_shape(body: bytes, start: int, end: int) -> None:
-    """Raises TinkerError (400) for a large tensor whose bytes are its shape: numbers of eight bytes each are made of these."""
+    """Raises TinkerError (400) for a large tensor with most of its bytes in its shape: each becomes a number of eight bytes."""
     error = TinkerError(400, f"a tensor has more than {MAX_DIMENSIONS} dimensions", "data")
     for number, (entry, begin, over) in enumerate(fields(body, start, end)):
         if number == 2 * MAX_DIMENSIONS:
@@ -442,7 +442,7 @@ def _tensor(message: Any, where: str, budget: _Budget) -> Tensor:
     if len(message.shape) > MAX_DIMENSIONS:
         raise TinkerError(400, f"{where} has {len(message.shape)} dimensions", where)
     shape = tuple(message.shape)
-    # An empty array, too, is one of a shape whose other sizes fit the memory's addresses.
+    # The other sizes of an empty array, too, must fit the memory's addresses.
     if any(size < 0 for size in shape) or prod(size or 1 for size in shape) > MAX_ITEMS:
         raise TinkerError(400, f"{where} has shape {list(shape)}", where)
     if message.WhichOneof("encoding") == "sparse_csr":

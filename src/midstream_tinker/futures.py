@@ -1,7 +1,7 @@
 """What was submitted and is not fetched yet: request_id -> future.
 
 Always holds:
-- A future ends once: with a result, an error, or gone (410: the SDK samples anew). What comes later is dropped.
+- A future ends once: with a result, an error, or gone (410: the SDK samples again). What comes later is dropped.
 - Results are kept until they are fetched and then KEPT_FETCHED_S, so that an answer that was lost can be asked for again; at
   most KEPT_UNFETCHED_S. A tenant holds at most MAX_PENDING unfinished futures and MAX_KEPT_BYTES of results: beyond, its
   oldest results go, those first that were fetched.
@@ -106,7 +106,7 @@ class Future:
         self._end(Outcome(status=200, body=body, facts=facts))
 
     def gone(self, message: str = "this request's result is not to be had any more") -> None:
-        """End as if it had never been known: the SDK's sample() submits anew; other calls raise."""
+        """End as if it had never been known: the SDK's sample() submits again; other calls raise."""
         self._end(Outcome(status=410, body=msgspec.json.encode({"detail": message, "param": "request_id"})))
 
     @property
@@ -114,7 +114,7 @@ class Future:
         return self._on_cancel is not None
 
     def on_cancel(self, callback: Callable[[], object]) -> None:
-        """Call it when nobody wants the result any more, at once if that is so now; not when the future ends otherwise."""
+        """Call it when the result is not wanted any more, at once if that is so now; not when the future ends otherwise."""
         if self.cancelled:
             callback()
         elif not self.done:
@@ -222,7 +222,7 @@ class Futures:
         before = self._clock() - ABANDONED_S
         for future in list(self._by_id.values()):
             if future.cancellable and future.unasked_since is not None and future.unasked_since <= before:
-                logger.info("nobody waits for %s any more", future.request_id)
+                logger.info("no client waits for %s any more", future.request_id)
                 future.cancel()
 
     def close(self) -> None:

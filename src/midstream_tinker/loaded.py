@@ -1,8 +1,8 @@
 """The trainer process and the models in it.
 
-Owns: when the process is started, whose command is next, which models it holds.
-Always holds: one command at a time, in the order of their requests. Models whose next command waits for the last one take
-turns. The process may lose a model, or put it out: its next command fails and says so, until the model is made anew.
+Owns: when the process is started, which model's command is next, which models it holds.
+Always holds: one command at a time, in the order of their requests. Models take turns if a command of each
+waits. The process may lose or remove a model. The model's next command fails and says so, until the model is made again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midstream_tinker.trainer.types import Failed
 logger = logging.getLogger(__name__)
 
 MAX_MODELS = 16
-ANEW = "Make the training client anew from a saved state"
+MAKE_AGAIN = "Make a new training client from a saved state"
 
 
 class TrainerPort(Protocol):
@@ -36,7 +36,7 @@ class TrainerPort(Protocol):
 
 
 class Loaded:
-    """abandoned: of the models it is given, those that may go; told whether there is no room for another one."""
+    """abandoned: the removable ones of the models that it is given. Its flag: there is no room for another model."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Loaded:
             return await self._trainer.call(command)
         except TrainerDied as error:
             self._lose_all(str(error))
-            raise Failed(f"{error}; what was not saved is lost. {ANEW}", "server") from error
+            raise Failed(f"{error}; what was not saved is lost. {MAKE_AGAIN}", "server") from error
 
     async def _start(self) -> None:
         try:
@@ -128,5 +128,5 @@ class Loaded:
         self._models.clear()
 
     def _why_gone(self, model_id: str) -> str:
-        why = self._lost.get(model_id, "the server was started anew")
-        return f"the weights of {model_id} are not there any more: {why}. Make the training client anew from a saved state"
+        why = self._lost.get(model_id, "the server was restarted")
+        return f"the weights of {model_id} are not there any more: {why}. {MAKE_AGAIN}"

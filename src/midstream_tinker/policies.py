@@ -93,9 +93,9 @@ class DeploymentPolicies:
         found, page = list[str](), ""
         while True:
             answer = await self._ask("GET", f"{self._policies}?pageToken={quote(page, safe='')}", what, until)
-            told = _json(answer, what)
-            found += [str(one["policy"]) for one in told["policies"]]
-            page = str(told.get("nextPageToken") or "")
+            listed = _json(answer, what)
+            found += [str(one["policy"]) for one in listed["policies"]]
+            page = str(listed.get("nextPageToken") or "")
             if not page:
                 return found
 
@@ -182,7 +182,7 @@ class DeploymentPolicies:
             await self._pause(BACKOFF.pause_s(failures), until, what, problem)
 
     async def _pause(self, seconds: float, until: Deadline, what: str, problem: str) -> None:
-        """Raises Failed when it is too late to go on."""
+        """Raises Failed when it is too late to try again."""
         if not until.allows(seconds):
             raise Failed(f"{what} failed: {problem}", "server")
         await self._sleep(seconds)

@@ -1,6 +1,6 @@
 """What a client asks about models and checkpoints: get_info, weights_info, and the REST paths of training runs.
 
-Always holds: a model that nobody created under this API key, and a checkpoint of another's, are unknown (404).
+Always holds: a model that was not created under this API key, and a checkpoint of another key, are unknown (404).
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _sequence(choice: _Choice, echoed: int) -> Sequence:
         raise Failed("the server made a sequence without tokens", "server")
     if None in logprobs:
         raise Failed(
-            "the server's engine cannot tell log-probabilities under this temperature and these filters (feature"
+            "the server's engine cannot compute log-probabilities under this temperature and these filters (feature"
             " sampling_logprobs); use temperature 1 or 0 without filters",
             "server",
         )

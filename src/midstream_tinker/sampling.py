@@ -149,7 +149,7 @@ class Sampling:
         tls: ssl.SSLContext | None = None,
         completions: Completions | None = None,
     ) -> None:
-        """deployment: whose model samples, as accounts/A/deployments/D. tls: for an https gateway."""
+        """deployment: the one that samples, as accounts/A/deployments/D. tls: for an https gateway."""
         self._completions = completions or Completions(gateway_url, tls=tls)
         self._deployment = deployment
         self._served = served
@@ -223,7 +223,7 @@ class Sampling:
                     f"there is no sampling session {body.sampling_session_id!r}; make a new sampling client"
                 )
                 raise TinkerError(404, message, "sampling_session_id")
-            # The server was started anew with another model.
+            # The server was restarted with another model.
             if session.base_model not in self._served.names:
                 message = (
                     f"this sampling session is of {session.base_model!r}, which is not served here any more"
@@ -309,13 +309,13 @@ async def _completion(sample: Sample, model: str) -> bytes:
 
 def _headers(done: Sampled) -> dict[str, str]:
     result = done.result
-    told = {
+    headers = {
         "x-midstream-replica": result.replica,
         "x-midstream-route-reason": result.route_reason,
         "x-midstream-snapshot": done.last_snapshot,
         "x-midstream-session-id": result.key,
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in headers.items() if value is not None}
 
 
 def _facts(done: Sampled) -> SampleFacts:

@@ -55,7 +55,7 @@ EITHER = ScopeNeed((SAMPLE, PUBLISH), "meant")
 MAX_JSON_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 16 << 20
 # The SDK sends 5 MB together. One datum alone may have more: 48 layers of 8 experts are 3 KB of routes a token, in int64. The
-# gateways before the front take 64 MiB, unless they are told to take more.
+# gateways before the front take 64 MiB, unless their settings allow more.
 MAX_TRAINING_BYTES = 512 << 20
 # A number in JSON takes up to 24 times its own size in memory.
 MAX_JSON_LOSS_BYTES = 8 << 20

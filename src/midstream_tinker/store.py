@@ -52,7 +52,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
-    """snapshot: the one asked for; run: whose newer snapshots will do as well (policy "run")."""
+    """snapshot: the one asked for; run: its newer snapshots will do as well (policy "run")."""
 
     id: str
     tenant: str

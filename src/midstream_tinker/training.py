@@ -4,7 +4,7 @@ Always holds:
 - A model's call is carried out in its turn (turns.py) or its future fails. A refused call takes its turn, too, so that the
   calls after it are not held up.
 - A row that names files is written after the files are whole and synced. A model's weights go into the bucket in the order in
-  which they were saved, while its training goes on. At most one export of a model is on the disk.
+  which they were saved, while its training continues. At most one export of a model is on the disk.
 - A model, a checkpoint or a session of another tenant is as unknown as none.
 """
 
@@ -44,7 +44,7 @@ from midstream_tinker.types import (
     Served,
 )
 
-# Bytes of one model's requests whose turn has not come.
+# Bytes of one model's requests that wait for their turn.
 MAX_WAITING_BYTES = 1 << 30
 BUSY_RETRY_S = 5
 # The turn of the request that makes a model. The client's own counter begins with 1.
@@ -286,7 +286,7 @@ class Training:
         checkpoint = self._checkpoint(tenant, uri, "path")
         if checkpoint.kind != "weights":
             raise TinkerError(
-                400, f"{uri} holds weights for sampling; training goes on from what save_state saved", "path"
+                400, f"{uri} holds weights for sampling; train from what save_state saved", "path"
             )
         row = self._store.model(tenant, checkpoint.model_id)
         if row is None:
@@ -303,7 +303,7 @@ class Training:
             await asyncio.to_thread(shutil.rmtree, removed, ignore_errors=True)
 
     def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
-        """A future that fails with `error` in its turn; None: nobody waits for that turn. Raises TinkerError."""
+        """A future that fails with `error` in its turn; None: no future waits for that turn. Raises TinkerError."""
         try:
             model = self._model(tenant, model_id)
         except TinkerError:
@@ -425,7 +425,7 @@ class Training:
         del self._models[model.row.id]
 
     def _abandoned(self, model_ids: Iterable[str], full: bool) -> list[str]:
-        """Those whose session has expired; when the trainer is full, those too whose client has been silent for a while."""
+        """The models with an expired session; if the trainer is full, also those with a client that is silent for a while."""
         return [model_id for model_id in model_ids if self._is_abandoned(self._models[model_id], full)]
 
     def _is_abandoned(self, model: _Model, full: bool) -> bool:

@@ -22,7 +22,7 @@ from midstream_tinker.trainer.types import Failed
 
 # The SDK gives a submission up after five minutes.
 GAP_S = 600.0
-# Requests whose repetition is recognised.
+# How many requests are remembered, to recognise a repetition.
 REMEMBERED = 10_000
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Turns:
             await self._more()
 
     def close(self) -> None:
-        """No more come; those whose turn can still come are carried out."""
+        """Take no more requests; carry out those that can still have their turn."""
         self._closed = True
         self._changed.set()
 

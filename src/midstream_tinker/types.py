@@ -73,13 +73,13 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON body whose unknown fields are ignored. bytes_max: of the body."""
+    """A JSON body with ignored unknown fields. bytes_max: of the body."""
 
     bytes_max: ClassVar[int] = MAX_JSON_BYTES
 
 
 class Exact(Body, frozen=True, kw_only=True):
-    """A JSON body whose unknown fields must hold nothing, as those of the objects within a body."""
+    """A JSON body with unknown fields that must be empty, as those of the objects within a body."""
 
 
 class Chunk(Exact, frozen=True, kw_only=True):

@@ -92,7 +92,7 @@ def snapshot_identity(model_id: str, seq_id: int, name: str | None = None) -> st
 
 
 def run_of(identity: str) -> str | None:
-    """The run whose weights the snapshot `identity` holds; None: it was not made by training here."""
+    """The run that made the weights of the snapshot `identity`; None: it was not made by training here."""
     match = _IDENTITY.fullmatch(identity)
     return None if match is None else match[1]
 

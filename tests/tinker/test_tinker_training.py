@@ -589,7 +589,7 @@ def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path
         at.session = session
         message, category = await at.error(await at.loss(model, 9))
         assert category == "server"
-        assert "started anew" in message
+        assert "restarted" in message
         await at.result(await load(at, model, 10, path))
         await at.result(await at.step(model, 11, 0.2))
         restored = str((await at.result(await restore(at, 1, path)))["model_id"])

@@ -35,7 +35,8 @@ class Token:
 
     @property
     def echoed(self) -> bool:
-        """A prompt token: its sampling_logprob is null. Of a generated one it may be absent, where the engine cannot tell."""
+        """A prompt token: its sampling_logprob is null. On a generated one it may be absent, where the engine does not know
+        it."""
         return "sampling_logprob" in self.entry and self.sampling_logprob is None
 
     @property

@@ -1,6 +1,6 @@
 """`midstream conformance URL`: which promised behaviours a live endpoint has, row by row.
 
-Always holds: the exit code tells the outcome. 0: no row failed (with --strict: none was skipped either), and the deployment was
+Always holds: the exit code is the outcome. 0: no row failed (with --strict: none was skipped either), and the deployment was
 put back. 1: not so. 2: the endpoint or the options cannot be used. 130: interrupted (Ctrl-C, SIGTERM). Whatever happens, an
 endpoint whose snapshots were switched ends on the checkpoint's own weights, or the last lines say that it does not.
 """
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "url",
         metavar="URL",
         nargs="?",
-        help="of the endpoint, with or without /v1; nobody else should use it now",
+        help="of the endpoint, with or without /v1; no other client should use it now",
     )
     parser.add_argument(
         "--deployment", metavar="NAME", help="of the endpoint (default: its only one, or its own)"
@@ -121,7 +121,7 @@ def _output(name: str | None) -> Iterator[TextIO | None]:
         yield None if name is None else sys.stdout
         return
     given = Path(name)
-    # A link goes on naming its file.
+    # A link keeps naming its file.
     path = given.resolve()
     # Else it is a pipe or the like, which may have no resolved name.
     beside = not given.exists() or given.is_file()
@@ -260,7 +260,7 @@ async def _leave(session: Session, snapshots: Snapshots | None, show: _Shown) ->
     show.say("putting the checkpoint's weights back ...")
     try:
         on_snapshot = await snapshots.leave()
-    except Exception as error:  # noqa: BLE001 - whatever it is, what the rows found is to be told
+    except Exception as error:  # noqa: BLE001 - whatever it is, what the rows found is to be shown
         show.say(f"the deployment could not be put back onto the checkpoint's weights: {error}")
         put_back = False
     else:

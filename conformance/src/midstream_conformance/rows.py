@@ -61,7 +61,7 @@ _REGISTERED: dict[str, Row] = {}
 
 
 def row(row_id: str, statement: str, source: str, needs: tuple[str, ...] = ()) -> Callable[[Check], Check]:
-    """Register the decorated coroutine function. Raises ValueError on an id that is taken, or a need nobody knows."""
+    """Register the decorated coroutine function. Raises ValueError on an id that is taken, or an unknown need."""
 
     def register(check: Check) -> Check:
         if row_id in _REGISTERED:

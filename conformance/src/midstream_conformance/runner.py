@@ -48,7 +48,7 @@ def all_rows() -> tuple[Row, ...]:
 
 
 def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """Those of the groups and ids in `only`; all when there are none. Raises ConfigError on a name nobody has."""
+    """Those of the groups and ids in `only`; all when there are none. Raises ConfigError on an unknown name."""
     for name in only:
         if not any(name in (row.id, row.group) for row in rows):
             groups = ", ".join(dict.fromkeys(row.group for row in rows))

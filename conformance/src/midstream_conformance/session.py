@@ -105,7 +105,7 @@ class Session:
         return await self.endpoint.complete(prompt, headers=headers, **asked)
 
     async def on_every_replica(self, ask: Callable[[str], Awaitable[Answer]]) -> dict[str, list[Answer]]:
-        """The answers of `ask(key)` for session keys nobody used, by replica: until every replica has answered.
+        """The answers of `ask(key)` for unused session keys, by replica: until every replica has answered.
 
         It asks at most SIGHTINGS times as often as there are replicas. It asks just so often where the endpoint does not name
         the replica that answers (UNNAMED), or their number. The first quarter is asked one by one, the others several at
@@ -162,7 +162,7 @@ class Session:
         response = await self.endpoint.request("GET", "/is_paused", headers=named)
         if response.status_code != 200 or response.json().get("is_paused") is not False:
             raise Failed(f"it should not be paused, before a row pauses it: {response.text[:200]}")
-        # It may be paused though nobody hears the answer.
+        # It may be paused although no client gets the answer.
         self._paused = True
         try:
             response = await self.endpoint.request("POST", path, body, named)

@@ -52,7 +52,7 @@ _NO_PATH = (404, 405, 501)
 
 # Long enough for every engine's cache blocks, short enough for the smallest context.
 PROMPT_TOKENS = 416
-# The context where no answer tells it.
+# The context where no answer has it.
 CONTEXT_TOKENS = 448
 WARM_UP_TOKENS = 48
 # A stream that is to cross a swap shall take so long when it is alone.
@@ -90,7 +90,7 @@ class Target:
     absent: dict[str, str] = field(default_factory=dict)
 
     def missing(self, need: str) -> str | None:
-        """Why `need` is not there; None when it is, or nobody knows."""
+        """Why `need` is not there; None if it is, or if that is not known."""
         if need in self.absent:
             return self.absent[need]
         if need in ENGINE_FEATURES and self.features is not None and need not in self.features:

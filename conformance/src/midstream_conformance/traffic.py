@@ -135,7 +135,7 @@ class Crossing:
 
     later: the labels of requests that every replica got afterwards, each once.
     scores: of each attempt that crossed, the logprobs of all its tokens under the old and under the new snapshot, prompt
-        included. Empty where the engine cannot tell.
+        included. Empty where the engine does not know it.
     """
 
     old: str

@@ -34,7 +34,7 @@ class GRPOServer:
             server.connect(GRPOTrainer(model, ...)).train()
 
     model, api_key, bucket: as SnapshotPublisher takes them. behind: 1 samples from the snapshot before while the newest is
-    loaded; see TrainingRun. policy: of a model that PEFT wraps, whose adapter is then published to this policy and sampled
+    loaded; see TrainingRun. policy: for a model that PEFT wraps. Its adapter is published to this policy and sampled
     from it. how: arguments of each publication, such as config_dir or dtype.
     """
 

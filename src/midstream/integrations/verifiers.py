@@ -74,8 +74,8 @@ def _sampled(trace: Any) -> Iterator[tuple[int, list[int]]]:
 async def sample_groups(env: Any, how: Any, server: ServerClient, n: int) -> list[list[TrainingSequence]]:
     """Of each task of an environment, the sequences of its `n` rollouts (see `training_sequences`). All are sampled at once.
 
-    env: a `vf.Env` whose taskset is finite. how: the `vf.ModelContext` of the rollouts. A rollout that failed, or whose record
-    is lost or not its own, is left out with a warning in the log. Raises RuntimeError with the last reason where none of a
+    env: a `vf.Env` with a finite taskset. how: the `vf.ModelContext` of the rollouts. A rollout that failed, or that has a lost
+    or foreign record, is left out with a warning in the log. Raises RuntimeError with the last reason where none of a
     task's rollouts is left.
     """
 

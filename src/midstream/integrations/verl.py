@@ -6,11 +6,13 @@ Importing this module registers it. verl imports it in each of its processes if 
 - `MidstreamClient` is what an agent loop generates with. It asks the server itself, without a Ray actor in between.
 - `MidstreamAgentLoopManager` gives it to verl's workers (`rollout.agent.agent_loop_manager_class`).
 - `MidstreamRollout` publishes weights where trainer and rollout take turns (`trainer_mode=sync`).
-- `MidstreamCheckpointEngine` publishes them while rollouts go on (`trainer_mode=separate_async`, `checkpoint_engine.backend`).
+- `MidstreamCheckpointEngine` publishes them while rollouts continue (`trainer_mode=separate_async`,
+  `checkpoint_engine.backend`).
 - `MidstreamReplica` stands for servers that verl does not start.
 
-Always holds: the run's first weights are published, and served by all replicas, before the first rollout, which asks for them.
-So it is when verl goes on from a checkpoint, and its first snapshot has another number. Rank 0 publishes; the others gather.
+Always holds: the run's first weights are published, and served by all replicas, before the first rollout, which asks for
+them. The same holds if verl continues from a checkpoint, and its first snapshot has another number. Rank 0 publishes; the
+others gather.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class MidstreamAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
 
 
 class _Elsewhere:
-    """A Ray actor in the place of a rollout worker: verl tells each replica's workers to receive weights."""
+    """A Ray actor in the place of a rollout worker: verl asks each replica's workers to receive weights."""
 
     def execute_checkpoint_engine(self, method: str) -> dict[str, Any]:
         return {}
@@ -104,7 +106,7 @@ class _Elsewhere:
 
 
 class MidstreamReplica(RolloutReplica):  # type: ignore[misc]
-    """Servers that run already, so there is nothing to launch, to put to sleep, or to abort: streams go on across a swap."""
+    """Servers that run already, so there is nothing to launch, to put to sleep, or to abort: streams continue across a swap."""
 
     async def launch_servers(self) -> None:
         self._server_address = f"{settings_of(self.config).url}#{self.replica_rank}"
@@ -193,7 +195,7 @@ class MidstreamRollout(base.BaseRollout):  # type: ignore[misc]
 
 
 class MidstreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """The trainer's side where rollouts go on: a bucket and a signal instead of a process group.
+    """The trainer's side while rollouts continue: a bucket and a signal instead of a process group.
 
     Its arguments are the settings again, as `checkpoint_engine.engine_kwargs.midstream`.
     """

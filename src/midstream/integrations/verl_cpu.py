@@ -2,7 +2,7 @@
 
 Importing this module registers it; `VERL_USE_EXTERNAL_MODULES` must name it first. With it verl's FSDP engine trains on a CPU
 (`VERL_ENGINE_DEVICE=cuda` picks that engine; it computes on the platform's device), one process, for tests and small models.
-Ray must be told of a GPU (`num_gpus=1`), since verl counts nothing else; it is a number, and nothing looks for a device.
+Ray must be given a GPU (`num_gpus=1`), since verl counts nothing else; it is a number, and nothing looks for a device.
 """
 
 from __future__ import annotations

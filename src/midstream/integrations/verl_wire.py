@@ -1,12 +1,12 @@
-"""verl's generation requests over HTTP, and what it is told of each token. Imports nothing of verl.
+"""verl's generation requests over HTTP, and what it gets of each token. Imports nothing of verl.
 
 Always holds:
 - Ids go in and come out as they are; no text is made of them.
-- There is one log-probability and one version for each sampled id. What the server does not tell is an error, never a guess.
+- There is one log-probability and one version for each sampled id. What the server does not return is an error, never a guess.
 - All requests of a trajectory have its session key, so its turns keep their replica.
 - A request asks for a snapshot of this run, or a later one. An answer of another run's weights is an error.
 
-The path is vLLM's `/inference/v1/generate`: it knows verl's sampling parameters by their names, and tells routes as verl has
+The path is vLLM's `/inference/v1/generate`: it knows verl's sampling parameters by their names, and returns routes as verl has
 them, from the prompt's first position on.
 """
 

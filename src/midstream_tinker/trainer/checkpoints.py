@@ -1,4 +1,4 @@
-"""What a trained model leaves on disk: states to go on from, and weights to serve.
+"""What a trained model leaves on disk: states to continue from, and weights to serve.
 
 A state is a directory with `meta.json`, the trained weights (`model.safetensors`; for LoRA `adapter_model.safetensors` and
 `adapter_config.json`, as peft has them) and, if asked for, `optimizer.safetensors`.

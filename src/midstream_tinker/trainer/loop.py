@@ -42,7 +42,7 @@ class TrainerLoop:
         self._models: dict[str, TrainedModel] = {}
 
     def answer(self, command: m.Command) -> m.Reply:
-        """Never raises: what fails is told, and the models are as they were."""
+        """Never raises: the answer has the failure, and the models are as they were."""
         try:
             return self._do(command)
         except Failed as error:
@@ -52,7 +52,7 @@ class TrainerLoop:
             logger.error("%s failed: %s", type(command).__name__, error)
             return m.Refused(f"{type(error).__name__}: {error}", "server")
         except Exception as error:
-            # A bug, or no memory left. The models are whole, so the others can go on.
+            # A bug, or no memory left. The models are whole, so the others can continue.
             logger.exception("%s failed", type(command).__name__)
             # One line, whatever the library wrote.
             reason = " ".join(str(error).split())
@@ -125,7 +125,7 @@ def main() -> int:
     try:
         base = BaseModel(start)
     except Exception as error:
-        # The front is told any error of the loader. Then this process ends.
+        # The front gets any error of the loader. Then this process ends.
         logger.debug("the trainer cannot start", exc_info=True)
         reason = " ".join(str(error).split())
         channel.send(m.Refused(f"{type(error).__name__}: {reason}", "server"))

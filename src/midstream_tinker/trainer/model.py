@@ -95,7 +95,7 @@ class BaseModel:
         return int(getattr(self.text_config, "max_position_embeddings", None) or MAX_POSITIONS)
 
     def own_module(self) -> Any:
-        """The model with weights that nobody else has."""
+        """The model with weights of its own."""
         with no_progress_bars():
             module = AutoModelForCausalLM.from_pretrained(
                 self.directory, dtype=self.dtype, use_safetensors=True
@@ -113,7 +113,7 @@ class BaseModel:
         return self._frozen
 
     def shared_module(self) -> Any:
-        """The module's tree anew, over the tensors of `frozen`."""
+        """A new tree of the module over the tensors of `frozen`."""
         tensors = itertools.chain(self.frozen.parameters(), self.frozen.buffers())
         return copy.deepcopy(self.frozen, {id(tensor): tensor for tensor in tensors})
 

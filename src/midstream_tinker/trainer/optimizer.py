@@ -43,7 +43,7 @@ class Optimizer:
                 )
             if adam.eps < EPS_MIN:
                 raise Failed(
-                    f"eps is {adam.eps:g}, at least {EPS_MIN:g} is needed: weights whose gradients were all 0 would "
+                    f"eps is {adam.eps:g}, at least {EPS_MIN:g} is needed: weights with gradients of 0 alone would "
                     "not be finite. The gradients are dropped"
                 )
             if adam.grad_clip_norm > 0:

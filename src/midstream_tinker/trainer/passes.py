@@ -28,7 +28,7 @@ class _Sums:
     """What passes add up to, over all tokens."""
 
     loss: float = 0.0
-    # Tokens whose weight or advantage is not 0.
+    # Tokens with a weight or advantage other than 0.
     tokens: int = 0
     ratio: float = 0.0
     ratios: int = 0
@@ -134,7 +134,7 @@ def _pieces(flat: Tensor, batch: Sequence[Example]) -> Sequence[Tensor]:
 
 
 def _check_finite(values: Tensor, indices: Sequence[int], batch: Sequence[Example]) -> None:
-    """Raises Failed, which names the first datum whose loss is not finite."""
+    """Raises Failed, which names the first datum with a loss that is not finite."""
     if torch.isfinite(values.detach()).all():
         return
     pieces = _pieces(values.detach(), batch)

@@ -39,7 +39,7 @@ class DropModel(msgspec.Struct, tag=True, frozen=True):
 class LoadState(msgspec.Struct, tag=True, frozen=True):
     """-> ModelState. A model of that id is made, as the state says, or takes the state on; its gradients are dropped.
 
-    optimizer: with the optimizer's state, which must have been saved; without it the optimizer begins anew.
+    optimizer: with the optimizer's state, which must have been saved; without it the optimizer starts from zero.
     """
 
     model_id: str
@@ -127,7 +127,7 @@ class Written(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The command failed and changed nothing; the trainer goes on."""
+    """The command failed and changed nothing; the trainer continues."""
 
     message: str
     category: Category

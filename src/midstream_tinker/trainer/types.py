@@ -43,7 +43,7 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Datum(msgspec.Struct, frozen=True, kw_only=True):
-    """N input tokens and, by name, the loss's inputs, whose first dimension is N as a rule."""
+    """N input tokens and, by name, the loss's inputs. Their first dimension is usually N."""
 
     tokens: tuple[int, ...]
     inputs: dict[str, Tensor]
@@ -103,7 +103,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> str:
-        """What is trained, in words; equal for models whose states fit each other."""
+        """What is trained, in words; equal for models with states that fit each other."""
         if self.rank == 0:
             return "all weights (rank 0)"
         parts = {"attention": self.train_attn, "mlp": self.train_mlp, "unembedding": self.train_unembed}

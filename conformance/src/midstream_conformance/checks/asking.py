@@ -74,7 +74,7 @@ async def async_crossing(session: Session, old: Variant, new: Variant) -> Crossi
 
 
 async def must_not_load(session: Session, identity: str, before: str, *, previous: str | None = None) -> str:
-    """Signal `identity`, which must be refused with a 400 or fail, while `before` goes on serving. Returns the error."""
+    """Signal `identity`, which must be refused with a 400 or fail, while `before` keeps serving. Returns the error."""
     response = await session.snapshots.post(identity, previous=previous)
     if response.is_success:
         said = await session.snapshots.wait_failed(identity)
@@ -82,7 +82,7 @@ async def must_not_load(session: Session, identity: str, before: str, *, previou
         expect(response.status_code == 400, f"400 was expected, got {refusal(response)}")
         said = str(error_of(response).get("message") or "")
     labels = await session.labels()
-    expect(labels == [before], f"{before} should go on serving", labels=labels)
+    expect(labels == [before], f"{before} should keep serving", labels=labels)
     expect(said, "there is no error message")
     return said
 

@@ -23,7 +23,7 @@ async def reuse(session: Session) -> Evidence:
     warm = (await session.turn(prompt, key)).cached
     other = (await session.turn([prompt[0] ^ 1, *prompt[1:]], key)).cached
     evidence = {"cold": cold, "warm": warm, "first_token_differs": other, "prompt": len(prompt)}
-    expect(is_miss(cold, len(prompt)), "a prompt nobody sent before is cached", **evidence)
+    expect(is_miss(cold, len(prompt)), "a prompt that was never sent before is cached", **evidence)
     expect(is_hit(warm, len(prompt)), "the same prompt is not cached", **evidence)
     expect(is_miss(other, len(prompt)), "a prompt that differs in its first token is cached", **evidence)
     return evidence

@@ -139,9 +139,7 @@ async def identity(session: Session) -> Evidence:
     return {"refused": len(asked)}
 
 
-@row(
-    "hotload.unknown_field", "A field of a signal that nobody knows is a 400 that names it", HOT_LOAD, PUBLISH
-)
+@row("hotload.unknown_field", "An unknown field of a signal is a 400 that names it", HOT_LOAD, PUBLISH)
 async def unknown_field(session: Session) -> Evidence:
     response = await session.snapshots.post(session.snapshots.name(), no_such_field=1)
     expect(response.status_code == 400, f"400 was expected, got {refusal(response)}")
@@ -155,7 +153,7 @@ async def unknown_field(session: Session) -> Evidence:
 
 @row(
     "hotload.missing",
-    "A snapshot that is not in the bucket is refused or fails; the old one goes on serving",
+    "A snapshot that is not in the bucket is refused or fails; the old one keeps serving",
     HOT_LOAD,
     PUBLISH,
 )
@@ -167,7 +165,7 @@ async def missing(session: Session) -> Evidence:
 
 @row(
     "hotload.corrupt",
-    "A snapshot with a truncated file fails, the status names the file, and the old one goes on serving",
+    "A snapshot with a truncated file fails, the status names the file, and the old one keeps serving",
     HOT_LOAD,
     PUBLISH,
 )
@@ -202,7 +200,7 @@ async def _truncated(session: Session) -> _Spoilt:
 
 @row(
     "hotload.config",
-    "A snapshot whose config.json differs fails with 'Config value mismatch for FIELD'; the old one goes on serving",
+    "A snapshot with another config.json fails with 'Config value mismatch for FIELD'; the old one keeps serving",
     HOT_LOAD,
     PUBLISH,
 )

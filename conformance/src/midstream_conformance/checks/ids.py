@@ -65,7 +65,7 @@ def _of_vllm(events: Sequence[Json]) -> Made:
 
 
 def _of_sglang(output: Json) -> Made:
-    """An event tells all so far."""
+    """An event has all so far."""
     meta = output["meta_info"]
     rows = meta["output_token_logprobs"]
     of_ids = [token for _, token, *_ in rows]
@@ -132,7 +132,7 @@ async def sglang(session: Session) -> Evidence:
 
 @row(
     "ids.sglang_stream",
-    "Each event of POST /generate tells all so far, the last one the plain answer; of midstream also each what is new",
+    "Each event of POST /generate has all so far, the last one the whole answer; of midstream each can have only what is new",
     SGLANG_DOCUMENT,
     ("sglang_generate",),
 )
@@ -157,7 +157,7 @@ async def sglang_stream(session: Session) -> Evidence:
             Made(ids, logprobs, parts[-1].finish),
             plain,
             session,
-            "the plain answer, where each event tells what is new",
+            "the plain answer, where each event has what is new",
         )
     return {**evidence, "events": len(events)}
 

@@ -80,7 +80,7 @@ async def parent(session: Session) -> Evidence:
 
 @row(
     "incremental.checksum",
-    "A delta whose checksum is wrong never serves; the status says so, and the old snapshot goes on",
+    "A delta with a wrong checksum never serves; the status says so, and the old snapshot keeps serving",
     DELTAS,
     ("publish",),
 )

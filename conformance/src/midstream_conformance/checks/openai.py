@@ -245,7 +245,7 @@ async def raw_output(session: Session) -> Evidence:
 
 @row(
     "openai.request_id",
-    "x-request-id is echoed, and headers nobody knows are tolerated",
+    "x-request-id is echoed, and unknown headers are tolerated",
     f"{PROTOCOL}: Session headers",
 )
 async def request_id(session: Session) -> Evidence:

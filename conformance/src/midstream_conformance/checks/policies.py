@@ -56,7 +56,7 @@ async def new_session(session: Session) -> Evidence:
 
 @row(
     "policies.affinity_only",
-    "new_session: a request with x-session-affinity alone, of a key nobody used, is a new session and recomputes",
+    "new_session: a request with x-session-affinity alone, of an unused key, is a new session and recomputes",
     TABLE,
     NEEDS,
 )

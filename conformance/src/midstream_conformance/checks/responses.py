@@ -307,7 +307,7 @@ def _refused(response: httpx.Response, status: int, *named: str) -> None:
 
 @row(
     "responses.key",
-    "Without the key nobody makes, reads or deletes a response: each is a 401, and the response stays",
+    "Without the key no client makes, reads or deletes a response: each is a 401, and the response stays",
     f"{OWN}: Keys and scopes",
     ("responses", "keys"),
 )
@@ -361,7 +361,7 @@ async def records(session: Session) -> Evidence:
 
 @row(
     "responses.previous",
-    "previous_response_id goes on from the exact tokens of that response, without a session and in a stream too",
+    "previous_response_id continues the exact tokens of that response, without a session and in a stream too",
     EXACT,
     ("responses", "midstream"),
 )
@@ -377,7 +377,7 @@ async def previous(session: Session) -> Evidence:
 
 @row(
     "responses.turns",
-    "In a session all items sent again go on from the exact tokens, too; an answer that was edited is a branch",
+    "In a session all items sent again continue the exact tokens, too; an answer that was edited is a branch",
     EXACT,
     ("responses", "midstream"),
 )

@@ -22,7 +22,7 @@ ROUTES = f"{FIREWORKS}: MoE Router Replay"
 MODES = f"{ROUTES}, Other API modes"
 NEEDS = ("routes", "moe")
 ASK: dict[str, Any] = {"include_routing_matrix": True, "logprobs": True, "ignore_eos": True}
-# The part of a tensor's name that tells the layer of its experts.
+# The part of a tensor's name that has the layer of its experts.
 _EXPERTS = re.compile(r"\.(\d+)\.(?:.*\.)?experts\.")
 # Share of matrices. In bfloat16 another batch may choose another expert where two are near a tie.
 SAME_SHARE = 0.9

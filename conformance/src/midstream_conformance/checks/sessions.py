@@ -17,11 +17,11 @@ REWARDS = "docs/records.md: Rewards"
 PATHS = "docs/harnesses.md: The session"
 OWN = ("midstream",)
 RECORDS = {"x-midstream-records": "logprobs"}
-# Sampled, so that answers rendered and tokenized anew have other ids.
+# Sampled, so that answers get other ids when they are rendered and tokenized again.
 TURN: Json = {"max_tokens": 16, "ignore_eos": True, "return_token_ids": True, "temperature": 1}
 HEADERS = (TRAJECTORY_HEADER, AFFINITY_HEADER, "x-session-id", "x-smg-routing-key")
 TURNS = 4
-# Nats: one number, told twice.
+# Nats: one number in two answers.
 EQUAL = 1e-4
 
 
@@ -96,7 +96,7 @@ def _expect_exact(before: Answer, after: Answer, turn: int) -> None:
 
 @row(
     "sessions.path",
-    "/sessions/KEY/v1 and a session header name the same session: each goes on from the other's turns",
+    "/sessions/KEY/v1 and a session header name the same session: each continues the other's turns",
     PATHS,
     OWN,
 )
@@ -147,7 +147,7 @@ async def exact(session: Session) -> Evidence:
 
 @row(
     "sessions.branch",
-    "A history that was edited, or begun again, says so once in midstream.branch; one that goes on does not",
+    "A history that was edited, or begun again, says so once in midstream.branch; one that continues does not",
     f"{EXACT}: Branches",
     OWN,
 )
@@ -181,7 +181,7 @@ async def trace(session: Session) -> Evidence:
     for _ in range(3):
         await chat.turn(headers=RECORDS, logprobs=True)
     found = (await chat.trace())["turns"]
-    expect((await chat.trace("/v1"))["turns"] == found, "/v1/sessions/KEY/trace tells other turns")
+    expect((await chat.trace("/v1"))["turns"] == found, "/v1/sessions/KEY/trace has other turns")
     expect([turn["turn"] for turn in found] == [1, 2, 3], "three turns were expected", got=len(found))
     tokens: list[int] = []
     worst = 0.0
@@ -205,7 +205,7 @@ async def trace(session: Session) -> Evidence:
 
 
 def _apart(session: Session, turn: Json, answer: Answer) -> list[float]:
-    """Of the numbers that the engine can tell."""
+    """The check of the numbers that the engine knows."""
     apart = [largest_difference(turn["logprobs"] or (), answer.choice.logprobs)]
     if not session.target.missing("sampling_logprobs"):
         told = [float(token.entry["sampling_logprob"]) for token in answer.choice.tokens]

@@ -131,7 +131,7 @@ async def key(session: Session) -> Evidence:
 
 @row(
     "status.version",
-    "A snapshot that nobody serves is a 409 that says what is served",
+    "A snapshot that no replica serves is a 409 that says what is served",
     f"{OWN}: Which snapshot serves a request",
     ("midstream",),
 )

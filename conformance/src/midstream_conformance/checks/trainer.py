@@ -19,7 +19,7 @@ from midstream_conformance.snapshots import AT_REST
 DOCUMENT = "docs/trainer-calls.md"
 PAUSES, UPDATES, REST = (f"{DOCUMENT}: {section}" for section in ("Pauses", "Updates", "The rest"))
 READS, CHANGES = ("midstream",), ("publish", "midstream")
-# Who asks with it is told at once that the endpoint is paused.
+# A request with it gets at once the answer that the endpoint is paused.
 AT_ONCE = {"x-fireworks-hot-load-drain-timeout": "0"}
 # New sessions that ask while the endpoint is paused: some on each replica.
 NEWCOMERS = 6
@@ -136,7 +136,7 @@ async def abort(session: Session) -> Evidence:
 
 @row(
     "trainer.keep",
-    "/pause?mode=keep lets streams stand still: they go on with the tokens of one that nobody paused",
+    "/pause?mode=keep lets streams stand still: they continue with the tokens of one that was not paused",
     PAUSES,
     (*CHANGES, "freeze"),
 )
@@ -160,7 +160,7 @@ async def keep(session: Session) -> Evidence:
                 at for at, pair in enumerate(zip(found.ids, wanted.ids, strict=False)) if pair[0] != pair[1]
             ]
             expect((found.ids, found.finish) == (wanted.ids, wanted.finish),
-                   "the paused stream is not the one that nobody paused", first_difference=apart[:1],
+                   "the paused stream differs from one that was not paused", first_difference=apart[:1],
                    got=(len(found.ids), found.finish), wanted=(len(wanted.ids), wanted.finish))  # fmt: skip
     expect(stood, "a stream in flight went on to its end in the pause", tokens=len(found.ids))
     return {"tokens": len(found.ids)}

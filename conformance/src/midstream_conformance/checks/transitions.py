@@ -33,7 +33,7 @@ async def _async(session: Session) -> Crossing:
 
 @row(
     "transitions.async_crosses",
-    "Async: streams in flight pause and go on with the new weights on the same connection, to their end",
+    "Async: streams in flight pause and continue with the new weights on the same connection, to their end",
     SWAP,
     ("publish",),
 )
@@ -115,7 +115,7 @@ async def tokens(session: Session) -> Evidence:
     }
     expect(
         telling > 4 * session.tolerance,
-        "the two snapshots are too alike to tell whose a token is",
+        "the two snapshots are too alike to attribute a token to one",
         **evidence,
     )
     expect(misfits <= MISFITS_SHARE * count, "tokens whose logprob is the other snapshot's", **evidence)
@@ -209,7 +209,7 @@ async def sync_425(session: Session) -> Evidence:
     sync = await _sync(session)
     found, summary = sync.found, sync.summary
     expect({*summary["statuses"]} <= {200, 425}, "a status other than 200 and 425", **summary)
-    expect(found.held_off, "nobody got a 425 while the switch was made", **summary)
+    expect(found.held_off, "no client got a 425 during the switch", **summary)
     bare = [attempt for attempt in found.held_off if not (attempt.retry_after or "").strip()]
     expect(not bare, f"{len(bare)} of the 425 have no Retry-After", **summary)
     later = list(found.later)
@@ -225,7 +225,7 @@ async def sync_425(session: Session) -> Evidence:
 )
 async def sync_retry(session: Session) -> Evidence:
     sync = await _sync(session)
-    expect(sync.retried, "nobody got a 425 while the switch was made", **sync.summary)
+    expect(sync.retried, "no client got a 425 during the switch", **sync.summary)
     others = [got for got in sync.retried if got != sync.found.new]
     expect(
         not others,

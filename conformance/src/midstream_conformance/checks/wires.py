@@ -34,7 +34,7 @@ CALL_TOKENS = 96
 
 
 def question(session: Session) -> str:
-    """One that nobody has asked yet."""
+    """A prompt that was not sent yet."""
     return f"Say something about {session.key()}."
 
 
@@ -101,7 +101,7 @@ Order = Mapping[str, Mapping[str, str]]
 def check_order(order: Order, events: Iterable[Json]) -> None:
     """Raises Failed where an event that `order` knows comes where it may not, and where the stream ends too early.
 
-    An event that it does not know may come anywhere: clients are told to skip such ones.
+    An event that it does not know may come anywhere: clients are asked to skip such ones.
     """
     state = next(iter(order))
     known = {name for after in order.values() for name in after}

@@ -2,7 +2,7 @@
 
 Always holds: a piece carries one snapshot, that of its records and of the tokens its text came from; the pieces of a
 choice in order hold every record up to its end exactly once and the whole visible text; after the end nothing comes.
-A character whose bytes came under two snapshots belongs to the token that completed it, and so does a tool call.
+A character with bytes from two snapshots belongs to the token that completed it, and so does a tool call.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Choice:
         return None if self._stops is None else self._stops.matched
 
     def rename_kv(self, renamed: Sequence[tuple[str, str]]) -> None:
-        """What was told under a name means this label from now on. renamed: name and label of each."""
+        """Earlier spans under a name mean this label from now on. renamed: name and label of each."""
         for name, label in renamed:
             for kv in (self.kv, *(kv for _, kv in self.earlier_kv)):
                 kv[:] = [(label if snapshot == name else snapshot, start, end) for snapshot, start, end in kv]
@@ -203,7 +203,7 @@ class Choice:
 
 
 def _continues(before: KvSpans, after: Sequence[tuple[str, int, int]]) -> bool:
-    """Whether `after` says of each position what `before` says, and perhaps something of more positions."""
+    """True if `after` says the same as `before` of each position, and perhaps something of more positions."""
     *ended, (snapshot, start, end) = before
     if list(after[: len(ended)]) != ended or len(after) == len(ended):
         return False
@@ -287,7 +287,7 @@ def add_piece(out: list[Piece], piece: Piece) -> None:
 def id_maker(length: int | None, seed: str) -> Callable[[], str]:
     """Ids as OpenAI's look, or of the length that a template insists on.
 
-    They are the same ones again for the same seed, so that a resumed stream goes on with those that it would have had.
+    They are the same ones again for the same seed, so that a resumed stream continues with those that it would have had.
     """
     numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""What the engine tells of one generation: one engine request for each prompt, their events merged as they come.
+"""The events of one generation: one engine request for each prompt, their events merged as they come.
 
 Always holds: an iterator of the engine's is closed however it ends. The engine is not asked for a choice that its trainer ended
 before.
@@ -45,7 +45,7 @@ class EngineEvents:
             self._engine.end_choice(self.requests[prompt].request_id, index)
 
     def abort(self, choices: Collection[int]) -> None:
-        """Those that are open end with what they have, and the finish reason `abort`."""
+        """End the open ones of these choices with what they have, and the finish reason `abort`."""
         self._aborted.update(choices)
         for prompt, request in enumerate(self.requests):
             ended = [index for index in range(self._n) if self.is_aborted(prompt * self._n + index)]
@@ -94,7 +94,7 @@ class EngineEvents:
 
     async def _generate(self, prompt: int) -> AsyncGenerator[GenerationEvent, None]:
         request, first = self.requests[prompt], prompt * self._n
-        # Before the engine knew of them. Others may be aborted while these are told.
+        # Before the engine knew of them. Others may be aborted while these end.
         gone: list[int] = []
         while new := [i for i in request.choices if self.is_aborted(first + i) and i not in gone]:
             gone.append(new[0])

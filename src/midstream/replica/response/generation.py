@@ -116,7 +116,7 @@ class Generation:
         continued: Continued | None = None,
         histories: Sequence[History] = (),
     ) -> None:
-        """resumable: the stream carries what another replica needs to go on with it; continued: it goes on with one.
+        """resumable: the stream carries what another replica needs to continue it. continued: the stream to continue.
         histories: get what is sampled, one for each prompt; or none."""
         checked = work.checked
         self._service = service
@@ -208,7 +208,7 @@ class Generation:
         self._measured.fill_in(turn, self._choices)
 
     def abort(self, choices: Collection[int]) -> None:
-        """Those that are open end with what they have, and the finish reason `abort`."""
+        """End the open ones of these choices with what they have, and the finish reason `abort`."""
         self._engine.abort(choices)
 
     # -- the two forms of an answer
@@ -229,7 +229,7 @@ class Generation:
         if self._continued is not None:
             async with self._service.replays:
                 released = await self._replay(self._continued)
-            # The engine may have started anew meanwhile, on the base weights.
+            # The engine may have restarted meanwhile, on the base weights.
             self._service.check_boot()
             for choice, pieces in released:
                 for part in self._parts.said(choice, pieces):
@@ -273,7 +273,7 @@ class Generation:
     async def _replay(self, continued: Continued) -> list[tuple[Choice, list[Piece]]]:
         """Replays what the client already has, up to where the stream broke off. Returns what each event released.
 
-        Other streams go on meanwhile. Raises CannotResume, InvalidRequest.
+        Other streams continue meanwhile. Raises CannotResume, InvalidRequest.
         """
         n, released = self.checked.n, list[tuple[Choice, list[Piece]]]()
         ids: list[list[int]] = [[] for _ in self._choices]
@@ -331,7 +331,7 @@ class Generation:
         raise EngineFailed("the engine ended the request before every choice was complete")
 
     def _apply(self, choice: Choice, event: GenerationEvent, *, replayed: bool) -> list[Piece]:
-        """replayed: the event was told elsewhere, and the client has what it released."""
+        """replayed: another replica sent the event, and the client has what it released."""
         pieces = self._released(choice, event, replayed)
         if self._histories:
             history = self._histories[choice.index // self.checked.n]
@@ -393,7 +393,7 @@ class Generation:
         return pieces
 
     def _take_kv(self, choice: Choice, event: GenerationEvent, replayed: bool) -> None:
-        """Notes which snapshots computed the KV that the event tells of."""
+        """Notes which snapshots computed the KV that the event reports."""
         is_traced = bool(self._histories) and self._histories[0].records != "none"
         if event.kv_snapshots is not None and (self.checked.perf_metrics or is_traced):
             choice.rename_kv(event.renamed)

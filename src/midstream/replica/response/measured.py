@@ -60,7 +60,7 @@ class Measured:
         return self._monotonic() - self.timings.started
 
     def take(self, prompt: int, event: GenerationEvent) -> None:
-        """Notes what the event tells of the prompt's KV and of its waiting."""
+        """Notes what the event reports of the prompt's KV and of its waiting."""
         if event.cached_tokens is not None:
             self.cached.setdefault(prompt, event.cached_tokens)
         if event.queued_s is not None:
@@ -100,7 +100,7 @@ class Measured:
         return TokenCounts(sum(self._prompt_tokens), completion, self._cached(aborted))
 
     def _cached(self, aborted: bool) -> int | None:
-        """None when a stop string ended the request before the engine told how much was cached."""
+        """None when a stop string ended the request before the engine reported how much was cached."""
         if len(self.cached) < len(self._prompt_tokens) and (self._stops or aborted):
             return None
         return sum(self.cached.values())

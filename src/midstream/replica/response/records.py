@@ -1,6 +1,6 @@
 """Token records as JSON: log-probabilities in OpenAI's two shapes, routes, labels, KV provenance.
 
-Owns: how a record is told, on any wire. Every token goes through `RecordEncoder.content`: this is the hot path.
+Owns: the form of a record, on any wire. Every token goes through `RecordEncoder.content`: this is the hot path.
 Always holds: every log-probability is a finite number. A route is passed on as the engine's bytes in base64, and its width is
 stated when it is not uint8.
 """
@@ -62,7 +62,7 @@ class RecordEncoder:
 
     #: Told with the next event: the seam of a resumed stream, or why the request continues no turn.
     seam: dict[str, Any] | UnsetType = UNSET
-    #: Prompt tokens whose KV was reused, by prompt, of those that the engine has told of.
+    #: Prompt tokens with reused KV, by prompt, for prompts that the engine has reported.
     cached: Mapping[int, int] = MappingProxyType({})
     #: Whether the end of a choice repeats what it said.
     keeps = False
@@ -125,7 +125,7 @@ class RecordEncoder:
         return ContentLogprobs([self._entry(scored.record, scored.text_offset) for scored in tokens])
 
     def prompt_logprobs(self, records: Sequence[TokenRecord]) -> PromptLogprobs:
-        """As vLLM tells them: each prompt token itself, then its alternatives, by id; null for the first one. AReaL reads the
+        """As vLLM lists them: each prompt token itself, then its alternatives, by id; null for the first one. AReaL reads the
         first entry as the token's own."""
         return [self._scores(record) if at else None for at, record in enumerate(records)]
 

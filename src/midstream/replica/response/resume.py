@@ -1,6 +1,6 @@
-"""A stream that another replica began and this one goes on with.
+"""A stream that another replica began and this one continues.
 
-Always holds: the stream goes on exactly or not at all, unless its client allows any snapshot. Exactly means the same prompt
+Always holds: the stream continues exactly or not at all, unless its client allows any snapshot. Exactly means the same prompt
 tokens, the same seed, and KV of the same snapshot under all emitted tokens.
 """
 
@@ -18,7 +18,7 @@ from midstream.replica.request.checked import Checked, Prompt
 
 
 def can_be_resumed(checked: Checked) -> bool:
-    """Whether a stream can go on elsewhere: all that its end repeats must follow from token ids alone."""
+    """True if another replica can continue a stream: all that its end repeats must follow from token ids alone."""
     return checked.stream and not checked.cumulative and not (checked.raw_output and checked.logprobs)
 
 
@@ -47,7 +47,7 @@ class Continued:
         self._snapshot: str | None = None
         #: What its files were, as far as the log says.
         self._files: set[str] = set()
-        #: Choices whose KV is proved to be of it.
+        #: Choices with KV that is proved to be of it.
         self._proved: set[int] = set()
 
     def __repr__(self) -> str:

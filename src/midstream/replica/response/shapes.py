@@ -1,7 +1,7 @@
 """What responses are made of: the JSON of OpenAI's rollout API, which other wires take parts of. Pure.
 
 Always holds: a field that is UNSET is absent. Field names are those on the wire. The module needs no tokenizer, so that a
-gateway can tell what it passes on (api/openapi.py).
+gateway can describe what it passes on (api/openapi.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entry(msgspec.Struct):
     token: str
     bytes: _Bytes
     logprob: float
-    #: Absent: the engine cannot tell.
+    #: Absent: the engine does not know it.
     sampling_logprob: float | UnsetType | None
     text_offset: int
     token_id: int
@@ -63,7 +63,7 @@ Logprobs = ContentLogprobs | LegacyLogprobs
 
 class PromptScore(msgspec.Struct):
     logprob: float
-    #: From 1 on, among all tokens. None: the engine does not tell it.
+    #: From 1 on, among all tokens. None: the engine does not report it.
     rank: int | None
     decoded_token: str
 
@@ -101,7 +101,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    #: Absent: nobody knows (vLLM, after a stop string).
+    #: Absent: not known (vLLM, after a stop string).
     prompt_tokens_details: CachedDetails | UnsetType
 
 

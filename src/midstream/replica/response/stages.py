@@ -18,7 +18,7 @@ from midstream.replica.text.reasoning import Part, ReasoningParser
 from midstream.replica.text.reasoning_tags import ReasoningFormat
 from midstream.replica.text.toolformat import ToolFormat
 
-#: Of a prompt whose text is not known, so many tokens are looked at.
+#: How many tokens of a prompt are looked at if its text is not known.
 END_TOKENS = 256
 #: Every token is silent.
 _ALL = range(2**31)
