@@ -20,8 +20,9 @@ from typing import Any, cast
 from hardware import provenance, write_result
 
 from midstream.core.config import GatewaySettings
+from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport, Session
+from midstream.core.types import Session
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -46,7 +47,7 @@ class Fleet:
             [(f"replica-{n}", f"http://10.0.{n >> 8}.{n & 255}:1") for n in range(replicas)]
         )
         for view in self.set.views:
-            view.report = ReplicaReport(replica=view.name, boot="b", ready=True)
+            view.hear(ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),)))
             view.admitted = True
         reconciler = Reconciler(cast(Ledger, None), self.set, names.deployment)
         self.deployment = Deployment(names, self.set, reconciler, SessionTable(sessions + 1))

@@ -23,7 +23,7 @@ from rollout_load import BLOCK
 
 from midstream.core.config import EngineSettings, GatewaySettings
 from midstream.core.measures import Trajectories
-from midstream.core.types import ReplicaReport
+from midstream.core.reports import ReplicaReport
 from midstream.fleet.desired_state import Running, RunningReplica
 from midstream.http.channel import STOP_GRACE_S
 from midstream.launch.process import Child, ChildMessages

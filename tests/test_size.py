@@ -25,7 +25,7 @@ LINES_MAX = {
     "core": 4200,
     "dashboard": 10,
     "engine": 9160,
-    "fleet": 4350,
+    "fleet": 4375,
     "http": 2190,
     "integrations": 930,
     "launch": 3800,

@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from midstream.core.measures import TURN_MEASURES, Distribution, Trajectories
-from midstream.core.types import EngineStats, ReplicaReport
+from midstream.core.reports import PolicyReport, ReplicaReport
+from midstream.core.types import EngineStats
 
 HERE = Path(__file__).parent
 STATE_BYTES = 4096
@@ -150,7 +151,8 @@ def _report(index: int) -> bytes:
     report = ReplicaReport(
         replica=f"replica-{index}",
         boot=f"{index:032x}",
-        ready=True,
+        alive=True,
+        policies=(PolicyReport(),),
         in_flight=IN_FLIGHT_STAND_IN,
         engine=EngineStats(
             running=12, kv_blocks_used=1234, kv_blocks_total=4096, prompt_tokens=123456, steps=9

@@ -14,8 +14,8 @@ from gateway import loads, tools
 from gateway.routers import Midstream
 
 from midstream.core.measures import Trajectories
+from midstream.core.reports import ReplicaReport
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import ReplicaReport
 
 pytestmark = pytest.mark.variant
 

@@ -12,6 +12,7 @@ import pytest
 import rollout
 import rollout_table
 from hardware import RESULTS
+from reports import replica_report
 from rollout_filter import Filter, cleaned
 from rollout_fleet import Work, read_work
 from rollout_load import (
@@ -29,7 +30,7 @@ from rollout_load import (
 
 from midstream.core.measures import TURN_MEASURES, Distribution, Trajectories
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import EngineStats, ReplicaReport
+from midstream.core.types import EngineStats
 
 PLANS = [[TurnPlan(added=100, answer=10, pause_s=0.0), TurnPlan(added=50, answer=5, pause_s=0.0)]]
 
@@ -179,7 +180,7 @@ def test_an_answer_that_is_not_what_was_asked_for_fails(
 
 def test_a_replicas_work_is_read_from_its_event_stream() -> None:
     stats = EngineStats(prompt_tokens=1000, cached_prompt_tokens=600, generated_tokens=80)
-    report = ReplicaReport(replica="replica-0", boot="b", ready=True, engine=stats)
+    report = replica_report("replica-0", engine=stats)
     measures = {name: Distribution([0] * (len(bounds) + 1)) for name, bounds in TURN_MEASURES.items()}
     for name, counts, total in (
         ("time_to_first_token_seconds", [2, 1], 0.5),
@@ -191,7 +192,7 @@ def test_a_replicas_work_is_read_from_its_event_stream() -> None:
     work = read_work(lines)
     assert work == Work(turns=3, prompt=1000, cached=600, answer=80, busy_s=2.75)
     assert work.computed == 480
-    idle = ReplicaReport(replica="replica-1", boot="b", ready=True)
+    idle = replica_report("replica-1")
     # It tells no measures before its first turn.
     assert read_work([msgspec.json.encode(idle)]) == Work()
 

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from reports import reported
 
-from midstream.core.types import (
-    Desired,
-    FileContent,
-    ReplicaReport,
-    SnapshotCheck,
-    SnapshotContent,
-    Stage,
-    Transition,
-)
+from midstream.core.reports import Reported
+from midstream.core.types import Desired, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import (
     CANARY_TOLERANCE,
     Finding,
@@ -43,13 +37,13 @@ def check(
     )
 
 
-def report(index: int, found: SnapshotCheck | None, **fields: Any) -> ReplicaReport:
+def report(index: int, found: SnapshotCheck | None, **fields: Any) -> Reported:
     moved = Transition(seq=0, at=1.0, snapshot="a", generation=3, stage=Stage.IDLE)
-    given = {"replica": f"r{index}", "boot": "b", "ready": True, "snapshot": "a", "generation": 3}
-    return ReplicaReport(**given | {"check": found, "transitions": (moved,)} | fields)  # type: ignore[arg-type]
+    given = {"replica": f"r{index}", "snapshot": "a", "generation": 3}
+    return reported(**given | {"check": found, "transitions": (moved,)} | fields)  # type: ignore[arg-type]
 
 
-def fleet(*checks: SnapshotCheck | None) -> list[ReplicaReport]:
+def fleet(*checks: SnapshotCheck | None) -> list[Reported]:
     return [report(i, found) for i, found in enumerate(checks)]
 
 
@@ -272,7 +266,7 @@ def test_digests_of_other_kinds_of_engines_are_not_compared() -> None:
 
 
 def test_a_replica_that_found_other_bytes_before_the_ledger_knew_them_loads_again() -> None:
-    def with_content(index: int, files: Any) -> ReplicaReport:
+    def with_content(index: int, files: Any) -> Reported:
         seen = SnapshotContent(snapshot="a", fingerprint="f", files=files)
         return report(index, check(), contents=(seen,))
 

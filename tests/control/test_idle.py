@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import sqlalchemy as sa
+from reports import replica_report
 
+from midstream.core.reports import PolicyReport
 from midstream.core.served_names import ServedNames
-from midstream.core.types import Desired, EngineCard, PolicyReport, ReplicaReport, Stage, Transition
+from midstream.core.types import Desired, EngineCard, Stage, Transition
 from midstream.fleet.desired_state import DesiredState, Running
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas, names_of
@@ -60,11 +62,11 @@ class Obedient(ReplicaSet):
         super().__init__()
         self.views = (ReplicaView(0, "replica-0", "http://127.0.0.1:1", 1.0, self._use_changed, True),)
         self.told: list[Desired] = []
-        self.report = ReplicaReport(replica="replica-0", boot="b", ready=True, card=EngineCard())
+        self.report = replica_report(card=EngineCard())
         self.hear()
 
     def hear(self) -> None:
-        self.views[0].report = self.report
+        self.views[0].hear(self.report)
         self._changed()
 
     def set_members(self, members: object, leaving: object = ()) -> None:
@@ -123,7 +125,7 @@ class Gateway:
     def serves(self, name: str, snapshot: str) -> bool:
         policy = self.deployments.known(f"{NAMES.deployment}/policies/{name}")
         return policy is not None and [
-            (view.usable, view.report and view.report.snapshot) for view in policy.replicas.views
+            (view.usable, view.report and view.report.own.snapshot) for view in policy.replicas.views
         ] == [(True, snapshot)]
 
     async def until(self, true: Callable[[], bool]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reports import reported
 from tiers import examples
 
-from midstream.core.types import Desired, ReplicaReport, Stage
+from midstream.core.reports import Reported
+from midstream.core.types import Desired, Stage
 from midstream.fleet.reconcile import Turn, decide, next_turn, waits_staged
 from midstream.ledger import DeploymentState
 from midstream.replica.swap.attempts import GIVEN_UP_MAX
@@ -22,8 +24,8 @@ NEXT = {
 }  # fmt: skip
 
 
-def report(index: int, stage: Stage, **fields: Any) -> ReplicaReport:
-    return ReplicaReport(replica=f"r{index}", boot="b", ready=True, stage=stage, **fields)
+def report(index: int, stage: Stage, **fields: Any) -> Reported:
+    return reported(f"r{index}", stage=stage, **fields)
 
 
 def turn(index: int) -> Turn:
@@ -90,7 +92,7 @@ class Replica:
     boots: int = 0
     admitted: bool = True
     inbox: list[Desired] = field(default_factory=list)
-    seen: ReplicaReport | None = None
+    seen: Reported | None = None
     failing: bool = False
     # Held attempts in a row that were given up, as the driver counts them.
     in_vain: int = 0
@@ -118,9 +120,9 @@ class Replica:
         machine = self.machine
         return machine.stage is Stage.STAGED and not machine.held and self.in_vain >= GIVEN_UP_MAX
 
-    def report(self) -> ReplicaReport:
+    def report(self) -> Reported:
         machine = self.machine
-        return ReplicaReport(
+        return reported(
             replica=self.name,
             boot=f"{self.name}-boot-{self.boots}",
             ready=True,

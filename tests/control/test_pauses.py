@@ -9,7 +9,7 @@ import pytest
 from test_reconciler import DEPLOYMENT, World
 
 from midstream.core.types import Pause, PauseMode
-from midstream.fleet.loop import PAUSE_S_MAX
+from midstream.fleet.pauses import PAUSE_S_MAX
 
 
 @pytest.fixture

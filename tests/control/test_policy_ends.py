@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+from reports import replica_report
 
-from midstream.core.types import Desired, PolicyReport, ReplicaReport
-from midstream.fleet.policies import PolicyReplicas, report_of
+from midstream.core.reports import PolicyReport, ReplicaReport
+from midstream.core.types import Desired
+from midstream.fleet.policies import PolicyReplicas
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.view import ReplicaView
 
@@ -31,7 +33,7 @@ class Recording(ReplicaSet):
 
 def report(**policy: object) -> ReplicaReport:
     own = PolicyReport(policy="learner", snapshot="step-1", generation=7, **policy)  # type: ignore[arg-type]
-    return ReplicaReport(replica="replica-0", boot="b", ready=True, policies=(own,))
+    return replica_report(policies=(own,))
 
 
 def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
@@ -49,16 +51,24 @@ def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
 
 
 def test_what_a_replica_says_of_an_older_policy_of_the_name_is_not_of_this_one() -> None:
-    assert report_of(report(made=5.0), "learner", 5.0).snapshot == "step-1"
-    other = report_of(report(made=4.0), "learner", 5.0)
-    assert (other.snapshot, other.generation, other.ready) == ("base", 0, False)
+    async def run() -> None:
+        replicas = Recording()
+        policy = PolicyReplicas(replicas, "learner", made=5.0)
+        for made, found in ((5.0, ("step-1", 7, True)), (4.0, ("base", 0, False))):
+            replicas.views[0].hear(report(made=made))
+            replicas.followers[0].follow()
+            said = policy.views[0].report
+            assert said is not None
+            assert (said.own.snapshot, said.own.generation, said.ready) == found
+
+    asyncio.run(run())
 
 
 def test_the_end_is_told_to_whoever_has_the_policy_and_names_the_one_that_is_meant() -> None:
     async def run() -> None:
         replicas = Recording()
         older, newer = (PolicyReplicas(replicas, "learner", made) for made in (4.0, 5.0))
-        replicas.views[0].report = report(made=5.0)
+        replicas.views[0].hear(report(made=5.0))
         assert (older.held, newer.held) == (False, True)
         await older.send_end()
         assert replicas.posted == []

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+from reports import changed, reported
 
-from midstream.core.types import BASE_SNAPSHOT, Desired, ReplicaReport, Stage, Transition
+from midstream.core.reports import Reported
+from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, Transition
 from midstream.fleet.reconcile import (
     Action,
     Loss,
@@ -49,25 +51,23 @@ def moves(*stages: tuple[str, int, Stage]) -> tuple[Transition, ...]:
     )
 
 
-def report(snapshot: str = BASE_SNAPSHOT, *failed: Desired, **fields: Any) -> ReplicaReport:
+def report(snapshot: str = BASE_SNAPSHOT, *failed: Desired, **fields: Any) -> Reported:
     """Ready, on `snapshot` since generation `on`, after failures; loading `target` if it is given."""
     served = fields.pop("on", 0)
     history = [] if snapshot == BASE_SNAPSHOT else [(snapshot, served, Stage.IDLE)]
     history += [(d.snapshot, d.generation, Stage.ERROR) for d in failed]
-    given: dict[str, Any] = {"replica": "replica-0", "boot": "b", "ready": True} | fields
+    given = fields.copy()
     if "target" in given:
         history.append((given["target"], given["generation"], Stage.STAGING))
         given["stage"] = Stage.STAGING
     elif failed:
         given |= {"stage": Stage.ERROR, "target": failed[-1].snapshot}
-    return ReplicaReport(snapshot=snapshot, transitions=moves(*history), **given)
+    return reported(snapshot=snapshot, transitions=moves(*history), **given)
 
 
-def checking(snapshot: str, *, on: int) -> ReplicaReport:
+def checking(snapshot: str, *, on: int) -> Reported:
     """It switched to `snapshot`, and the check of that has not passed yet."""
-    return msgspec.structs.replace(
-        report(snapshot, on=on), stage=Stage.CHECKING, target=snapshot, generation=on
-    )
+    return changed(report(snapshot, on=on), stage=Stage.CHECKING, target=snapshot, generation=on)
 
 
 def dead(state: DeploymentState, count: int, identity: str = "a", generation: int = 3) -> DeploymentState:
@@ -137,7 +137,7 @@ def dead(state: DeploymentState, count: int, identity: str = "a", generation: in
     ],
 )  # fmt: skip
 def test_the_action_for_a_replica(
-    case: str, state: DeploymentState, seen: ReplicaReport | None, admitted: bool, action: Action
+    case: str, state: DeploymentState, seen: Reported | None, admitted: bool, action: Action
 ) -> None:
     assert decide(state, seen, admitted) == action, case
 
@@ -157,15 +157,13 @@ def test_a_retry_of_a_stuck_replica_forgives_what_failed_before_it() -> None:
 
 def test_a_failure_is_forgotten_once_the_same_attempt_is_begun_again() -> None:
     begun = moves(("a", 3, Stage.FETCHING), ("a", 3, Stage.ERROR), ("a", 3, Stage.FETCHING))
-    reports = [ReplicaReport(replica="r", boot="b", ready=True, transitions=begun[:n]) for n in range(4)]
+    reports = [reported(transitions=begun[:n]) for n in range(4)]
     assert [failure(WANT_A, seen, A) for seen in reports] == [None, None, "short", None]
 
 
 def test_what_serves_counts_as_done_although_loading_it_once_more_failed() -> None:
     history = moves(("a", 3, Stage.IDLE), ("b", 4, Stage.FETCHING), ("a", 5, Stage.ERROR))
-    seen = ReplicaReport(
-        replica="r", boot="b", ready=True, snapshot="a", stage=Stage.ERROR, target="a", transitions=history
-    )
+    seen = reported(snapshot="a", stage=Stage.ERROR, target="a", transitions=history)
     assert failure(WANT_A_AGAIN, seen, AGAIN_A) is None
     assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
     assert failure(OTHER_FILES, seen, AGAIN_A) == "short"
@@ -174,15 +172,13 @@ def test_what_serves_counts_as_done_although_loading_it_once_more_failed() -> No
 def test_going_back_to_what_serves_loads_nothing() -> None:
     loaded = [("a", 3, Stage.COMMITTING), ("a", 3, Stage.CHECKING), ("a", 3, Stage.IDLE)]
     back = [*loaded, ("b", 4, Stage.FETCHING), ("a", 5, Stage.IDLE)]
-    seen = ReplicaReport(
-        replica="r", boot="b", ready=True, snapshot="a", generation=5, transitions=moves(*back)
-    )
+    seen = reported(snapshot="a", generation=5, transitions=moves(*back))
     assert serving_generation(seen) == 3
     assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
     assert not serves(OTHER_FILES, seen, AGAIN_A), "other files have to be committed"
-    forgotten = msgspec.structs.replace(seen, transitions=seen.transitions[2:])
+    forgotten = changed(seen, transitions=seen.own.transitions[2:])
     assert (serving_generation(forgotten), decide(WANT_A_AGAIN, forgotten, True)) == (5, Action(None, True))
-    nothing_left = msgspec.structs.replace(seen, transitions=())
+    nothing_left = changed(seen, transitions=())
     assert serving_generation(nothing_left) == 5
 
 
@@ -212,15 +208,18 @@ def test_a_replica_that_is_let_go_has_the_strongest_policy_too() -> None:
     """It switches as it was let go: the rules of a signal that it never loaded must not be lost then."""
     state = DeploymentState(A, since=SINCE, reset_all=2)
     staged = report("older", on=1, generation=3, target="a")
-    history = (*staged.transitions[:-1], msgspec.structs.replace(staged.transitions[-1], stage=Stage.STAGED))
-    staged = msgspec.structs.replace(staged, stage=Stage.STAGED, transitions=history, held=True)
+    history = (
+        *staged.own.transitions[:-1],
+        msgspec.structs.replace(staged.own.transitions[-1], stage=Stage.STAGED),
+    )
+    staged = changed(staged, stage=Stage.STAGED, transitions=history, held=True)
     sent = decide(state, staged, True, turn=True).send
     assert sent is not None
     assert (sent.hold, sent.reset_prompt_cache) == (False, "all")
     # Also by a gateway that no longer lets them go one by one; nobody else is told again what it was told.
     assert decide(state, staged, True, turn=None).send == sent
     assert decide(state, staged, True, turn=False).send is None
-    assert decide(state, msgspec.structs.replace(staged, held=False), True, turn=None).send is None
+    assert decide(state, changed(staged, held=False), True, turn=None).send is None
 
 
 @pytest.mark.parametrize(("verdict", "policy"), [("reload", "all"), ("out", "all"), ("agreed", "none")])

@@ -13,15 +13,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reports import replica_report
 from tiers import of_tier
 
 from midstream.core.config import SwapOrder
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.reports import ReplicaReport
 from midstream.core.types import (
     BASE_SNAPSHOT,
     Desired,
     Pause,
-    ReplicaReport,
     ResetPromptCache,
     SnapshotCheck,
     Stage,
@@ -115,7 +116,7 @@ class FakeReplica:
     def report(self) -> ReplicaReport:
         machine = self.machine
         idle = machine.stage is Stage.IDLE
-        return ReplicaReport(
+        return replica_report(
             replica=self.name,
             boot=self.boot,
             ready=True,
@@ -172,11 +173,11 @@ class FakeReplicaSet(Holding):
         if self._boots.get(view.name) != report.boot:
             self._boots[view.name] = report.boot
             view.admitted = False
-        view.report = report
+        view.hear(report)
         self._callback()
 
     def lose(self, index: int) -> None:
-        self.views[index].report = None
+        self.views[index].hear(None)
         self._callback()
 
 
@@ -227,7 +228,7 @@ class World:
         url, fingerprint = f"file:///bucket/{identity}", self.bucket.fingerprint(identity)
         signal = Signal(identity=identity, url=url, reset_prompt_cache=policy, fingerprint=fingerprint)
         reports = [view.report for view in self.set.views if view.report]
-        fleet = FleetReports(boots=tuple(one.boot for one in reports if one.snapshot == BASE_SNAPSHOT))
+        fleet = FleetReports(boots=tuple(one.boot for one in reports if one.own.snapshot == BASE_SNAPSHOT))
         result = self.run(self.ledger.signal(DEPLOYMENT, signal, fleet))
         if result.changed:
             self.signals.append((result.desired.generation, policy))
@@ -396,7 +397,7 @@ def test_a_replica_that_is_lost_while_it_is_written_down_costs_the_others_nothin
     real = world.ledger.record
 
     async def record(*given: Any) -> int:
-        world.set.views[0].report = None
+        world.set.views[0].hear(None)
         return await real(*given)
 
     world.ledger.record = record  # type: ignore[method-assign]
@@ -908,7 +909,7 @@ class Convergence(RuleBasedStateMachine):
         joined = [view.report for view in out if view.admitted and view.report]
         state = self.world.state()
         for report in joined:
-            if report.snapshot == BASE_SNAPSHOT and state.ever_ready:
+            if report.own.snapshot == BASE_SNAPSHOT and state.ever_ready:
                 assert report.boot in state.first_boots
 
     @rule()
@@ -953,7 +954,7 @@ class Convergence(RuleBasedStateMachine):
         assert report is not None
         assert self.world.stored(replica) == reported(replica)
         # A replica that failed is asked again and again, so the calm may end while it tries.
-        tries = report.stage not in (Stage.IDLE, Stage.ERROR)
+        tries = report.own.stage not in (Stage.IDLE, Stage.ERROR)
         if state.desired is None or serves(state, report, state.desired):
             assert view.admitted
             assert state.desired is None or replica.content is not None

@@ -22,12 +22,13 @@ from starlette.routing import Route
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 
 from gateway_harness import reconciler
+from reports import replica_report
 
 from midstream.api.board import Board
 from midstream.api.dashboard import DashboardApi
 from midstream.core.measures import Distribution, Rewarded, Trajectories
 from midstream.core.served_names import ServedNames
-from midstream.core.types import EngineStats, ReplicaReport, Stage, SwapTiming, Transition
+from midstream.core.types import EngineStats, Stage, SwapTiming, Transition
 from midstream.fleet.access import guarded
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -109,10 +110,10 @@ class Stand:
                 for one in moved
                 if one.stage is Stage.IDLE
             ]
-            view.report = ReplicaReport(
+            view.hear(replica_report(
                 replica=view.name, boot="b", ready=True, snapshot=snapshot, engine=engine, error=self.error,
                 transitions=tuple(moved), swaps=tuple(timings),
-            )  # fmt: skip
+            ))  # fmt: skip
             view.admitted, view.trajectories = True, told
         if not self.listening:
             self.board.look()

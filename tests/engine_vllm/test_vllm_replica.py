@@ -69,31 +69,31 @@ def models(response: Any) -> list[str]:
 def test_a_swap_with_its_canary_under_a_stream(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as (here, fake):
-            base = here.replica.report().check
+            base = here.replica.report().own.check
             asked = stream(here)
             await until(lambda: fake.requests)
             fake.requests[0].step(1, 1)
             await here.swap("step-1")
-            await here.until(lambda: here.replica.report().check not in (None, base))
+            await here.until(lambda: here.replica.report().own.check not in (None, base))
             report = here.replica.report()
-            assert (report.snapshot, report.stage, report.error, report.ready) == (
+            assert (report.own.snapshot, report.own.stage, report.own.error, report.ready) == (
                 "step-1",
                 Stage.IDLE,
                 None,
                 True,
             )
-            assert report.last_swap is not None
-            assert report.last_swap.streams_crossed == 1
-            assert report.check is not None
+            assert report.own.last_swap is not None
+            assert report.own.last_swap.streams_crossed == 1
+            assert report.own.check is not None
             assert base is not None
-            assert report.check.snapshot == "step-1"
-            assert [a - b for a, b in zip(report.check.canary, base.canary, strict=True)] == [-1.0] * 31
+            assert report.own.check.snapshot == "step-1"
+            assert [a - b for a, b in zip(report.own.check.canary, base.canary, strict=True)] == [-1.0] * 31
             fake.requests[0].to_the_end()
             response = await asked
             assert set(models(response)) <= {"base", "step-1"}
             assert models(response)[-1] == "step-1"
             assert "[DONE]" in response.text
-            assert [stage.stage for stage in report.transitions] == [
+            assert [stage.stage for stage in report.own.transitions] == [
                 Stage.FETCHING,
                 Stage.VERIFYING,
                 Stage.STAGING,
@@ -126,7 +126,7 @@ def test_a_snapshot_that_comes_in_a_pause_is_proved_after_it(tmp_path: Path, sou
             assert fake.paused
             newcomer = stream(here)
             await here.swap("step-1")
-            await here.until(lambda: here.replica.report().stage is Stage.CHECKING)
+            await here.until(lambda: here.replica.report().own.stage is Stage.CHECKING)
             assert (fake.weights, fake.paused, here.replica.own.gate.waiting) == (1, True, 1)
             fake.nan_scores = not sound
             fake.hold_scores = True
@@ -138,18 +138,18 @@ def test_a_snapshot_that_comes_in_a_pause_is_proved_after_it(tmp_path: Path, sou
             fake.hold_scores = False
             fake.scores[-1].gate.set()
             if sound:
-                await here.until(lambda: here.replica.report().stage is Stage.IDLE)
+                await here.until(lambda: here.replica.report().own.stage is Stage.IDLE)
                 await until(lambda: len(fake.requests) == 2)
                 for request in fake.requests:
                     request.to_the_end()
                 assert models(await asked)[-1] == "step-1"
                 assert set(models(await newcomer)) == {"step-1"}
                 return
-            await here.until(lambda: here.replica.report().stage is Stage.ERROR)
+            await here.until(lambda: here.replica.report().own.stage is Stage.ERROR)
             report = here.replica.report()
             assert not report.ready
-            assert report.error is not None
-            assert "canary" in report.error
+            assert report.own.error is not None
+            assert "canary" in report.own.error
             assert set(models(await asked)) == {"base"}
             assert (await newcomer).status_code == 503
 
@@ -164,11 +164,11 @@ def test_a_refused_snapshot_leaves_the_old_one_and_an_error_row(tmp_path: Path) 
             await until(lambda: fake.requests)
             fake.requests[0].step()
             await here.swap("broken")
-            await here.until(lambda: here.replica.report().stage is Stage.ERROR)
+            await here.until(lambda: here.replica.report().own.stage is Stage.ERROR)
             report = here.replica.report()
-            assert (report.snapshot, report.ready, report.target) == ("step-1", True, "broken")
-            assert report.error is not None
-            assert "a tensor is missing" in report.error
+            assert (report.own.snapshot, report.ready, report.own.target) == ("step-1", True, "broken")
+            assert report.own.error is not None
+            assert "a tensor is missing" in report.own.error
             assert (fake.weights, fake.version) == (1, "1:step-1")
             fake.requests[0].to_the_end()
             assert set(models(await asked)) == {"step-1"}
@@ -186,7 +186,7 @@ def test_a_server_that_is_lost_is_taken_over_in_a_new_boot(
     async def main() -> None:
         async with serving(tmp_path) as (here, fake):
             await here.swapped("step-1")
-            await here.until(lambda: here.replica.report().stage is Stage.IDLE)
+            await here.until(lambda: here.replica.report().own.stage is Stage.IDLE)
             boot = here.replica.boot
             asked = stream(here)
             await until(lambda: fake.requests)
@@ -207,7 +207,7 @@ def test_a_server_that_is_lost_is_taken_over_in_a_new_boot(
                 await fake.start(port)
             await here.until(lambda: here.replica.boot != boot and here.replica.ready)
             report = here.replica.report()
-            assert (report.snapshot, fake.weights, fake.version) == ("base", 0, "0:base")
+            assert (report.own.snapshot, fake.weights, fake.version) == ("base", 0, "0:base")
             broken = await asked
             assert "[DONE]" not in broken.text
             again = stream(here)

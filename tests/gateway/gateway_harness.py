@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import uvloop
 from openapi_answers import Checked
+from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
@@ -216,7 +216,7 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
         await mock.start()
     replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{m.port}") for i, m in enumerate(mocks)])
     for view in replicas.views:
-        view.report = ReplicaReport(replica=view.name, boot=f"boot of {view.name}", ready=True)
+        view.hear(replica_report(replica=view.name, boot=f"boot of {view.name}", ready=True))
         view.admitted = True
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)

@@ -11,12 +11,12 @@ from urllib.parse import unquote
 import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, Stage, post, reconciler
 from openapi_answers import Checked
+from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.core.config import GatewaySettings
 from midstream.core.headers import HEADER_SESSION, HEADER_TENANT
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
-from midstream.core.types import ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.proxy.metrics import GatewayMetrics
@@ -74,7 +74,7 @@ class Holder:
     async def _tell(self, peer: Peer) -> None:
         peer.start_stream("application/x-ndjson")
         await self.speaks.wait()
-        report = msgspec.json.encode(ReplicaReport(replica=self.name, boot=self.boot, ready=True)) + b"\n"
+        report = msgspec.json.encode(replica_report(self.name, self.boot)) + b"\n"
         with self.sessions.feed() as feed:
             peer.chunk(msgspec.json.encode(SessionsReport(boot=self.boot)) + b"\n")
             while not peer.writer.is_closing():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gateway_harness import Message, MockReplica, Stage, get, post, reconciler, run
 from openapi_answers import SHOWN, Checked, is_of_front
+from reports import replica_report
 
 from midstream.api.adapter_calls import AdapterCallsApi
 from midstream.api.app import control_app
@@ -27,7 +28,6 @@ from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.endpoints import endpoints_of
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport
 from midstream.core.wires import (
     CHANGES_BY_GET,
     TRAINER_REFUSED,
@@ -147,7 +147,7 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
             await ledger.ensure_deployment(names.deployment, names.model, place.as_uri(), "ASYNC", 1)
             await mock.start()
             replicas = ReplicaSet([(f"{name}-replica-0", f"http://127.0.0.1:{mock.port}")])
-            replicas.views[0].report = ReplicaReport(replica=replicas.views[0].name, boot="b", ready=True)
+            replicas.views[0].hear(replica_report(replica=replicas.views[0].name, boot="b", ready=True))
             replicas.views[0].admitted = True
             made.append(Deployment(names, replicas, reconciler(replicas)))
         deployments = Deployments(made[0], ("default-model", "other-model", "third-model"))

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, run, staged
+from reports import replica_report
 from test_resume import SESSION, WHOLE, WRITES, answer, go_on, losing, resumes
 
 from midstream.core.errors import AnotherBoot
-from midstream.core.types import ReplicaReport
 from midstream.proxy.request_facts import PLACED_AGAIN_MAX
 
 
@@ -34,7 +34,7 @@ def of_boot(boot: Callable[[], str], then: Handler = respond_ok) -> Handler:
 
 def report(stage: Stage, index: int, boot: str) -> None:
     view = stage.views[index]
-    view.report = ReplicaReport(replica=view.name, boot=boot, ready=True)
+    view.hear(replica_report(replica=view.name, boot=boot, ready=True))
 
 
 def test_a_session_whose_boot_is_gone_is_served_by_another_replica() -> None:

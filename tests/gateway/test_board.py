@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from gateway_harness import reconciler
+from reports import replica_report
 
 from midstream.api.board import SAMPLE_EVERY_S, SAMPLES_KEPT, SWAPS_KEPT, Board
 from midstream.core.measures import Distribution, Rewarded, Trajectories
+from midstream.core.reports import PolicyReport
 from midstream.core.scopes import EVERYTHING, parse_grant
 from midstream.core.served_names import ServedNames
-from midstream.core.types import EngineStats, PolicyReport, ReplicaReport, Stage, SwapTiming, Transition
+from midstream.core.types import EngineStats, Stage, SwapTiming, Transition
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.tally import Siblings, Tally
@@ -35,7 +37,7 @@ class Bed:
     def report(self, index: int, **fields: Any) -> None:
         name = f"replica-{index}"
         given = {"replica": name, "boot": "b", "ready": True, **fields}
-        self.replicas.views[index].report = ReplicaReport(**given)
+        self.replicas.views[index].hear(replica_report(**given))
         self.board.look()
 
 
@@ -57,7 +59,7 @@ def test_two_swaps_between_two_looks_are_both_shown_with_their_times_and_pauses(
     timings = tuple(
         SwapTiming(snapshot=f"s{n}", generation=n, pause_ms=n / 2, streams_crossed=n) for n in (1, 2)
     )
-    bed.report(0, transitions=first + second, last_swap=timings[-1], swaps=timings)
+    bed.report(0, transitions=first + second, swaps=timings)
     found = bed.board.swaps(EVERYTHING)
     assert [(s.snapshot, s.generation, s.pause_ms, s.streams_crossed) for s in found] == [
         ("s1", 1, 0.5, 1),
@@ -174,7 +176,7 @@ def test_a_policy_that_is_made_anew_has_swaps_of_its_own() -> None:
 def test_a_pause_is_of_the_snapshot_that_it_names() -> None:
     bed = Bed()
     timing = SwapTiming(snapshot="older", generation=1, pause_ms=9.0)
-    bed.report(0, transitions=moves("s1", 1, LOADS[:2]), last_swap=timing, swaps=(timing,))
+    bed.report(0, transitions=moves("s1", 1, LOADS[:2]), swaps=(timing,))
     [swap] = bed.board.swaps(EVERYTHING)
     assert swap.pause_ms is None
 

@@ -24,13 +24,14 @@ from gateway_harness import (
 )
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
+from reports import replica_report
 from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.api.app import control_app
 from midstream.core.endpoints import Endpoint, serves
 from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
-from midstream.core.types import EngineStats, ReplicaReport
+from midstream.core.types import EngineStats
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
 from midstream.proxy.families import FAMILIES
@@ -45,7 +46,7 @@ def decoded(message: Message) -> dict:  # type: ignore[type-arg]
 def test_health_follows_the_replicas() -> None:
     async def main() -> None:
         async with staged(respond_ok, respond_ok) as stage:
-            stage.views[1].report = None
+            stage.views[1].hear(None)
             healthy = await stage.ask(get("/health"))
             assert healthy.status == 200
             assert decoded(healthy)["usable_replicas"] == 1
@@ -67,7 +68,7 @@ def test_health_follows_the_replicas() -> None:
 def test_the_model_is_listed_under_both_prefixes_with_its_snapshots() -> None:
     async def main() -> None:
         async with staged(respond_ok, respond_ok) as stage:
-            stage.views[1].report = ReplicaReport(replica="replica-1", boot="b", ready=True, snapshot="s7")
+            stage.views[1].hear(replica_report(replica="replica-1", boot="b", ready=True, snapshot="s7"))
             for prefix in ("", "/inference"):
                 listed = decoded(await stage.ask(get(f"{prefix}/v1/models")))
                 assert listed["object"] == "list"
@@ -133,12 +134,14 @@ VLLM = 'engine="replica-0",model_name="accounts/local/models/tiny-moe"'
 def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
     async def main() -> None:
         async with staged(respond_ok) as stage:
-            stage.views[0].report = ReplicaReport(
-                replica="replica-0",
-                boot="b",
-                ready=True,
-                snapshot="step-2",
-                engine=EngineStats(kv_blocks_used=3, kv_blocks_total=10, generated_tokens=7),
+            stage.views[0].hear(
+                replica_report(
+                    replica="replica-0",
+                    boot="b",
+                    ready=True,
+                    snapshot="step-2",
+                    engine=EngineStats(kv_blocks_used=3, kv_blocks_total=10, generated_tokens=7),
+                )
             )
             for headers in ("X-Session-ID: very-private\r\n", "X-Session-ID: very-private\r\n", ""):
                 await stage.ask(post(headers=headers))
@@ -251,7 +254,7 @@ def test_the_log_at_info_says_where_a_session_is_placed_and_where_it_moves(
                 home = (await stage.ask(post(headers=headers))).headers["x-midstream-replica"]
                 if headers:
                     first = stage.views[int(home[-1])]
-            first.report = None
+            first.hear(None)
             assert (await stage.ask(post(headers="x-session-id: k\r\n"))).status == 200
             other = stage.views[1 - first.index]
             assert [r.getMessage() for r in caplog.records if "mapped" in r.getMessage()] == [
@@ -333,9 +336,9 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             measures = {name: Distribution([1] * (len(bounds) + 1), 2.0) for name, bounds in MEASURES.items()}
             counts = {name: dict.fromkeys(values, 3) for name, values in COUNTS.items()}
             stage.views[0].trajectories = Trajectories(measures=measures, counts=counts)
-            report = stage.views[0].report
+            report = stage.views[0].heard
             assert report is not None
-            stage.views[0].report = replace(report, engine=EngineStats(kv_blocks_total=10))
+            stage.views[0].hear(replace(report, engine=EngineStats(kv_blocks_total=10)))
             for name in ("routes", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
             stage.metrics.stall_s["gateway"].observe(0.07)

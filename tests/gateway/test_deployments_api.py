@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from gateway_harness import reconciler
 from openapi_answers import Checked
+from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.api.deployments import DeploymentsApi, lies_in
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -83,7 +83,7 @@ class Server:
             await self.desired_state.look_once()
         for deployment in self.deployments:
             for view in deployment.replicas.views:
-                view.report = view.report or ReplicaReport(replica=view.name, boot="b", ready=True)
+                view.hear(view.heard or replica_report(view.name))
                 view.admitted = True
 
     async def create(self, name: str, **body: Any) -> httpx.Response:
@@ -401,7 +401,7 @@ def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywher
         server.desired_state.running(Running((msgspec.structs.replace(lost, error=None),)))
         await server.desired_state.look_once()
         down = "the engine cannot be started again: no device"
-        view.report = ReplicaReport(replica=view.name, boot="c", ready=False, error=down)
+        view.hear(replica_report(replica=view.name, boot="c", ready=False, error=down))
         got = await server.got("b")
         assert (got["state"], got["status"]["message"]) == ("FAILED", f"b-replica-0: {down}")
         (row,) = (await server.http.get(HOT_LOAD_PATH, headers={"fireworks-deployment": "b"})).json()[
@@ -410,7 +410,7 @@ def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywher
         assert (row["readiness"], row["midstream"]["error"]) == (False, down)
         health = (await server.http.get("/health")).json()
         assert health["deployments"][1]["failed"] == ["b-replica-0"]
-        view.report = ReplicaReport(replica=view.name, boot="c", ready=True)
+        view.hear(replica_report(replica=view.name, boot="c", ready=True))
         view.admitted = True
         assert (await server.got("b"))["state"] == "READY"
 

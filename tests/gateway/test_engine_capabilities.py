@@ -11,11 +11,12 @@ import httpx
 import msgspec
 import pytest
 from openapi_answers import Checked
+from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard, ReplicaReport
+from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -50,9 +51,7 @@ class Server:
 
     def report(self, index: int, engine: EngineCard | None, **more: Any) -> None:
         view = self.replicas.views[index]
-        view.report = ReplicaReport(
-            replica=view.name, boot="b", ready=engine is not None, card=engine, **more
-        )
+        view.hear(replica_report(replica=view.name, boot="b", ready=engine is not None, card=engine, **more))
 
     async def signal(self, **body: Any) -> httpx.Response:
         return await self.http.post(HOT_LOAD_PATH, json={"identity": "a", **body})
@@ -178,7 +177,7 @@ def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play)
         assert len(engine["features"]) == len(ENGINE_FEATURES) - 3
 
         # Lost.
-        server.replicas.views[0].report = None
+        server.replicas.views[0].hear(None)
         assert (await server.model())["midstream"]["engine"]["kind"] == "embedded"
 
     play(work)

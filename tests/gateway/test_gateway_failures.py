@@ -5,6 +5,7 @@ import json
 
 import pytest
 from gateway_harness import Handler, Message, Peer, post, read_chunk, read_head, respond_ok, run, staged
+from reports import replica_report
 
 SESSION = "x-multi-turn-session-id: s1\r\n"
 
@@ -84,9 +85,9 @@ def test_an_unusable_replica_gets_nothing(state: str) -> None:
             view = stage.views[0]
             assert view.report is not None
             if state == "unreachable":
-                view.report = None
+                view.hear(None)
             elif state == "not ready":
-                view.report = type(view.report)(replica=view.name, boot="b1", ready=False)
+                view.hear(replica_report(view.name, "b1", ready=False))
             else:
                 view.admitted = False
             assert (await stage.ask(post())).status == 503

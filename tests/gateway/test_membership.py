@@ -12,11 +12,11 @@ import httpx
 import pytest
 from gateway_harness import reconciler
 from openapi_answers import Checked
+from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.core.errors import ConfigError
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.membership import (
     MembershipApi,
@@ -118,7 +118,7 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
         assert [replica.name for replica in server.told.replicas] == ["replica-0"], "not ours to run"
         assert server.deployments.default.wanted_in_all == 2
         view = server.replicas.views[1]
-        view.report = ReplicaReport(replica=view.name, boot="b", ready=True)
+        view.hear(replica_report(replica=view.name, boot="b", ready=True))
         view.admitted = True
         health = (await server.http.get("/health")).json()["deployments"][0]
         assert (health["usable"], health["elsewhere"], health["wanted"]) == (1, 1, 1)
@@ -227,7 +227,7 @@ def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_return
     async def work(server: Server) -> None:
         await server.ask("POST", url=FAR)
         view = next(view for view in server.replicas.views if view.name == name)
-        view.report = ReplicaReport(replica=name, boot="b", ready=True)
+        view.hear(replica_report(replica=name, boot="b", ready=True))
         view.admitted = True
         assert view.usable
         shown = await server.ask("PATCH", f"/{name}", drain=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from gateway_harness import NAMES, Message, MockReplica, Peer, post, run
 from msgspec import to_builtins
+from reports import replica_report
 from session_holders import until
 
 from midstream.api.answers import HotLoadRow
@@ -19,14 +20,9 @@ from midstream.client.status import read_status
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Overloaded, PolicyNotLoaded
 from midstream.core.headers import HEADER_POLICY
+from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import (
-    Desired,
-    PolicyReport,
-    ReplicaReport,
-    Stage,
-    Transition,
-)
+from midstream.core.types import Desired, Stage, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
@@ -116,10 +112,9 @@ class Holder:
             msgspec.structs.replace(one, in_flight=int(one.policy in self.in_use))
             for one in self.held.values()
         )
-        return ReplicaReport(
-            replica=self.name,
+        return replica_report(
+            self.name,
             boot="b1",
-            ready=True,
             in_flight=self.extra_load,
             policies=tuple(held) if self.claims is None else self.claims,
             policies_max=self.most,
@@ -358,23 +353,23 @@ def _as_of(at_home: Holder, other: Holder, here: World) -> PolicyReport:
         policy="p0",
         made=policy.replicas.made,
         snapshot="p0-1",
-        signalled=report.signalled,
-        generation=report.generation,
+        signalled=report.own.signalled,
+        generation=report.own.generation,
     )
 
 
 def _holds(here: World, replica: str, policy: str) -> bool:
     view = here.replicas.named(replica)
     assert view is not None
-    assert view.report is not None
-    return any(one.policy == policy for one in view.report.policies)
+    assert view.heard is not None
+    return any(one.policy == policy for one in view.heard.policies)
 
 
 def _idle(here: World, replica: str) -> int:
     view = here.replicas.named(replica)
     assert view is not None
-    assert view.report is not None
-    return sum(one.in_flight == 0 for one in view.report.policies)
+    assert view.heard is not None
+    return sum(one.in_flight == 0 for one in view.heard.others)
 
 
 def test_a_busy_holder_is_relieved_by_another_and_requests_without_a_session_spread(tmp_path: Path) -> None:

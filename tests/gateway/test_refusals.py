@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, run, staged
+from reports import replica_report
 from test_resume import (
     BODY,
     WHOLE,
@@ -33,7 +34,6 @@ from midstream.core.errors import (
 )
 from midstream.core.responses import PreviousNotFound
 from midstream.core.resumption import CannotResume, given_up
-from midstream.core.types import ReplicaReport
 from midstream.core.versions import ConstraintNotMet, Refusal, VersionConstraint
 from midstream.proxy.refusals import answer as answer_of
 from midstream.proxy.request_facts import PLACED_AGAIN_MAX
@@ -315,7 +315,7 @@ def test_a_late_word_of_an_engine_that_is_gone_does_not_take_the_next_boot() -> 
         async with staged(respond_ok, respond_ok) as stage:
 
             async def late(request: Message, peer: Peer) -> None:
-                stage.views[0].report = ReplicaReport(replica="replica-0", boot="b2", ready=True)
+                stage.views[0].hear(replica_report(replica="replica-0", boot="b2", ready=True))
                 refuse(RequestEvent.ENGINE_LOST, peer)
 
             stage.mocks[0].handler = late

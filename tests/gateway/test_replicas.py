@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_harness import run
+from reports import replica_report
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
-from midstream.core.types import Desired, EngineStats, ReplicaReport
+from midstream.core.types import Desired, EngineStats
 from midstream.fleet.replicas import ReplicaSet
 
 
@@ -62,9 +64,8 @@ class EventServer:
         self.connected.clear()
 
 
-def report(**changes: object) -> ReplicaReport:
-    fields: dict[str, object] = {"replica": "replica-0", "boot": "b1", "ready": True}
-    return msgspec.convert(fields | changes, ReplicaReport)
+def report(**changes: Any) -> ReplicaReport:
+    return replica_report(**{"boot": "b1"} | changes)
 
 
 class Watched:
@@ -101,12 +102,12 @@ def test_reports_arrive_whole_whatever_the_chunking() -> None:
         async with EventServer() as server, Watched(server) as watched:
             await server.connected.wait()
             server.send(report(snapshot="s1"), cut=17)
-            await watched.until(lambda: watched.view.report == report(snapshot="s1"))
+            await watched.until(lambda: watched.view.heard == report(snapshot="s1"))
             assert repr(watched.set) == "ReplicaSet(1 replicas, 1 reachable, 0 usable)"
             watched.view.admitted = True
             assert watched.view.usable
             server.send(report(ready=False))
-            await watched.until(lambda: watched.view.report == report(ready=False))
+            await watched.until(lambda: watched.view.heard == report(ready=False))
             assert not watched.view.usable
 
     run(main)
@@ -117,7 +118,7 @@ def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
         async with EventServer() as server, Watched(server) as watched:
             await server.connected.wait()
             server.send(*(report(in_flight=n) for n in range(5)), report(in_flight=4))
-            await watched.until(lambda: watched.view.report == report(in_flight=4))
+            await watched.until(lambda: watched.view.heard == report(in_flight=4))
             assert watched.calls == 1
 
     run(main)
@@ -159,7 +160,7 @@ def test_one_broken_connection_does_not_make_the_replica_unreachable() -> None:
             await server.connected.wait()
             assert watched.view.usable
             server.send(report(snapshot="s1"))
-            await watched.until(lambda: watched.view.report == report(snapshot="s1"))
+            await watched.until(lambda: watched.view.heard == report(snapshot="s1"))
             assert watched.view.usable
             assert watched.calls == 2, "nobody was told of a loss"
 
@@ -207,12 +208,12 @@ def test_a_refused_data_connection_counts_only_when_the_event_stream_is_gone_too
             server.send(report())
             await watched.until(lambda: watched.view.report is not None)
             watched.set.refused(watched.view)
-            assert watched.view.report == report()
+            assert watched.view.heard == report()
             server.drop()
             [subscription] = watched.set._subscriptions.values()
             assert subscription.stream is not None
             await asyncio.wait({subscription.stream.ended})
-            assert watched.view.report == report()
+            assert watched.view.heard == report()
             watched.set.refused(watched.view)
             assert watched.view.report is None
 
@@ -253,7 +254,7 @@ def test_a_new_boot_is_not_admitted() -> None:
             await watched.until(lambda: watched.view.report is not None)
             watched.view.admitted = True
             server.send(report(boot="b2"))
-            await watched.until(lambda: watched.view.report == report(boot="b2"))
+            await watched.until(lambda: watched.view.heard == report(boot="b2"))
             assert not watched.view.admitted
 
     run(main)
@@ -273,7 +274,7 @@ def test_a_silent_stream_counts_as_lost() -> None:
                 "when it was last heard: 4 requests on it, 2 running and 1 waiting in its engine, 3 long texts being read, "
                 "its event loop had stood still for 1.5 s, its engine had been silent for 7 s"
             )
-            watched.view.report = report()
+            watched.view.hear(report())
             assert watched.view.last_words == ""
 
     run(main)

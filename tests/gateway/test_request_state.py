@@ -17,11 +17,11 @@ from gateway_harness import NAMES, reconciler
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reports import replica_report
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST, HEADER_NOT_LOADED
 from midstream.core.table import IllegalMove
-from midstream.core.types import ReplicaReport
 from midstream.core.wires import Wire
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -265,7 +265,7 @@ class Requests(RuleBasedStateMachine):
         async def build() -> None:
             self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.{i + 1}:1") for i in range(3)])
             for view in self.replicas.views:
-                view.report = ReplicaReport(replica=view.name, boot=f"b1 of {view.name}", ready=True)
+                view.hear(replica_report(replica=view.name, boot=f"b1 of {view.name}", ready=True))
                 view.admitted = True
             deployments = Deployments(Deployment(NAMES, self.replicas, reconciler(self.replicas)))
             pools = Pools(cast(Any, self.pool), cast(Any, FakePool("control")))
@@ -365,8 +365,8 @@ class Requests(RuleBasedStateMachine):
     def report(self, number: int, boot: str | None) -> None:
         view = self.replicas.views[number]
         view.suspended, view.failures = False, 0
-        report = ReplicaReport(replica=view.name, boot=f"{boot} of {view.name}", ready=True) if boot else None
-        self.happens(lambda: setattr(view, "report", report))
+        report = replica_report(view.name, f"{boot} of {view.name}") if boot else None
+        self.happens(lambda: view.hear(report))
 
     @rule(number=st.integers(0, 2), refuses=st.booleans())
     def listen(self, number: int, refuses: bool) -> None:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, read_chunk, read_head, run, staged
+from reports import changed
 
 from midstream.ledger import Signalled
 from midstream.proxy.resume import GATHERED_BYTES_MAX, UNFINISHED_BYTES_MAX, ResumeLog
@@ -356,7 +356,7 @@ def test_only_replicas_of_the_streams_snapshot_are_asked_unless_any_will_do() ->
         async with staged(*[losing(WRITES[0])] * 3) as stage:
             for view in stage.views[1:]:
                 assert view.report is not None
-                view.report = msgspec.structs.replace(view.report, snapshot="step-2")
+                view.report = changed(view.report, snapshot="step-2")
             events, _ = await answer(stage)
             assert error(events).endswith("no other replica serves snapshot 'base' now")
             assert resumes(stage) == []
@@ -559,12 +559,12 @@ def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays
             second = stage.views[1].report
             assert second is not None
             constraint = f"x-midstream-snapshot: base\r\nx-midstream-failover: {mode}\r\n"
-            stage.views[1].report = msgspec.structs.replace(second, snapshot="elsewhere")
+            stage.views[1].report = changed(second, snapshot="elsewhere")
             client = asyncio.create_task(answer(stage, constraint + "x-midstream-min-snapshot: base\r\n"))
             await stage.mocks[0].asked(1)
             serving, _, resident = there.partition(" beside ")
             stays = tuple(resident.split())
-            stage.views[1].report = msgspec.structs.replace(second, snapshot=serving, resident=stays)
+            stage.views[1].report = changed(second, snapshot=serving, resident=stays)
             placed.set()
             events, complete = await client
             if there != "v1":
@@ -600,11 +600,11 @@ def test_a_stream_with_nothing_computed_of_what_is_left_is_judged_anew(came: byt
             first, second = (view.report for view in stage.views)
             assert first is not None
             assert second is not None
-            stage.views[0].report = msgspec.structs.replace(first, snapshot="v1")
+            stage.views[0].report = changed(first, snapshot="v1")
             constraint = "x-midstream-min-snapshot: v1\r\nx-midstream-snapshot-wait: 0\r\n"
             client = asyncio.create_task(answer(stage, constraint))
             await stage.mocks[0].asked(1)
-            stage.views[1].report = msgspec.structs.replace(second, snapshot=there)
+            stage.views[1].report = changed(second, snapshot=there)
             placed.set()
             events, complete = await client
             if there == "v1":

@@ -5,9 +5,9 @@ import json
 
 import pytest
 from gateway_harness import Message, MockReplica, Peer, Stage, get, post, reconciler, respond_ok, run, staged
+from reports import replica_report
 
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport
 from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
 
@@ -22,7 +22,7 @@ def answering(name: str):  # type: ignore[no-untyped-def]
 
 
 def usable(view: ReplicaView, **report: int) -> None:
-    view.report = ReplicaReport(replica=view.name, boot="b1", ready=True, **report)
+    view.hear(replica_report(replica=view.name, boot="b1", ready=True, **report))
     view.admitted = True
 
 
@@ -267,7 +267,7 @@ def test_each_model_says_how_long_its_context_is_where_trainers_look_for_it() ->
             )
             usable(stage.views[1], max_model_len=1024)
             assert await told() == {first: 1024, other: 8}, "what every replica of it takes"
-            stage.views[1].report = None
+            stage.views[1].hear(None)
             assert await told() == {first: 4096, other: 8}
             mock.stop()
 

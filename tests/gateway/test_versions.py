@@ -11,10 +11,11 @@ from gateway_harness import NAMES, Message, Peer, Stage, post, run, staged
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from reports import changed, replica_report
 from session_holders import until
 
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.core.types import BASE_SNAPSHOT, ReplicaReport
+from midstream.core.types import BASE_SNAPSHOT
 from midstream.core.types import Stage as SwapStage
 from midstream.core.versions import (
     HEADER_ADMITTED,
@@ -45,7 +46,7 @@ def order_of(*snapshots: str, ready: Iterable[str] = ()) -> SignalOrder:
 def view(snapshot: str, *, index: int = 0, usable: bool = True, **report: Any) -> ReplicaView:
     name = f"replica-{index}"
     made = ReplicaView(index, name, f"http://127.0.0.1:{index + 1}")
-    made.report = ReplicaReport(replica=name, boot="b", ready=True, snapshot=snapshot, **report)
+    made.hear(replica_report(replica=name, boot="b", ready=True, snapshot=snapshot, **report))
     made.admitted = usable
     return made
 
@@ -375,8 +376,8 @@ def tell(stage: Stage, *signalled: str, ready: Sequence[str] = ()) -> None:
 def serve(stage: Stage, replica: int, snapshot: str, /, **more: Any) -> None:
     """The replica reports that it serves this."""
     one = stage.views[replica]
-    assert one.report is not None
-    one.report = replace(one.report, snapshot=snapshot, **more)
+    assert one.heard is not None
+    one.hear(changed(one.heard, snapshot=snapshot, **more))
     stage.gateway.proxy.deployments.default.replicas.look_again()
 
 
@@ -470,7 +471,7 @@ def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
     async def main() -> None:
         async with staged(Versioned("v1"), Versioned("v1")) as stage:
             serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2", resident=("base",))
-            stage.views[1].report = None
+            stage.views[1].hear(None)
             tell(stage, "v1", "v2", ready=["v1"])
             for wait in ("0", "0.01"):
                 answer = await stage.ask(asking(snapshot="v2", snapshot_wait=wait))
@@ -840,7 +841,7 @@ def test_a_replica_whose_report_is_lost_while_a_connection_is_opened_is_still_as
             serve(stage, 0, "v1")
 
             def lost() -> None:
-                stage.views[0].report = None
+                stage.views[0].hear(None)
 
             assert await served_when(stage, asking(snapshot="v1"), lost) == ("replica-0", "v1")
             assert mock.admitted == [Admitted("v1", pinned=True)]

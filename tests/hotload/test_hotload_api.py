@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from openapi_answers import Checked
+from reports import replica_report
 
 from midstream.api import hotload
 from midstream.api.app import control_app
@@ -17,15 +18,7 @@ from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.client.status import read_status
 from midstream.core.errors import SnapshotError
 from midstream.core.served_names import ServedNames
-from midstream.core.types import (
-    Desired,
-    FileContent,
-    ReplicaReport,
-    SnapshotContent,
-    Stage,
-    SwapTiming,
-    Transition,
-)
+from midstream.core.types import Desired, FileContent, SnapshotContent, Stage, SwapTiming, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -65,7 +58,7 @@ class Server:
     def report(self, index: int, admitted: bool = True, **fields: Any) -> None:
         view = self.replicas.views[index]
         given: dict[str, Any] = {"replica": view.name, "boot": f"boot{index}", "ready": True} | fields
-        view.report = ReplicaReport(**given)
+        view.hear(replica_report(**given))
         view.admitted = admitted
 
     async def signal(self, body: Any, **headers: str) -> httpx.Response:
@@ -453,7 +446,7 @@ def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         await server.signal({"identity": "a"})
         timing = SwapTiming(snapshot="a", pause_ms=1.5, streams_crossed=2)
-        server.report(0, snapshot="a", generation=1, target="a", last_swap=timing)
+        server.report(0, snapshot="a", generation=1, target="a", swaps=(timing,))
         server.report(1, generation=1, stage=Stage.FETCHING, target="a")
         rows = await server.rows()
         assert stages(rows) == [

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
@@ -16,7 +17,7 @@ from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.client.errors import SignalRefused
 from midstream.client.status import Status
 from midstream.core.served_names import ServedNames
-from midstream.core.types import ReplicaReport, Stage, Transition
+from midstream.core.types import Stage, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import ReplicaSet
@@ -77,13 +78,15 @@ def test_a_published_snapshot_is_loaded_reported_and_a_failure_reaches_the_train
                 detail="model.safetensors: truncated" if fails else "",
             )
             assert (file_url_path(desired.url) / "model.safetensors").exists()
-            view.report = ReplicaReport(
-                replica=view.name,
-                boot="b",
-                ready=True,
-                snapshot="base" if fails else desired.snapshot,
-                generation=desired.generation,
-                transitions=(moved,),
+            view.hear(
+                replica_report(
+                    replica=view.name,
+                    boot="b",
+                    ready=True,
+                    snapshot="base" if fails else desired.snapshot,
+                    generation=desired.generation,
+                    transitions=(moved,),
+                )
             )
             served.append(view.name)
             runner.run(reconciler.reconcile_once())

@@ -467,7 +467,7 @@ class Running:
             await self.replica.changed(0.02)
 
     async def swap(self, snapshot: str, **more: Any) -> None:
-        generation = self.replica.report().generation + 1
+        generation = self.replica.report().own.generation + 1
         body = {"snapshot": snapshot, "generation": generation, "url": f"file:///b/{snapshot}", **more}
         assert (await self.http.post("/replica/desired", json=body)).status_code == 202
 

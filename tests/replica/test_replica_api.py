@@ -16,16 +16,9 @@ from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, R
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT
 from midstream.core.headers import HEADER_BOOT
+from midstream.core.reports import ReplicaReport
 from midstream.core.sse import sse_event
-from midstream.core.types import (
-    NEAR_ROUTER,
-    NEAR_TOP_P,
-    GenerateRequest,
-    GenerationEvent,
-    ReplicaReport,
-    Stage,
-    TokenRecord,
-)
+from midstream.core.types import NEAR_ROUTER, NEAR_TOP_P, GenerateRequest, GenerationEvent, Stage, TokenRecord
 from midstream.replica import app
 
 Scenario = Callable[[Running], Awaitable[None]]
@@ -769,7 +762,7 @@ def test_the_report_health_and_model_list(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         await here.swapped("v1")
         report = msgspec.json.decode((await here.http.get("/replica/report")).content, type=ReplicaReport)
-        assert (report.replica, report.ready, report.snapshot, report.generation) == (
+        assert (report.replica, report.ready, report.own.snapshot, report.own.generation) == (
             "replica-0",
             True,
             "v1",
@@ -816,12 +809,12 @@ def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Pa
             lines = events.aiter_lines()
             assert '"kind":"sessions"' in await anext(lines)
             first = msgspec.json.decode(await anext(lines), type=ReplicaReport)
-            assert (first.snapshot, first.boot) == ("base", here.replica.boot)
+            assert (first.own.snapshot, first.boot) == ("base", here.replica.boot)
             await here.swap("v1")
             report = first
-            while report.snapshot != "v1" or report.stage is not Stage.IDLE:
+            while report.own.snapshot != "v1" or report.own.stage is not Stage.IDLE:
                 report = await next_report(lines)
-            assert [t.stage.value for t in report.transitions][-1] == "idle"
+            assert [t.stage.value for t in report.own.transitions][-1] == "idle"
 
     play(tmp_path, FakeEngine, scenario)
 
@@ -843,11 +836,11 @@ def test_the_end_of_a_load_is_told_at_once_while_other_changes_wait(
         async with here.http.stream("GET", "/replica/events") as events:
             lines = events.aiter_lines()
             assert '"kind":"sessions"' in await anext(lines)
-            assert msgspec.json.decode(await anext(lines), type=ReplicaReport).snapshot == "base"
+            assert msgspec.json.decode(await anext(lines), type=ReplicaReport).own.snapshot == "base"
             for snapshot in ("v1", "v2"):
                 await here.swap(snapshot)
                 report = await next_report(lines)
-                assert (report.snapshot, report.stage) == (snapshot, Stage.IDLE)
+                assert (report.own.snapshot, report.own.stage) == (snapshot, Stage.IDLE)
 
     play(tmp_path, FakeEngine, scenario)
 
@@ -857,7 +850,7 @@ def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Pat
         body = {"snapshot": "v1", "generation": 7, "url": "file:///b/v1"}
         for _ in range(3):
             answer = await here.http.post("/replica/desired", json=body)
-            assert (answer.status_code, answer.json()["generation"]) == (202, 7)
+            assert (answer.status_code, answer.json()["policies"][0]["generation"]) == (202, 7)
         await here.until(lambda: here.replica.own.driver.machine.serving == "v1")
         await here.http.post("/replica/desired", json=body)
         assert here.engine.calls == ["stage v1 v1", "commit v1"]

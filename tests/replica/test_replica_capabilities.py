@@ -12,8 +12,9 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running
 from test_replica_tool_api import TOOLS, write_tool_model
 
+from midstream.core.reports import ReplicaReport
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME
-from midstream.core.types import ENGINE_FEATURES, EngineCard, GenerateRequest, ReplicaReport
+from midstream.core.types import ENGINE_FEATURES, EngineCard, GenerateRequest
 from midstream.replica.gate import Door
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

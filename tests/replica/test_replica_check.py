@@ -57,7 +57,7 @@ async def at(replica: Replica, snapshot: str, stage: Stage) -> None:
 
 
 def stages(replica: Replica) -> list[str]:
-    return [moved.stage.value for moved in replica.report().transitions]
+    return [moved.stage.value for moved in replica.report().own.transitions]
 
 
 LOADED = ["fetching", "verifying", "staging", "staged", "committing", "checking"]
@@ -65,7 +65,7 @@ LOADED = ["fetching", "verifying", "staging", "staged", "committing", "checking"
 
 def test_the_base_weights_are_checked_before_the_replica_is_ready(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        assert replica.report().check == SnapshotCheck(
+        assert replica.report().own.check == SnapshotCheck(
             snapshot=BASE_SNAPSHOT, generation=0, weights="digest of base", canary=(-1.0,) * 31
         )
 
@@ -92,11 +92,11 @@ def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: P
         replica.desire(wanted("v1", 7))
         await at(replica, "v1", Stage.CHECKING)
         report = replica.report()
-        assert (report.check, report.target, report.ready) == (None, "v1", True)
+        assert (report.own.check, report.own.target, report.ready) == (None, "v1", True)
         assert replica.own.gate.door is Door.OPEN, "requests go on while it is checked"
         engine.check_gate.set()
         await at(replica, "v1", Stage.IDLE)
-        assert replica.report().check == SnapshotCheck(
+        assert replica.report().own.check == SnapshotCheck(
             snapshot="v1", generation=7, weights=None, canary=(-2.5,) * 31
         )
 
@@ -135,14 +135,19 @@ def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_pat
         replica.pause(Pause(serial=1, mode="keep"))
         engine.canary["v1"] = [NAN, -1.0]
         replica.desire(wanted("v1", 1, reset_prompt_cache="none"))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         for _ in range(20):
             await asyncio.sleep(0)
         report = replica.report()
         assert stages(replica) == [*LOADED, "error"]
         assert engine.switches == ["v1"]
-        assert (report.ready, report.snapshot, report.target, report.check) == (False, "v1", "v1", None)
-        assert report.error == "the log-probability of canary token 1 is nan"
+        assert (report.ready, report.own.snapshot, report.own.target, report.own.check) == (
+            False,
+            "v1",
+            "v1",
+            None,
+        )
+        assert report.own.error == "the log-probability of canary token 1 is nan"
         replica.desire(wanted("v1", 2, reset_prompt_cache="none"))
         await at(replica, "v1", Stage.IDLE)
         assert engine.switches == ["v1", "v1"], "its user asked again"
@@ -157,7 +162,7 @@ def test_nobody_enters_under_weights_that_failed_their_check(tmp_path: Path, pro
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         engine.canary["v1"] = [NAN]
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         assert replica.own.gate.door is Door.UNSOUND
         with pytest.raises(AnotherBoot, match="failed their check"):
             await replica.own.gate.enter()
@@ -195,7 +200,7 @@ def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(
             with pytest.raises(SnapshotTransition):
                 await replica.own.gate.enter()
             engine.check_gate.set()
-            await until(replica, lambda: replica.report().stage in (Stage.IDLE, Stage.ERROR))
+            await until(replica, lambda: replica.report().own.stage in (Stage.IDLE, Stage.ERROR))
             assert replica.own.gate.door is (Door.OPEN if sound else Door.UNSOUND)
             return
         newcomer = asyncio.create_task(replica.own.gate.enter())
@@ -223,12 +228,12 @@ def test_the_check_of_weights_that_were_not_proved_before_is_not_given_up(tmp_pa
         replica.desire(wanted("v2", 2))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert replica.report().stage is Stage.CHECKING
+        assert replica.report().own.stage is Stage.CHECKING
         assert replica.own.gate.door is Door.HELD
         engine.check_gate.set()
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
-        assert (replica.report().snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
-        assert replica.report().check is not None
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
+        assert (replica.report().own.snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
+        assert replica.report().own.check is not None
 
     play(tmp_path, scenario, unproved())
 
@@ -251,7 +256,7 @@ def test_going_back_to_what_is_not_sound_loads_it_again(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         engine.canary["v1"] = [NAN, -1.0]
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         replica.desire(wanted("v1", 2))
         await at(replica, "v1", Stage.IDLE)
         assert engine.switches == ["v1"] * 2
@@ -299,7 +304,7 @@ def test_an_engine_that_dies_while_it_is_checked_is_a_new_boot(tmp_path: Path) -
         await engine.die()
         await until(replica, lambda: replica.ready)
         assert replica.boot != boot
-        assert (replica.report().snapshot, replica.report().check) == (
+        assert (replica.report().own.snapshot, replica.report().own.check) == (
             BASE_SNAPSHOT,
             SnapshotCheck(
                 snapshot=BASE_SNAPSHOT, generation=0, weights="digest of base", canary=(-1.0,) * 31

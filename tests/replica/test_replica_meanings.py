@@ -104,8 +104,10 @@ def test_an_engine_hears_of_an_overwritten_snapshot_right_before_it_commits_the_
         await replica.start()
         for name, generation, content in (("s2", 1, A), ("s1", 2, B), ("s2", 3, A), ("s2", 4, B)):
             replica.desire(wanted(name, generation, content))
-            while (report := replica.report()).signalled != generation or report.stage is not Stage.IDLE:
-                assert report.stage is not Stage.ERROR, report.error
+            while (
+                report := replica.report()
+            ).own.signalled != generation or report.own.stage is not Stage.IDLE:
+                assert report.own.stage is not Stage.ERROR, report.own.error
                 await replica.changed(5.0)
         await replica.close()
         return [call for call in engine.calls if call.startswith(("commit", "overwritten"))]

@@ -83,16 +83,16 @@ async def test_a_swap_waits_for_the_stream_that_is_pinned_and_no_other_crosses_u
         streaming(here, model, headers, **fields) as pinned,
     ):
         await here.swap("v1")
-        await here.until(lambda: not here.replica.report().pinnable)
-        assert (here.replica.report().stage, here.replica.report().snapshot) == (Stage.STAGED, "base")
+        await here.until(lambda: not here.replica.report().own.pinnable)
+        assert (here.replica.report().own.stage, here.replica.report().own.snapshot) == (Stage.STAGED, "base")
         assert here.engine.switches == []
         known = here.engine.requests[1].request_id
         here.engine.allow(5)
         await here.engine.until(lambda: here.engine.made[known] == 5)
         assert here.engine.switches == [], "not before the last token"
         here.engine.allow(6)
-        await here.until(lambda: here.replica.report().snapshot == "v1")
-        assert here.replica.report().pinnable
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
+        assert here.replica.report().own.pinnable
         assert labels((await pinned).text) == ["base"] * 6
         assert sse((await pinned).text)[-1] == "[DONE]"
         assert sse((await free).text)[-1] == "[DONE]"
@@ -103,10 +103,10 @@ async def test_streams_that_are_not_pinned_cross_while_others_are_waited_for(tmp
     async with running(tmp_path, FakeEngine()) as here, streaming(here, max_tokens=8) as free:
         async with streaming(here, f"{MODEL}@base", max_tokens=4) as pinned:
             await here.swap("v1")
-            await here.until(lambda: not here.replica.report().pinnable)
+            await here.until(lambda: not here.replica.report().own.pinnable)
             here.engine.allow(4)
             assert labels((await pinned).text) == ["base"] * 4
-        await here.until(lambda: here.replica.report().snapshot == "v1")
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
         here.engine.allow(8)
         assert labels((await free).text) == ["base"] * 4 + ["v1"] * 4
 
@@ -118,7 +118,7 @@ async def test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_se
         streaming(here, f"{MODEL}@base") as pinned,
     ):
         await here.swap("v1")
-        await here.until(lambda: not here.replica.report().pinnable)
+        await here.until(lambda: not here.replica.report().own.pinnable)
         told = await refused(here, model=f"{MODEL}@base")
         assert told == {"serving": "base", "pinnable": False, "constraint": {"snapshot": "base"}}
         assert (await refused(here, admitted("base", pinned=True)))["pinnable"] is False
@@ -126,7 +126,7 @@ async def test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_se
         assert labels(answer.text) == ["base"] * 2
         here.engine.allow(10)
         assert labels((await pinned).text) == ["base"] * 6
-        await here.until(lambda: here.replica.report().snapshot == "v1")
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
         assert (await refused(here, model=f"{MODEL}@base"))["serving"] == "v1"
         answer = await here.http.post("/v1/completions", json=BODY | {"model": f"{MODEL}@v1"})
         assert labels(answer.text) == ["v1"] * 6
@@ -148,7 +148,7 @@ async def test_a_pinned_stream_that_outlasts_the_drain_ends_with_an_error_and_is
         assert (error["code"], error["status_code"]) == ("snapshot_not_served", 409)
         assert "'base', to which this request is pinned, is replaced by 'v1'" in error["message"]
         assert here.engine.aborted == [here.engine.requests[0].request_id]
-        assert here.replica.report().pinnable
+        assert here.replica.report().own.pinnable
 
 
 @in_a_loop
@@ -172,11 +172,11 @@ async def test_other_files_under_the_name_that_serves_wait_for_its_pinned_stream
         await here.swapped("v1", fingerprint="one")
         async with streaming(here, f"{MODEL}@v1") as pinned:
             await here.swap("v1", fingerprint="other")
-            await here.until(lambda: len(here.engine.switches) == 2 or not here.replica.report().pinnable)
+            await here.until(lambda: len(here.engine.switches) == 2 or not here.replica.report().own.pinnable)
             assert here.engine.switches == ["v1"]
             here.engine.allow(10)
             assert labels((await pinned).text) == ["v1"] * 6
-        await here.until(lambda: len(here.engine.switches) == 2 and here.replica.report().pinnable)
+        await here.until(lambda: len(here.engine.switches) == 2 and here.replica.report().own.pinnable)
 
 
 @in_a_loop
@@ -202,7 +202,7 @@ async def test_a_newer_snapshot_takes_the_place_of_one_that_waits_for_pinned_str
         await here.until(lambda: here.replica.own.pins.coming == "v2")
         here.engine.allow(10)
         assert labels((await pinned).text) == ["base"] * 6
-        await here.until(lambda: here.replica.report().snapshot == "v2")
+        await here.until(lambda: here.replica.report().own.snapshot == "v2")
         assert here.engine.switches == ["v2"]
 
 
@@ -213,10 +213,10 @@ async def test_a_sync_swap_lets_pinned_streams_end_too(tmp_path: Path) -> None:
         streaming(here, f"{MODEL}@base") as pinned,
     ):
         await here.swap("v1", transition="SYNC")
-        await here.until(lambda: not here.replica.report().admitting)
+        await here.until(lambda: not here.replica.report().own.admitting)
         here.engine.allow(10)
         assert labels((await pinned).text) == ["base"] * 6
-        await here.until(lambda: here.replica.report().snapshot == "v1")
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
 
 
 @in_a_loop

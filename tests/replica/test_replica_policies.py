@@ -94,7 +94,7 @@ async def end(here: Running, made: float) -> bool:
 
 
 def reported(here: Running) -> dict[float, str]:
-    return {policy.made: policy.snapshot for policy in here.replica.policies.reports()}
+    return {policy.made: policy.snapshot for policy in here.replica.report().others}
 
 
 async def sampling(here: Running) -> asyncio.Task[httpx.Response]:
@@ -211,7 +211,7 @@ class Clock:
 
 
 def names(here: Running) -> set[str]:
-    return {policy.policy for policy in here.replica.policies.reports()}
+    return {policy.policy for policy in here.replica.report().others}
 
 
 async def loaded(here: Running, *policies: str) -> None:
@@ -230,7 +230,7 @@ async def at_rest(here: Running) -> None:
 def served_here(here: Running, policy: str) -> bool:
     return any(
         (one.policy, one.snapshot, one.stage) == (policy, f"{policy}-1", Stage.IDLE)
-        for one in here.replica.policies.reports()
+        for one in here.replica.report().others
     )
 
 
@@ -249,7 +249,7 @@ async def test_the_least_recently_used_policy_makes_way_and_comes_back_with_its_
         await loaded(here, "red", "blue")
         for policy in ("blue", "red"):
             assert labels((await asked(here, policy)).text) == [f"{policy}-1"] * 6
-        before = {one.policy: one.transitions[-1].seq for one in here.replica.policies.reports()}
+        before = {one.policy: one.transitions[-1].seq for one in here.replica.report().others}
         await loaded(here, "green")
         assert names(here) == {"red", "green"}, "blue was used before red"
         gone = await asked(here, "blue")
@@ -259,7 +259,7 @@ async def test_the_least_recently_used_policy_makes_way_and_comes_back_with_its_
         await loaded(here, "blue")
         assert names(here) == {"green", "blue"}
         assert labels((await asked(here, "blue")).text) == ["blue-1"] * 6
-        again = next(one for one in here.replica.policies.reports() if one.policy == "blue")
+        again = next(one for one in here.replica.report().others if one.policy == "blue")
         assert again.transitions[0].seq == before["blue"] + 1
         assert await end(here, 1.0) is False, "red is not here; its end is remembered"
         await desire(here, 1.0, "red-1", "red")
@@ -335,7 +335,7 @@ async def test_what_loads_or_fails_to_load(tmp_path: Path) -> None:
         await desire(here, 1.0, "red-1", "red")
         here.source.corrupt.add("red-2")
         await desire(here, 1.0, "red-2", "red")
-        await here.until(lambda: here.replica.policies.reports()[0].stage is Stage.ERROR)
+        await here.until(lambda: here.replica.report().others[0].stage is Stage.ERROR)
         await at_rest(here)
         await loaded(here, "green")
         assert names(here) == {"green"}

@@ -24,7 +24,7 @@ async def ask(here: Running, snapshot: str | None = None, **more: Any) -> httpx.
 async def served(here: Running, snapshot: str | None = None, **more: Any) -> GenerateRequest:
     """What the engine was asked."""
     answer = await ask(here, snapshot, **more)
-    expected = here.replica.report().snapshot if snapshot is None else snapshot
+    expected = here.replica.report().own.snapshot if snapshot is None else snapshot
     assert labels(answer.text) == [expected] * 6, answer.text
     return here.engine.requests[-1]
 
@@ -33,8 +33,8 @@ async def after(here: Running, *snapshots: str) -> tuple[str, ...]:
     """They have served, one after another; what stays."""
     for snapshot in snapshots:
         await here.swapped(snapshot)
-        await here.until(lambda: here.replica.report().stage is Stage.IDLE)
-    return here.replica.report().resident
+        await here.until(lambda: here.replica.report().own.stage is Stage.IDLE)
+    return here.replica.report().own.resident
 
 
 @in_a_loop
@@ -43,7 +43,7 @@ async def test_a_swap_waits_for_no_pinned_stream_which_goes_on_under_its_own_sna
         async with streaming(here, f"{MODEL}@base") as pinned, streaming(here) as free:
             await here.swapped("v1")
             report = here.replica.report()
-            assert (report.snapshot, report.resident, report.pinnable) == ("v1", ("base",), True)
+            assert (report.own.snapshot, report.own.resident, report.own.pinnable) == ("v1", ("base",), True)
             here.engine.allow(10)
             assert labels((await pinned).text) == ["base"] * 6
             assert sse((await pinned).text)[-1] == "[DONE]"
@@ -88,7 +88,7 @@ async def test_a_snapshot_in_use_stays_beyond_the_number_until_its_last_request_
             here.engine.allow(10)
             assert labels((await first).text) == ["base"] * 6
         # Of the two it was used later.
-        await here.until(lambda: here.replica.report().resident == ("base",))
+        await here.until(lambda: here.replica.report().own.resident == ("base",))
         assert here.engine.holds == {"base", "v3"}
         assert (await refused(here, model=f"{MODEL}@v2"))["serving"] == "v3"
 
@@ -108,8 +108,8 @@ async def test_beyond_the_bound_a_swap_waits_for_the_least_recently_used_alone(t
             assert (await refused(here, model=f"{MODEL}@v1"))["pinnable"] is False
             here.engine.allow(6)
             assert labels((await oldest).text) == ["base"] * 6
-            await here.until(lambda: here.replica.report().snapshot == "v2")
-            assert here.replica.report().resident == ("v1",)
+            await here.until(lambda: here.replica.report().own.snapshot == "v2")
+            assert here.replica.report().own.resident == ("v1",)
             assert here.engine.holds == {"v1", "v2"}
             here.engine.allow(8)
             assert labels((await newer).text) == ["v1"] * 8
@@ -144,7 +144,7 @@ async def test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams(tmp_
             here.engine.allow(10)
             assert labels((await pinned).text) == ["v1"] * 6
             await here.until(lambda: here.engine.switches == ["v1", "v2", "v1"])
-            await here.until(lambda: here.replica.report().resident == ("base", "v2"))
+            await here.until(lambda: here.replica.report().own.resident == ("base", "v2"))
 
 
 @in_a_loop
@@ -193,11 +193,11 @@ async def test_a_sync_swap_drains_pinned_streams_and_what_served_stays(tmp_path:
         streaming(here, f"{MODEL}@base") as pinned,
     ):
         await here.swap("v1", transition="SYNC")
-        await here.until(lambda: not here.replica.report().admitting)
+        await here.until(lambda: not here.replica.report().own.admitting)
         assert here.engine.switches == []
         here.engine.allow(10)
         assert labels((await pinned).text) == ["base"] * 6
-        await here.until(lambda: here.replica.report().snapshot == "v1")
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
         await served(here, "base")
 
 
@@ -207,7 +207,7 @@ async def test_weights_that_failed_their_check_are_offered_to_nobody_afterwards(
     engine.canary["v1"] = [float("nan")]
     async with running(tmp_path, engine, residency=THREE) as here:
         await here.swap("v1")
-        await here.until(lambda: here.replica.report().stage is Stage.ERROR)
+        await here.until(lambda: here.replica.report().own.stage is Stage.ERROR)
         assert await after(here, "v2") == ("base",)
         assert engine.holds == {"base", "v2"}
 
@@ -229,10 +229,10 @@ async def test_a_new_boot_has_what_it_starts_on_alone(tmp_path: Path) -> None:
         here.engine.start_gate.clear()
         await here.engine.die()
         await here.until(lambda: here.engine.starts == 2)
-        assert here.replica.report().resident == ()
+        assert here.replica.report().own.resident == ()
         here.engine.start_gate.set()
         await here.until(lambda: here.replica.ready)
-        assert (here.replica.report().snapshot, here.replica.report().resident) == (BASE_SNAPSHOT, ())
+        assert (here.replica.report().own.snapshot, here.replica.report().own.resident) == (BASE_SNAPSHOT, ())
         assert (await refused(here, model=f"{MODEL}@v1"))["serving"] == BASE_SNAPSHOT
 
 
@@ -252,11 +252,11 @@ async def test_with_one_snapshot_nothing_is_kept_and_no_request_names_one(
     async with running(tmp_path, engine, residency=residency) as here:
         async with streaming(here, f"{MODEL}@base") as pinned:
             await here.swap("v1")
-            await here.until(lambda: not here.replica.report().pinnable)
+            await here.until(lambda: not here.replica.report().own.pinnable)
             engine.allow(10)
             assert labels((await pinned).text) == ["base"] * 6
-        await here.until(lambda: here.replica.report().snapshot == "v1")
-        assert (here.replica.report().resident, engine.retained) == ((), [])
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
+        assert (here.replica.report().own.resident, engine.retained) == ((), [])
         assert [request.snapshot for request in engine.requests] == [None]
         assert (await refused(here, model=f"{MODEL}@base"))["serving"] == "v1"
 

@@ -243,7 +243,11 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
         boot = replica.boot
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.ready and replica.boot != boot)
-        assert (engine.starts, engine.serving, replica.report().snapshot) == (2, BASE_SNAPSHOT, BASE_SNAPSHOT)
+        assert (engine.starts, engine.serving, replica.report().own.snapshot) == (
+            2,
+            BASE_SNAPSHOT,
+            BASE_SNAPSHOT,
+        )
         assert engine.calls[-1] == "close"
         replica.desire(wanted("v1", 1))
         await serves(replica, "v1")
@@ -299,8 +303,8 @@ def test_an_unexpected_failure_before_the_commit_keeps_the_boot_and_shows_the_er
     async def scenario(replica: Replica) -> None:
         boot = replica.boot
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
-        assert replica.report().error == "'model.embed_tokens'"
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
+        assert replica.report().own.error == "'model.embed_tokens'"
         assert (replica.boot, replica.ready, engine.starts) == (boot, True, 1)
 
     play(tmp_path, engine, Buggy(), scenario)
@@ -316,7 +320,11 @@ def test_an_engine_that_dies_while_it_commits_does_not_hold_up_the_next_boot(tmp
         await engine.committing.wait()
         await engine.die()
         await until(replica, lambda: replica.ready)
-        assert (replica.boot != boot, replica.report().snapshot, engine.switches) == (True, BASE_SNAPSHOT, [])
+        assert (replica.boot != boot, replica.report().own.snapshot, engine.switches) == (
+            True,
+            BASE_SNAPSHOT,
+            [],
+        )
 
     play(tmp_path, engine, FakeSource(), scenario)
 
@@ -327,7 +335,7 @@ def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path
     async def scenario(replica: Replica) -> None:
         source.corrupt, source.blocked = {"v1"}, {"v2"}
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         await tick(5)
         source.fetching.clear()
         replica.desire(wanted("v2", 2))
@@ -390,16 +398,20 @@ def test_a_check_is_given_up_for_other_weights_and_what_it_left_unchecked_is_nev
     async def scenario(replica: Replica) -> None:
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.CHECKING)
+        await until(replica, lambda: replica.report().own.stage is Stage.CHECKING)
         source.corrupt.add("v2")
         replica.desire(wanted("v2", 2))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
-        assert (engine.serving, replica.report().snapshot, replica.report().check) == ("v1", "v1", None)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
+        assert (engine.serving, replica.report().own.snapshot, replica.report().own.check) == (
+            "v1",
+            "v1",
+            None,
+        )
         engine.check_gate.set()
         replica.desire(wanted("v1", 3))
         await serves(replica, "v1")
         assert engine.switches == ["v1", "v1"]
-        found = replica.report().check
+        found = replica.report().own.check
         assert found is not None
         assert (found.snapshot, found.generation) == ("v1", 3)
 
@@ -412,13 +424,14 @@ def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> No
     async def scenario(replica: Replica) -> None:
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.CHECKING)
+        await until(replica, lambda: replica.report().own.stage is Stage.CHECKING)
         replica.desire(wanted("v1", 2))
         await tick(20)
-        assert replica.report().stage is Stage.CHECKING
+        assert replica.report().own.stage is Stage.CHECKING
         engine.check_gate.set()
         await until(
-            replica, lambda: replica.report().stage is Stage.IDLE and not replica.own.driver.machine.behind
+            replica,
+            lambda: replica.report().own.stage is Stage.IDLE and not replica.own.driver.machine.behind,
         )
         assert engine.switches == ["v1"]
         assert len(engine.canaries) == 2, "of the start and of v1"
@@ -433,9 +446,9 @@ def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         assert engine.switches == ["v1"], "it is not tried again by itself"
-        assert replica.report().error == "its check did not end within 0 s"
+        assert replica.report().own.error == "its check did not end within 0 s"
         assert not replica.report().ready
 
     play(tmp_path, engine, source, scenario)
@@ -454,12 +467,12 @@ def test_a_check_that_waits_behind_other_requests_says_nothing_of_the_weights_an
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: caplog.text.count("it begins anew") >= 2)
-        assert replica.report().stage is Stage.CHECKING
+        assert replica.report().own.stage is Stage.CHECKING
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", usual)
         engine.check_gate.set()
-        await until(replica, lambda: replica.report().stage is Stage.IDLE)
-        assert replica.report().error is None
-        assert replica.report().snapshot == "v1"
+        await until(replica, lambda: replica.report().own.stage is Stage.IDLE)
+        assert replica.report().own.error is None
+        assert replica.report().own.snapshot == "v1"
         assert engine.switches == ["v1"]
 
     play(tmp_path, engine, source, scenario)
@@ -470,11 +483,11 @@ def test_what_was_staged_in_vain_does_not_stay_in_the_engine(tmp_path: Path) -> 
 
     async def scenario(replica: Replica) -> None:
         replica.desire(wanted("v1", 1, hold=True))
-        await until(replica, lambda: replica.report().held)
+        await until(replica, lambda: replica.report().own.held)
         assert engine.staged == "v1"
         source.corrupt.add("v2")
         replica.desire(wanted("v2", 2))
-        await until(replica, lambda: replica.report().stage is Stage.ERROR)
+        await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         assert engine.staged is None
         assert engine.switches == []
 
@@ -491,12 +504,12 @@ def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after
     async def scenario(replica: Replica) -> None:
         seen: list[Stage] = []
         replica.desire(wanted("v1", 1, transition=transition))
-        while replica.report().stage is not Stage.IDLE or not engine.switches:
+        while replica.report().own.stage is not Stage.IDLE or not engine.switches:
             await replica.changed(60.0)
-            seen.append(replica.report().stage)
+            seen.append(replica.report().own.stage)
         assert Stage.STAGING in seen
         assert (Stage.COMMITTING in seen) == (transition == "SYNC")
-        told = [moved.stage.value for moved in replica.report().transitions]
+        told = [moved.stage.value for moved in replica.report().own.transitions]
         assert told == ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
 
     play(tmp_path, engine, source, scenario)
@@ -507,14 +520,14 @@ def test_the_report_names_the_signal_of_what_serves(tmp_path: Path) -> None:
     engine, source = paced()
 
     async def scenario(replica: Replica) -> None:
-        assert replica.report().signalled == 0
+        assert replica.report().own.signalled == 0
         replica.desire(wanted("a", 7, signalled=2))
         await serves(replica, "a")
-        assert (replica.report().generation, replica.report().signalled) == (7, 2)
+        assert (replica.report().own.generation, replica.report().own.signalled) == (7, 2)
         replica.desire(wanted("a", 8, signalled=8))
-        await until(replica, lambda: replica.report().generation == 8)
+        await until(replica, lambda: replica.report().own.generation == 8)
         await until(replica, lambda: replica.own.driver.machine.stage is Stage.IDLE)
-        assert replica.report().signalled == 2, "nothing was switched"
+        assert replica.report().own.signalled == 2, "nothing was switched"
 
     play(tmp_path, engine, source, scenario)
 
@@ -549,6 +562,6 @@ def test_what_is_told_during_the_commit_is_not_taken_for_what_was_applied(tmp_pa
         replica.desire(wanted("a", 3, signalled=5, reset_prompt_cache="all"))
         engine.commit_gate.set()
         await serves(replica, "a")
-        assert replica.report().signalled == 3
+        assert replica.report().own.signalled == 3
 
     play(tmp_path, engine, source, scenario)

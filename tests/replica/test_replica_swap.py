@@ -206,7 +206,7 @@ async def settled(replica: Replica) -> None:
 
 
 def stages(replica: Replica) -> list[tuple[str, str]]:
-    return [(t.snapshot, t.stage.value) for t in replica.report().transitions]
+    return [(t.snapshot, t.stage.value) for t in replica.report().own.transitions]
 
 
 def test_a_change_counts_from_the_call_on_also_before_the_task_that_waits_runs(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_change_counts_from_the_call_on_also_before_the_task_that_waits_runs(t
 def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         replica.desire(wanted("v1", 3))
-        assert replica.report().generation == 3
+        assert replica.report().own.generation == 3
         await settled(replica)
         assert stages(replica) == [
             ("v1", s)
@@ -234,11 +234,16 @@ def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> 
         await source.released.wait()
         assert source.calls == ["fetch v1", "verify v1", "release all but ['v1']"]
         report = replica.report()
-        assert (report.snapshot, report.target, report.error, report.ready) == ("v1", None, None, True)
-        assert report.last_swap is not None
-        assert (report.last_swap.snapshot, report.last_swap.pause_ms) == ("v1", 1.5)
-        assert report.last_swap.streams_crossed == 2
-        assert {t.at for t in report.transitions} == {5.0}
+        assert (report.own.snapshot, report.own.target, report.own.error, report.ready) == (
+            "v1",
+            None,
+            None,
+            True,
+        )
+        assert report.own.last_swap is not None
+        assert (report.own.last_swap.snapshot, report.own.last_swap.pause_ms) == ("v1", 1.5)
+        assert report.own.last_swap.streams_crossed == 2
+        assert {t.at for t in report.own.transitions} == {5.0}
 
     play(tmp_path, scenario)
 
@@ -251,9 +256,9 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
         replica.desire(wanted("v2", 2))
         await settled(replica)
         report = replica.report()
-        assert (report.snapshot, report.stage, report.target) == ("v1", Stage.ERROR, "v2")
-        assert report.error == "v2: checksum of a.weight differs"
-        assert report.transitions[-1].detail == report.error
+        assert (report.own.snapshot, report.own.stage, report.own.target) == ("v1", Stage.ERROR, "v2")
+        assert report.own.error == "v2: checksum of a.weight differs"
+        assert report.own.transitions[-1].detail == report.own.error
         assert (engine.serving, report.ready, replica.own.gate.door) == ("v1", True, Door.OPEN)
         assert "stage v2 v2" not in engine.calls
 
@@ -265,13 +270,13 @@ def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Pat
         engine.refuse_stage = True
         replica.desire(wanted("v1", 1))
         await settled(replica)
-        assert replica.report().error == "v1: tensor a.weight has shape [2], expected [3]"
+        assert replica.report().own.error == "v1: tensor a.weight has shape [2], expected [3]"
         engine.refuse_stage = False
         replica.desire(wanted("v1", 1))
         assert not replica.own.driver.machine.behind
         replica.desire(wanted("v1", 2))
         await settled(replica)
-        assert (replica.report().snapshot, replica.report().error) == ("v1", None)
+        assert (replica.report().own.snapshot, replica.report().own.error) == ("v1", None)
 
     play(tmp_path, scenario)
 
@@ -286,7 +291,7 @@ def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> N
         assert source.calls[:4] == ["fetch v1", "cancelled v1", "release all but ['base', 'v2']", "fetch v2"]
         assert engine.calls == ["stage v2 v2", "commit v2"]
         assert stages(replica)[:2] == [("v1", "fetching"), ("v2", "fetching")]
-        assert replica.report().snapshot == "v2"
+        assert replica.report().own.snapshot == "v2"
 
     play(tmp_path, scenario)
 
@@ -300,7 +305,7 @@ def test_a_newer_target_waits_for_a_commit_that_has_begun(tmp_path: Path) -> Non
         replica.desire(wanted("v3", 3))
         engine.commit_gate.set()
         await settled(replica)
-        assert [t.snapshot for t in replica.report().transitions if t.stage is Stage.IDLE] == ["v1", "v3"]
+        assert [t.snapshot for t in replica.report().own.transitions if t.stage is Stage.IDLE] == ["v1", "v3"]
         assert engine.calls == ["stage v1 v1", "commit v1", "stage v3 v3", "commit v3"]
 
     play(tmp_path, scenario)
@@ -317,7 +322,7 @@ def test_going_back_to_what_serves_cancels_the_loading_and_is_done_at_once(tmp_p
         replica.desire(wanted("v1", 3))
         await settled(replica)
         assert stages(replica)[-2:] == [("v2", "fetching"), ("v1", "idle")]
-        assert (replica.report().generation, replica.report().target) == (3, None)
+        assert (replica.report().own.generation, replica.report().own.target) == (3, None)
         assert engine.calls == ["stage v1 v1", "commit v1"]
 
     play(tmp_path, scenario)
@@ -331,7 +336,7 @@ def test_the_base_snapshot_is_loaded_from_the_model_directory(tmp_path: Path) ->
         await settled(replica)
         assert engine.calls[2:] == [f"stage base {tmp_path.name}", "commit base"]
         assert source.calls.count("fetch base") == 0
-        assert replica.report().snapshot == BASE_SNAPSHOT
+        assert replica.report().own.snapshot == BASE_SNAPSHOT
 
     play(tmp_path, scenario)
 
@@ -385,10 +390,10 @@ def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done
             with pytest.raises(SnapshotTransition) as caught:
                 await replica.own.gate.enter(60)
             assert (caught.value.status, caught.value.retry_after_s) == (425, 1)
-            assert replica.report().stage is Stage.STAGED
+            assert replica.report().own.stage is Stage.STAGED
             assert "commit v1" not in engine.calls
         await settled(replica)
-        assert (replica.report().snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
+        assert (replica.report().own.snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
 
     play(tmp_path, scenario)
 
@@ -402,10 +407,10 @@ def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
             drained = asyncio.create_task(replica.own.gate.drained())
             await asyncio.sleep(0)
             assert not drained.done()
-            assert replica.report().stage is Stage.STAGED
+            assert replica.report().own.stage is Stage.STAGED
         await drained
         await settled(replica)
-        assert replica.report().snapshot == "v1"
+        assert replica.report().own.snapshot == "v1"
 
     play(tmp_path, scenario)
 
@@ -419,7 +424,7 @@ def test_a_sync_swap_that_drains_can_still_be_superseded_and_opens_the_gate(tmp_
             await settled(replica)
             assert replica.own.gate.door is Door.OPEN
         assert "commit v1" not in engine.calls
-        assert replica.report().snapshot == BASE_SNAPSHOT
+        assert replica.report().own.snapshot == BASE_SNAPSHOT
 
     play(tmp_path, scenario)
 
@@ -434,14 +439,14 @@ def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: 
         await until(replica, lambda: replica.ready)
         report = replica.report()
         assert report.boot != boot
-        assert (report.snapshot, report.generation, report.transitions) == (BASE_SNAPSHOT, 0, ())
+        assert (report.own.snapshot, report.own.generation, report.own.transitions) == (BASE_SNAPSHOT, 0, ())
         assert engine.starts == 2
         assert replica.own.namespaces.admit(("", "s")) != before
         replica.engine_died(boot, "a late stream of the old boot")
         assert replica.ready
         replica.desire(wanted("v1", 4))
         await settled(replica)
-        assert replica.report().snapshot == "v1"
+        assert replica.report().own.snapshot == "v1"
 
     play(tmp_path, scenario)
 
@@ -459,14 +464,14 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Pa
 
         async def sleep(seconds: float) -> None:
             delays.append(seconds)
-            assert replica.report().error == "the engine cannot be started again: no memory"
+            assert replica.report().own.error == "the engine cannot be started again: no memory"
 
         engine = Stubborn()
         replica = make_replica(tmp_path, engine, FakeSource(), sleep=sleep)
         await replica.start()
         await engine.die()
         await until(replica, lambda: replica.ready)
-        assert replica.report().error is None
+        assert replica.report().own.error is None
         await replica.close()
         assert (engine.starts, delays) == (4, [0.5, 1.0])
 

@@ -65,7 +65,7 @@ async def tick(times: int) -> None:
 
 
 def stages(replica: Replica, snapshot: str) -> list[str]:
-    return [moved.stage.value for moved in replica.report().transitions if moved.snapshot == snapshot]
+    return [moved.stage.value for moved in replica.report().own.transitions if moved.snapshot == snapshot]
 
 
 def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path
         await at(replica, "v1")
         assert stages(replica, "v1") == ["fetching", "rebuilding", *LOADED[1:]]
         assert source.calls[:3] == ["fetch v1", "rebuild v1", "verify v1"]
-        swap = replica.report().last_swap
+        swap = replica.report().own.last_swap
         assert swap is not None
         assert min(swap.fetch_ms, swap.rebuild_ms, swap.verify_ms, swap.stage_ms, swap.check_ms) > 0
         replica.desire(wanted("v2", 2))
         await at(replica, "v2")
         assert stages(replica, "v2") == LOADED
-        swap = replica.report().last_swap
+        swap = replica.report().own.last_swap
         assert swap is not None
         assert (swap.snapshot, swap.rebuild_ms) == ("v2", 0.0)
 
@@ -103,8 +103,8 @@ def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_p
         replica.desire(delta("v1", 1))
         await at(replica, "v1", Stage.ERROR)
         assert stages(replica, "v1") == ["fetching", "rebuilding", "error"]
-        assert replica.report().error == "v1: checksum of a.weight differs after decoding"
-        assert (replica.report().snapshot, engine.calls) == (BASE_SNAPSHOT, [])
+        assert replica.report().own.error == "v1: checksum of a.weight differs after decoding"
+        assert (replica.report().own.snapshot, engine.calls) == (BASE_SNAPSHOT, [])
 
     play(tmp_path, scenario)
 
@@ -209,7 +209,7 @@ def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
         await at(replica, "v1", Stage.STAGED)
         replica.desire(held)
         await tick(20)
-        assert (replica.report().stage, replica.own.gate.door) == (Stage.STAGED, Door.OPEN)
+        assert (replica.report().own.stage, replica.own.gate.door) == (Stage.STAGED, Door.OPEN)
         assert engine.switches == []
         replica.desire(wanted("v1", 1, transition=transition, reset_prompt_cache="none", max_cache_age=3))
         await at(replica, "v1")
@@ -252,7 +252,12 @@ def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_h
             await tick(20)
         kept = f"v{GIVEN_UP_MAX + 1}"
         report = replica.report()
-        assert (report.stage, report.target, report.held, report.generation) == (Stage.STAGED, kept, True, 8)
+        assert (report.own.stage, report.own.target, report.own.held, report.own.generation) == (
+            Stage.STAGED,
+            kept,
+            True,
+            8,
+        )
         assert engine.switches == []
         turn = wanted("v8", 8, hold=True, let_go=GIVEN_UP_MAX + 1)
         replica.desire(turn)
@@ -261,7 +266,7 @@ def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_h
         replica.desire(turn)
         await tick(20)
         assert engine.switches == [kept]
-        assert replica.report().held
+        assert replica.report().own.held
         replica.desire(wanted("v8", 8))
         await at(replica, "v8")
         assert engine.switches == [kept, "v8"]
@@ -293,17 +298,17 @@ def test_a_held_target_that_is_superseded_while_it_may_not_be_given_up_does_not_
 
 def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        assert replica.report().admitting
+        assert replica.report().own.admitting
         with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
-            await until(replica, lambda: not replica.report().admitting)
-            assert (replica.report().stage, replica.report().in_flight) == (Stage.STAGED, 1)
+            await until(replica, lambda: not replica.report().own.admitting)
+            assert (replica.report().own.stage, replica.report().in_flight) == (Stage.STAGED, 1)
         await at(replica, "v1")
-        assert replica.report().admitting
+        assert replica.report().own.admitting
         engine.commit_gate.clear()
         replica.desire(wanted("v2", 2))
         await engine.committing.wait()
-        assert replica.report().admitting, "held newcomers are served by the new snapshot"
+        assert replica.report().own.admitting, "held newcomers are served by the new snapshot"
         engine.commit_gate.set()
         await at(replica, "v2")
 
@@ -323,7 +328,7 @@ def test_the_age_limit_of_a_snapshot_reaches_the_engine_with_every_request(tmp_p
             await ask()
             await it.swapped("v1", reset_prompt_cache="none", max_cache_age=2)
             await ask()
-            await it.until(lambda: it.replica.report().stage is Stage.IDLE)
+            await it.until(lambda: it.replica.report().own.stage is Stage.IDLE)
             await it.swapped("v2", reset_prompt_cache="none")
             await ask()
             assert [request.kv_age_max for request in engine.requests] == [None, 2, None]
@@ -356,7 +361,7 @@ def test_a_hint_fetches_files_early_and_a_load_goes_before_it(tmp_path: Path) ->
                 assert (await it.http.post("/replica/hint", json=body)).status_code == 202
             await begun.wait()
             await it.swapped("v1")
-            await it.until(lambda: it.replica.report().stage is Stage.IDLE)
+            await it.until(lambda: it.replica.report().own.stage is Stage.IDLE)
             assert source.calls[:3] == ["prefetch v1 slow", "stopped", "fetch v1"]
             assert "prefetch v2 c" in source.calls
             assert "prefetch v1 b" not in source.calls

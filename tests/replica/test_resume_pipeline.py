@@ -601,7 +601,9 @@ def test_the_log_says_of_which_files_kv_is_before_the_engine_has_told_of_its_swi
         engine, replica = cast(SlowToSay, here.engine), here.replica
 
         async def loaded(generation: int) -> str:
-            await here.until(lambda: replica.report().generation == generation and replica.own.driver.resting)
+            await here.until(
+                lambda: replica.report().own.generation == generation and replica.own.driver.resting
+            )
             return replica.own.driver.meanings.files("s")
 
         replica.desire(wanted("s", 1, A))

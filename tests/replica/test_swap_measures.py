@@ -42,7 +42,7 @@ def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tm
         source.blocked = {"v3"}
         replica.desire(desired("v2", 2))
         await until(replica, "failed", 1)
-        assert replica.report().stage is Stage.ERROR
+        assert replica.report().own.stage is Stage.ERROR
         source.fetching.clear()
         replica.desire(desired("v3", 3))
         await source.fetching.wait()

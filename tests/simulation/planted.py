@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from midstream.core.types import Desired, ReplicaReport
+from midstream.core.reports import Reported
+from midstream.core.types import Desired
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import reconcile
@@ -223,10 +224,10 @@ def _a_later_report_admits() -> None:
         self._at.report = self._at.view.report or self._at.report
         return before(self)
 
-    def lines(self: VersionJudge, view: ReplicaView, under: ReplicaReport) -> list[bytes]:
+    def lines(self: VersionJudge, view: ReplicaView, under: Reported) -> list[bytes]:
         if self.constraint.empty:
             return []
-        admitted = Admitted(under.snapshot, pinned=self.constraint.snapshot is not None)
+        admitted = Admitted(under.own.snapshot, pinned=self.constraint.snapshot is not None)
         return [f"{HEADER_ADMITTED}: {as_header(admitted)}".encode()]
 
     VersionJudge.lines = lines  # type: ignore[method-assign]

@@ -19,8 +19,9 @@ import msgspec
 
 from midstream import __version__
 from midstream.api.status import SHOWN_STAGE
+from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.scopes import OBSERVE, Grant
-from midstream.core.types import PolicyReport, ReplicaReport, Stage, Transition
+from midstream.core.types import Stage, Transition
 from midstream.core.wires import NO_ROLLOUTS
 from midstream.fleet.access import shown_only
 from midstream.fleet.registry import Deployment, Deployments
@@ -120,8 +121,8 @@ class Board:
         seen: dict[_Part, int] = {}
         for deployment in self._deployments:
             for view in deployment.replicas.views:
-                if view.report is not None:
-                    self._learn_of(deployment, view.name, view.report, seen)
+                if view.heard is not None:
+                    self._learn_of(deployment, view.name, view.heard, seen)
         # One that is not heard now may be heard again.
         heard = {key.replica for key in seen}
         self._seen = seen | {key: seq for key, seq in self._seen.items() if key.replica not in heard}
@@ -136,10 +137,8 @@ class Board:
         self, deployment: Deployment, replica: str, report: ReplicaReport, learnt: dict[_Part, int]
     ) -> None:
         """learnt: what was seen of each part, to be added to."""
-        parts: list[ReplicaReport | PolicyReport] = [report, *report.policies]
-        for part in parts:
-            policy = (part.policy, part.made) if isinstance(part, PolicyReport) else ("", 0.0)
-            key = _Part(replica, report.boot, *policy)
+        for part in report.policies:
+            key = _Part(replica, report.boot, part.policy, part.made)
             seen = self._seen.get(key, -1)
             learnt[key] = part.transitions[-1].seq if part.transitions else seen
             if learnt[key] > seen:
@@ -169,10 +168,8 @@ class Board:
         swap.error = moved.detail or None if moved.stage is Stage.ERROR else None
         self._changed(swap)
 
-    def _time(self, deployment: str, key: _Part, part: ReplicaReport | PolicyReport) -> None:
-        # A replica of an older version reports only its last swap.
-        timings = part.swaps if isinstance(part, ReplicaReport) else ()
-        for timing in filter(None, timings or (part.last_swap,)):
+    def _time(self, deployment: str, key: _Part, part: PolicyReport) -> None:
+        for timing in part.swaps:
             swap = self._swaps.get((deployment, key, timing.generation, timing.snapshot))
             if swap is not None and swap.pause_ms is None:
                 swap.pause_ms, swap.streams_crossed = timing.pause_ms, timing.streams_crossed
@@ -186,7 +183,7 @@ class Board:
         replicas: dict[str, ReplicaSample] = {}
         for deployment in self._deployments:
             for view in deployment.replicas.views:
-                if (report := view.report) is not None:
+                if (report := view.heard) is not None:
                     replicas[view.name] = self._of_replica(deployment, view, report)
         self._boots = {name: boot for name, boot in self._boots.items() if name in replicas}
         siblings = self._metrics.siblings()
@@ -210,7 +207,7 @@ class Board:
             engine.running,
             engine.waiting,
             round(used, 4),
-            deployment.order.behind(report.snapshot),
+            deployment.order.behind(report.own.snapshot),
             known[1],
             0 if first is None else sum(first.counts),
             0.0 if first is None else round(first.sum, 6),
@@ -285,7 +282,7 @@ class Board:
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for one in shown:
             for view in one.replicas.views:
-                for policy in view.report.policies if view.report else ():
+                for policy in view.heard.others if view.heard else ():
                     row = rows.setdefault(
                         (one.name, policy.policy),
                         {
@@ -350,24 +347,24 @@ def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "own": view.own,
         "error": deployment.troubles.get(view.name) or view.last_words or None,
     }
-    report = view.report
+    report = view.heard
     if report is None:
         return about | {"stage": "unreachable", "snapshot": None}
-    engine = report.engine
+    engine, own = report.engine, report.own
     return about | {
-        "stage": _stage(report.stage) if report.ready else "starting" if not report.error else "error",
-        "snapshot": report.snapshot,
-        "target": report.target,
-        "behind": deployment.order.behind(report.snapshot),
-        "held": report.held,
-        "admitting": report.admitting,
-        "error": report.error or about["error"],
+        "stage": _stage(own.stage) if report.ready else "starting" if not own.error else "error",
+        "snapshot": own.snapshot,
+        "target": own.target,
+        "behind": deployment.order.behind(own.snapshot),
+        "held": own.held,
+        "admitting": own.admitting,
+        "error": own.error or about["error"],
         "running": engine.running,
         "waiting": engine.waiting,
         "kv_used": engine.kv_blocks_used,
         "kv_total": engine.kv_blocks_total,
-        "policies": len(report.policies),
-        "resident": list(report.resident),
+        "policies": len(report.others),
+        "resident": list(own.resident),
         "stalled_s": report.stalled_s,
         "engine": report.card.kind if report.card else None,
     }

@@ -16,7 +16,8 @@ from midstream.api import answers
 from midstream.api.signals import SignalBody
 from midstream.core.engine_words import engine_name, in_order, refusal
 from midstream.core.errors import SnapshotRefused
-from midstream.core.types import ENGINE_FEATURES, EngineCard, ReplicaReport
+from midstream.core.reports import ReplicaReport, Reported
+from midstream.core.types import ENGINE_FEATURES, EngineCard
 
 
 class SignalNeed(NamedTuple):
@@ -35,7 +36,7 @@ _SEVERAL = SignalNeed("policies", "serve adapters; serve a merged checkpoint in 
 FULL = SignalNeed("full_snapshots", "take full weights; signal a policy")
 
 
-def check_signal(signal: SignalBody, reports: Iterable[ReplicaReport | None]) -> None:
+def check_signal(signal: SignalBody, reports: Iterable[Reported | None]) -> None:
     """Raises SnapshotRefused, which names the field, the engine and the feature, when a replica's engine cannot do what the
     signal asks for. reports: of the deployment's replicas, None of one that cannot be reached."""
     needs = [("reset_prompt_cache", need) for need in [_need(signal)] if need is not None]
@@ -57,7 +58,7 @@ def _need(signal: SignalBody) -> SignalNeed | None:
     return None if signal.reset == "none" else _POLICY
 
 
-def engines(reports: Iterable[ReplicaReport | None]) -> answers.ModelEngines | UnsetType:
+def engines(reports: Iterable[Reported | None]) -> answers.ModelEngines | UnsetType:
     """What a model's object says of the engines that serve it. UNSET while no engine is known.
 
     `engine` names the features that all of them have, and those that one or more of them lacks. Engines of several kinds or
@@ -78,7 +79,7 @@ def engines(reports: Iterable[ReplicaReport | None]) -> answers.ModelEngines | U
     return answers.ModelEngines(engine, max_model_len(heard))
 
 
-def max_model_len(reports: Iterable[ReplicaReport | None]) -> int | UnsetType:
+def max_model_len(reports: Iterable[Reported | ReplicaReport | None]) -> int | UnsetType:
     """The shortest, in tokens; UNSET while no engine is known."""
     lengths = [
         report.max_model_len for report in reports if report is not None and report.max_model_len is not None
@@ -86,12 +87,12 @@ def max_model_len(reports: Iterable[ReplicaReport | None]) -> int | UnsetType:
     return min(lengths) if lengths else UNSET
 
 
-def engine_of(report: ReplicaReport | None) -> str | UnsetType:
+def engine_of(report: Reported | None) -> str | UnsetType:
     """The engine's name; UNSET while it is not known."""
     return UNSET if report is None or report.card is None else engine_name(report.card)
 
 
-def _cards(reports: Iterable[ReplicaReport | None]) -> list[EngineCard]:
+def _cards(reports: Iterable[Reported | None]) -> list[EngineCard]:
     return [report.card for report in reports if report is not None and report.card is not None]
 
 

@@ -76,8 +76,8 @@ def _of_replica(view: ReplicaView) -> ReplicaHealth:
         reachable=report is not None,
         ready=report is not None and report.ready,
         usable=view.usable,
-        snapshot=report.snapshot if report else None,
-        stage=report.stage if report else None,
+        snapshot=report.own.snapshot if report else None,
+        stage=report.own.stage if report else None,
         in_flight=view.in_flight,
         engine=engine_of(report),
     )

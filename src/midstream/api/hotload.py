@@ -47,8 +47,9 @@ from midstream.core.errors import (
     SnapshotRefused,
 )
 from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.reports import Reported
 from midstream.core.scopes import CHANGE_ONE, PUBLISH, READ_ONE, READ_SIGNALS, SIGNAL, forbidden
-from midstream.core.types import BASE_SNAPSHOT, Hint, ReplicaReport, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, Hint, SnapshotFiles
 from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
@@ -306,7 +307,7 @@ class HotLoadApi:
     async def reset_ledger(self, request: Request) -> LedgerReset:
         deployment = self._deployments.get(self._named(request))
         reports = [view.report for view in deployment.replicas.views if view.report]
-        floor = max((report.generation for report in reports), default=0)
+        floor = max((report.own.generation for report in reports), default=0)
         generation = await self._ledger.reset_ledger(deployment.name, floor)
         deployment.order.learn((), reset=generation)
         deployment.signalled()
@@ -392,15 +393,15 @@ def _check_policy(deployment: Deployment, found: DirectoryContents, state: Deplo
         )
 
 
-def fleet_of(state: DeploymentState, reports: Sequence[ReplicaReport]) -> FleetReports:
+def fleet_of(state: DeploymentState, reports: Sequence[Reported]) -> FleetReports:
     """What the ledger has to know of the replicas to take a signal."""
     desired = state.desired
     failed = desired is not None and any(failure(state, report, desired) for report in reports)
     return FleetReports(
         failed_generation=desired.generation if desired is not None and failed else None,
-        generation_floor=max((report.generation for report in reports), default=0),
-        serving=tuple((report.snapshot, serving_generation(report)) for report in reports if report.ready),
-        boots=tuple(one.boot for one in reports if one.ready and one.snapshot == BASE_SNAPSHOT),
+        generation_floor=max((report.own.generation for report in reports), default=0),
+        serving=tuple((one.own.snapshot, serving_generation(one)) for one in reports if one.ready),
+        boots=tuple(one.boot for one in reports if one.ready and one.own.snapshot == BASE_SNAPSHOT),
     )
 
 

@@ -75,7 +75,7 @@ class ModelsApi:
             created=self._created,
             owned_by=deployment.names.account.rpartition("/")[2],
             deployment=deployment.name,
-            snapshots={view.name: view.report.snapshot if view.report else None for view in views},
+            snapshots={view.name: view.report.own.snapshot if view.report else None for view in views},
             root=deployment.model if is_adapter else UNSET,
             parent=deployment.host.model if is_adapter else UNSET,
             # Where trainers look for it, as vLLM has it there.

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from midstream.api import answers
-from midstream.core.types import ReplicaReport, Stage
+from midstream.core.reports import Reported
+from midstream.core.types import Stage
 from midstream.fleet.reconcile import failure, serves
 from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
@@ -68,10 +69,10 @@ def _replica_row(
     # A replica that never served has failed to load and cannot start for one reason, which is shown once.
     if trouble is not None and trouble != error:
         error = trouble if error is None else f"{error}: {trouble}"
-    timing = report.last_swap if report else None
-    on_the_way = report is not None and report.snapshot == state.snapshot and stage not in _AT_REST
+    timing = report.own.last_swap if report else None
+    on_the_way = report is not None and report.own.snapshot == state.snapshot and stage not in _AT_REST
     return answers.HotLoadRow(
-        current_snapshot_identity=report.snapshot if report else None,
+        current_snapshot_identity=report.own.snapshot if report else None,
         readiness=view.usable and not on_the_way,
         loading_state=answers.LoadingState(stage, target),
         midstream=answers.ReplicaLoad(
@@ -79,7 +80,7 @@ def _replica_row(
             boot=report.boot if report else None,
             reachable=report is not None,
             error=error,
-            generation=report.generation if report else None,
+            generation=report.own.generation if report else None,
             last_swap=timing,
         ),
     )
@@ -104,7 +105,7 @@ def _absent_row(state: DeploymentState, name: str, trouble: str | None) -> answe
 
 
 def loading_state(
-    state: DeploymentState, report: ReplicaReport | None
+    state: DeploymentState, report: Reported | None
 ) -> tuple[answers.ShownStage, str | None, str | None]:
     """(stage on the wire, its target, error message) of one replica.
 
@@ -118,8 +119,8 @@ def loading_state(
         error = failure(state, report, desired)
         if error is not None:
             return "error", desired.snapshot, error
-    if report.stage in SHOWN_STAGE:
-        return SHOWN_STAGE[report.stage], report.target, None
+    if report.own.stage in SHOWN_STAGE:
+        return SHOWN_STAGE[report.own.stage], report.own.target, None
     if desired is None:
         return "idle", None, None
     if serves(state, report, desired):

@@ -41,8 +41,9 @@ from midstream.core.errors import (
     MidstreamError,
     ReplicaUnavailable,
 )
+from midstream.core.reports import ReplicaReport
 from midstream.core.scopes import READ_SIGNALS, SIGNAL
-from midstream.core.types import Pause, PauseMode, ReplicaReport
+from midstream.core.types import Pause, PauseMode
 from midstream.core.wires import CHANGES_BY_GET, TRAINER_REFUSED, TRAINER_UNSERVED
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, body_of, fields_of, json_object, read_body
@@ -379,14 +380,14 @@ class TrainerApi:
 
     async def _version(self, deployment: Deployment) -> str:
         """The snapshot that every replica serves. Raises Conflict while they serve several."""
-        serving = {report.snapshot for report in _reports(deployment)}
+        serving = {report.own.snapshot for report in _reports(deployment)}
         if len(serving) > 1:
             raise Conflict(f"the replicas serve {' and '.join(sorted(serving))}; ask again")
         return serving.pop() if serving else (await self._ledger.state(deployment.name)).snapshot
 
 
 def _reports(deployment: Deployment) -> list[ReplicaReport]:
-    return [view.report for view in deployment.replicas.views if view.report is not None]
+    return [view.heard for view in deployment.replicas.views if view.heard is not None]
 
 
 def _check_resets(deployment: Deployment) -> None:

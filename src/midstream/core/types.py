@@ -417,15 +417,6 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
         return feature in self.features
 
 
-class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the replica's process began. durable: records that a crash does not take. lost: found no room. waiting_bytes: not
-    in the bucket yet."""
-
-    durable: Whole = 0
-    lost: Whole = 0
-    waiting_bytes: Whole = 0
-
-
 #: Policies that a replica holds at once, unless its settings say otherwise.
 POLICIES_MAX = 256
 
@@ -435,91 +426,6 @@ class PolicyEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     made: float = 0.0
-
-
-class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one policy on a replica, as ReplicaReport has it. sound: what serves did not fail its check."""
-
-    policy: str
-    made: float = 0.0
-    sound: bool = True
-    # BASE_SNAPSHOT: nothing serves yet.
-    snapshot: str = BASE_SNAPSHOT
-    signalled: Whole = 0
-    generation: Whole = 0
-    stage: Stage = Stage.IDLE
-    target: str | None = None
-    error: str | None = None
-    in_flight: Whole = 0
-    held: bool = False
-    admitting: bool = True
-    pinnable: bool = True
-    check: SnapshotCheck | None = None
-    contents: tuple[SnapshotContent, ...] = ()
-    last_swap: SwapTiming | None = None
-    transitions: tuple[Transition, ...] = ()
-    resident: tuple[str, ...] = ()
-
-
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's state, sent whole on every change: the only thing the gateway knows about it."""
-
-    # A stable name, such as "replica-0".
-    replica: str
-    # Random, new at each process start. A new boot starts from the base weights.
-    boot: str
-    # The engine answers and a snapshot serves.
-    ready: bool
-    # The snapshot that serves now.
-    snapshot: str = BASE_SNAPSHOT
-    # `signalled` of the Desired that serves. 0: the base weights of the start.
-    signalled: Whole = 0
-    # Generation of the Desired last accepted. 0 means none yet.
-    generation: Whole = 0
-    stage: Stage = Stage.IDLE
-    # The snapshot that is being loaded, or the one that failed.
-    target: str | None = None
-    error: str | None = None
-    # Requests being served.
-    in_flight: Whole = 0
-    # The target is staged and waits to be let go.
-    held: bool = False
-    # False: new requests get a 425 until a SYNC swap is done.
-    admitting: bool = True
-    # The last pause or resumption that was carried out; in a pause that ends requests, `in_flight` shows when they have ended.
-    pause: Pause = Pause()
-    # False: a swap waits for requests that are pinned to what serves, and admits no more of them.
-    pinnable: bool = True
-    # The check of the snapshot that serves, once it is known.
-    check: SnapshotCheck | None = None
-    # Contents of the snapshot that serves and of its chain, where the replica was not given them.
-    contents: tuple[SnapshotContent, ...] = ()
-    last_swap: SwapTiming | None = None
-    # The last few of this boot, oldest first: several may end between two looks.
-    swaps: tuple[SwapTiming, ...] = ()
-    engine: EngineStats = EngineStats()
-    # What the engine is and can do. None before it was ever started.
-    card: EngineCard | None = None
-    # Tokens of prompt and answer together. None as with card.
-    max_model_len: Whole | None = None
-    # The most recent transitions, oldest first.
-    transitions: tuple[Transition, ...] = ()
-    # Long prompts and grammars that are read beside its event loop, or wait for that.
-    long_texts: Whole = 0
-    # The longest stall of its event loop within the last half minute.
-    stalled_s: float = 0.0
-    # Time since the engine was last heard, from ENGINE_SILENT_FROM_S on.
-    engine_silent_s: Whole = 0
-    # None where no records are kept.
-    records: RecordsStats | None = None
-    # Besides the deployment's own.
-    policies: tuple[PolicyReport, ...] = ()
-    # So many it holds at once.
-    policies_max: Whole = POLICIES_MAX
-    # The engine answers, whatever the deployment's own snapshot is like.
-    ready_at_all: bool = True
-    # Besides the one that serves, the snapshots that a request may ask for, the least recently used first.
-    resident: tuple[str, ...] = ()
 
 
 ENGINE_SILENT_FROM_S = 5

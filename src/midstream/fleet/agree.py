@@ -19,7 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from midstream.core.types import BASE_SNAPSHOT, ReplicaReport, SnapshotCheck, Stage
+from midstream.core.reports import Reported
+from midstream.core.types import BASE_SNAPSHOT, SnapshotCheck, Stage
 from midstream.ledger import DeploymentState, Disagreement
 from midstream.snapshots.content import difference as content_difference
 
@@ -44,7 +45,7 @@ class Finding:
     detail: str = ""
 
 
-def standing_of(state: DeploymentState, report: ReplicaReport) -> Disagreement | None:
+def standing_of(state: DeploymentState, report: Reported) -> Disagreement | None:
     """The disagreement this boot has not settled; None when there is none."""
     for found in state.disagreements:
         if (found.replica, found.boot) == (report.replica, report.boot):
@@ -52,19 +53,19 @@ def standing_of(state: DeploymentState, report: ReplicaReport) -> Disagreement |
     return None
 
 
-def is_out(state: DeploymentState, report: ReplicaReport) -> bool:
+def is_out(state: DeploymentState, report: Reported) -> bool:
     found = standing_of(state, report)
     return found is not None and found.verdict == "out"
 
 
 def findings(
-    state: DeploymentState, reports: Sequence[ReplicaReport], staying: Collection[str] = ()
+    state: DeploymentState, reports: Sequence[Reported], staying: Collection[str] = ()
 ) -> list[Finding]:
     """What follows from the checks of the replicas, in fleet order, that serve what is desired or a fallback.
 
     staying: names of those that have nothing else to load: one on a fallback that goes on to something else is let go on.
     """
-    by_snapshot: dict[str, list[tuple[ReplicaReport, SnapshotCheck]]] = {}
+    by_snapshot: dict[str, list[tuple[Reported, SnapshotCheck]]] = {}
     for report in reports:
         if (check := _known_check(state, report)) is not None:
             by_snapshot.setdefault(check.snapshot, []).append((report, check))
@@ -82,9 +83,9 @@ def findings(
 
 def _voters(
     state: DeploymentState,
-    reports: Sequence[ReplicaReport],
-    checked: Sequence[tuple[ReplicaReport, SnapshotCheck]],
-) -> list[tuple[ReplicaReport, SnapshotCheck]]:
+    reports: Sequence[Reported],
+    checked: Sequence[tuple[Reported, SnapshotCheck]],
+) -> list[tuple[Reported, SnapshotCheck]]:
     """Who is not doubted; when no replica that is there is, those that loaded again since, lest nobody ever serves again."""
     checked = [pair for pair in checked if known_difference(state, *pair) is None]
     if any(standing_of(state, report) is None for report in reports):
@@ -92,7 +93,7 @@ def _voters(
     return [(report, check) for report, check in checked if _has_loaded_since(state, report, check)]
 
 
-def _has_loaded_since(state: DeploymentState, report: ReplicaReport, check: SnapshotCheck) -> bool:
+def _has_loaded_since(state: DeploymentState, report: Reported, check: SnapshotCheck) -> bool:
     standing = standing_of(state, report)
     if standing is None or check.generation < standing.retry_generation:
         return False
@@ -115,12 +116,12 @@ def difference(check: SnapshotCheck, right: SnapshotCheck) -> str | None:
     return None
 
 
-def known_difference(state: DeploymentState, report: ReplicaReport, check: SnapshotCheck) -> str | None:
+def known_difference(state: DeploymentState, report: Reported, check: SnapshotCheck) -> str | None:
     """How what serves differs from what the ledger has under its name; None: not as far as is known."""
     named = [desired for desired in (state.desired, *state.fallbacks) if desired is not None]
     meant = {desired.snapshot: desired for desired in named}.get(check.snapshot)
     if meant is not None and meant.content is not None:
-        for found in report.contents:
+        for found in report.own.contents:
             if (found.snapshot, found.fingerprint) != (meant.snapshot, meant.fingerprint):
                 continue
             if (other := content_difference(meant.content, found.files)) is not None:
@@ -132,14 +133,14 @@ def known_difference(state: DeploymentState, report: ReplicaReport, check: Snaps
     return None
 
 
-def settled(state: DeploymentState, reports: Sequence[ReplicaReport]) -> list[SnapshotCheck]:
+def settled(state: DeploymentState, reports: Sequence[Reported]) -> list[SnapshotCheck]:
     """Checks of what is desired whose digests the ledger lacks: one of each kind of engine, from replicas that agree.
 
     None while any replica may still say something else.
     """
     if state.snapshot == BASE_SNAPSHOT or any(standing_of(state, report) is not None for report in reports):
         return []
-    waiting = [report for report in reports if report.stage is not Stage.ERROR]
+    waiting = [report for report in reports if report.own.stage is not Stage.ERROR]
     checks = [_known_check(state, report) for report in waiting]
     if any(check is None or check.snapshot != state.snapshot for check in checks):
         return []
@@ -156,19 +157,19 @@ def _digest(check: SnapshotCheck) -> tuple[str, str | None]:
     return kind, digest
 
 
-def _known_check(state: DeploymentState, report: ReplicaReport) -> SnapshotCheck | None:
+def _known_check(state: DeploymentState, report: Reported) -> SnapshotCheck | None:
     """Of what serves, when it is of the files that the ledger means."""
-    check, since = report.check, state.since.get(report.snapshot)
-    if check is None or since is None or check.snapshot != report.snapshot:
+    check, since = report.own.check, state.since.get(report.own.snapshot)
+    if check is None or since is None or check.snapshot != report.own.snapshot:
         return None
     return check if check.generation >= since else None
 
 
 def _right(
-    voters: Sequence[tuple[ReplicaReport, SnapshotCheck]],
-) -> tuple[ReplicaReport, SnapshotCheck] | None:
+    voters: Sequence[tuple[Reported, SnapshotCheck]],
+) -> tuple[Reported, SnapshotCheck] | None:
     """One of the largest group of replicas that agree, the group with the earliest replica among equals."""
-    groups: list[list[tuple[ReplicaReport, SnapshotCheck]]] = []
+    groups: list[list[tuple[Reported, SnapshotCheck]]] = []
     for report, check in voters:
         for group in groups:
             if difference(check, group[0][1]) is None:
@@ -181,9 +182,9 @@ def _right(
 
 def _why(
     state: DeploymentState,
-    report: ReplicaReport,
+    report: Reported,
     check: SnapshotCheck,
-    right: tuple[ReplicaReport, SnapshotCheck] | None,
+    right: tuple[Reported, SnapshotCheck] | None,
 ) -> str | None:
     """What is wrong with it, if anything."""
     if (why := known_difference(state, report, check)) is not None:
@@ -194,7 +195,7 @@ def _why(
 
 
 def _judged(
-    state: DeploymentState, report: ReplicaReport, check: SnapshotCheck, why: str | None
+    state: DeploymentState, report: Reported, check: SnapshotCheck, why: str | None
 ) -> Finding | None:
     standing = standing_of(state, report)
     if standing is None:
@@ -211,20 +212,22 @@ def _judged(
     return _found(report, check.snapshot, "reload", check.generation, why)
 
 
-def _failed_reload(state: DeploymentState, report: ReplicaReport) -> Finding | None:
+def _failed_reload(state: DeploymentState, report: Reported) -> Finding | None:
     standing = standing_of(state, report)
     if standing is None or standing.verdict == "out" or standing.identity not in state.since:
         return None
-    at_rest = report.stage in (Stage.IDLE, Stage.ERROR) and report.generation >= standing.retry_generation
-    if not at_rest or report.snapshot != standing.identity:
+    at_rest = (
+        report.own.stage in (Stage.IDLE, Stage.ERROR) and report.own.generation >= standing.retry_generation
+    )
+    if not at_rest or report.own.snapshot != standing.identity:
         return None
-    if report.check is not None and report.check.generation >= standing.retry_generation:
+    if report.own.check is not None and report.own.check.generation >= standing.retry_generation:
         return None
-    last = report.transitions[-1] if report.transitions else None
+    last = report.own.transitions[-1] if report.own.transitions else None
     if last is None or last.snapshot != standing.identity or last.generation < standing.retry_generation:
         # The signal was accepted; its attempt has not begun.
         return None
-    why = f"{standing.detail}; loading it again failed: {report.error or 'it was not loaded'}"
+    why = f"{standing.detail}; loading it again failed: {report.own.error or 'it was not loaded'}"
     return _found(report, standing.identity, "out", standing.retry_generation, why)
 
 
@@ -234,7 +237,7 @@ def _signalled_since(state: DeploymentState, standing: Disagreement) -> bool:
 
 
 def _found(
-    report: ReplicaReport,
+    report: Reported,
     identity: str,
     verdict: Literal["reload", "out", "agreed"],
     generation: int,

@@ -12,8 +12,7 @@ Always holds:
 - A replica whose weights differ from that, or from the others', is known to the ledger before it is told to load them again.
 - A replica may have taken up a newer signal from another gateway than this one has read. It is told nothing before the
   ledger was read again: an older signal would undo the newer one.
-- A deployment that is paused in the ledger is paused on every replica, and a boot joins only once it is. A pause that nobody
-  ends is ended after PAUSE_S_MAX.
+- A deployment that is paused in the ledger is paused on every replica (pauses.py).
 - What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
 - No failure of a pass ends the loop.
 """
@@ -32,9 +31,11 @@ import msgspec
 
 from midstream.core.config import SwapOrder
 from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.reports import Reported
 from midstream.core.served_names import POLICY_INFIX
-from midstream.core.types import Desired, Pause, ReplicaReport, SnapshotContent, Stage, Transition
+from midstream.core.types import Desired, Pause, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import findings, settled, standing_of
+from midstream.fleet.pauses import Pauses
 from midstream.fleet.reconcile import (
     BACKOFF,
     KEPT,
@@ -55,9 +56,6 @@ from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
-
-#: Of one pause, as this process knows of it. Whoever paused may have died.
-PAUSE_S_MAX = 3600.0
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,7 @@ class Reconciler:
         # Replica to its boot and the contents stored.
         self._learnt: dict[str, tuple[str, tuple[SnapshotContent, ...]]] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
-        # Replica to its boot, the pause that was sent, and when.
-        self._paused: dict[str, tuple[str, Pause, float]] = {}
-        # The pause that the ledger has, and since when.
-        self._pause, self._pause_since = Pause(), 0.0
+        self._pauses = Pauses(ledger, deployment, poll_s, monotonic)
         # Kept as the ledger has it.
         self.order = SignalOrder()
         # The order is read up to this generation.
@@ -138,7 +133,7 @@ class Reconciler:
         policy = self._deployment.partition(POLICY_INFIX)[2]
         return f"{replica}, policy {policy}" if policy else replica
 
-    def disagrees(self, report: ReplicaReport) -> bool:
+    def disagrees(self, report: Reported) -> bool:
         """Whether the replica's weights differ from what the ledger or other replicas have, as far as was read."""
         return self._state is not None and standing_of(self._state, report) is not None
 
@@ -187,7 +182,9 @@ class Reconciler:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
         self._due = False
         await self._reconcile()
-        waits = self._stuck or self._sending or self._turn is not None or self._pause.mode is not None
+        waits = (
+            self._stuck or self._sending or self._turn is not None or self._pauses.current.mode is not None
+        )
         self._due |= bool(waits) or self._read_at == float("-inf")
 
     async def _reconcile(self) -> None:
@@ -205,8 +202,9 @@ class Reconciler:
         if state is None:
             return
         state = await self._judged(state)
-        await self._end_old_pause(state.pause)
-        await self._outdo_pauses(state.pause)
+        if await self._pauses.end_if_old(state.pause):
+            self.signalled()
+        self._due |= await self._pauses.outdo(self._replicas.views)
         holders = self._replicas.holders
         retries = {view.name: await self._retry_generation(state, view) for view in holders}
         self._pass_the_turn(state, retries)
@@ -214,9 +212,9 @@ class Reconciler:
             queues = self._one_by_one and view.admitted
             turn = (self._turn is not None and self._turn.replica == view.name) if queues else None
             action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
-            admit = action.admit and (view.admitted or self._is_paused_as(state.pause, view.report))
+            admit = action.admit and (view.admitted or self._pauses.lets_join(view))
             if admit and not view.admitted:
-                snapshot = None if view.report is None else view.report.snapshot
+                snapshot = None if view.report is None else view.report.own.snapshot
                 logger.info(
                     "%s joins with snapshot %s", self._who(view.name), snapshot, extra=_named(view, snapshot)
                 )
@@ -229,10 +227,10 @@ class Reconciler:
                 self._replicas.judged(view, failed=failed)
                 # What was judged lapses: somebody has to look again.
                 self._due |= failed
-                self._send_pause(view, view.report, state.pause)
-                self._due |= action.send is not None or view.report.pause.serial < state.pause.serial
-                if action.send is not None and view.report.generation <= self._covered:
-                    seen = msgspec.structs.replace(action.send, seen=view.report.generation)
+                self._send_pause(view)
+                self._due |= action.send is not None or self._pauses.lags(view)
+                if action.send is not None and view.report.own.generation <= self._covered:
+                    seen = msgspec.structs.replace(action.send, seen=view.report.own.generation)
                     self._send(view, view.report.boot, seen)
 
     def _forget_leavers(self, members: set[str]) -> None:
@@ -243,7 +241,6 @@ class Reconciler:
             self._delivered,
             self._stuck,
             self._learnt,
-            self._paused,
         ):
             for name in known.keys() - members:
                 del known[name]
@@ -254,7 +251,7 @@ class Reconciler:
         found = findings(state, reports, [report.replica for report in reports if self._stays(state, report)])
         if not found:
             return await self._learn_weights(state, reports)
-        floor = max(report.generation for report in reports)
+        floor = max(report.own.generation for report in reports)
         for finding in found:
             where = (self._deployment, finding.replica, finding.boot)
             if finding.verdict != "agreed":
@@ -284,12 +281,12 @@ class Reconciler:
         self._read_at = float("-inf")
         return await self._current_state() or state
 
-    async def _learn_contents(self, report: ReplicaReport) -> None:
-        known = (report.boot, report.contents)
-        if not report.contents or self._learnt.get(report.replica) == known:
+    async def _learn_contents(self, report: Reported) -> None:
+        known = (report.boot, report.own.contents)
+        if not report.own.contents or self._learnt.get(report.replica) == known:
             return
         try:
-            for found in report.contents:
+            for found in report.own.contents:
                 await self._ledger.learn_content(self._deployment, found)
         except LedgerUnavailable as error:
             self._later("what %s found in its files is stored later: %s", self._who(report.replica), error)
@@ -297,9 +294,7 @@ class Reconciler:
         self._learnt[report.replica] = known
         self._read_at = float("-inf")
 
-    async def _learn_weights(
-        self, state: DeploymentState, reports: Sequence[ReplicaReport]
-    ) -> DeploymentState:
+    async def _learn_weights(self, state: DeploymentState, reports: Sequence[Reported]) -> DeploymentState:
         new = settled(state, reports)
         if not new:
             return state
@@ -311,11 +306,11 @@ class Reconciler:
         self._read_at = float("-inf")
         return state
 
-    def _stays(self, state: DeploymentState, report: ReplicaReport) -> bool:
+    def _stays(self, state: DeploymentState, report: Reported) -> bool:
         """Whether there is nothing else for it to load."""
         stuck = self._stuck.get(report.replica)
         target = target_of(state, report, stuck.generation if stuck else 0)
-        return report.stage in (Stage.IDLE, Stage.ERROR) and target is None
+        return report.own.stage in (Stage.IDLE, Stage.ERROR) and target is None
 
     def _pass_the_turn(self, state: DeploymentState, retries: dict[str, int]) -> None:
         if not self._one_by_one:
@@ -358,7 +353,7 @@ class Reconciler:
             stuck = replace(stuck, due=now + delay_s)
         elif now >= stuck.due:
             try:
-                generation = await self._ledger.new_generation(self._deployment, view.report.generation)
+                generation = await self._ledger.new_generation(self._deployment, view.report.own.generation)
             except LedgerUnavailable as error:
                 self._later("%s is asked again later: %s", self._who(view.name), error)
             else:
@@ -372,7 +367,7 @@ class Reconciler:
 
     async def _current_state(self) -> DeploymentState | None:
         now = self._monotonic()
-        reports = [view.report.generation for view in self._replicas.views if view.report is not None]
+        reports = [view.report.own.generation for view in self._replicas.views if view.report is not None]
         newest = max(reports, default=0)
         again_s = float("inf") if self._told and self._is_read else self._poll_s
         if newest > self._reported or now - self._read_at >= again_s:
@@ -402,13 +397,13 @@ class Reconciler:
         self._order_read = generation
         self._replicas.look_again()
 
-    async def _record(self, view: ReplicaView, report: ReplicaReport) -> None:
+    async def _record(self, view: ReplicaView, report: Reported) -> None:
         try:
             boot, last = self._recorded.get(view.name, ("", -1))
             if boot != report.boot:
                 last = (await self._begin_boot(view.name, boot or None, report.boot)).last_seq
                 self._recorded[view.name] = (report.boot, last)
-            new = [moved for moved in report.transitions if moved.seq > last]
+            new = [moved for moved in report.own.transitions if moved.seq > last]
             if not new:
                 return
             if new[0].seq > last + 1:
@@ -462,43 +457,13 @@ class Reconciler:
         self._sending[message] = task
         task.add_done_callback(lambda _: self._sent(message))
 
-    @staticmethod
-    def _is_paused_as(pause: Pause, report: ReplicaReport | None) -> bool:
-        return pause.mode is None or (report is not None and report.pause.serial >= pause.serial)
-
-    def _send_pause(self, view: ReplicaView, report: ReplicaReport, pause: Pause) -> None:
-        now, message = self._monotonic(), f"{view.name}, pause"
-        *last, last_at = self._paused.get(view.name, ("", None, float("-inf")))
-        again = last == [report.boot, pause] and now - last_at < self._poll_s
-        if report.pause.serial >= pause.serial or again or message in self._sending:
-            return
-        self._paused[view.name] = (report.boot, pause, now)
-        self._begin(message, self._tell_pause(view, pause))
+    def _send_pause(self, view: ReplicaView) -> None:
+        message = f"{view.name}, pause"
+        if message not in self._sending and self._pauses.due(view):
+            self._begin(message, self._tell_pause(view, self._pauses.current))
 
     async def _tell_pause(self, view: ReplicaView, pause: Pause) -> None:
         await self._tell(view, self._replicas.send_pause(view, pause), "of a pause", None)
-
-    async def _end_old_pause(self, pause: Pause) -> None:
-        now = self._monotonic()
-        if pause != self._pause:
-            self._pause, self._pause_since = pause, now
-        if pause.mode is None or now - self._pause_since < PAUSE_S_MAX:
-            return
-        logger.warning("%s was paused for %g s; it goes on", self._deployment, PAUSE_S_MAX)
-        with contextlib.suppress(LedgerUnavailable):
-            await self._ledger.pause(self._deployment, None, only=pause.serial)
-        self.signalled()
-
-    async def _outdo_pauses(self, pause: Pause) -> None:
-        """A replica that outlived an older ledger may have a pause that this one does not know. A greater serial ends it."""
-        reports = (view.report for view in self._replicas.views)
-        seen = max((report.pause.serial for report in reports if report is not None), default=0)
-        if seen > pause.serial:
-            # A replica is ahead of the ledger until this was stored, and read.
-            self._due = True
-            with contextlib.suppress(LedgerUnavailable):
-                # Nothing, where another gateway has paused meanwhile.
-                await self._ledger.pause(self._deployment, pause.mode, only=pause.serial, floor=seen)
 
     async def _deliver(self, view: ReplicaView, boot: str, desired: Desired) -> None:
         message = self._replicas.send_desired(view, desired)

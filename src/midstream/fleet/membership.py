@@ -265,5 +265,5 @@ def _shown(deployment: Deployment, view: ReplicaView) -> Replica:
         standing=view.standing,
         usable=view.usable,
         in_flight=view.in_flight,
-        snapshot=view.report.snapshot if view.report else None,
+        snapshot=view.report.own.snapshot if view.report else None,
     )

@@ -23,18 +23,9 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.reports import NOT_HELD, PolicyReport, Reported
 from midstream.core.served_names import POLICY_INFIX, ServedNames
-from midstream.core.types import (
-    BASE_SNAPSHOT,
-    POLICIES_MAX,
-    Desired,
-    Hint,
-    Pause,
-    PolicyEnd,
-    PolicyReport,
-    ReplicaReport,
-    Stage,
-)
+from midstream.core.types import POLICIES_MAX, Desired, Hint, PolicyEnd, Stage
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.residency import PolicyPlace, State, where
 from midstream.fleet.view import ReplicaView
@@ -75,7 +66,7 @@ class PolicyView(ReplicaView):
     def failures(self, failures: int) -> None:
         self.replica.failures = failures
 
-    def follow(self, report: ReplicaReport | None, resident: bool) -> bool:
+    def follow(self, report: Reported | None, resident: bool) -> bool:
         """Take over what is known of the replica. report: what it says of the policy. Whether anything changed."""
         replica = self.replica
         boot = None if report is None else report.boot
@@ -108,7 +99,7 @@ class Residents:
         self._most: dict[ReplicaView, int] = {}
         self._room: dict[ReplicaView, tuple[int, int]] = {}
         # What each says of a policy that it does not hold.
-        self._bare: dict[ReplicaView, ReplicaReport] = {}
+        self._bare: dict[ReplicaView, Reported] = {}
         #: Whether every replica is to hold every policy.
         self.everywhere = True
         #: Policies with demand that was not met when it was last looked at.
@@ -133,15 +124,15 @@ class Residents:
         self.unmet.pop(self._sets.pop(key), None)
         self._spread()
 
-    def told(self, view: ReplicaView, key: tuple[str, float]) -> tuple[ReplicaReport | None, bool]:
-        """What the replica says of the policy, in the form of a whole report; and whether it holds it."""
+    def told(self, view: ReplicaView, key: tuple[str, float]) -> tuple[Reported | None, bool]:
+        """What the replica says of the policy, and whether it holds it."""
         own = self._own.get(view, _NOTHING).get(key)
-        if view.report is None or own is None:
+        if view.heard is None or own is None:
             return self.bare(view), False
-        return _as_report(view.report, own), True
+        return view.heard.about(own), True
 
-    def bare(self, view: ReplicaView) -> ReplicaReport | None:
-        return None if view.report is None else self._bare.get(view)
+    def bare(self, view: ReplicaView) -> Reported | None:
+        return None if view.heard is None else self._bare.get(view)
 
     def forget(self, view: ReplicaView, key: tuple[str, float]) -> None:
         """The replica does not hold it, whatever it reported last."""
@@ -161,8 +152,8 @@ class Residents:
             common = _common(view)
             if self._common.get(view) != common:
                 all_policies, self._common[view] = True, common
-                if view.report is not None:
-                    self._bare[view] = _as_report(view.report, _NOT_HELD)
+                if view.heard is not None:
+                    self._bare[view] = view.heard.about(NOT_HELD)
             changed |= self._heard(view)
         for gone in self._common.keys() - set(views):
             for known in (self._common, self._own, self._most, self._room, self._bare):
@@ -176,8 +167,8 @@ class Residents:
 
     def _heard(self, view: ReplicaView) -> set[tuple[str, float]]:
         """Take over the replica's report. The policies that are new in it."""
-        report = view.report
-        told = () if report is None else report.policies
+        report = view.heard
+        told = () if report is None else report.others
         own = {(policy.policy, policy.made): policy for policy in told}
         before = self._own.get(view, _NOTHING)
         if own == before and report is not None and self._most.get(view) == report.policies_max:
@@ -199,7 +190,6 @@ class Residents:
 
 
 _NOTHING: Mapping[tuple[str, float], PolicyReport] = MappingProxyType({})
-_NOT_HELD = PolicyReport(policy="")
 
 
 def _common(view: ReplicaView) -> tuple[object, ...]:
@@ -207,7 +197,7 @@ def _common(view: ReplicaView) -> tuple[object, ...]:
     report, own = view.report, (view.index, view.weight, view.standing, view.suspended)
     if report is None:
         return own
-    return (*own, report.boot, report.ready_at_all, report.card, report.max_model_len)
+    return (*own, report.boot, report.alive, report.card, report.max_model_len)
 
 
 class PolicyReplicas(ReplicaSet):
@@ -346,9 +336,6 @@ class PolicyReplicas(ReplicaSet):
                 self.look_again()
                 raise
 
-    async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
-        """A pause is the deployment's, with all its policies."""
-
     def all_heard(self, wanted: int) -> bool:
         """Whether all replicas that there should be have reported."""
         views = (*self._of.views, *self._of.leaving)
@@ -357,11 +344,11 @@ class PolicyReplicas(ReplicaSet):
     @property
     def held(self) -> bool:
         """Whether a replica still has the policy."""
-        reports = (view.report for view in (*self._of.views, *self._of.leaving))
-        return any(self._has(report) for report in reports)
+        return any(self._has(view) for view in (*self._of.views, *self._of.leaving))
 
-    def _has(self, report: ReplicaReport | None) -> bool:
-        return report is not None and _own(report, self._policy, self.made) is not None
+    def _has(self, view: ReplicaView) -> bool:
+        key = (self._policy, self.made)
+        return view.heard is not None and any((one.policy, one.made) == key for one in view.heard.others)
 
     async def send_end(self, everywhere: bool = False) -> None:
         """Tell every replica that still has the policy to forget it. Raises ReplicaUnavailable.
@@ -370,7 +357,7 @@ class PolicyReplicas(ReplicaSet):
         """
         body = msgspec.json.encode(PolicyEnd(policy=self._policy, made=self.made))
         for view in self._of.views:
-            if self._has(view.report) or (everywhere and view.report is not None):
+            if self._has(view) or (everywhere and view.report is not None):
                 await self._of.post(view, "/replica/policy/end", body, 200)
 
     async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
@@ -401,42 +388,8 @@ def _is_resident(view: ReplicaView) -> bool:
 
 def _may_serve(view: ReplicaView) -> bool:
     report, replica = view.report, view.replica.report
-    well = replica is not None and replica.ready_at_all and not view.suspended and view.standing == "member"
+    well = replica is not None and replica.alive and not view.suspended and view.standing == "member"
     return well and report is not None and (report.card is None or report.card.has("policies"))
-
-
-def _own(report: ReplicaReport, policy: str, made: float) -> PolicyReport | None:
-    return next((p for p in report.policies if (p.policy, p.made) == (policy, made)), None)
-
-
-def report_of(report: ReplicaReport, policy: str, made: float = 0.0) -> ReplicaReport:
-    """What the replica says of one policy, in the form of a whole report."""
-    return _as_report(report, _own(report, policy, made) or _NOT_HELD)
-
-
-def _as_report(report: ReplicaReport, own: PolicyReport) -> ReplicaReport:
-    return ReplicaReport(
-        replica=report.replica,
-        boot=report.boot,
-        ready=report.ready_at_all and own.sound and own.snapshot != BASE_SNAPSHOT,
-        snapshot=own.snapshot,
-        signalled=own.signalled,
-        generation=own.generation,
-        stage=own.stage,
-        target=own.target,
-        error=own.error,
-        in_flight=own.in_flight,
-        held=own.held,
-        admitting=own.admitting,
-        pinnable=own.pinnable,
-        check=own.check,
-        contents=own.contents,
-        last_swap=own.last_swap,
-        card=report.card,
-        max_model_len=report.max_model_len,
-        transitions=own.transitions,
-        resident=own.resident,
-    )
 
 
 def names_of(deployment: ServedNames, policy: str) -> ServedNames:

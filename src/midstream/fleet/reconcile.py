@@ -33,8 +33,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from midstream.core.reports import Reported
 from midstream.core.retry import Backoff
-from midstream.core.types import BASE_SNAPSHOT, Desired, ReplicaReport, ResetPromptCache, Stage
+from midstream.core.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage
 from midstream.fleet.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
 from midstream.ledger.records import Signalled
@@ -138,7 +139,7 @@ class Turn:
 
 
 def next_turn(
-    in_rotation: Sequence[ReplicaReport], staged: Collection[str], last: Turn | None, overdue: bool = False
+    in_rotation: Sequence[Reported], staged: Collection[str], last: Turn | None, overdue: bool = False
 ) -> Turn | None:
     """Who may switch, of the reachable replicas in rotation, in their order; None: nobody is ready to.
 
@@ -154,18 +155,18 @@ def next_turn(
     return next((turn for turn in waiting if turn != last), None)
 
 
-def _turn(report: ReplicaReport) -> Turn:
+def _turn(report: Reported) -> Turn:
     return Turn(report.replica, report.boot)
 
 
-def _switching(report: ReplicaReport) -> bool:
+def _switching(report: Reported) -> bool:
     """Whether it was let go already.
 
     It may still wait, staged, for requests to end. Meanwhile a sync switch closes the gate, and an async one takes no pinned
     requests.
     """
-    waits = not (report.admitting and report.pinnable)
-    return waits or report.stage in (Stage.COMMITTING, Stage.CHECKING)
+    waits = not (report.own.admitting and report.own.pinnable)
+    return waits or report.own.stage in (Stage.COMMITTING, Stage.CHECKING)
 
 
 # One death may be an accident.
@@ -191,7 +192,7 @@ class Action:
 
 def decide(
     state: DeploymentState,
-    report: ReplicaReport | None,
+    report: Reported | None,
     admitted: bool,
     retry_generation: int = 0,
     turn: bool | None = None,
@@ -207,17 +208,17 @@ def decide(
     admit = standing_of(state, report) is None and (admitted or _may_join(state, report))
     target = _target(state, report, retry_generation)
     if target is None:
-        bare = report.snapshot == BASE_SNAPSHOT or not report.ready
+        bare = report.own.snapshot == BASE_SNAPSHOT or not report.ready
         hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
         hopeful = hopeful or _is_spared(state, report, retry_generation)
-        return Action(None, admit, stuck=hopeful and not (out and report.snapshot == state.snapshot))
+        return Action(None, admit, stuck=hopeful and not (out and report.own.snapshot == state.snapshot))
     reset = effective_reset(state, report)
-    send = replace(target, reset_prompt_cache=reset, reset_since=report.signalled)
+    send = replace(target, reset_prompt_cache=reset, reset_since=report.own.signalled)
     if has_taken_up(state, report, target):
-        if turn is False or not report.held:
+        if turn is False or not report.own.held:
             return Action(None, admit)
         # Under the generation that it has staged. A later one would make it prepare anew, out of turn.
-        known = report.generation if target.reload else _staged(report)
+        known = report.own.generation if target.reload else _staged(report)
         return Action(replace(send, generation=known), admit)
     generation = max(target.generation, retry_generation)
     let_go = _staged(report) if turn and keeps_staged(report, generation) else 0
@@ -225,7 +226,7 @@ def decide(
     return Action(replace(send, generation=generation, hold=turn is not None, let_go=let_go), admit)
 
 
-def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> Desired | None:
+def target_of(state: DeploymentState, report: Reported, retry_generation: int = 0) -> Desired | None:
     """What this replica should be loading or serving; None when it should stay as it is.
 
     It is the desired snapshot until that has failed on this boot. Then a replica on published weights keeps those. One on the
@@ -236,32 +237,32 @@ def target_of(state: DeploymentState, report: ReplicaReport, retry_generation: i
         return None
     if failure(state, report, state.desired, retry_generation) is None:
         return state.desired
-    if report.snapshot != BASE_SNAPSHOT and report.ready:
+    if report.own.snapshot != BASE_SNAPSHOT and report.ready:
         return None
     return next((f for f in state.fallbacks if failure(state, report, f, retry_generation) is None), None)
 
 
-def waits_staged(state: DeploymentState, report: ReplicaReport, retry_generation: int = 0) -> bool:
+def waits_staged(state: DeploymentState, report: Reported, retry_generation: int = 0) -> bool:
     """Whether all it needs to switch, to what it should serve or to what it keeps before that, is to be let go."""
     target = _target(state, report, retry_generation)
-    if target is None or report.stage is not Stage.STAGED:
+    if target is None or report.own.stage is not Stage.STAGED:
         return False
     return has_taken_up(state, report, target) or keeps_staged(
         report, max(target.generation, retry_generation)
     )
 
 
-def keeps_staged(report: ReplicaReport, generation: int) -> bool:
+def keeps_staged(report: Reported, generation: int) -> bool:
     """Whether it knows what is wanted now and still holds what it has staged: newer targets came faster than its turn."""
-    return report.held and report.generation == generation != _staged(report)
+    return report.own.held and report.own.generation == generation != _staged(report)
 
 
-def _staged(report: ReplicaReport) -> int:
+def _staged(report: Reported) -> int:
     """The generation of what is staged."""
-    return report.transitions[-1].generation if report.transitions else report.generation
+    return report.own.transitions[-1].generation if report.own.transitions else report.own.generation
 
 
-def _target(state: DeploymentState, report: ReplicaReport, retry_generation: int) -> Desired | None:
+def _target(state: DeploymentState, report: Reported, retry_generation: int) -> Desired | None:
     """What this replica should be loading or serving, also once more; a fallback only when there is nothing better to load."""
     desired = state.desired or Desired(snapshot=BASE_SNAPSHOT, generation=0)
     target = _reload(state, report, desired) or target_of(state, report, retry_generation)
@@ -269,22 +270,26 @@ def _target(state: DeploymentState, report: ReplicaReport, retry_generation: int
     return target or next((fallback for fallback in again if fallback is not None), None)
 
 
-def _reload(state: DeploymentState, report: ReplicaReport, served: Desired) -> Desired | None:
+def _reload(state: DeploymentState, report: Reported, served: Desired) -> Desired | None:
     """What serves, if it is this, to be loaded once more since it is not what the others have."""
     found = standing_of(state, report)
-    if found is None or found.verdict != "reload" or not found.identity == served.snapshot == report.snapshot:
+    if (
+        found is None
+        or found.verdict != "reload"
+        or not found.identity == served.snapshot == report.own.snapshot
+    ):
         return None
     retry = found.retry_generation
     return replace(served, generation=max(served.generation, retry), reload=retry)
 
 
 def failure(
-    state: DeploymentState, report: ReplicaReport, desired: Desired, retry_generation: int = 0
+    state: DeploymentState, report: Reported, desired: Desired, retry_generation: int = 0
 ) -> str | None:
     """Why this replica failed on `desired`, or None when it did not (or is at it again).
 
     A replica that serves exactly this has not failed on it, unless it failed its check, or its weights are not those of the
-    others. Failures of this boot are read from the transitions. `report.stage` still shows the stage of the attempt before,
+    others. Failures of this boot are read from the transitions. `report.own.stage` still shows the stage of the attempt before,
     between accepting a retry and beginning it.
     Of earlier boots, only deaths count: DEATHS_MAX on this snapshot, or LOSSES_MAX on whatever they loaded. Only a retry or a
     load that works makes up for them. A snapshot that served before may still be loaded.
@@ -292,7 +297,7 @@ def failure(
     why = _own_failure(state, report, desired, retry_generation)
     if why is not None or desired.snapshot != state.snapshot or serves(state, report, desired):
         return why
-    begun = (moved.generation for moved in report.transitions if moved.snapshot == desired.snapshot)
+    begun = (moved.generation for moved in report.own.transitions if moved.snapshot == desired.snapshot)
     return _losses(state, report, max(begun, default=0), retry_generation)
 
 
@@ -301,7 +306,7 @@ def lost_boots(state: DeploymentState, replica: str) -> tuple[Death, ...]:
     return tuple(death for death in state.deaths if death.replica == replica)
 
 
-def _losses(state: DeploymentState, report: ReplicaReport, begun: int, retry_generation: int) -> str | None:
+def _losses(state: DeploymentState, report: Reported, begun: int, retry_generation: int) -> str | None:
     """begun: the generation under which this boot was told last to load what is desired; 0: it was not."""
     lost = lost_boots(state, report.replica)
     if len(lost) < LOSSES_MAX or lost[-1].generation < max(begun, retry_generation):
@@ -312,21 +317,21 @@ def _losses(state: DeploymentState, report: ReplicaReport, begun: int, retry_gen
     )
 
 
-def _is_spared(state: DeploymentState, report: ReplicaReport, retry_generation: int) -> bool:
+def _is_spared(state: DeploymentState, report: Reported, retry_generation: int) -> bool:
     """Whether nothing but boots lost to other snapshots keeps it from what is desired."""
     desired = state.desired
     return desired is not None and _own_failure(state, report, desired, retry_generation) is None
 
 
 def _own_failure(
-    state: DeploymentState, report: ReplicaReport, desired: Desired, retry_generation: int
+    state: DeploymentState, report: Reported, desired: Desired, retry_generation: int
 ) -> str | None:
     if (why := _disagrees(state, report, desired)) is not None:
         return why
     if report.ready and serves(state, report, desired):
         return None
     since = max(desired.generation, retry_generation)
-    for moved in reversed(report.transitions):
+    for moved in reversed(report.own.transitions):
         if moved.snapshot == desired.snapshot and moved.generation >= since:
             return (moved.detail or "failed") if moved.stage is Stage.ERROR else None
     deaths = [
@@ -337,48 +342,48 @@ def _own_failure(
     return deaths[-1].detail if len(deaths) >= DEATHS_MAX else None
 
 
-def _disagrees(state: DeploymentState, report: ReplicaReport, desired: Desired) -> str | None:
+def _disagrees(state: DeploymentState, report: Reported, desired: Desired) -> str | None:
     found = standing_of(state, report)
     if found is None or found.verdict != "out" or found.identity != desired.snapshot:
         return None
     return found.detail if desired.generation <= found.retry_generation else None
 
 
-def has_taken_up(state: DeploymentState, report: ReplicaReport, desired: Desired) -> bool:
+def has_taken_up(state: DeploymentState, report: Reported, desired: Desired) -> bool:
     """Whether the replica is at `desired`, or serves it and is at nothing else."""
     if desired.reload:
-        return report.generation >= desired.generation
-    if report.stage in LOADING:
-        last = report.transitions[-1].generation if report.transitions else report.generation
-        return report.target == desired.snapshot and last >= _since(state, desired)
+        return report.own.generation >= desired.generation
+    if report.own.stage in LOADING:
+        last = report.own.transitions[-1].generation if report.own.transitions else report.own.generation
+        return report.own.target == desired.snapshot and last >= _since(state, desired)
     return serves(state, report, desired)
 
 
-def serves(state: DeploymentState, report: ReplicaReport, desired: Desired) -> bool:
+def serves(state: DeploymentState, report: Reported, desired: Desired) -> bool:
     """Whether these files, and not older ones under the same name, are what serves."""
-    return report.snapshot == desired.snapshot and serving_generation(report) >= _since(state, desired)
+    return report.own.snapshot == desired.snapshot and serving_generation(report) >= _since(state, desired)
 
 
-def serving_generation(report: ReplicaReport) -> int:
+def serving_generation(report: Reported) -> int:
     """The generation under which the replica loaded what serves now; 0 for the base weights of its start.
 
     Only a commit loads. A replica that is told to go back to the snapshot it serves is idle again under a later generation. Its
     weights, and what was done to its prompt cache, are still those of the commit.
     """
     # The commit may be too long ago to be in the report.
-    idle = report.generation if report.stage is Stage.IDLE else None
+    idle = report.own.generation if report.own.stage is Stage.IDLE else None
     seen = False
-    for moved in reversed(report.transitions):
-        if moved.snapshot != report.snapshot:
+    for moved in reversed(report.own.transitions):
+        if moved.snapshot != report.own.snapshot:
             continue
         if moved.stage is Stage.CHECKING:
             return moved.generation
         if moved.stage is Stage.IDLE and not seen:
             idle, seen = moved.generation, True
-    return 0 if idle is None or report.snapshot == BASE_SNAPSHOT else idle
+    return 0 if idle is None or report.own.snapshot == BASE_SNAPSHOT else idle
 
 
-def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromptCache:
+def effective_reset(state: DeploymentState, report: Reported) -> ResetPromptCache:
     """The strongest policy of all signals after the one this replica serves: it may never have loaded those between.
 
     A fallback is loaded under a later generation than it was signalled under: the signals between count as well. While its
@@ -386,7 +391,7 @@ def effective_reset(state: DeploymentState, report: ReplicaReport) -> ResetPromp
     """
     if standing_of(state, report) is not None:
         return "all"
-    served = report.signalled or serving_generation(report)
+    served = report.own.signalled or serving_generation(report)
     if state.reset_all > served:
         return "all"
     return "new_session" if state.reset_new_session > served else "none"
@@ -433,7 +438,7 @@ def _since(state: DeploymentState, desired: Desired) -> int:
     return state.since.get(desired.snapshot, desired.generation)
 
 
-def _may_join(state: DeploymentState, report: ReplicaReport | None) -> bool:
+def _may_join(state: DeploymentState, report: Reported | None) -> bool:
     """Whether a boot that is not admitted yet may be.
 
     A boot starts on the base weights, so any other snapshot it serves is one that it loaded and verified. A snapshot that is
@@ -442,10 +447,10 @@ def _may_join(state: DeploymentState, report: ReplicaReport | None) -> bool:
     """
     if report is None or not report.ready or standing_of(state, report) is not None:
         return False
-    if report.stage is Stage.CHECKING and report.snapshot == state.snapshot:
+    if report.own.stage is Stage.CHECKING and report.own.snapshot == state.snapshot:
         # The snapshot is not proved yet.
         return False
-    if report.snapshot != BASE_SNAPSHOT or state.snapshot == BASE_SNAPSHOT:
+    if report.own.snapshot != BASE_SNAPSHOT or state.snapshot == BASE_SNAPSHOT:
         return True
     if report.boot in state.first_boots:
         # It served this snapshot when there was nothing else to serve. Clocks could not tell that: they jump.

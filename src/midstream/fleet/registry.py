@@ -110,7 +110,11 @@ class Deployment:
     def troubles(self) -> dict[str, str]:
         """Replica -> why it cannot be started, or its engine not."""
         views = ((view.name, view.report) for view in self.replicas.views)
-        down = {name: report.error for name, report in views if report and not report.ready and report.error}
+        down = {
+            name: report.own.error
+            for name, report in views
+            if report and not report.ready and report.own.error
+        }
         return down | self.problems
 
     def _told(self, replica: str, told: SessionsReport) -> None:

@@ -31,9 +31,10 @@ from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.headers import HEADER_TOKEN
 from midstream.core.measures import Trajectories
+from midstream.core.reports import ReplicaReport, Reported
 from midstream.core.retry import Backoff
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import Desired, Hint, Pause, ReplicaReport
+from midstream.core.types import Desired, Hint, Pause
 from midstream.fleet.holding import Holding
 from midstream.fleet.placement import Fleet
 from midstream.fleet.view import ReplicaView as ReplicaView
@@ -225,7 +226,7 @@ class ReplicaSet(Holding):
         subscription.calm()
         if subscription.watch is not None:
             subscription.watch.cancel()
-        view.report = None
+        view.hear(None)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every change of any report or of reachability."""
@@ -364,7 +365,7 @@ class ReplicaSet(Holding):
                     return reason, lines.count > 0
                 quiet_checks = 0 if lines.count > seen else quiet_checks + 1
                 seen = lines.count
-            words = "" if view.report is None else last_words(view.report)
+            words = "" if view.heard is None else last_words(view.heard)
             self._lost(view)
             view.last_words = words
             return f"silent for {self._silence_s:g} s; {words}", lines.count > 0
@@ -395,10 +396,10 @@ class ReplicaSet(Holding):
         if report.boot != subscription.boot:
             subscription.boot = report.boot
             view.admitted = False
-        if report != view.report:
-            news = _serving(report) != _serving(view.report)
-            view.report = report
-            self._changed(use=news)
+        if report != view.heard:
+            before = _serving(view.report)
+            view.hear(report)
+            self._changed(use=_serving(view.report) != before)
 
     def _told(self, view: ReplicaView, told: SessionsReport | Trajectories) -> None:
         if isinstance(told, SessionsReport):
@@ -416,7 +417,7 @@ class ReplicaSet(Holding):
         if (subscription := self._subscriptions.get(view)) is not None:
             subscription.calm()
         if view.report is not None:
-            view.report = None
+            view.hear(None)
             self._changed()
 
     def _use_changed(self) -> None:
@@ -487,11 +488,12 @@ class _Subscription:
             self.doubt = None
 
 
-def _serving(report: ReplicaReport | None) -> tuple[object, ...]:
+def _serving(report: Reported | None) -> tuple[object, ...]:
     """What it is of use for, now and soon."""
     if report is None:
         return ()
-    return report.snapshot, report.resident, report.pinnable, report.stage, report.target
+    own = report.own
+    return own.snapshot, own.resident, own.pinnable, own.stage, own.target
 
 
 class _Lines:

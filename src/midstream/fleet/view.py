@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from midstream.core.measures import Trajectories
-from midstream.core.types import ReplicaReport
+from midstream.core.reports import ReplicaReport, Reported
 
 Standing = Literal["member", "leaving", "gone"]
 
@@ -30,8 +30,9 @@ class ReplicaView:
     """One replica at one address.
 
     index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
-    report: the last one; None: unreachable. admitted: placement may use it; set by the reconciler, cleared on a new boot.
-    in_flight: requests this gateway has on it now. weight: its part of new work. trajectories: what its turns were like.
+    heard: its last report; None: unreachable. report: what that says of the policy whose view it is. admitted: placement may
+    use it; set by the reconciler, cleared on a new boot. in_flight: requests this gateway has on it now. weight: its part of
+    new work. trajectories: what its turns were like.
     own: started by our supervisor.
     """
 
@@ -45,6 +46,7 @@ class ReplicaView:
         "_suspended",
         "admitting",
         "failures",
+        "heard",
         "index",
         "last_words",
         "load",
@@ -82,7 +84,8 @@ class ReplicaView:
         # It admits new requests, as far as is known.
         self.admitting = False
         self._on_change = on_change
-        self._report: ReplicaReport | None = None
+        self.heard: ReplicaReport | None = None
+        self._report: Reported | None = None
         self._reported = 0
         self._in_flight = 0
         self._admitted = False
@@ -106,17 +109,22 @@ class ReplicaView:
         self._in_flight = count
         self.load = count if count > self._reported else self._reported
 
+    def hear(self, report: ReplicaReport | None) -> None:
+        """The replica reports of itself; None: it is not heard any more."""
+        if report is not None:
+            self.last_words = ""
+        self.heard = report
+        self._reported = 0 if report is None else report.in_flight
+        self.in_flight = self._in_flight
+        self.report = None if report is None else report.about(report.own)
+
     @property
-    def report(self) -> ReplicaReport | None:
+    def report(self) -> Reported | None:
         return self._report
 
     @report.setter
-    def report(self, report: ReplicaReport | None) -> None:
+    def report(self, report: Reported | None) -> None:
         self._report = report
-        if report is not None:
-            self.last_words = ""
-        self._reported = 0 if report is None else report.in_flight
-        self.in_flight = self._in_flight
         self._settle()
 
     @property
@@ -151,7 +159,7 @@ class ReplicaView:
         report = self._report
         well = report is not None and report.ready and not self._suspended
         usable = self._admitted and well and self._standing == "member"
-        admitting = report is not None and report.admitting
+        admitting = report is not None and report.own.admitting
         if (usable, admitting) != (self.usable, self.admitting):
             self.usable, self.admitting = usable, admitting
             self._on_change()

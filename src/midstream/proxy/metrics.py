@@ -26,7 +26,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, SWAP_MEASURES, Distribution, Trajectories
-from midstream.core.types import RecordsStats, ReplicaReport
+from midstream.core.reports import RecordsStats, ReplicaReport
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import STALLS, Siblings, Tally, merged
 from midstream.fleet.view import ReplicaView
@@ -49,7 +49,7 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_stalled_seconds": lambda r: r.stalled_s,
     "midstream_replica_engine_silent_seconds": lambda r: r.engine_silent_s,
     "midstream_replica_records_waiting_bytes": lambda r: (r.records or _NONE).waiting_bytes,
-    "midstream_replica_generation": lambda r: r.generation,
+    "midstream_replica_generation": lambda r: r.own.generation,
     "midstream_replica_prompt_tokens": lambda r: r.engine.prompt_tokens,
     "midstream_replica_cached_prompt_tokens": lambda r: r.engine.cached_prompt_tokens,
     "midstream_replica_generated_tokens": lambda r: r.engine.generated_tokens,
@@ -246,17 +246,19 @@ class GatewayMetrics:
         return [(d, view) for d in self._deployments for view in d.replicas.views]
 
     def _replicas(self) -> Iterator[Metric]:
-        heard = [(d, view, view.report) for d, view in self._views() if view.report is not None]
+        heard = [(d, view, view.heard) for d, view in self._views() if view.heard is not None]
         for name, value in _REPORTED.items():
             yield _samples(name, [((view.name,), value(report)) for _, view, report in heard])
-        behind = [((view.name,), d.order.behind(report.snapshot)) for d, view, report in heard]
+        behind = [((view.name,), d.order.behind(report.own.snapshot)) for d, view, report in heard]
         yield _samples("midstream_replica_snapshots_behind", behind)
-        disagree = [((view.name,), d.reconciler.disagrees(report)) for d, view, report in heard]
+        disagree = [
+            ((v.name,), d.reconciler.disagrees(v.report)) for d, v, _ in heard if v.report is not None
+        ]
         yield _samples("midstream_replica_disagrees", disagree)
         for name, value_of in _VLLM_REPORTED.items():
             found = [((d.model, view.name), value_of(report)) for d, view, report in heard]
             yield _samples(name, [(labels, value) for labels, value in found if value is not None])
-        about = [(view.name, d.name, r.snapshot, str(r.stage), view.url) for d, view, r in heard]
+        about = [(view.name, d.name, r.own.snapshot, str(r.own.stage), view.url) for d, view, r in heard]
         yield _samples("midstream_replica", [(labels, 1) for labels in about])
 
     def _heard_trajectories(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from midstream.core.types import ReplicaReport, Session
+from midstream.core.reports import Reported
+from midstream.core.types import Session
 from midstream.core.wires import UserField
 from midstream.fleet.prefixes import PromptBeginnings
 from midstream.fleet.view import ReplicaView
@@ -50,7 +51,7 @@ class Sending:
 
     def __init__(self) -> None:
         self.placed: Placed | None = None
-        self.report: ReplicaReport | None = None
+        self.report: Reported | None = None
         self.boot = ""
         self.here: AtReplica | None = None
 

@@ -144,10 +144,10 @@ class Rest:
         found = set()
         for view in views if self.snapshot else ():
             report = view.report
-            if of_policy and report is not None and report.snapshot == BASE_SNAPSHOT:
+            if of_policy and report is not None and report.own.snapshot == BASE_SNAPSHOT:
                 # It may load the snapshot yet, and looks itself whether that is the one.
                 continue
-            if report is None or self.snapshot not in (report.snapshot, *report.resident):
+            if report is None or self.snapshot not in (report.own.snapshot, *report.own.resident):
                 found.add(view.name)
         return found
 

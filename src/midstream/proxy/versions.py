@@ -21,8 +21,9 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import SnapshotNotServed
+from midstream.core.reports import Reported
 from midstream.core.served_names import HEADER_MODEL, ServedNames
-from midstream.core.types import ReplicaReport, Stage
+from midstream.core.types import Stage
 from midstream.core.versions import (
     HEADER_ADMITTED,
     HEADER_REFUSED,
@@ -87,7 +88,7 @@ class VersionJudge:
         #: The snapshot for which the request was sent to the last replica.
         self._expected = ""
         self._refusals = 0
-        self._heard: dict[ReplicaView, tuple[ReplicaReport | None, Refusal | None]] = {}
+        self._heard: dict[ReplicaView, tuple[Reported | None, Refusal | None]] = {}
 
     def __repr__(self) -> str:
         return f"VersionJudge({self.constraint}, {self._refusals} refusals)"
@@ -101,7 +102,7 @@ class VersionJudge:
         """Add the body's constraint. Raises InvalidRequest when the headers contradict it."""
         self.constraint, self._body = self.constraint.with_(constraint), True
 
-    def refused(self, view: ReplicaView, refusal: Refusal, under: ReplicaReport | None) -> None:
+    def refused(self, view: ReplicaView, refusal: Refusal, under: Reported | None) -> None:
         """The replica did not take the request, which was placed when `under` was its report.
 
         The refusal counts until the replica's next report. It does not count if the replica has reported another snapshot
@@ -141,7 +142,7 @@ class VersionJudge:
     ) -> VersionVerdict:
         """What to do with the request now. home: the replica of its session. tried: names of replicas that cannot take it."""
         usable = [view for view in views if view.usable]
-        self._newest = self._order.newest(view.report.snapshot for view in usable if view.report is not None)
+        self._newest = self._order.newest(one.report.own.snapshot for one in usable if one.report is not None)
         fitting = {view.name for view in usable if self.fits(view)}
         wait_s = DEFAULT_WAIT_S if self.constraint.wait_s is None else self.constraint.wait_s
         deadline = self._began + wait_s
@@ -169,7 +170,7 @@ class VersionJudge:
             return False
         asked = self.constraint.snapshot
         if report is not view.report:
-            newest = view.report
+            newest = view.report.own
             here, serving, pinnable = asked in newest.resident, newest.snapshot, newest.pinnable
         elif refusal is not None:
             here, serving, pinnable = refusal.here, refusal.serving, refusal.pinnable
@@ -177,12 +178,12 @@ class VersionJudge:
             return False
         return self._met(asked if here and asked is not None else serving, pinnable)
 
-    def lines(self, view: ReplicaView, under: ReplicaReport) -> list[bytes]:
+    def lines(self, view: ReplicaView, under: Reported) -> list[bytes]:
         """Header lines for the replica: the decision on which the request is sent there. under: the report that was judged."""
         if self.constraint.empty:
             return []
         report, refusal = self._heard.get(view, (None, None))
-        known = refusal.serving if refusal is not None and report is under else under.snapshot
+        known = refusal.serving if refusal is not None and report is under else under.own.snapshot
         # Where it may be sent, an exact one serves or stays.
         known = self.constraint.snapshot or known
         self._expected = known
@@ -203,9 +204,9 @@ class VersionJudge:
         serving = [
             {
                 "replica": view.name,
-                "snapshot": view.report.snapshot if view.report else None,
-                "stage": view.report.stage.value if view.report else None,
-                "resident": list(view.report.resident) if view.report else [],
+                "snapshot": view.report.own.snapshot if view.report else None,
+                "stage": view.report.own.stage.value if view.report else None,
+                "resident": list(view.report.own.resident) if view.report else [],
             }
             for view in views
         ]
@@ -237,14 +238,14 @@ class VersionJudge:
         report = None if view is None else view.report
         if report is None:
             return False
-        coming = [self._order.desired] if report.stage is not Stage.ERROR else []
-        if report.target is not None and report.stage not in _AT_REST:
-            coming.append(report.target)
+        coming = [self._order.desired] if report.own.stage is not Stage.ERROR else []
+        if report.own.target is not None and report.own.stage not in _AT_REST:
+            coming.append(report.own.target)
         return any(
             self._met(snapshot, True, max(self._newest, self._order.position(snapshot) or 0))
             for snapshot in coming
             # One that is not pinnable may load other files of its snapshot's name.
-            if snapshot != report.snapshot or not report.pinnable
+            if snapshot != report.own.snapshot or not report.own.pinnable
         )
 
     def _is_coming(self, views: Sequence[ReplicaView]) -> bool:
@@ -253,8 +254,8 @@ class VersionJudge:
         return unheard or any(self._may_come(view) for view in views)
 
 
-def _served(report: ReplicaReport | None) -> tuple[str, bool, tuple[str, ...]] | None:
-    return None if report is None else (report.snapshot, report.pinnable, report.resident)
+def _served(report: Reported | None) -> tuple[str, bool, tuple[str, ...]] | None:
+    return None if report is None else (report.own.snapshot, report.own.pinnable, report.own.resident)
 
 
 def refusal_in(headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:

@@ -424,7 +424,7 @@ def _models(replica: Replica) -> Answer:
         "object": "model",
         "created": 0,
         "owned_by": "midstream",
-        "snapshot": replica.report().snapshot,
+        "snapshot": replica.report().own.snapshot,
     }
     return 200, {"object": "list", "data": [model]}
 

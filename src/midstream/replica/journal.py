@@ -30,8 +30,8 @@ import msgspec
 
 from midstream.core.errors import SnapshotError
 from midstream.core.private import FILE_MODE, private_directory
+from midstream.core.reports import RecordsStats
 from midstream.core.retry import Backoff
-from midstream.core.types import RecordsStats
 from midstream.snapshots.durable import sync_directory
 from midstream.snapshots.store.upload import put_file
 

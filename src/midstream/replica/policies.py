@@ -28,8 +28,11 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec.structs import replace
+
 from midstream.core.errors import Overloaded, PolicyNotLoaded
-from midstream.core.types import Desired, Hint, ModelInfo, PolicyReport
+from midstream.core.reports import PolicyReport
+from midstream.core.types import Desired, Hint, ModelInfo
 from midstream.replica.gate import Door
 from midstream.replica.policy import Parts, Policy, besides, deployments_own
 from midstream.replica.service import Service
@@ -193,8 +196,10 @@ class Policies:
         for policy in self.everyone:
             policy.gate.pause(paused)
 
-    def reports(self) -> tuple[PolicyReport, ...]:
-        return tuple(policy.report() for policy in self._others.values())
+    def reports(self, down: str | None = None) -> tuple[PolicyReport, ...]:
+        """The own first. down: why the engine cannot be started again."""
+        own, *others = (policy.report() for policy in self)
+        return (replace(own, error=down) if down and own.error is None else own, *others)
 
     def shut(self) -> None:
         """A boot ends: no policy takes snapshots any more."""

@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from midstream.core.errors import AnotherBoot, PolicyNotLoaded, ReplicaUnavailable
+from midstream.core.reports import PolicyReport
 from midstream.core.served_names import ServedNames
-from midstream.core.types import BASE_SNAPSHOT, POLICIES_MAX, ModelInfo, PolicyReport, Stage
+from midstream.core.types import BASE_SNAPSHOT, POLICIES_MAX, ModelInfo, Stage
 from midstream.engine.base import Engine, Slot
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
 from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
 from midstream.replica.service import Kept, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S
-from midstream.replica.swap.driver import Checker, Entrance, SwapDriver, Told
+from midstream.replica.swap.driver import SWAPS_TOLD, Checker, Entrance, SwapDriver, Told
 from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files, Hints
 from midstream.replica.swap.table import TRANSITIONS_KEPT, SwapMachine
@@ -79,7 +80,8 @@ class Parts:
 @dataclass(frozen=True)
 class Terms:
     """What differs between policies. key: what the engine calls it. unsound: the refusal while weights that failed their check
-    serve. transitions_told: stage changes that a report has."""
+    serve. transitions_told, swaps_told: stage changes and timings that a
+    report has."""
 
     names: ServedNames
     key: str
@@ -88,11 +90,14 @@ class Terms:
     residency: Residency
     unsound: type[ReplicaUnavailable]
     transitions_told: int
+    swaps_told: int
 
 
 def deployments_own(parts: Parts) -> Terms:
     residency = parts.bounds.residency
-    return Terms(parts.names, "", parts.engine, parts.files, residency, AnotherBoot, TRANSITIONS_KEPT)
+    return Terms(
+        parts.names, "", parts.engine, parts.files, residency, AnotherBoot, TRANSITIONS_KEPT, SWAPS_TOLD
+    )
 
 
 def besides(parts: Parts, name: str, number: int) -> Terms:
@@ -103,7 +108,7 @@ def besides(parts: Parts, name: str, number: int) -> Terms:
     files = replace(parts.files, source=source, hints=Hints(source.prefetch))
     residency = Residency(parts.bounds.residency.snapshots)
     # Weights of a policy that failed their check say nothing of the whole replica.
-    return Terms(names, key, parts.engine.slot(key), files, residency, PolicyNotLoaded, TRANSITIONS_TOLD)
+    return Terms(names, key, parts.engine.slot(key), files, residency, PolicyNotLoaded, TRANSITIONS_TOLD, 1)
 
 
 class Policy:
@@ -242,7 +247,7 @@ class Policy:
             pinnable=self.pins.coming is None,
             check=self.driver.check,
             contents=self.driver.contents,
-            last_swap=self.driver.last_swap,
+            swaps=self.driver.swaps[-self._terms.swaps_told :],
             transitions=tuple(machine.transitions)[-self._terms.transitions_told :],
             resident=self.pins.resident(machine.serving),
         )

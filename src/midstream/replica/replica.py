@@ -22,19 +22,12 @@ from midstream.core.engine_words import declared
 from midstream.core.errors import AnotherBoot, InvalidRequest
 from midstream.core.measures import Trajectories
 from midstream.core.pulse import Pulse
+from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
 from midstream.core.served_names import ServedNames
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.tracing import Tracer
-from midstream.core.types import (
-    ENGINE_SILENT_FROM_S,
-    Desired,
-    Hint,
-    ModelInfo,
-    Pause,
-    ReplicaReport,
-    Session,
-)
+from midstream.core.types import ENGINE_SILENT_FROM_S, Desired, Hint, ModelInfo, Pause, Session
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
@@ -303,35 +296,19 @@ class Replica:
         return self.sessions.close(session) or had
 
     def report(self) -> ReplicaReport:
-        own, info = self.own.report(), self._info
+        info = self._info
         silent_s = int(self._engine.silent_s()) if self.ready else 0
         return ReplicaReport(
             replica=self.name,
             boot=self.boot,
-            ready=self.ready and own.sound,
-            ready_at_all=self.ready,
-            resident=own.resident,
-            snapshot=own.snapshot,
-            signalled=own.signalled,
-            generation=own.generation,
-            stage=own.stage,
-            target=own.target,
-            error=self._down if own.error is None else own.error,
+            alive=self.ready,
             in_flight=self.policies.requests,
-            policies=self.policies.reports(),
+            policies=self.policies.reports(self._down),
             policies_max=self._policies_max,
-            held=own.held,
-            admitting=own.admitting,
             pause=self._pause,
-            pinnable=own.pinnable,
-            check=own.check,
-            contents=own.contents,
-            last_swap=own.last_swap,
-            swaps=self.own.driver.swaps,
             engine=self._engine.stats(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
-            transitions=own.transitions,
             long_texts=self._jobs.jobs,
             records=None if self._journal is None else self._journal.stats(),
             stalled_s=self._pulse.stalled_s,

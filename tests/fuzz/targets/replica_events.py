@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+from reports import replica_report
 
 from midstream.api.hotload import fleet_of, hotload_apis
 from midstream.core.decoding import NOT_JSON
 from midstream.core.measures import BUCKETS_S, TURN_MEASURES, Distribution, Trajectories
+from midstream.core.reports import PolicyReport
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import EngineCard, PolicyReport, ReplicaReport, SnapshotCheck, Stage, Transition
+from midstream.core.types import EngineCard, SnapshotCheck, Stage, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas
 from midstream.fleet.reconcile import failure, serves, serving_generation
@@ -134,9 +136,9 @@ def seeds() -> Iterator[bytes]:
     policy = PolicyReport(
         policy="red", made=POLICY_MADE, snapshot="r", generation=1, stage=Stage.IDLE, check=check_of
     )
-    report = ReplicaReport(replica=OWN, boot="b", ready=True)
-    full = msgspec.structs.replace(
-        report,
+    report = replica_report(OWN)
+    full = replica_report(
+        OWN,
         snapshot="s",
         generation=2,
         signalled=2,

@@ -71,7 +71,7 @@ FLEET = (
     Mutation(
         "fallback_owes_nothing",
         "fleet/reconcile.py",
-        "served = report.signalled or serving_generation(report)",
+        "served = report.own.signalled or serving_generation(report)",
         "served = serving_generation(report)",
         "KV that a fallback computed is not used against the policy of a signal that came after its snapshot.",
         ("control/test_reconciler.py::test_a_replica_that_fell_back_owes_the_policies_of_all_later_signals",),
@@ -79,8 +79,8 @@ FLEET = (
     Mutation(
         "unproved_replica_joins",
         "fleet/reconcile.py",
-        "if report.stage is Stage.CHECKING and report.snapshot == state.snapshot:",
-        "if report.stage is Stage.COMMITTING and report.snapshot == state.snapshot:",
+        "if report.own.stage is Stage.CHECKING and report.own.snapshot == state.snapshot:",
+        "if report.own.stage is Stage.COMMITTING and report.own.snapshot == state.snapshot:",
         "A replica that starts takes no requests before what it loaded is proved.",
         ("control/test_reconcile.py",),
     ),

@@ -22,8 +22,8 @@ GATEWAY = (
     Mutation(
         "streams_are_lost_though_their_snapshot_stays",
         "proxy/resume.py",
-        "self.snapshot not in (report.snapshot, *report.resident):",
-        "self.snapshot != report.snapshot:",
+        "self.snapshot not in (report.own.snapshot, *report.own.resident):",
+        "self.snapshot != report.own.snapshot:",
         "A pinned stream whose replica is lost goes on where its snapshot stays.",
         (
             "gateway/test_resume.py::test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays",

@@ -45,7 +45,7 @@ REPLICA = (
     Mutation(
         "what_the_sender_saw_is_not_told",
         "fleet/loop.py",
-        "seen=view.report.generation",
+        "seen=view.report.own.generation",
         "seen=None",
         "A gateway tells a replica by which of its reports a target was chosen.",
         ("control/test_reconciler.py::test_a_target_tells_which_report_it_was_chosen_by",),

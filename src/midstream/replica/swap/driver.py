@@ -198,10 +198,6 @@ class SwapDriver:
         return tuple(self._swaps)
 
     @property
-    def last_swap(self) -> SwapTiming | None:
-        return self._swaps[-1] if self._swaps else None
-
-    @property
     def quiet(self) -> bool:
         """True while a switch is so near that changes should not be told."""
         return self._quiet is not None
