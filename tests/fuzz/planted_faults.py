@@ -17,7 +17,7 @@ from midstream.client import records
 from midstream.core import http_answer
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import protocol
-from midstream.fleet import membership, replicas
+from midstream.fleet import membership, subscription
 from midstream.http import bodies
 from midstream.proxy import audit
 from midstream.replica.text import toolcalls
@@ -125,14 +125,14 @@ def _fault_unnamed() -> None:
 
 def _end_of_line_forgotten() -> None:
     """A byte that begins a piece and ends a line is lost."""
-    feed = replicas._Lines.feed
+    feed = subscription.Lines.feed
 
-    def forgetful(self: replicas._Lines, data: bytes) -> None:
+    def forgetful(self: subscription.Lines, data: bytes) -> None:
         if data[1:2] == b"\n":
             data = data[1:]
         feed(self, data)
 
-    replicas._Lines.feed = forgetful  # type: ignore[method-assign]
+    subscription.Lines.feed = forgetful  # type: ignore[method-assign]
 
 
 def _labels_uncounted() -> None:

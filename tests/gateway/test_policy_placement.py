@@ -297,7 +297,7 @@ def test_a_replica_that_gave_up_a_policy_since_its_report_refuses_and_the_client
             assert await asking == "replica-0"
             assert one.told.count("p0") == 2
             view = here.replicas.views[0]
-            assert (view.failures, view.report is not None, view.admitted) == (0, True, True)
+            assert (view.replica.failures, view.report is not None, view.admitted) == (0, True, True)
             assert not here.gateway.proxy.metrics.upstream_errors
 
     run(main)

@@ -24,7 +24,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -42,6 +42,7 @@ from midstream.fleet.reconcile import (
     LOSSES_MAX,
     TURN_S_MAX,
     SignalOrder,
+    Stuck,
     Turn,
     decide,
     failure,
@@ -56,19 +57,6 @@ from midstream.fleet.replicas import ReplicaSet, ReplicaView
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Stuck:
-    """Retries of a replica that failed on everything it could serve, since one signal, or since it loses boots to all."""
-
-    # The generation of the desired snapshot.
-    signal: int
-    retries: int = 0
-    # The generation of the last retry.
-    generation: int = 0
-    # When the next retry is due. None: the last one is still on its way.
-    due: float | None = None
 
 
 class Reconciler:
@@ -113,7 +101,7 @@ class Reconciler:
         self._attempts: dict[str, tuple[str, Desired, float]] = {}
         # Replica to its boot, snapshot and generation.
         self._delivered: dict[str, tuple[str, str, int]] = {}
-        self._stuck: dict[str, _Stuck] = {}
+        self._stuck: dict[str, Stuck] = {}
         # Replica to its boot and the contents stored.
         self._learnt: dict[str, tuple[str, tuple[SnapshotContent, ...]]] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
@@ -332,7 +320,7 @@ class Reconciler:
         if stuck is None or stuck.signal != state.desired.generation:
             # No new signal makes up for lost boots.
             worn = len(lost_boots(state, view.name)) >= LOSSES_MAX
-            stuck = replace(stuck if stuck and worn else _Stuck(0), signal=state.desired.generation)
+            stuck = replace(stuck if stuck and worn else Stuck(0), signal=state.desired.generation)
         if view.report is None:
             return stuck.generation
         if not decide(state, view.report, view.admitted, stuck.generation).stuck:

@@ -58,14 +58,6 @@ class PolicyView(ReplicaView):
     def load(self, load: int) -> None:
         """The replica's own view counts."""
 
-    @property
-    def failures(self) -> int:
-        return self.replica.failures
-
-    @failures.setter
-    def failures(self, failures: int) -> None:
-        self.replica.failures = failures
-
     def follow(self, report: Reported | None, resident: bool) -> bool:
         """Take over what is known of the replica. report: what it says of the policy. Whether anything changed."""
         replica = self.replica
@@ -319,10 +311,6 @@ class PolicyReplicas(ReplicaSet):
             self._residents.forget(view.replica, (self._policy, self.made))
             view.follow(self._residents.bare(view.replica), False)
             self._changed()
-
-    async def run(self) -> None:
-        """The deployment's own set hears the replicas."""
-        await asyncio.Event().wait()
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         # A replica that has just forgotten the policy would make it again.

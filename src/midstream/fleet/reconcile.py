@@ -398,6 +398,19 @@ def effective_reset(state: DeploymentState, report: Reported) -> ResetPromptCach
 
 
 @dataclass(frozen=True)
+class Stuck:
+    """Retries of a replica that failed on everything it could serve, since one signal, or since it loses boots to all."""
+
+    # The generation of the desired snapshot.
+    signal: int
+    retries: int = 0
+    # The generation of the last retry.
+    generation: int = 0
+    # When the next retry is due. None: the last one is still on its way.
+    due: float | None = None
+
+
+@dataclass(frozen=True)
 class Loss:
     """A boot that ended while it was loading a snapshot. seq: of the stage change to store; None: it reported one."""
 

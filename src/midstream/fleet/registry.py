@@ -137,7 +137,8 @@ class Deployment:
     async def run(self) -> None:
         """Hear the replicas and keep them at what is desired, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.replicas.run(), name=f"events of {self.name}")
+            if self.of is None:
+                tasks.create_task(self.replicas.run(), name=f"events of {self.name}")
             tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
 
 

@@ -22,14 +22,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.headers import HEADER_TOKEN
 from midstream.core.measures import Trajectories
 from midstream.core.reports import ReplicaReport, Reported
 from midstream.core.retry import Backoff
@@ -37,13 +35,13 @@ from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired, Hint, Pause
 from midstream.fleet.holding import Holding
 from midstream.fleet.placement import Fleet
+from midstream.fleet.subscription import Lines, Subscription, token_header
 from midstream.fleet.view import ReplicaView as ReplicaView
 from midstream.fleet.view import last_words
-from midstream.http.call import CallFailed, ResponseStream, call, open_stream
+from midstream.http.call import CallFailed, call, open_stream
 
 logger = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 4 * 2**20
 # Requests in a row that a replica may fail before it answers one.
 FAILURES_MAX = 3
 # How event lines begin that are no report.
@@ -117,7 +115,7 @@ class ReplicaSet(Holding):
         self._waking: asyncio.Handle | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._notice: asyncio.Handle | None = None
-        self._subscriptions: dict[ReplicaView, _Subscription] = {}
+        self._subscriptions: dict[ReplicaView, Subscription] = {}
         # Set while it runs.
         self._tasks: asyncio.TaskGroup | None = None
         self.set_members(replicas)
@@ -215,7 +213,7 @@ class ReplicaSet(Holding):
         view = ReplicaView(
             0, member.name, member.url.rstrip("/"), member.weight, self._use_changed, member.own
         )
-        self._subscriptions[view] = _Subscription()
+        self._subscriptions[view] = Subscription()
         if self._tasks is not None:
             self._listen(self._tasks, view)
         return view
@@ -350,7 +348,7 @@ class ReplicaSet(Holding):
 
     async def _follow(self, view: ReplicaView) -> tuple[str, bool]:
         """Read one event stream to its end. Why it ended, and whether it ever said anything."""
-        lines = _Lines(lambda line: self._heard(view, line))
+        lines = Lines(lambda line: self._heard(view, line))
         timeout_s = min(self._call_timeout_s, self._silence_s)
         stream = await open_stream(
             view.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
@@ -465,59 +463,9 @@ class ReplicaSet(Holding):
             callback()
 
 
-@dataclass(eq=False)
-class _Subscription:
-    """How one replica is heard."""
-
-    watch: asyncio.Task[None] | None = None
-    # The last event stream.
-    stream: ResponseStream | None = None
-    # The last boot that was heard, and its last report as it came.
-    boot: str | None = None
-    line: bytes = b""
-    # The timer that ends the report's grace.
-    doubt: asyncio.TimerHandle | None = None
-
-    @property
-    def connected(self) -> bool:
-        return self.stream is not None and not self.stream.ended.done()
-
-    def calm(self) -> None:
-        if self.doubt is not None:
-            self.doubt.cancel()
-            self.doubt = None
-
-
 def _serving(report: Reported | None) -> tuple[object, ...]:
     """What it is of use for, now and soon."""
     if report is None:
         return ()
     own = report.own
     return own.snapshot, own.resident, own.pinnable, own.stage, own.target
-
-
-class _Lines:
-    """Cuts a byte stream into lines. Raises ValueError on an endless one."""
-
-    def __init__(self, on_line: Callable[[bytes], None]) -> None:
-        self._on_line = on_line
-        self._rest = b""
-        self.count = 0
-
-    def feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
-            raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
-        for line in lines:
-            if line.strip():
-                self._on_line(line)
-                self.count += 1
-
-
-def token_header(token: str | None) -> str:
-    """The header line that carries the token; "" without one. Raises ValueError when it cannot be a header's value."""
-    if not token:
-        return ""
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError("the replica token must be printable ASCII without spaces")
-    return f"{HEADER_TOKEN}: {token}\r\n"

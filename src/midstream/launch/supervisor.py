@@ -37,7 +37,7 @@ from midstream.core.pulse import Pulse
 from midstream.core.scopes import PUBLISH
 from midstream.core.supervision import Stalled, TinkerSpec
 from midstream.fleet.desired_state import Wanted, WantedReplica
-from midstream.fleet.replicas import token_header
+from midstream.fleet.subscription import token_header
 from midstream.fleet.tally import stalled
 from midstream.http.appserver import socket_directory
 from midstream.http.call import CallFailed, call, unverified_tls

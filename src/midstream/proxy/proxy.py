@@ -32,8 +32,9 @@ from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.placement import Decision, Fleet, sticky
 from midstream.fleet.prefixes import PrefixTable, PromptBeginnings
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet, token_header
+from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import body_model
+from midstream.fleet.subscription import token_header
 from midstream.fleet.view import ReplicaView
 from midstream.http.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.http.message import HOP_BY_HOP, Request

@@ -267,10 +267,10 @@ class ReplicaRoute(Route):
     # -- what a replica answers
 
     def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
-        view = self._at.view
+        replica = self._at.view.replica
         event = refusals.answer(phase, status, headers)
-        if view.failures and event not in refusals.NO_SIGN_OF_LIFE:
-            view.failures = 0
+        if replica.failures and event not in refusals.NO_SIGN_OF_LIFE:
+            replica.failures = 0
         if phase is RequestPhase.RESUME_SENT:
             if event is RequestEvent.HEAD and self._rest is not None:
                 self._proxy.metrics.retries["resumed"] += 1

@@ -24,7 +24,8 @@ from midstream.fleet.loop import Reconciler
 from midstream.fleet.policies import PolicyReplicas
 from midstream.fleet.reconcile import failure, serves, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import Member, ReplicaSet, _Lines
+from midstream.fleet.replicas import Member, ReplicaSet
+from midstream.fleet.subscription import Lines
 from midstream.fleet.view import ReplicaView, last_words
 from targets.control_side import NAMES, Call, ControlSide, decoded, side
 from targets.target import Target, check, controlled, outcome, pieces
@@ -58,7 +59,7 @@ class EventSide(ControlSide):
         # Hears what the replica says of its policy.
         PolicyReplicas(replicas, "red", POLICY_MADE)
         heard = Heard(Deployment(NAMES, replicas, self._shown.reconciler))
-        lines = _Lines(lambda line: replicas._heard(heard.view, line))
+        lines = Lines(lambda line: replicas._heard(heard.view, line))
         _, refused = outcome((*NOT_JSON, ValueError), lambda: [lines.feed(part) for part in parts])
         return heard, refused
 
@@ -71,8 +72,8 @@ class EventSide(ControlSide):
             if call.path != "/metrics":
                 decoded(answer)
         report = heard.view.report
-        if report is not None:
-            last_words(report)
+        if report is not None and heard.view.heard is not None:
+            last_words(heard.view.heard)
             serving_generation(report)
             state = await self.ledger.state(NAMES.deployment)
             fleet_of(state, [report])
@@ -100,7 +101,7 @@ class Heard:
     def __repr__(self) -> str:
         homes = sorted(self.deployment.sessions._homes.items())
         return repr(
-            (self.view.report, self.view.trajectories, self.told, homes, self.deployment.sessions.counts)
+            (self.view.heard, self.view.trajectories, self.told, homes, self.deployment.sessions.counts)
         )
 
 
@@ -116,7 +117,7 @@ async def check_stream(server: EventSide, control: int, stream: bytes) -> None:
     cut, again = await server.heard(name, pieces(stream, control))
     check(repr(whole) == repr(cut), "another thing is heard when it comes in pieces", whole, cut)
     check(type(refused) is type(again), "another end when it comes in pieces", refused, again)
-    report, counts = whole.view.report, whole.deployment.sessions.counts
+    report, counts = whole.view.heard, whole.deployment.sessions.counts
     check(refused is None or report is None, "a replica is heard that says no report", report, refused)
     check(report is None or report.replica == name, "a report of another replica", report)
     check(sum(counts.values()) <= len(whole.deployment.sessions), "sessions are counted twice", counts)
