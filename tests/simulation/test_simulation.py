@@ -58,12 +58,8 @@ FOUND_AT_ONCE = frozenset(
 UNFOUND = frozenset(
     {
         "pins_do_not_hold",
-        "bytes_are_not_compared",
-        "log_loses_its_last_event",
         "half_chunks_pass",
         "another_boot_is_as_good",
-        "old_by_the_clock",
-        "ends_are_forgotten",
         "ended_under_its_requests",
     }
 )
