@@ -518,9 +518,7 @@ def test_overwritten_files_that_the_server_did_not_take_are_an_error(tmp_path: P
     script = Script(kept, done)
     publisher = script.publisher(tmp_path)
     publisher.write_full("a", base)
-    with pytest.raises(
-        PublishError, match="'a' was overwritten, but the server goes on with the files it had"
-    ):
+    with pytest.raises(PublishError, match="'a' was overwritten, but the server keeps the files it had"):
         publisher.publish("a", base, overwrite=True)
     assert len(script.requests) == 1
     script.answers = [503, kept, done]

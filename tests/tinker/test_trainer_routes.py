@@ -147,5 +147,5 @@ def test_a_matrix_that_cannot_be_replayed_is_refused(
 def test_a_dense_model_refuses_routes(tmp_path: Path) -> None:
     model = new_model(write_family(tmp_path / "model", "llama", vocab_size=128))
     assert model.base.info().moe_layers == 0
-    with pytest.raises(Failed, match="no MoE routers whose choice can be replayed"):
+    with pytest.raises(Failed, match="no MoE routers with a choice that can be replayed"):
         model.forward_backward(request([routed(LINE, np.zeros((26, 1, 1)))]))

@@ -24,7 +24,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype
 def decode_routing_matrix(encoded: str, *, top_k: int, dtype: RouteDtype = "uint8") -> Routes:
     """The experts of one token, [moe_layers, top_k] of `dtype`.
 
-    encoded: an entry's `routing_matrix`. top_k: `num_experts_per_tok` of the model's config.json. The bytes do not tell it:
+    encoded: an entry's `routing_matrix`. top_k: `num_experts_per_tok` of the model's config.json. The bytes do not show it:
     another one that divides them gives other layers. dtype: the entry's `routing_matrix_dtype`, if it has one.
     Raises ValueError for what is not base64, and for bytes that rows of top_k do not fill.
     """
@@ -46,7 +46,7 @@ def routes_of(choice: Any, *, top_k: int, moe_layers: int | None = None) -> Rout
 
     choice: a choice, its `logprobs`, or a list of logprobs entries (of one choice, joined over the chunks of a stream). Under a
     full echo the first prompt token is left out: no forward pass produced it, so it has no route.
-    top_k: `num_experts_per_tok` of the model's config.json. The response does not tell it. A wrong one shows only when some
+    top_k: `num_experts_per_tok` of the model's config.json. The response does not show it. A wrong one shows only when some
     layer would have an expert twice, or rows do not come out even. moe_layers: how many MoE layers the model has. With it a
     wrong top_k is always an error.
 

@@ -40,7 +40,7 @@ class SnapshotFailed(PublishError):
 
 
 class NotReadyInTime(PublishError, TimeoutError):
-    """Replicas were still loading the snapshot at the deadline, and go on with it. Also a TimeoutError."""
+    """Replicas were still loading the snapshot at the deadline, and continue to. Also a TimeoutError."""
 
 
 class ReplicasSilent(PublishError):

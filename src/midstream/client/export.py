@@ -224,7 +224,7 @@ def nemo_gym_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, An
 # -- verifiers
 
 
-#: What verifiers knows of how a turn ended. Others are told as None.
+#: The ends of a turn that verifiers knows. Others become None.
 _VERIFIERS_ENDS = ("stop", "length", "tool_calls")
 
 

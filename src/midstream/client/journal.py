@@ -94,8 +94,8 @@ def traces_of(records: Iterable[Record], sessions: Container[str] | None = None)
 
     records: as `read_records` gives them. sessions: of these keys alone.
 
-    A session of several replicas, or one that began anew, has an entry in `traces` for each.
-    Turns whose parent was lost are left out; the entry's `orphans` are their numbers. Holds all of them in memory. Raises
+    A session of several replicas, or one that was restarted, has an entry in `traces` for each.
+    Turns with a lost parent are left out; the entry's `orphans` are their numbers. Holds all of them in memory. Raises
     ValueError on a record that lacks what its kind has.
     """
     found: dict[tuple[str, str, str], dict[tuple[str, str, int], dict[str, Any]]] = {}

@@ -44,9 +44,9 @@ def as_checkpoint(state: State, config_dir: Path) -> State:
             raise ValueError(_missing(absent))
         return known.revert(state)
     if served is None:
-        told = hint(names, () if known is None else known.checkpoint, sure=known is None)
-        if told is not None:
-            raise ValueError(told)
+        advice = hint(names, () if known is None else known.checkpoint, sure=known is None)
+        if advice is not None:
+            raise ValueError(advice)
     return state
 
 
@@ -65,21 +65,21 @@ def check_names(new: CheckpointSpec, served: CheckpointSpec | None) -> None:
     with None, only names are refused that no served checkpoint has.
     """
     if served is None or not new.tensors.keys() & served.tensors.keys():
-        if (told := hint(new.tensors, () if served is None else served.tensors, sure=True)) is not None:
-            raise ValueError(told)
+        if (advice := hint(new.tensors, () if served is None else served.tensors, sure=True)) is not None:
+            raise ValueError(advice)
         return
     left_out = {HEAD} if ties_head(served.config, served.tensors) else set()
     names, wanted = new.tensors.keys() - left_out, served.tensors.keys() - left_out
     absent, extra = sorted(wanted - names), sorted(names - wanted)
     if not absent and not extra:
         return
-    told = hint(extra, wanted)
-    if absent and told is None:
+    advice = hint(extra, wanted)
+    if absent and advice is None:
         raise ValueError(_missing(absent))
     what = "is missing" if absent else "is not in the checkpoint beside the given configuration"
     first = (absent or extra)[0]
     more = and_more(len(absent or extra) - 1)
-    raise ValueError(f"tensor {shown(first)} {what}{more}{': ' if told else ''}{told or ''}")
+    raise ValueError(f"tensor {shown(first)} {what}{more}{': ' if advice else ''}{advice or ''}")
 
 
 def in_memory(state: State, model: Any) -> State:
@@ -88,8 +88,8 @@ def in_memory(state: State, model: Any) -> State:
     model: of transformers. Raises ValueError for names that no model in memory has, for a tensor that is missing, and for an
     output layer that is not the embedding though it is tied to it.
     """
-    if (told := hint(state, sure=True)) is not None:
-        raise ValueError(told)
+    if (advice := hint(state, sure=True)) is not None:
+        raise ValueError(advice)
     state = _without_tied(state, model.config.to_dict(), None)
     absent = sorted(model.state_dict().keys() - state.keys() - {HEAD})
     # With no name in common, the model is wrapped in a way that is not known here.

@@ -3,7 +3,7 @@
 Always holds:
 - The server accepted `parent` under that identity and generation. It is written down only after the server took the signal. A
   publisher that dies in between remembers an older one, which the server no longer stands on.
-- After the machine was started anew there is no parent: a power cut may have spoilt it, since its files are not synced to disk.
+- After the machine was restarted there is no parent: a power cut may have spoilt it, since its files are not synced to disk.
 - One publisher uses a work directory at a time. Leftovers of a dead one are removed by the next.
 """
 

@@ -1,6 +1,6 @@
 """One publication: full or delta, files, signal, wait. The order of the steps, and when the parent is remembered.
 
-Always holds: see publish.py, whose promises this module keeps.
+Always holds: the promises of publish.py.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Publishing:
         # After a retry, "nothing changed" may be the answer to a signal that was taken the first time.
         if replaces and answer.attempts == 1 and _unchanged(answer):
             raise PublishError(
-                f"snapshot {job.identity!r} was overwritten, but the server goes on with the files it had"
+                f"snapshot {job.identity!r} was overwritten, but the server keeps the files it had"
             )
         return _Sent(None, why, _generation(answer))
 
@@ -318,7 +318,7 @@ def check_whole(
 ) -> None:
     """Raise PublishError unless `directory` is a whole checkpoint, or a whole adapter, of finite numbers.
 
-    served: the checkpoint whose tensors it has to have; None if it is not known.
+    served: the checkpoint with the tensors that it has to have; None if it is not known.
     """
     if not directory.is_dir():
         raise PublishError(f"snapshot {identity!r}: {directory} is not a directory")

@@ -2,7 +2,7 @@
 
 Always holds:
 - Files are in the bucket before the signal that names them. The parent of the next delta is remembered only after the server
-  took the signal. So a trainer may die at any step, and the next publisher goes on by itself.
+  took the signal. So a trainer may die at any step, and the next publisher continues by itself.
 - A delta is sent only when the server says that it stands on the very snapshot kept here. In doubt a full one is sent.
 - After a snapshot failed to load, the next one is full.
 """
@@ -80,12 +80,12 @@ class SnapshotPublisher:
         that the deployment reads, which the server is asked for. A file:// one has to be the same directory on both machines.
     full_every: a full snapshot comes after so many snapshots, the others are deltas; 1 means always full.
     work_dir: the directory of the last published checkpoint, which deltas need. With one that outlives the trainer, a restarted
-        trainer goes on with deltas. None: a temporary directory.
+        trainer continues with deltas. None: a temporary directory.
     model, deployment: which deployment, where the server has several. api_key: a key with the scope `publish`.
     compression: of deltas. request_timeout_s: of one request, in seconds. http, sleep, monotonic: for tests.
-    hints: tell the server of each file as it arrives in the bucket, so that replicas fetch it early.
+    hints: notify the server of each file as it arrives in the bucket, so that replicas fetch it early.
     policy: publish adapters to this policy of the deployment. Weights are then the directory of an adapter, as
-        PEFT writes it, or a PEFT model, whose active adapter is taken. adapter: such a model, for calls that give no weights.
+        PEFT writes it, or a PEFT model: its active adapter is taken. adapter: such a model, for calls that give no weights.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class SnapshotPublisher:
     def begin(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Publication:
         """Like `publish`, but returns when it has a copy of the weights. The rest runs in a thread beside the training.
 
-        Waits for the publication before, whose failure only its own `wait` raises. The callbacks run in the thread.
+        Waits for the publication before. Only that one's own `wait` raises its failure. The callbacks run in the thread.
         """
         rest = self._take(identity, weights, how)
         if self._thread is None:

@@ -7,7 +7,7 @@ Always holds:
 - A token has the loss mask 1 exactly if it was sampled, in one sequence: where paths share turns, in the first of them.
 - A loss mask of 1 has the token's own log-probability beside it. Where it is not known, that is an error, or the turn is
   context alone (`unscored`); it is never a guess.
-- A route stands where midstream tells it: at the token whose logits its pass gave.
+- A route stands where midstream has it: at the token that its pass gave the logits for.
 
 Plain lists and dicts; torch and numpy are never imported. All functions raise ValueError on a trace that lacks what is asked
 for.
@@ -49,7 +49,7 @@ class TurnSpan(NamedTuple):
 class TrainingSequence:
     """One path of a session's tree. Lists have one entry per token, unless they say otherwise.
 
-    session: its key. replica: that served it. model: as its first turn was told it. turns: in order. prompt_length: tokens that
+    session: its key. replica: that served it. model: as its first turn has it. turns: in order. prompt_length: tokens that
     the first turn's request had. token_ids: of prompts, answers and what stood between. loss_mask: 1 where the token was
     sampled, in one sequence alone. logprobs: in nats; 0.0 where loss_mask is 0.
     snapshots: of the weights that sampled the token; None where it was added. routes: expert numbers, layers x top-k in one
@@ -176,7 +176,7 @@ def _labels(about: dict[str, str], turn: dict[str, Any]) -> list[str | None]:
     for span in turn["snapshots"]:
         if span["start"] != len(labels) or span["end"] > len(turn["token_ids"]):
             raise ValueError(
-                f"{_turn(about, turn)}: its snapshots leave a gap, overlap, or go on behind its tokens"
+                f"{_turn(about, turn)}: its snapshots leave a gap, overlap, or extend beyond its tokens"
             )
         labels += [span["snapshot"]] * (span["end"] - span["start"])
     _check_count(about, turn, "snapshot", labels)

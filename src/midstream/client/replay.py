@@ -99,7 +99,7 @@ def router_scores(logits: Tensor, experts: Tensor, normalise: bool) -> Tensor:
 def check_routes(routes: NDArray[Any], positions: int, layers: int, top_k: int, experts: int) -> str | None:
     """What keeps `routes` from being replayed over `positions` input positions; None: nothing."""
     if not layers:
-        return "this model has no MoE routers whose choice can be replayed"
+        return "this model has no MoE routers with a choice that can be replayed"
     if routes.shape != (positions, layers, top_k):
         return f"has shape {list(routes.shape)}, expected [{positions}, {layers}, {top_k}]: tokens, MoE layers, experts"
     if routes.dtype.kind == "f" and not np.array_equal(routes, np.trunc(routes)):

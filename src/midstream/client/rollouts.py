@@ -27,7 +27,7 @@ class Rollout:
 
     prompt_ids: as the model read the prompt. token_ids: that were sampled, the end token among them.
     logprobs: of the model as it is, in nats. sampling_logprobs: of what was sampled from, after temperature and filters, in
-    nats. They are the denominator of an importance ratio. snapshots: whose pass gave each token's logits.
+    nats. They are the denominator of an importance ratio. snapshots: the one of the pass that gave each token's logits.
     finish_reason: "stop", "length" or another of the API. text: of the tokens, without the prompt. session: its key, if it had
     one. routes: expert numbers, an array [tokens, moe_layers, num_experts_per_tok] of uint8, or uint16 above 256 experts. Row j
     is of the pass that gave token j its logits. That pass read the token before it. None unless the client asks for routes, and
@@ -167,7 +167,7 @@ def _rollout(
 
 
 class Labelled(Protocol):
-    """A `Rollout`, or a `TrainingSequence`, whose label is None where a token was not sampled."""
+    """A `Rollout`, or a `TrainingSequence`. A label is None where a token was not sampled."""
 
     @property
     def snapshots(self) -> Sequence[str | None]:
@@ -182,8 +182,9 @@ def staleness(rollout: Labelled, signalled: Sequence[str]) -> float:
     """How many snapshots the oldest sampled token is behind the newest: a whole number, 0 without sampled tokens.
 
     rollout: a `Rollout` or a `TrainingSequence`. signalled: identities in their order, the newest last, as
-    `TrainingRun.signalled` has them. A token of a snapshot that is not among them makes it `math.inf`: nobody knows how old its
-    weights are, or whose. A loop that samples before its first signal puts first what the server had, such as "base".
+    `TrainingRun.signalled` has them. A token of a snapshot that is not among them makes it `math.inf`: the age and the
+    owner of its weights are not known. A loop that samples before its first signal puts first what the server had, such as
+    "base".
     """
     # One that was signalled again is as new as its last signal.
     behind = {name: float(len(signalled) - number) for number, name in enumerate(signalled, 1)}

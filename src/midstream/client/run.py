@@ -23,8 +23,8 @@ class TrainingRun:
 
     publisher: it stays the caller's to close. name: None makes one of the time, with four digits for runs of one second.
     behind: 0 means that `publish` returns when every replica serves the snapshot; with 1 it returns when it has a copy of the
-    weights, and rollouts go on from the snapshot before. how: arguments of each publication, see `How`. Raises ValueError for
-    another `behind`.
+    weights, and rollouts continue with the snapshot before. how: arguments of each publication, see `How`. Raises ValueError
+    for another `behind`.
 
     The attribute `signalled` has the identities in their order, the newest last. `staleness` and `fresh` take it. The run's own
     first weights, RUN/0, are its first entry, so rollouts of them are known. The attribute `name` is the run's.

@@ -1,4 +1,4 @@
-"""The server's status of its replicas, as its hot-load API tells it. Pure.
+"""The server's status of its replicas, as its hot-load API answers it. Pure.
 
 Always holds: a snapshot counts as served, or as failed, only when the answer says so.
 """
