@@ -394,7 +394,7 @@ def test_nothing_that_is_shown_acts_on_the_terminal(
 
 def test_every_subcommand_is_described() -> None:
     commands = cli.build_parser([]).format_help()
-    for name in ("serve", "model", "publish", "status", "ledger", "delta", "demo"):
+    for name in ("serve", "model", "publish", "status", "ledger", "delta"):
         assert re.search(rf"^ +{name} +\w", commands, flags=re.MULTILINE)
 
 
