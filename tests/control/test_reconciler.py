@@ -459,7 +459,7 @@ def test_a_fault_while_a_replica_is_told_is_logged_and_the_message_sent_again(
             world.signal("a")
         with caplog.at_level("ERROR"):
             world.reconcile()
-        assert f"replica-0 was not told {told}" in caplog.text
+        assert f"replica-0 did not get {told}" in caplog.text
         assert "a fault of this process" in caplog.text
         world.time += 10
         world.reconciler.signalled()

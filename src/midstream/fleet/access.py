@@ -1,6 +1,6 @@
 """The scopes of API keys, enforced: on every route of the control app, and on the deployment that a request is for.
 
-Owns: how the gateway's data path tells the control app what a key may do.
+Owns: how the data path of the gateway passes the rights of a key to the control app.
 Always holds:
 - An endpoint is served only after its need was met. Where keys are in use, a request that does not say what its key may do
   may do nothing.
@@ -99,7 +99,7 @@ def meant(
 
 
 def scopes_header(grant: Grant) -> bytes:
-    """What the data path tells the control app."""
+    """The header by which the data path passes a grant to the control app."""
     return f"{HEADER_SCOPES}: {grant}".encode()
 
 

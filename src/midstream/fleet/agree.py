@@ -31,7 +31,7 @@ CANARY_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Finding:
-    """What the ledger has to be told of a replica.
+    """What the ledger has to store of a replica.
 
     verdict: reload: it differs for the first time; out: again, or it could not load; agreed: it is as it should be.
     generation: of the check, for reload; else the retry generation of the disagreement that it settles.
@@ -63,7 +63,7 @@ def findings(
 ) -> list[Finding]:
     """What follows from the checks of the replicas, in fleet order, that serve what is desired or a fallback.
 
-    staying: names of those that have nothing else to load: one on a fallback that goes on to something else is let go on.
+    staying: names of those that have nothing else to load: one on a fallback that will load something else is not held up.
     """
     by_snapshot: dict[str, list[tuple[Reported, SnapshotCheck]]] = {}
     for report in reports:
@@ -86,7 +86,8 @@ def _voters(
     reports: Sequence[Reported],
     checked: Sequence[tuple[Reported, SnapshotCheck]],
 ) -> list[tuple[Reported, SnapshotCheck]]:
-    """Who is not doubted; when no replica that is there is, those that loaded again since, lest nobody ever serves again."""
+    """Replicas with weights that agree. If none agrees, those that have reloaded since, so that some replica can serve
+    again."""
     checked = [pair for pair in checked if known_difference(state, *pair) is None]
     if any(standing_of(state, report) is None for report in reports):
         return [pair for pair in checked if standing_of(state, pair[0]) is None]
@@ -134,7 +135,8 @@ def known_difference(state: DeploymentState, report: Reported, check: SnapshotCh
 
 
 def settled(state: DeploymentState, reports: Sequence[Reported]) -> list[SnapshotCheck]:
-    """Checks of what is desired whose digests the ledger lacks: one of each kind of engine, from replicas that agree.
+    """Checks of what is desired with digests that the ledger does not have: one of each kind of engine, from replicas that
+    agree.
 
     None while any replica may still say something else.
     """

@@ -1,12 +1,12 @@
 """Deployments as the ledger wants them against the replicas that run: which should run, which leave, which are gone.
 
-Owns: the run-time deployments (made from ledger rows, ended when their row is removed) and what the supervisor is told. The
-supervisor owns the processes: it is told which replicas to run, and tells which it runs.
+Owns: the run-time deployments (made from ledger rows, ended when their row is removed) and the messages to the supervisor.
+The supervisor owns the processes: it receives the list of replicas to run, and answers with those that it runs.
 Always holds:
 - Level-triggered: each pass reads what changed in the ledger since the last one, looks at the whole list of running replicas,
   and says the whole of what is wanted. A lost message, or a restart of either side, only delays.
-- A pass reads the ledger with one query, however many deployments and policies there are. It tells the reconcilers whose
-  part changed: none of them reads the ledger by itself.
+- A pass reads the ledger with one query, however many deployments and policies there are. It wakes the reconcilers of changed
+  parts: none of them reads the ledger by itself.
 - A replica that is to go takes no new request from then on. It is wanted until the requests on it have ended, for at most the
   deployment's drain time.
 - A deployment's row is removed only when none of its replicas runs any more.
@@ -137,12 +137,12 @@ class DesiredState:
 
     @property
     def heard(self) -> bool:
-        """Whether the supervisor has told anything yet."""
+        """True once the supervisor has sent a list."""
         return self._running is not None
 
     @property
     def caught_up(self) -> bool:
-        """Whether every replica that should run can be used, as far as the supervisor has told."""
+        """True if every replica that should run can be used, as far as the supervisor has reported."""
         return self._running is not None and all(
             len(deployment.replicas.views) >= deployment.wanted
             and all(view.usable for view in deployment.replicas.views)
@@ -189,7 +189,7 @@ class DesiredState:
         for row in rows.values():
             known = self._deployments.known(row.name)
             if known not in (None, self._deployments.default) and self._created[row.name] != row.created_at:
-                # Another gateway deleted it, and it was made anew.
+                # Another gateway deleted it, and a new one was made.
                 await self._end(known, None)
             self._take_up(row)
         wanted: list[WantedReplica] = []

@@ -3,17 +3,17 @@
 Always holds:
 - Level-triggered: each pass looks at the whole state, so a lost message or report only delays. Wakes coalesce. While something
   is left to be done, a pass every `poll_s` is the backstop. A reconciler with nothing to do costs nothing.
-- The ledger is read again when somebody says that it changed. A reconciler that nobody tells reads it every `poll_s`.
+- The ledger is read again after a notice that it changed. A reconciler without such notices reads it every `poll_s`.
 - Every stage change in a report is stored in the ledger once, in order within a boot. That includes changes that happened
   while this process was down, if the report still has them. When a boot ends while it loads a snapshot, that is stored
   before anything of the next boot is.
 - What a replica serves is the meaning of its name from then on. The ledger learns the snapshot's bytes, and, once all replicas
   agree, the weights that engines make of them.
-- A replica whose weights differ from that, or from the others', is known to the ledger before it is told to load them again.
-- A replica may have taken up a newer signal from another gateway than this one has read. It is told nothing before the
-  ledger was read again: an older signal would undo the newer one.
+- The ledger knows a replica with other weights than that, or than the others, before the replica is asked to load them again.
+- A replica may have taken up a newer signal from another gateway than this one has read. It gets no message before
+  the ledger was read again: an older signal would undo the newer one.
 - A deployment that is paused in the ledger is paused on every replica (pauses.py).
-- What is kept here can be thrown away at any time: a restart sends a message again, or begins a wait anew.
+- What is kept here can be thrown away at any time: a restart sends a message again, or restarts a wait.
 - No failure of a pass ends the loop.
 """
 
@@ -75,7 +75,7 @@ class Reconciler:
     ) -> None:
         """`deployment`: its full name; the ledger must have it. `poll_s` is also the pause before a message is repeated.
 
-        told: whoever makes it calls `signalled` after each change of the ledger that concerns the deployment.
+        told: its owner calls `signalled` after each change of the ledger that concerns the deployment.
         """
         self._one_by_one = swap_order == "one-by-one"
         self._turn: Turn | None = None
@@ -117,7 +117,7 @@ class Reconciler:
         return f"<Reconciler {self._deployment} desired={desired} sending={len(self._sending)}>"
 
     def _who(self, replica: str) -> str:
-        """What a line of the log calls the replica, and whose snapshots it is about."""
+        """The name of the replica in a line of the log, with the policy that the line is about."""
         policy = self._deployment.partition(POLICY_INFIX)[2]
         return f"{replica}, policy {policy}" if policy else replica
 
@@ -148,7 +148,7 @@ class Reconciler:
                         extra={"deployment": self._deployment},
                     )
                 except Exception:
-                    # Whatever the error is, the next pass looks at everything anew.
+                    # Whatever the error is, the next pass looks at everything again.
                     self._due = True
                     logger.exception(
                         "reconciling failed for %s; trying again in %g s", self._deployment, self._poll_s
@@ -234,7 +234,7 @@ class Reconciler:
                 del known[name]
 
     async def _judged(self, state: DeploymentState) -> DeploymentState:
-        """The state after the ledger was told what the replicas' checks say of them."""
+        """The state after the ledger has stored the findings of the replicas' checks."""
         reports = [view.report for view in self._replicas.holders if view.report is not None]
         found = findings(state, reports, [report.replica for report in reports if self._stays(state, report)])
         if not found:
@@ -466,10 +466,10 @@ class Reconciler:
         try:
             await message
         except ReplicaUnavailable as error:
-            logger.info("%s was not told %s: %s", who, what, error, extra=_named(view, snapshot))
+            logger.info("%s did not get %s: %s", who, what, error, extra=_named(view, snapshot))
         # Any other error is a fault of this process. It is logged whole.
         except Exception:
-            logger.exception("%s was not told %s", who, what, extra=_named(view, snapshot))
+            logger.exception("%s did not get %s", who, what, extra=_named(view, snapshot))
         else:
             return True
         return False

@@ -76,7 +76,7 @@ def entries_of_settings(urls: Collection[str], weights: Mapping[str, float]) -> 
 
 
 def entries_of_row(row: DeploymentRow) -> dict[str, ReplicaEntry]:
-    """What the API was told, by name."""
+    """The replicas that the API added, by name."""
     return {
         field.removeprefix(_FIELD): msgspec.convert(value, ReplicaEntry)
         for field, value in row.fields.items()
@@ -156,7 +156,7 @@ class Replicas(msgspec.Struct):
 
 
 class MembershipApi:
-    """allowed: hosts, or HOST:PORT, whose replicas may join. changed: takes up a change of the ledger."""
+    """allowed: hosts, or HOST:PORT, of replicas that may join. changed: takes up a change of the ledger."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The pauses of one deployment: which one the ledger has, and which replicas have carried it out.
 
 Always holds:
-- A pause that nobody ends is ended after PAUSE_S_MAX.
+- A pause that its trainer does not end ends after PAUSE_S_MAX.
 - A boot joins only once it is paused as the ledger has it.
 - A replica's pause that the ledger does not know is ended by a greater serial.
 """
@@ -50,7 +50,7 @@ class Pauses:
             self.current, self._since = pause, now
         if pause.mode is None or now - self._since < PAUSE_S_MAX:
             return False
-        logger.warning("%s was paused for %g s; it goes on", self._deployment, PAUSE_S_MAX)
+        logger.warning("%s was paused for %g s; it resumes", self._deployment, PAUSE_S_MAX)
         with contextlib.suppress(LedgerUnavailable):
             await self._ledger.pause(self._deployment, None, only=pause.serial)
         return True

@@ -77,7 +77,7 @@ class Decision:
 
 
 def stays(home: str | None, usable: Collection[str]) -> Decision | None:
-    """The decision for a session whose replica is known and usable; None when it must be placed."""
+    """The decision for a session with a known, usable replica; None if it must be placed."""
     if home is None or home not in usable:
         return None
     return sticky(home)
@@ -120,7 +120,7 @@ class Fleet(Generic[M]):
         home: str | None = None,
         sessions: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[M, Decision] | None:
-        """Place a session whose home, if it has one, cannot serve this request. None: no members.
+        """Place a session without a home that can serve this request. None: no members.
 
         sessions: how many live on each replica, by name.
         """

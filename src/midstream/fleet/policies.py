@@ -10,7 +10,7 @@ replicas are its deployment's: it hears them through the deployment's ReplicaSet
 Always holds:
 - A view's report is the replica's report of this policy. It is `ready` only while the replica serves a snapshot of the policy.
 - A request counts on the replica itself, so all policies see its load.
-- A change of one policy's report is told to that policy alone. A policy that no replica is to hold costs nothing.
+- A change of one policy's report wakes that policy alone. A policy that no replica is to hold costs nothing.
 - A demand that no replica met lapses after ASK_S, and at once where a replica refuses.
 """
 
@@ -66,7 +66,7 @@ class PolicyView(ReplicaView):
         self.index, self.weight = replica.index, replica.weight
         self.resident = resident
         if boot is not None and (boot != self.boot or not resident):
-            # As for the deployment, another boot has to be admitted anew; and a policy that comes back.
+            # As for the deployment, another boot has to be admitted again, and so does a policy that returns.
             self.boot, self.admitted = boot, False
         if report is not self.report and report != self.report:
             self.report = report
@@ -200,7 +200,7 @@ class PolicyReplicas(ReplicaSet):
         self._policy = policy
         self.made = made
         super().__init__()
-        #: The policy is being ended: replicas are told of nothing else any more.
+        #: The policy is being ended: replicas get no other message any more.
         self.ending = False
         self.learning = False
         # Replicas that were asked to load it, and those that failed with it, until when.
@@ -306,7 +306,7 @@ class PolicyReplicas(ReplicaSet):
             self._failed.pop(view.name, None)
 
     def lacks(self, view: ReplicaView) -> None:
-        """The replica refused a request because it does not hold the policy. Its next report tells what it holds."""
+        """The replica refused a request because it does not hold the policy. Its next report says what it holds."""
         if isinstance(view, PolicyView) and view.resident:
             self._residents.forget(view.replica, (self._policy, self.made))
             view.follow(self._residents.bare(view.replica), False)

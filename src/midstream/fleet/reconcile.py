@@ -6,9 +6,9 @@ Always holds:
   loading, is asked for a new snapshot only now and then.
 - What a replica loads or serves already, file for file, is not sent to it again.
 - Once a published snapshot was ready on any replica, a boot that starts from the base weights takes no requests at first. It
-  has to serve a published snapshot again. A boot that was serving before the first signal goes on serving.
+  has to serve a published snapshot again. A boot that was serving before the first signal keeps serving.
 - A replica that is admitted stays admitted for the rest of its boot: swaps never take it out of rotation. The one exception
-  is a replica whose weights are not those of the others (agree.py), until they are.
+  is a replica with other weights than the others (agree.py), until they are equal.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
 
 The order in which a deployment's snapshots were signalled. Pure.
@@ -74,7 +74,7 @@ class SignalOrder:
             self._learn(*signal)
 
     def ready(self, snapshot: str, generation: int) -> None:
-        """It is on a replica, which was told to load it under `generation`."""
+        """It is on a replica, which got it as its target under `generation`."""
         position = self._generations.get(snapshot, 0)
         if self._ready < position <= generation:
             self._ready = position
@@ -141,7 +141,7 @@ class Turn:
 def next_turn(
     in_rotation: Sequence[Reported], staged: Collection[str], last: Turn | None, overdue: bool = False
 ) -> Turn | None:
-    """Who may switch, of the reachable replicas in rotation, in their order; None: nobody is ready to.
+    """The replica that may switch, of the reachable ones in rotation, in their order; None: none is ready to.
 
     staged: names of those that wait, prepared, for what they should serve. last: of the pass before, None after a restart:
     what it knew shows in the reports by then. overdue: it was let go long ago and has not moved: another may go first.
@@ -182,7 +182,7 @@ IN_ENGINE = frozenset((Stage.STAGING, Stage.STAGED, Stage.COMMITTING, Stage.CHEC
 
 @dataclass(frozen=True)
 class Action:
-    # What to tell the replica. None: it knows, or there is nothing for it to do.
+    # The message to the replica. None: it knows, or there is nothing for it to do.
     send: Desired | None
     # Placement may use it.
     admit: bool
@@ -217,7 +217,7 @@ def decide(
     if has_taken_up(state, report, target):
         if turn is False or not report.own.held:
             return Action(None, admit)
-        # Under the generation that it has staged. A later one would make it prepare anew, out of turn.
+        # Under the generation that it has staged. A later one would make it prepare again, out of turn.
         known = report.own.generation if target.reload else _staged(report)
         return Action(replace(send, generation=known), admit)
     generation = max(target.generation, retry_generation)
@@ -307,7 +307,7 @@ def lost_boots(state: DeploymentState, replica: str) -> tuple[Death, ...]:
 
 
 def _losses(state: DeploymentState, report: Reported, begun: int, retry_generation: int) -> str | None:
-    """begun: the generation under which this boot was told last to load what is desired; 0: it was not."""
+    """begun: the generation of the last message to this boot to load what is desired; 0: there was none."""
     lost = lost_boots(state, report.replica)
     if len(lost) < LOSSES_MAX or lost[-1].generation < max(begun, retry_generation):
         return None
@@ -367,7 +367,7 @@ def serves(state: DeploymentState, report: Reported, desired: Desired) -> bool:
 def serving_generation(report: Reported) -> int:
     """The generation under which the replica loaded what serves now; 0 for the base weights of its start.
 
-    Only a commit loads. A replica that is told to go back to the snapshot it serves is idle again under a later generation. Its
+    Only a commit loads. A replica that is asked to return to the snapshot it serves is idle again under a later generation. Its
     weights, and what was done to its prompt cache, are still those of the commit.
     """
     # The commit may be too long ago to be in the report.
@@ -466,7 +466,7 @@ def _may_join(state: DeploymentState, report: Reported | None) -> bool:
     if report.own.snapshot != BASE_SNAPSHOT or state.snapshot == BASE_SNAPSHOT:
         return True
     if report.boot in state.first_boots:
-        # It served this snapshot when there was nothing else to serve. Clocks could not tell that: they jump.
+        # It served this snapshot when there was nothing else to serve. Clocks could not show that: they jump.
         return True
     assert state.desired is not None
     return not state.ever_ready and failure(state, report, state.desired) is not None

@@ -51,7 +51,7 @@ class Deployment:
     deleting: bool = False
     # A snapshot was signalled, as far as is known here.
     published: bool = False
-    # How long requests on a replica that leaves may go on.
+    # How long requests on a replica that leaves may continue.
     drain_s: float = 300.0
     # Whether unknown fields of bodies are passed over; None: as the settings say.
     ignores_fields: bool | None = None
@@ -74,7 +74,7 @@ class Deployment:
 
     @property
     def host(self) -> Deployment:
-        """The deployment whose replicas it runs on: itself, but for a policy."""
+        """The deployment that owns the replicas: itself, except for a policy."""
         return self.of or self
 
     @property

@@ -103,7 +103,7 @@ class ReplicaSet(Holding):
         self.learning = learn_s > 0
         # Called with each report of sessions.
         self.on_sessions: Listener = lambda replica, told: None
-        # Told at once of every change, of use or of a report: what knows of the policies.
+        # Notified at once of every change, of use or of a report: the owner of the policies.
         self.followers: list[Follower] = []
         self._header = token_header(token)
         self._named: dict[str, ReplicaView] = {}
@@ -254,7 +254,7 @@ class ReplicaSet(Holding):
         try:
             answer = await call(view.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header)
         except CallFailed as error:
-            logger.info("%s was not told of files of %s: %s", view.name, hint.snapshot, error)
+            logger.info("%s did not get the hint at files of %s: %s", view.name, hint.snapshot, error)
             return False
         return answer.status == 202
 
@@ -265,12 +265,12 @@ class ReplicaSet(Holding):
             self._lost(view)
 
     def replaced(self, view: ReplicaView, boot: str) -> bool:
-        """An answer of the replica said that this boot of it is gone. Whether that one reported last: nobody is sent there
-        before the replica has reported again."""
+        """An answer of the replica said that this boot of it is gone. True if that boot reported last: no request is
+        sent there before the replica has reported again."""
         if view.report is None or view.report.boot != boot:
             return False
         logger.info(
-            "%s begins anew; it takes requests again once it has reported",
+            "%s restarts; it takes requests again once it has reported",
             view.name,
             extra={"replica": view.name},
         )

@@ -6,7 +6,7 @@ decision (replica/policies.py).
 Always holds:
 - A policy that is loaded or being loaded somewhere is loaded on another replica for two reasons only: the session of a request
   lives there, or all that serve the policy are busy.
-- Nothing is asked of a replica that failed with the policy, or whose policies are all in use.
+- No replica is asked that failed with the policy, or that has all its policies in use.
 - Equal inputs give equal answers, so gateways that know the same agree.
 """
 

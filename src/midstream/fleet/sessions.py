@@ -94,9 +94,9 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "
 
 
 def key_in_path(session: bytes, headers: Mapping[bytes, bytes]) -> str:
-    """The session key of a request whose path names a session. session: percent-decoded.
+    """The session key of a request with a session in its path. session: percent-decoded.
 
-    The path goes before the body, whose fields may mean an end user. Raises InvalidRequest when it cannot be a key, and when
+    The path wins over the body, since its fields may name an end user. Raises InvalidRequest when it cannot be a key, and when
     a header names another one.
     """
     key = check_key(_text(session), "path")
@@ -208,7 +208,7 @@ class SessionTable:
         return found is not None and found[1] == 0
 
     def begin(self, replica: str, boot: str) -> None:
-        """The replica says which boot of it tells of its sessions: those on another one live nowhere any more."""
+        """The replica names the boot that reports its sessions: those of another boot are gone."""
         known, number = self._boots.get(replica, (boot, 0))
         if known != boot:
             number += 1

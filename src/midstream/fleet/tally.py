@@ -1,4 +1,4 @@
-"""What gateway processes counted, to be added up; and what each tells the others of itself. Pure.
+"""What gateway processes counted, to be added up; and what each reports of itself to the others. Pure.
 
 Always holds: what a process counted stays in the sum when it has ended, so a sum never falls while the server runs.
 """
@@ -78,7 +78,7 @@ def stalled(process: str, seconds: float) -> Tally:
 
 
 def siblings_of(own: str | None, reports: Iterable[GatewayReport], ended: Tally) -> Siblings:
-    """What the process of boot `own` is told of the others."""
+    """What the process of boot `own` gets of the others."""
     others = [report for report in {report.boot: report for report in reports}.values() if report.boot != own]
     return Siblings(
         listening=sum(report.listening for report in others),

@@ -1,6 +1,6 @@
 """What the gateway knows of one replica, and whether placement may use it.
 
-Always holds: `usable` and `admitting` follow from `admitted`, `report` and `standing`, and subscribers are told when they
+Always holds: `usable` and `admitting` follow from `admitted`, `report` and `standing`, and subscribers are notified when they
 change.
 """
 
@@ -30,7 +30,7 @@ class ReplicaView:
     """One replica at one address.
 
     index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
-    heard: its last report; None: unreachable. report: what that says of the policy whose view it is. admitted: placement may
+    heard: its last report; None: unreachable. report: what that says of the policy of this view. admitted: placement may
     use it; set by the reconciler, cleared on a new boot. in_flight: requests this gateway has on it now. weight: its part of
     new work. trajectories: what its turns were like.
     own: started by our supervisor.
