@@ -274,7 +274,7 @@ FOUND_AT = {
     "namespace_kept": (0, "is reused under"),
     "new_sessions_only": (0, "is reused under"),
     "answered_before_commit": (23, "the newest signal is"),
-    "pins_do_not_hold": (11, "pinned to"),
+    "pins_do_not_hold": (117, "pinned to"),
     "gate_is_not_drained": (5, "several snapshots in a stream of a synchronous deployment"),
     "bytes_are_not_compared": (66, "computes:"),
     "numbers_are_not_read": (10, "labels that nobody signalled"),

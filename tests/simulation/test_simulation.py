@@ -57,7 +57,6 @@ FOUND_AT_ONCE = frozenset(
 #: Their seeds have moved. To search for new ones takes hundreds of histories, so `make simulate ARGS=--prove` alone does.
 UNFOUND = frozenset(
     {
-        "pins_do_not_hold",
         "half_chunks_pass",
         "another_boot_is_as_good",
         "ended_under_its_requests",
