@@ -20,26 +20,26 @@ WALKS = Path(__file__).parents[1] / "benchmarks" / "results" / "walk.json"
 LINES_MAX = {
     "api": 5550,
     "apidocs": 10,
-    "client": 3610,
+    "client": 3620,
     "commands": 2520,
     "core": 4260,
     "dashboard": 10,
     "engine": 9160,
-    "fleet": 4375,
+    "fleet": 4390,
     "http": 2190,
     "integrations": 930,
     "launch": 3800,
     "ledger": 2420,
     "midstream": 150,
     "midstream_kernels": 1470,
-    "midstream_tinker": 7240,
+    "midstream_tinker": 7340,
     "models": 260,
-    "proxy": 4095,
-    "replica": 15245,
+    "proxy": 4100,
+    "replica": 15300,
     "snapshots": 4530,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
-NAMES_TWICE_MAX = 42
+NAMES_TWICE_MAX = 8
 #: `make walk` measures them (benchmarks/walk.py).
 FILES_MAX = {"chat": 80, "tinker sample": 95, "hot load": 101}
 

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
-from midstream_tinker.policies import Policies
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.policies import PolicyPort
+from midstream_tinker.trainer.types import WorkFailed
 from midstream_tinker.weights import is_own_policy, policy_of
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ def next_to_go(held: Iterable[Held]) -> Held | None:
     return min(movable, key=lambda one: (one.users > 0, one.made if one.users else one.used), default=None)
 
 
-class Adapters:
+class SamplerAdapters:
     """most: how many at once. For use in one event loop."""
 
-    def __init__(self, policies: Policies, most: int) -> None:
+    def __init__(self, policies: PolicyPort, most: int) -> None:
         self._policies = policies
         self._most = most
         self._several: bool | None = None
@@ -67,19 +67,19 @@ class Adapters:
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"Adapters({len(self._held)} of {self._most} held)"
+        return f"SamplerAdapters({len(self._held)} of {self._most} held)"
 
     async def possible(self) -> bool:
-        """Whether adapters can be served side by side here. Raises Failed."""
+        """Whether adapters can be served side by side here. Raises WorkFailed."""
         if self._most and self._several is None:
             self._several = await self._policies.several()
         return bool(self._most and self._several)
 
     @contextlib.asynccontextmanager
     async def use(self, snapshot: str) -> AsyncIterator[None]:
-        """Within: replicas serve the adapter as `policy_of(snapshot)`. Raises Failed."""
+        """Within: replicas serve the adapter as `policy_of(snapshot)`. Raises WorkFailed."""
         if not await self.possible():
-            raise Failed(
+            raise WorkFailed(
                 f"{snapshot!r} is an adapter, and this server does not serve adapters side by side:"
                 " the engine lacks the feature policies, or [tinker] adapters_max is 0"
             )
@@ -90,7 +90,7 @@ class Adapters:
             self._leave(held)
 
     async def load_again(self, snapshot: str) -> None:
-        """Within `use`, when the policy turns out to be gone: somebody else ended it. Raises Failed."""
+        """Within `use`, when the policy turns out to be gone: somebody else ended it. Raises WorkFailed."""
         await self._policies.load(policy_of(snapshot), snapshot)
 
     async def forget(self, snapshot: str) -> bool:
@@ -167,7 +167,7 @@ class Adapters:
             while held.users:
                 await held.idle.wait()
             await self._policies.end(held.policy)
-        except Failed as error:
+        except WorkFailed as error:
             self._listed = False
             logger.warning("the policy %s may stay loaded: %s", held.policy, error.message)
         finally:

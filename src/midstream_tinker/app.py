@@ -29,12 +29,12 @@ from midstream.http.routes import routes_of
 from midstream_tinker import answers, codec, json_losses, serving
 from midstream_tinker.answers import Submitted, given
 from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.runs import Runs
-from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, TinkerError, body_of, get, post
+from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, body_of, get, post
 from midstream_tinker.store import SamplingSession, Store, no_session
 from midstream_tinker.trainer.types import ForwardBackward
 from midstream_tinker.types import (
-    Body,
     CancelBody,
     CreateModelBody,
     CreateSamplingSessionBody,
@@ -47,6 +47,7 @@ from midstream_tinker.types import (
     SaveWeightsForSamplerBody,
     Served,
     SessionBody,
+    TinkerBody,
     addressee,
     decode,
 )
@@ -62,13 +63,13 @@ logger = logging.getLogger(__name__)
 
 class SamplingPort(Protocol):
     async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
-        """request_id, and an id per sequence. Raises TinkerError."""
+        """request_id, and an id per sequence. Raises TinkerRefusal."""
 
 
 class TrainingPort(Protocol):
-    """What is submitted returns its request id, and raises TinkerError."""
+    """What is submitted returns its request id, and raises TinkerRefusal."""
 
-    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
+    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerRefusal) -> str | None:
         """A request id that ends with `error` in its turn, so that what follows it does not wait; None: no model waits."""
 
     async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str: ...
@@ -90,16 +91,16 @@ class TrainingPort(Protocol):
     async def create_sampling_session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
     ) -> SamplingSession:
-        """Of a model_path. Raises TinkerError."""
+        """Of a model_path. Raises TinkerRefusal."""
 
     async def delete_checkpoint(self, tenant: str, uri: str) -> None:
-        """Raises TinkerError."""
+        """Raises TinkerRefusal."""
 
     async def finish_session(self, tenant: str, session_id: str) -> None:
         """The client is done with it."""
 
 
-_B = TypeVar("_B", bound=Body)
+_B = TypeVar("_B", bound=TinkerBody)
 
 
 def tinker_app(
@@ -126,7 +127,7 @@ def tinker_app(
             await asyncio.gather(task, return_exceptions=True)
 
     handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-        TinkerError: serving.tinker_error,
+        TinkerRefusal: serving.tinker_error,
         MidstreamError: serving.midstream_error,
         HTTPException: serving.http_error,
         ClientDisconnect: serving.disconnected,
@@ -151,7 +152,7 @@ async def _expire(store: Store, futures: Futures) -> None:
         futures.cancel_abandoned()
         try:
             store.expire()
-        except TinkerError as error:
+        except TinkerRefusal as error:
             logger.warning("old sessions stay for now: %s", error)
 
 
@@ -174,7 +175,7 @@ class _Front:
         self._served = served
         self._poll_s = poll_s
 
-    def _caller(self, request: Request) -> serving.Caller:
+    def _caller(self, request: Request) -> serving.TinkerCaller:
         return serving.caller(self._authenticator, request)
 
     # -- the client's start
@@ -230,7 +231,7 @@ class _Front:
         if not self._store.touch_session(tenant, body.session_id):
             error = no_session(body.session_id)
             # A 410 ends the client's heartbeats.
-            raise TinkerError(410, error.detail, error.param)
+            raise TinkerRefusal(410, error.detail, error.param)
         return answers.HeartbeatTaken()
 
     @serves(post("sessions/{session_id}/finish", EITHER, "Ends a session."))
@@ -279,7 +280,7 @@ class _Front:
         if body.base_model not in self._served.names:
             served = ", ".join(self._served.names)
             message = f"base_model {body.base_model!r} is not served here; these names are: {served}"
-            raise TinkerError(400, message, "base_model")
+            raise TinkerRefusal(400, message, "base_model")
         policy = self._served.base_policy
         return self._store.create_sampling_session(
             tenant,
@@ -297,7 +298,7 @@ class _Front:
         session = self._store.sampling_session(tenant, asked)
         if session is None:
             message = f"there is no sampling session {asked!r} of this API key"
-            raise TinkerError(404, message, "sampling_session_id")
+            raise TinkerRefusal(404, message, "sampling_session_id")
         return answers.ClientSampler(
             sampler_id=session.id, base_model=session.base_model, model_path=given(session.model_path)
         )
@@ -346,7 +347,7 @@ class _Front:
         sent = await body_of(request)
         try:
             body = await beside.run(len(sent), lambda: decode(sent, into))
-        except TinkerError as error:
+        except TinkerRefusal as error:
             to = await beside.run(len(sent), lambda: addressee(sent))
             return self._refused(tenant, to, error)
         request_id = await submit(tenant, api_key, body)
@@ -384,13 +385,13 @@ class _Front:
                 message = (
                     "this path takes a pass without gradients: forward_input, or forward_only in protobuf"
                 )
-                raise TinkerError(400, message, "forward_input")
-        except TinkerError as error:
+                raise TinkerRefusal(400, message, "forward_input")
+        except TinkerRefusal as error:
             return self._refused(tenant, await beside.always(lambda: to(sent)), error)
         request_id = await self._training.submit_forward_backward(tenant, api_key, body)
         return Submitted(request_id=request_id, model_id=body.model_id)
 
-    def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerError) -> Submitted:
+    def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerRefusal) -> Submitted:
         """Its seq_id is used up: the error comes in its turn, as its future's."""
         request_id = None if to is None else self._training.refuse(tenant, *to, error)
         if to is None or request_id is None:
@@ -411,7 +412,7 @@ class _Front:
     async def _retrieve_future(self, request: Request, body: RetrieveBody) -> Response:
         try:
             return await self._retrieved(request, body)
-        except (TinkerError, MidstreamError, ClientDisconnect):
+        except (TinkerRefusal, MidstreamError, ClientDisconnect):
             raise
         except Exception:
             # This is a bug of the front. After a 5xx the SDK would ask again at full speed.
@@ -424,7 +425,7 @@ class _Front:
         future = self._futures.find(tenant, body.request_id)
         if future is None:
             message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
-            raise TinkerError(410, message, "request_id")
+            raise TinkerRefusal(410, message, "request_id")
         await self._wait(request, future)
         outcome = future.outcome
         if outcome is None:
@@ -467,7 +468,7 @@ class _Front:
         future = self._futures.find(tenant, asked)
         if future is None:
             message = f"there is no request {asked!r} of this API key, or its result has expired"
-            raise TinkerError(404, message, "request_id")
+            raise TinkerRefusal(404, message, "request_id")
         if future.outcome is None:
             return answers.RequestFacts(request_id=asked, status="pending")
         known = future.outcome.facts
@@ -482,14 +483,14 @@ ENDPOINTS = endpoints_of(_Front, Runs)
 async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:
     """The body and its media type. What exists as JSON only, errors too, is given as JSON whatever the client accepts.
 
-    Raises TinkerError (406).
+    Raises TinkerRefusal (406).
     """
     if outcome.as_json is None:
         return outcome.body, outcome.media_type
     form = serving.preferred(accept, (outcome.media_type, JSON))
     if form is None:
         message = f"accept: this result is {outcome.media_type} or {JSON}, and the request accepts neither"
-        raise TinkerError(406, message, "accept")
+        raise TinkerRefusal(406, message, "accept")
     if form == outcome.media_type:
         return outcome.body, form
     as_json = outcome.as_json
@@ -497,7 +498,7 @@ async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:
 
 
 async def read_body(request: Request, into: type[_B]) -> _B:
-    """Raises TinkerError."""
+    """Raises TinkerRefusal."""
     sent = await body_of(request, into.bytes_max)
     return await beside.run(len(sent), lambda: decode(sent, into))
 

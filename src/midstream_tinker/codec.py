@@ -3,11 +3,6 @@
 Results are also given as JSON, made of the protobuf when a client accepts nothing else.
 Always holds: numbers are little-endian and packed. The size of a request's data is checked before anything is made of it.
 Sparse tensors become dense ones, of at most MAX_MADE_BYTES in a request.
-
-The protobuf messages of the Tinker API (package tinker_public, proto3), from a description in Python.
-
-Always holds: the numbers and types are those of SDK 0.24, 0.36 and 0.38, as far as the server reads or writes them. The
-messages are in a pool of their own, so that the SDK may be imported into the same process.
 """
 
 from __future__ import annotations
@@ -18,13 +13,18 @@ from math import prod
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
-from google.protobuf.message_factory import GetMessageClass
 
 from midstream_tinker.answers import LossResults, LossTensor, SampledSequence, Samples
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.messages import (
+    DatumMessage,
+    EntryMessage,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    SampleResponse,
+    TensorMessage,
+)
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.trainer.types import ITEM_BYTES, Datum, Dtype, ForwardBackward, LossOutputs, Tensor
 from midstream_tinker.types import SampleResult
 from midstream_tinker.walk import fields
@@ -34,128 +34,6 @@ LENGTH: Final = 1
 FLOAT32: Final = 1
 INT64: Final = 2
 INT32: Final = 3
-
-_PACKAGE = "tinker_public"
-#: number name type: `type*` repeated, `type?` optional, `type|group` one of a group, `>type` a map from string. Enums are
-#: int32, which has the same bytes.
-_MESSAGES = {
-    "SampleResponse": """1 sequences SampledSequence*
-        2 prompt_logprobs bytes?
-        3 topk_prompt_logprobs TopkLogprobs?
-        4 prompt_cache_hit_tokens int32""",
-    "SampledSequence": """1 stop_reason int32
-        2 tokens bytes
-        3 logprobs bytes?""",
-    "TopkLogprobs": """1 token_ids bytes
-        2 logprobs bytes
-        3 k uint32
-        4 length uint32""",
-    "SparseCsr": """1 values bytes
-        2 crow_indices bytes
-        3 col_indices bytes""",
-    "Tensor": """1 dense bytes|encoding
-        2 sparse_csr SparseCsr|encoding
-        3 dtype int32
-        4 shape int64*""",
-    "BatchedTensor": """1 data bytes
-        2 offsets bytes
-        3 dtype int32
-        4 trailing_shape int64*""",
-    "ArrayRecord": """1 type_tag string
-        2 fields >BatchedTensor
-        3 num_datums int64""",
-    "ForwardBackwardOutput": """1 loss_fn_output_type string
-        2 loss_fn_outputs ArrayRecord*
-        3 metrics >double""",
-    "ForwardBackwardRequest": """1 model_id string
-        2 seq_id int32
-        3 data Datum*
-        4 loss_fn string
-        5 loss_fn_config >double
-        6 forward_only bool
-        7 loss_fn_config_v2 >LossConfigValue""",
-    "LossConfigValue": """1 number double|value
-        2 text string|value""",
-    "Datum": """1 model_input Chunk*
-        2 loss_fn_inputs >Tensor""",
-    "Chunk": """1 encoded_text EncodedTextChunk|chunk
-        2 image OtherChunk|chunk
-        3 dmel OtherChunk|chunk""",
-    "EncodedTextChunk": "1 tokens bytes",
-    "OtherChunk": "",
-}
-_SCALARS = {
-    name: getattr(FieldDescriptorProto, f"TYPE_{name.upper()}")
-    for name in ("bool", "bytes", "double", "int32", "int64", "string", "uint32")
-}
-
-
-def _file() -> FileDescriptorProto:
-    file = FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3")
-    for name, described in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        optional = []
-        for line in filter(None, map(str.strip, described.splitlines())):
-            number, field_name, kind = line.split()
-            field = message.field.add(name=field_name, number=int(number))
-            if _set_type(message, field, kind):
-                optional.append(field)
-        # Their groups of one come after all others.
-        for field in optional:
-            field.proto3_optional = True
-            _into_group(message, field, f"_{field.name}")
-    return file
-
-
-def _set_type(message: DescriptorProto, field: FieldDescriptorProto, kind: str) -> bool:
-    """As _MESSAGES writes it; whether it is optional."""
-    kind, _, group = kind.partition("|")
-    bare = kind.strip("*?>")
-    repeated = kind != bare and not kind.endswith("?")
-    field.label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
-    if kind.startswith(">"):
-        bare = f"{message.name}.{_add_entry(message, field.name, bare)}"
-    if bare in _SCALARS:
-        field.type = _SCALARS[bare]
-    else:
-        field.type = FieldDescriptorProto.TYPE_MESSAGE
-        field.type_name = f".{_PACKAGE}.{bare}"
-    if group:
-        _into_group(message, field, group)
-    return kind.endswith("?")
-
-
-def _add_entry(message: DescriptorProto, field_name: str, kind: str) -> str:
-    name = "".join(part.capitalize() for part in field_name.split("_")) + "Entry"
-    entry = message.nested_type.add(name=name)
-    entry.options.map_entry = True
-    _set_type(entry, entry.field.add(name="key", number=1), "string")
-    _set_type(entry, entry.field.add(name="value", number=2), kind)
-    return name
-
-
-def _into_group(message: DescriptorProto, field: FieldDescriptorProto, group: str) -> None:
-    groups = [declared.name for declared in message.oneof_decl]
-    if group not in groups:
-        message.oneof_decl.add(name=group)
-        groups.append(group)
-    field.oneof_index = groups.index(group)
-
-
-_pool = DescriptorPool()
-_pool.Add(_file())
-
-
-def _message(name: str) -> Any:
-    return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-
-
-SampleResponse = _message("SampleResponse")
-ForwardBackwardOutput = _message("ForwardBackwardOutput")
-ForwardBackwardRequest = _message("ForwardBackwardRequest")
-DatumMessage = _message("Datum")
-_EntryMessage = DatumMessage.DESCRIPTOR.fields_by_name["loss_fn_inputs"].message_type
-_TensorMessage = _EntryMessage.fields_by_name["value"].message_type
 
 
 def _tag(message: Any, field: str) -> int:
@@ -170,7 +48,7 @@ MAX_DIMENSIONS = 8
 MAX_ITEMS = 1 << 48
 _DATA = _tag(ForwardBackwardRequest.DESCRIPTOR, "data")
 _INPUT = _tag(DatumMessage.DESCRIPTOR, "loss_fn_inputs")
-_VALUE, _SHAPE = _tag(_EntryMessage, "value"), _tag(_TensorMessage, "shape")
+_VALUE, _SHAPE = _tag(EntryMessage, "value"), _tag(TensorMessage, "shape")
 _NO_REQUEST = "the body is not a ForwardBackwardRequest in protobuf"
 # Fields of a request and of its datums, each of which takes time and memory, however few bytes it has. The SDK sends at most
 # 1024 datums together, or 5 MB. With 50 chunks (one for each message of a rollout) and 12 tensors a datum that is 1024 * 63.
@@ -297,7 +175,7 @@ def _read_record(record: Any) -> list[dict[str, LossTensor]]:
 
 
 def forward_backward(body: bytes) -> ForwardBackward:
-    """A ForwardBackwardRequest, of which one datum is read after another. Raises TinkerError (400)."""
+    """A ForwardBackwardRequest, of which one datum is read after another. Raises TinkerRefusal (400)."""
     rest, datums = _split(body)
     return read_request(_parsed(ForwardBackwardRequest, rest), [body[start:end] for start, end in datums])
 
@@ -306,17 +184,17 @@ def _parsed(kind: Any, data: bytes) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise TinkerError(400, _NO_REQUEST) from error
+        raise TinkerRefusal(400, _NO_REQUEST) from error
 
 
 def read_request(message: Any, datums: Sequence[bytes]) -> ForwardBackward:
-    """Of a ForwardBackwardRequest without its datums, and these as messages of their own. Raises TinkerError (400)."""
+    """Of a ForwardBackwardRequest without its datums, and these as messages of their own. Raises TinkerRefusal (400)."""
     if not message.model_id:
-        raise TinkerError(400, "model_id is missing", "model_id")
+        raise TinkerRefusal(400, "model_id is missing", "model_id")
     if message.seq_id < 0:
-        raise TinkerError(400, f"seq_id is {message.seq_id}; it counts from 1", "seq_id")
+        raise TinkerRefusal(400, f"seq_id is {message.seq_id}; it counts from 1", "seq_id")
     if not datums:
-        raise TinkerError(400, "there is no datum in the request", "data")
+        raise TinkerRefusal(400, "there is no datum in the request", "data")
     budget = _Budget(MAX_MADE_BYTES)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -338,7 +216,7 @@ def addressee(body: bytes) -> tuple[str, int] | None:
     """The model_id and seq_id of a request that is refused, if they can be read."""
     try:
         message = _parsed(ForwardBackwardRequest, _split(body)[0])
-    except TinkerError:
+    except TinkerRefusal:
         return None
     return (message.model_id, message.seq_id) if message.model_id and message.seq_id > 0 else None
 
@@ -346,7 +224,7 @@ def addressee(body: bytes) -> tuple[str, int] | None:
 def _split(body: bytes) -> tuple[bytes, list[tuple[int, int]]]:
     """The request without its datums, and where each of these starts and ends.
 
-    Raises TinkerError (400), also for a body of more than MAX_PARTS, before anything is made of them.
+    Raises TinkerRefusal (400), also for a body of more than MAX_PARTS, before anything is made of them.
     """
     left, rest, datums, at = MAX_PARTS, [], [], 0
     try:
@@ -359,14 +237,14 @@ def _split(body: bytes) -> tuple[bytes, list[tuple[int, int]]]:
                 rest.append(body[at:end])
             at = end
             if left < 0:
-                raise TinkerError(400, f"the body has more than {MAX_PARTS} datums and inputs", "data")
+                raise TinkerRefusal(400, f"the body has more than {MAX_PARTS} datums and inputs", "data")
     except (IndexError, ValueError) as error:
-        raise TinkerError(400, _NO_REQUEST) from error
+        raise TinkerRefusal(400, _NO_REQUEST) from error
     return b"".join(rest), datums
 
 
 def _parts(body: bytes, start: int, end: int, most: int) -> int:
-    """How many a datum has, counted up to `most`. Raises TinkerError (400), IndexError, ValueError."""
+    """How many a datum has, counted up to `most`. Raises TinkerRefusal (400), IndexError, ValueError."""
     parts = 0
     for tag, begin, over in islice(fields(body, start, end), max(most, 0)):
         parts += 1
@@ -376,8 +254,8 @@ def _parts(body: bytes, start: int, end: int, most: int) -> int:
 
 
 def _check_shape(body: bytes, start: int, end: int) -> None:
-    """Raises TinkerError (400) for a large tensor with most of its bytes in its shape: each becomes a number of eight bytes."""
-    error = TinkerError(400, f"a tensor has more than {MAX_DIMENSIONS} dimensions", "data")
+    """Raises TinkerRefusal (400) for a large tensor with most of its bytes in its shape: each becomes eight bytes."""
+    error = TinkerRefusal(400, f"a tensor has more than {MAX_DIMENSIONS} dimensions", "data")
     for number, (entry, begin, over) in enumerate(fields(body, start, end)):
         if number == 2 * MAX_DIMENSIONS:
             raise error
@@ -397,7 +275,7 @@ class _Budget:
     def take_tokens(self, count: int, where: str) -> None:
         self._tokens -= count
         if self._tokens < 0:
-            raise TinkerError(
+            raise TinkerRefusal(
                 400, f"{where}: the prompts of a request have more than {MAX_TOKENS} tokens", where
             )
 
@@ -405,7 +283,7 @@ class _Budget:
         self._left -= size
         if self._left < 0:
             limit = f"at most {MAX_MADE_BYTES >> 20} MiB of a request's sparse tensors, made dense, are taken"
-            raise TinkerError(400, f"{where} is too large: {limit}", where)
+            raise TinkerRefusal(400, f"{where} is too large: {limit}", where)
 
 
 def _datum(message: Any, where: str, budget: _Budget) -> Datum:
@@ -423,41 +301,41 @@ def _tokens(chunks: Iterable[Any], where: str, budget: _Budget) -> tuple[int, ..
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             message = f"{where}: {kind or 'empty'} chunks are not supported here, only encoded_text"
-            raise TinkerError(400, message, f"{where}.chunks[{index}]")
+            raise TinkerRefusal(400, message, f"{where}.chunks[{index}]")
         numbers = _numbers(chunk.encoded_text.tokens, "int32", where)
         budget.take_tokens(len(numbers), where)
         if numbers.size and numbers.min() < 0:
-            raise TinkerError(400, f"{where} has a negative token id", where)
+            raise TinkerRefusal(400, f"{where} has a negative token id", where)
         for at in range(0, len(numbers), STEP):
             tokens += numbers[at : at + STEP].tolist()
     if not tokens:
-        raise TinkerError(400, f"{where} has no tokens", where)
+        raise TinkerRefusal(400, f"{where} has no tokens", where)
     return tuple(tokens)
 
 
 def _tensor(message: Any, where: str, budget: _Budget) -> Tensor:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
-        raise TinkerError(400, f"{where} has data type {message.dtype}, which is not taken here", where)
+        raise TinkerRefusal(400, f"{where} has data type {message.dtype}, which is not taken here", where)
     if len(message.shape) > MAX_DIMENSIONS:
-        raise TinkerError(400, f"{where} has {len(message.shape)} dimensions", where)
+        raise TinkerRefusal(400, f"{where} has {len(message.shape)} dimensions", where)
     shape = tuple(message.shape)
     # The other sizes of an empty array, too, must fit the memory's addresses.
     if any(size < 0 for size in shape) or prod(size or 1 for size in shape) > MAX_ITEMS:
-        raise TinkerError(400, f"{where} has shape {list(shape)}", where)
+        raise TinkerRefusal(400, f"{where} has shape {list(shape)}", where)
     if message.WhichOneof("encoding") == "sparse_csr":
         return _dense(message.sparse_csr, dtype, shape, where, budget)
     items = len(_numbers(message.dense, dtype, where))
     # A list is sent without its shape.
     shape = shape or (items,)
     if prod(shape) != items:
-        raise TinkerError(400, f"{where} has {items} items, its shape is {list(shape)}", where)
+        raise TinkerRefusal(400, f"{where} has {items} items, its shape is {list(shape)}", where)
     return Tensor(dtype=dtype, shape=shape, data=message.dense)
 
 
 def _dense(csr: Any, dtype: Dtype, shape: tuple[int, ...], where: str, budget: _Budget) -> Tensor:
     if len(shape) != 2:
-        raise TinkerError(
+        raise TinkerRefusal(
             400, f"{where} is sparse and has shape {list(shape)}; two dimensions are taken", where
         )
     budget.take(prod(shape) * ITEM_BYTES[dtype] + shape[0] * 8, where)
@@ -472,7 +350,7 @@ def _dense(csr: Any, dtype: Dtype, shape: tuple[int, ...], where: str, budget: _
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not fits:
-        raise TinkerError(400, f"{where}: its sparse indices do not fit its shape {list(shape)}", where)
+        raise TinkerRefusal(400, f"{where}: its sparse indices do not fit its shape {list(shape)}", where)
     made = np.zeros(shape, dtype=values.dtype)
     made[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     # In pieces, each of which is copied under the interpreter's lock; they are joined without it.
@@ -483,5 +361,5 @@ def _dense(csr: Any, dtype: Dtype, shape: tuple[int, ...], where: str, budget: _
 
 def _numbers(data: bytes, dtype: Dtype, where: str) -> np.ndarray[Any, np.dtype[Any]]:
     if len(data) % ITEM_BYTES[dtype]:
-        raise TinkerError(400, f"{where}: {len(data)} bytes are no whole number of {dtype}", where)
+        raise TinkerRefusal(400, f"{where}: {len(data)} bytes are no whole number of {dtype}", where)
     return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))

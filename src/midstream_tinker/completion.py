@@ -18,7 +18,7 @@ from typing import Any
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer
 from midstream.core.retry import Backoff
 from midstream.http.call import CallFailed, Lost, call
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class NotServed(Exception):
         return [snapshot for snapshot in found if isinstance(snapshot, str)]
 
 
-class NotThere(Failed):
+class NotThere(WorkFailed):
     """The model that was asked for is not known to the server."""
 
 
@@ -78,7 +78,10 @@ class Completions:
     async def complete(
         self, body: bytes, headers: Mapping[str, str], comes_back: Callable[[NotServed], bool]
     ) -> HttpAnswer:
-        """The answer of a 200. Raises Failed, and NotServed when `comes_back` says that waiting for the snapshot is in vain."""
+        """The answer of a 200.
+
+        Raises WorkFailed, and NotServed when `comes_back` says that waiting for the snapshot is in vain.
+        """
         # Waited in all, and since the server gave a sign of life.
         waited_s = silent_s = 0.0
         failures = losses = 0
@@ -104,7 +107,7 @@ class Completions:
             wait_s = max(asked_s, BACKOFF.pause_s(failures)) * random.uniform(0.75, 1.25)
             waited_s, silent_s = waited_s + wait_s, silent_s + wait_s
             if waited_s > self._busy_s or silent_s > self._unreachable_s or losses > LOSSES_MAX:
-                raise Failed(f"the server could not serve the sample: {problem}", "server")
+                raise WorkFailed(f"the server could not serve the sample: {problem}", "server")
             logger.debug("a sample is sent again in %.2f s: %s", wait_s, problem)
             await self._sleep(wait_s)
 
@@ -120,7 +123,7 @@ class Completions:
             raise not_served
         if answer.status == 404:
             raise NotThere(message)
-        raise Failed(message.removesuffix(_HINT), "user" if answer.outcome == "refused" else "server")
+        raise WorkFailed(message.removesuffix(_HINT), "user" if answer.outcome == "refused" else "server")
 
     async def _send(self, body: bytes, headers: Mapping[str, str]) -> HttpAnswer:
         """Raises CallFailed when there is no connection, Lost when it ended before the response did."""

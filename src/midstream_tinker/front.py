@@ -18,7 +18,7 @@ from midstream.http.appserver import AppServer
 from midstream.http.auth import Authenticator
 from midstream.http.call import unverified_tls
 from midstream.http.channel import StdioChannel, run_child
-from midstream_tinker.adapters import Adapters
+from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import Futures
 from midstream_tinker.policies import DeploymentPolicies
@@ -27,10 +27,10 @@ from midstream_tinker.samplers import Samplers
 from midstream_tinker.sampling import Sampling
 from midstream_tinker.store import Store
 from midstream_tinker.trainer.process import Trainer
-from midstream_tinker.trainer.protocol import Start
+from midstream_tinker.trainer.protocol import StartTrainer
 from midstream_tinker.training import Training
 from midstream_tinker.types import Served
-from midstream_tinker.weights import Places
+from midstream_tinker.weights import CheckpointPlaces
 
 
 class _Config(msgspec.Struct):
@@ -43,13 +43,13 @@ class _Config(msgspec.Struct):
 async def serve(spec: TinkerSpec, channel: StdioChannel) -> None:
     tls = unverified_tls() if spec.gateway_url.startswith("https:") else None
     served = served_model(spec)
-    places = Places(Path(spec.state_dir) / "tinker")
+    places = CheckpointPlaces(Path(spec.state_dir) / "tinker")
     store = Store(Path(spec.state_dir) / "tinker.db")
     futures = Futures()
     policies = DeploymentPolicies(
         gateway_url=spec.gateway_url, deployment=spec.deployment, key=spec.key, tls=tls
     )
-    adapters = Adapters(policies, spec.settings.adapters_max)
+    adapters = SamplerAdapters(policies, spec.settings.adapters_max)
     sampling = Sampling(
         gateway_url=spec.gateway_url,
         deployment=spec.deployment,
@@ -121,8 +121,8 @@ def max_context(model_dir: Path) -> int | None:
     return config.max_position_embeddings or text.max_position_embeddings
 
 
-def trainer_start(spec: TinkerSpec) -> Start:
-    return Start(
+def trainer_start(spec: TinkerSpec) -> StartTrainer:
+    return StartTrainer(
         spec.model_dir,
         dtype=spec.settings.trainer_dtype,
         device=spec.settings.trainer_device,

@@ -23,7 +23,7 @@ from typing import Final, Literal
 import msgspec
 
 from midstream_tinker.answers import FutureFailed, SampleFacts
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.trainer.types import Category
 
 JSON: Final = "application/json"
@@ -166,11 +166,11 @@ class Futures:
         return len(self._by_id)
 
     def new(self, tenant: str, kind: str) -> Future:
-        """A pending future. Raises TinkerError (429) when the tenant has too many of them."""
+        """A pending future. Raises TinkerRefusal (429) when the tenant has too many of them."""
         self.expire()
         held = self._tenants.setdefault(tenant, _Tenant())
         if held.pending >= MAX_PENDING:
-            raise TinkerError(
+            raise TinkerRefusal(
                 429, f"{held.pending} requests of this API key are unfinished", retry_after_s=BUSY_RETRY_S
             )
         future = Future(tenant, f"req_{secrets.token_hex(12)}", kind, float("inf"), self._ended)

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from midstream_tinker import codec
-from midstream_tinker.serving import TinkerError
+from midstream_tinker import codec, messages
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.trainer.types import ForwardBackward
-from midstream_tinker.types import Body, Exact, Prompt, Text, decode
+from midstream_tinker.types import Exact, Text, TinkerBody, TinkerPrompt, decode
 
 _KINDS: dict[str, tuple[int, str]] = {"float32": (codec.FLOAT32, "<f4"), "int64": (codec.INT64, "<i8")}
 
 
-class TensorBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorBody(TinkerBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Flat. With indices it is sparse (CSR), and data has what is not zero."""
 
     data: tuple[int | float, ...]
@@ -30,7 +30,7 @@ class TensorBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class DatumBody(Exact, frozen=True, kw_only=True):
-    model_input: Prompt
+    model_input: TinkerPrompt
     loss_fn_inputs: dict[str, TensorBody]
 
 
@@ -52,13 +52,13 @@ class LossesBody(Exact, frozen=True, kw_only=True):
 
 
 def forward_backward(body: bytes) -> ForwardBackward:
-    """Raises TinkerError (400)."""
+    """Raises TinkerRefusal (400)."""
     asked = decode(body, LossesBody)
     given = asked.forward_backward_input or asked.forward_input
     if given is None or (asked.forward_backward_input and asked.forward_input):
         message = "one of forward_backward_input and forward_input is needed"
-        raise TinkerError(400, message, "forward_backward_input")
-    message = codec.ForwardBackwardRequest(model_id=asked.model_id, loss_fn=given.loss_fn)
+        raise TinkerRefusal(400, message, "forward_backward_input")
+    message = messages.ForwardBackwardRequest(model_id=asked.model_id, loss_fn=given.loss_fn)
     message.seq_id = asked.seq_id or 0
     message.forward_only = asked.forward_backward_input is None
     message.loss_fn_config.update(given.loss_fn_config or {})
@@ -67,7 +67,7 @@ def forward_backward(body: bytes) -> ForwardBackward:
 
 
 def _written(datum: DatumBody, where: str) -> bytes:
-    message = codec.DatumMessage()
+    message = messages.DatumMessage()
     tokens = datum.model_input.token_ids(f"{where}.model_input")
     message.model_input.add().encoded_text.tokens = np.asarray(tokens, dtype="<i4").tobytes()
     for name, tensor in datum.loss_fn_inputs.items():
@@ -84,7 +84,7 @@ def _write_tensor(message: Any, tensor: TensorBody, where: str) -> None:
         message.dense = values
         return
     if rows is None or columns is None:
-        raise TinkerError(400, f"{where} has one of its sparse indices without the other", where)
+        raise TinkerRefusal(400, f"{where} has one of its sparse indices without the other", where)
     message.sparse_csr.values = values
     message.sparse_csr.crow_indices = _numbers(rows, "<i8", where).tobytes()
     message.sparse_csr.col_indices = _numbers(columns, "<i8", where).tobytes()
@@ -96,7 +96,7 @@ def _numbers(values: tuple[int | float, ...], kind: str, where: str) -> np.ndarr
         with np.errstate(over="ignore"):
             made = np.asarray(values, dtype=kind)
     except OverflowError as error:
-        raise TinkerError(400, f"{where} has a number that its type cannot hold", where) from error
+        raise TinkerRefusal(400, f"{where} has a number that its type cannot hold", where) from error
     if (whole and any(isinstance(value, float) for value in values)) or not np.isfinite(made).all():
-        raise TinkerError(400, f"{where} has a number that its type cannot hold", where)
+        raise TinkerRefusal(400, f"{where} has a number that its type cannot hold", where)
     return made

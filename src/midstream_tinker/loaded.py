@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from midstream_tinker.trainer import protocol as m
 from midstream_tinker.trainer.process import TrainerDied
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ MAKE_AGAIN = "Make a new training client from a saved state"
 
 
 class TrainerPort(Protocol):
-    """trainer.process.Trainer. `call` raises Failed for the command, TrainerDied for the process; then `start` again."""
+    """trainer.process.Trainer. `call` raises WorkFailed for the command, TrainerDied for the process; then `start` again."""
 
     @property
     def running(self) -> bool: ...
@@ -58,7 +58,7 @@ class Loaded:
         return model_id in self._models and self._trainer.running
 
     async def make(self, model_id: str, command: m.CreateModel | m.LoadState) -> m.ModelState:
-        """The process is started if it is not running. Raises Failed."""
+        """The process is started if it is not running. Raises WorkFailed."""
         async with self._turn:
             try:
                 if not self._trainer.running:
@@ -67,7 +67,7 @@ class Loaded:
                 if model_id not in self._models:
                     await self._make_room()
                 state: m.ModelState = await self._ask(command)
-            except Failed as error:
+            except WorkFailed as error:
                 if model_id not in self._models:
                     self._lost[model_id] = f"it could not be made ({error.message})"
                 raise
@@ -76,14 +76,14 @@ class Loaded:
             return state
 
     async def call(self, model_id: str, command: Any) -> Any:
-        """Raises Failed."""
+        """Raises WorkFailed."""
         async with self._turn:
             if model_id not in self._models:
-                raise Failed(self._why_gone(model_id), "server")
+                raise WorkFailed(self._why_gone(model_id), "server")
             return await self._ask(command)
 
     async def drop(self, model_id: str, why: str) -> None:
-        """Free what it takes. Never raises Failed: what is lost is free."""
+        """Free what it takes. Never raises WorkFailed: what is lost is free."""
         async with self._turn:
             await self._drop(model_id, why)
 
@@ -94,7 +94,7 @@ class Loaded:
         if model_id in self._models and self._trainer.running:
             try:
                 await self._ask(m.DropModel(model_id))
-            except Failed as error:
+            except WorkFailed as error:
                 logger.warning("%s cannot be unloaded: %s", model_id, error)
         self._models.discard(model_id)
         self._lost[model_id] = why
@@ -104,20 +104,20 @@ class Loaded:
             return await self._trainer.call(command)
         except TrainerDied as error:
             self._lose_all(str(error))
-            raise Failed(f"{error}; what was not saved is lost. {MAKE_AGAIN}", "server") from error
+            raise WorkFailed(f"{error}; what was not saved is lost. {MAKE_AGAIN}", "server") from error
 
     async def _start(self) -> None:
         try:
             await self._trainer.start()
         except TrainerDied as error:
-            raise Failed(str(error), "server") from error
+            raise WorkFailed(str(error), "server") from error
 
     async def _make_room(self) -> None:
         full = len(self._models) >= self._max_models
         for model_id in self._abandoned(self._models, full):
             await self._drop(model_id, "its client had gone, and others needed the room")
         if len(self._models) >= self._max_models:
-            raise Failed(
+            raise WorkFailed(
                 f"{len(self._models)} models are being trained here, the most this server takes at once; "
                 "finish a session that is not needed any more, or try again later"
             )

@@ -1,7 +1,7 @@
 """The deployment's policies as the front uses them: an adapter made a policy's snapshot, waited for, ended.
 
-Always holds: every call may be repeated. What a retry may cure is retried for `patience_s`; what goes wrong then is `Failed`,
-with the server's own words.
+Always holds: every call may be repeated. What a retry may cure is retried for `patience_s`; what goes wrong then is
+`WorkFailed`, with the server's own words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from midstream.client.status import Status, read_status
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer
 from midstream.core.retry import Backoff, Deadline
 from midstream.http.call import CallFailed, call
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 REQUEST_TIMEOUT_S = 30.0
 # The time that the replicas have to load an adapter.
@@ -33,8 +33,8 @@ ABSENT_MAX = 20
 BACKOFF = Backoff(first_s=0.25, last_s=4.0)
 
 
-class Policies(Protocol):
-    """Every call raises Failed."""
+class PolicyPort(Protocol):
+    """Every call raises WorkFailed."""
 
     async def several(self) -> bool:
         """Whether every replica's engine serves many policies side by side."""
@@ -112,7 +112,9 @@ class DeploymentPolicies:
             else:
                 status = _status(_json(answer, what), what)
                 if failed := status.failed(snapshot):
-                    raise Failed(f"{what} failed: {failed.name} could not load it: {failed.error}", "unknown")
+                    raise WorkFailed(
+                        f"{what} failed: {failed.name} could not load it: {failed.error}", "unknown"
+                    )
                 if status.serves(snapshot):
                     return
                 if _somewhere(status, snapshot):
@@ -144,7 +146,7 @@ class DeploymentPolicies:
             absent += there.status == 404
             leaving = there.status != 404 and _json(there, what).get("state") == "DELETING"
             if not leaving and (there.status != 404 or absent > ABSENT_MAX):
-                raise Failed(f"{what} failed: {_message(answer)}", "server")
+                raise WorkFailed(f"{what} failed: {_message(answer)}", "server")
             await self._pause(POLL_S, until, what, _message(answer))
 
     def _deadline(self) -> Deadline:
@@ -159,7 +161,7 @@ class DeploymentPolicies:
         final: tuple[int, ...] = (),
         body: Mapping[str, Any] | None = None,
     ) -> HttpAnswer:
-        """A 2xx, or one of `final`. Raises Failed for other answers, and when there is none until then."""
+        """A 2xx, or one of `final`. Raises WorkFailed for other answers, and when there is none until then."""
         headers = f"fireworks-deployment: {self._deployment}\r\n"
         if self._key:
             headers += f"authorization: Bearer {self._key}\r\n"
@@ -177,14 +179,14 @@ class DeploymentPolicies:
                     return answer
                 problem = _message(answer)
                 if answer.outcome == "refused":
-                    raise Failed(f"{what} failed: {problem}", "user")
+                    raise WorkFailed(f"{what} failed: {problem}", "user")
             failures += 1
             await self._pause(BACKOFF.pause_s(failures), until, what, problem)
 
     async def _pause(self, seconds: float, until: Deadline, what: str, problem: str) -> None:
-        """Raises Failed when it is too late to try again."""
+        """Raises WorkFailed when it is too late to try again."""
         if not until.allows(seconds):
-            raise Failed(f"{what} failed: {problem}", "server")
+            raise WorkFailed(f"{what} failed: {problem}", "server")
         await self._sleep(seconds)
 
 
@@ -196,14 +198,16 @@ def _json(answer: HttpAnswer, what: str) -> dict[str, Any]:
     try:
         return answer.read(dict[str, Any])
     except NotThatAnswer as error:
-        raise Failed(f"{what} failed: the server's answer is no JSON object: {error}", "server") from error
+        raise WorkFailed(
+            f"{what} failed: the server's answer is no JSON object: {error}", "server"
+        ) from error
 
 
 def _status(answer: Mapping[str, Any], what: str) -> Status:
     try:
         return read_status(answer)
     except ValueError as error:
-        raise Failed(f"{what} failed: {error}", "server") from error
+        raise WorkFailed(f"{what} failed: {error}", "server") from error
 
 
 def _message(answer: HttpAnswer) -> str:

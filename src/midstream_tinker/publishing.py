@@ -3,18 +3,12 @@
 Always holds:
 - One publication at a time goes to the deployment, in the order in which they were asked for, each with its caller's key.
   Adapters do not wait for one another, nor for publications.
-- What goes wrong is `Failed`, with the server's own words; nothing is left running when a call ends or is cancelled.
-
-Ephemeral snapshots that the bucket does not need any more.
-
-Always holds: the files of the newest CHAINS chains stay, each a full snapshot and the deltas on it. Replicas start from the
-newest one, and fall back on the one before. Only snapshots that this process published are ever removed.
+- What goes wrong is `WorkFailed`, with the server's own words; nothing is left running when a call ends or is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import ssl
 import threading
@@ -23,70 +17,18 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import httpx
-from obstore.exceptions import BaseError
 
 from midstream.client import SnapshotPublisher
 from midstream.client.bucket import open_bucket as open_for_snapshots
 from midstream.client.errors import NotReadyInTime, PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.core.errors import ConfigError, MidstreamError, SnapshotError
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE
-from midstream.snapshots.content import MANIFEST_FILE
-from midstream.snapshots.identity import parse_bucket, snapshot_url
-from midstream.snapshots.store.bucket import describe, open_bucket
-from midstream.snapshots.store.listing import has_manifest
 from midstream.snapshots.store.upload import list_directory
 from midstream.snapshots.tasks import finished
-from midstream_tinker.trainer.types import Category, Failed
+from midstream_tinker.chains import Chains, remove_snapshot
+from midstream_tinker.trainer.types import Category, WorkFailed
 
 logger = logging.getLogger(__name__)
-
-CHAINS = 2
-
-
-class Chains:
-    """What was published, by what stands on what. Pure."""
-
-    def __init__(self, keep: int = CHAINS) -> None:
-        self._keep = keep
-        self._chains: list[list[str]] = []
-
-    def published(self, identity: str, previous: str | None) -> list[str]:
-        """`identity` serves, a delta on `previous` or, without one, a full snapshot; those that are of no use any more."""
-        if previous is not None and self._chains:
-            self._chains[-1].append(identity)
-            return []
-        self._chains.append([identity])
-        old, self._chains = self._chains[: -self._keep], self._chains[-self._keep :]
-        return [identity for chain in old for identity in chain]
-
-    def uncertain(self, identity: str) -> None:
-        """`identity` may be in the bucket, and may yet serve: it goes together with the snapshot before it."""
-        if not self._chains:
-            self._chains.append([])
-        self._chains[-1].append(identity)
-
-
-def remove_snapshot(bucket: str, identity: str) -> None:
-    """Its files in the bucket, of any kind. Never raises: what stays only takes room."""
-    url = snapshot_url(bucket, identity)
-    try:
-        names, _ = list_directory(bucket, identity)
-        manifest = [MANIFEST_FILE] if names and has_manifest(url) else []
-        if names:
-            open_bucket(url).delete([*names, *manifest])
-        place = parse_bucket(url)
-    except (
-        BaseError,
-        OSError,
-        SnapshotError,
-        ConfigError,
-    ) as error:
-        # A file that is not there is an OSError.
-        logger.warning("the files of the old snapshot %s stay: %s", identity, describe(error))
-        return
-    if place.kind == "file":
-        with contextlib.suppress(OSError):
-            Path(place.path).rmdir()
 
 
 REQUEST_TIMEOUT_S = 30.0
@@ -99,7 +41,7 @@ _FAILURES = (PublishError, MidstreamError, SnapshotError, ConfigError, OSError)
 
 
 class Publish(Protocol):
-    """Where trained weights go. Every call raises Failed."""
+    """Where trained weights go. Every call raises WorkFailed."""
 
     async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
         """The checkpoint in `directory` is served by every replica as `identity` when this returns.
@@ -189,7 +131,7 @@ class DeploymentPublisher:
         await self._do(api_key, signal, f"serving {identity!r}")
 
     async def _do(self, api_key: str | None, act: Callable[[SnapshotPublisher], T], what: str) -> T:
-        """`act` in a thread, in its turn. Raises Failed; a cancelled caller ends it at its next pause."""
+        """`act` in a thread, in its turn. Raises WorkFailed; a cancelled caller ends it at its next pause."""
         stop = threading.Event()
 
         def run() -> T:
@@ -202,13 +144,13 @@ class DeploymentPublisher:
     async def _in_thread(
         self, act: Callable[[], T], what: str, on_cancel: Callable[[], None] | None = None
     ) -> T:
-        """Raises Failed."""
+        """Raises WorkFailed."""
         try:
             return await finished(act, on_cancel=on_cancel)
         except _FAILURES as error:
-            raise Failed(f"{what} failed: {error}", _category(error)) from error
+            raise WorkFailed(f"{what} failed: {error}", _category(error)) from error
         except _Stopped as error:
-            raise Failed(f"{what} was given up: the server is stopping", "server") from error
+            raise WorkFailed(f"{what} was given up: the server is stopping", "server") from error
 
     def _publisher(self, api_key: str | None, stop: threading.Event) -> SnapshotPublisher:
         def pause(seconds: float) -> None:

@@ -17,7 +17,8 @@ from midstream.core.endpoints import Endpoint, number, serves
 from midstream.http.auth import Authenticator
 from midstream_tinker import answers, serving
 from midstream_tinker.answers import given
-from midstream_tinker.serving import EITHER, PREFIX, TRAINS, TinkerError, get, post
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.serving import EITHER, PREFIX, TRAINS, get, post
 from midstream_tinker.store import CheckpointRow, ModelRow, Store
 from midstream_tinker.types import CheckpointKind, ModelBody, Served, WeightsInfoBody
 
@@ -52,7 +53,7 @@ class Runs:
     def _model(self, tenant: str, model_id: str) -> ModelRow:
         model = self._store.model(tenant, model_id)
         if model is None:
-            raise TinkerError(404, f"there is no model {model_id!r} of this API key", "model_id")
+            raise TinkerRefusal(404, f"there is no model {model_id!r} of this API key", "model_id")
         return model
 
     @serves(post("get_info", EITHER, "Shows a model that is trained."))
@@ -73,7 +74,7 @@ class Runs:
         tenant = self._tenant(request)
         row = self._store.checkpoint(tenant, body.tinker_path)
         if row is None:
-            raise TinkerError(
+            raise TinkerRefusal(
                 404, f"there is no checkpoint {body.tinker_path!r} of this API key", "tinker_path"
             )
         lora = self._model(tenant, row.model_id).lora
@@ -169,5 +170,5 @@ def _page(request: Request, rows: Sequence[_T]) -> tuple[Sequence[_T], answers.C
 def _count(request: Request, name: str, default: int) -> int:
     given = request.query_params.get(name, str(default))
     if not given.isascii() or not given.isdigit() or len(given) > 9:
-        raise TinkerError(400, f"{name} is {given!r}; a count is expected", name)
+        raise TinkerRefusal(400, f"{name} is {given!r}; a count is expected", name)
     return int(given)

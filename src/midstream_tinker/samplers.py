@@ -20,12 +20,12 @@ from weakref import WeakValueDictionary
 from midstream.core.clock import steady
 from midstream.snapshots.adapter import RANK_MAX
 from midstream_tinker import weights as names
-from midstream_tinker.adapters import Adapters
+from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.answers import SamplerWeightsSaved
 from midstream_tinker.publishing import Publish
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.store import CheckpointRow, ModelRow, SamplingSession, Store
-from midstream_tinker.trainer.types import Failed, LoraConfig
+from midstream_tinker.trainer.types import LoraConfig, WorkFailed
 from midstream_tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
 
 UNNAMED_KEPT = 64
@@ -48,7 +48,7 @@ class Samplers:
         self,
         store: Store,
         publish: Publish,
-        adapters: Adapters,
+        adapters: SamplerAdapters,
         *,
         unnamed_kept: int = UNNAMED_KEPT,
         clock: Callable[[], float] = steady,
@@ -64,13 +64,13 @@ class Samplers:
         self._making: WeakValueDictionary[tuple[str, str, int], asyncio.Lock] = WeakValueDictionary()
 
     async def as_adapter(self, lora: LoraConfig) -> bool:
-        """Whether the weights of such a model are to be exported as an adapter. Raises Failed."""
+        """Whether the weights of such a model are to be exported as an adapter. Raises WorkFailed."""
         return 0 < lora.rank <= RANK_MAX and await self._adapters.possible()
 
     async def save(
         self, row: ModelRow, exported: Exported, api_key: str | None, body: SaveWeightsForSamplerBody
     ) -> SamplerWeightsSaved:
-        """Put them into the bucket. The result: a path, or a sampling session. Raises Failed, TinkerError."""
+        """Put them into the bucket. The result: a path, or a sampling session. Raises WorkFailed, TinkerRefusal."""
         identity, directory = exported.identity, exported.directory
         if body.path is not None:
             if exported.adapter:
@@ -92,7 +92,7 @@ class Samplers:
     async def session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody, checkpoint: CheckpointRow
     ) -> SamplingSession:
-        """On saved sampler weights, which replicas serve when this returns. Raises TinkerError."""
+        """On saved sampler weights, which replicas serve when this returns. Raises TinkerRefusal."""
         seq, path, snapshot = body.sampling_session_seq_id, checkpoint.uri, checkpoint.snapshot
         assert snapshot is not None
         async with self._making.setdefault((tenant, body.session_id, seq), asyncio.Lock()):
@@ -106,7 +106,7 @@ class Samplers:
                         pass
                 else:
                     await self._publish.serve(snapshot, api_key)
-            except Failed as error:
+            except WorkFailed as error:
                 raise _refusal(error, "model_path") from error
             return self._store.create_sampling_session(
                 tenant,
@@ -135,7 +135,7 @@ class Samplers:
         return made
 
     def _session_of(self, row: ModelRow, seq: int, exported: Exported) -> SamplingSession:
-        """Raises TinkerError (400) when the counter `seq` stands for other weights."""
+        """Raises TinkerRefusal (400) when the counter `seq` stands for other weights."""
         made = self._store.create_sampling_session(
             row.tenant,
             row.session_id,
@@ -147,7 +147,7 @@ class Samplers:
         )
         if made.snapshot != exported.identity:
             message = f"sampling_session_seq_id {seq} was used before in this session, for {made.snapshot!r}"
-            raise TinkerError(400, message, "sampling_session_seq_id")
+            raise TinkerRefusal(400, message, "sampling_session_seq_id")
         return made
 
     async def _remove_unnamed(self) -> None:
@@ -182,8 +182,8 @@ def checkpoint_row(
     )
 
 
-def _refusal(error: Failed, param: str) -> TinkerError:
+def _refusal(error: WorkFailed, param: str) -> TinkerRefusal:
     """503, which the SDK tries again, only where that may help."""
     if error.category == "server":
-        return TinkerError(503, error.message, param, retry_after_s=BUSY_RETRY_S)
-    return TinkerError(400 if error.category == "user" else 422, error.message, param)
+        return TinkerRefusal(503, error.message, param, retry_after_s=BUSY_RETRY_S)
+    return TinkerRefusal(400 if error.category == "user" else 422, error.message, param)

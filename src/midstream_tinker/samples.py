@@ -14,9 +14,9 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.traces import Span
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.trainer.types import Failed
-from midstream_tinker.types import SampleBody, SampleResult, SamplingParams, Sequence
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.trainer.types import WorkFailed
+from midstream_tinker.types import DrawnSequence, SampleBody, SampleResult, TinkerSamplingParams
 
 # Samples of one request.
 MAX_SAMPLES = 128
@@ -28,12 +28,12 @@ _HEADER_REPLICA = "x-midstream-replica"
 _HEADER_REASON = "x-midstream-route-reason"
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedSample(msgspec.Struct, frozen=True, kw_only=True):
     """A checked sample. echoed: how many of the last prompt tokens come with log-probabilities; 0: none."""
 
     prompt: tuple[int, ...]
     n: int
-    params: SamplingParams
+    params: TinkerSamplingParams
     prompt_logprobs: bool
     topk: int
     echoed: int
@@ -62,18 +62,18 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(body)
 
 
-def check(body: SampleBody) -> Sample:
-    """Raises TinkerError (400) for what this server does not do."""
+def check(body: SampleBody) -> CheckedSample:
+    """Raises TinkerRefusal (400) for what this server does not do."""
     for field in ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
         if getattr(body, field) not in (None, 0):
-            raise TinkerError(400, f"{field} is not supported here", field)
+            raise TinkerRefusal(400, f"{field} is not supported here", field)
     if body.record_stability_info:
-        raise TinkerError(400, "record_stability_info is not supported here", "record_stability_info")
+        raise TinkerRefusal(400, "record_stability_info is not supported here", "record_stability_info")
     prompt = body.prompt.token_ids()
     _between(body.num_samples, 1, MAX_SAMPLES, "num_samples")
     _between(body.topk_prompt_logprobs, 0, MAX_TOPK, "topk_prompt_logprobs")
     _check_params(body.sampling_params)
-    return Sample(
+    return CheckedSample(
         prompt=prompt,
         n=body.num_samples,
         params=body.sampling_params,
@@ -88,13 +88,13 @@ def _echoed(body: SampleBody, size: int) -> int:
     if last is not None:
         if not body.prompt_logprobs:
             message = "prompt_logprobs_last_n needs prompt_logprobs: true"
-            raise TinkerError(400, message, "prompt_logprobs_last_n")
+            raise TinkerRefusal(400, message, "prompt_logprobs_last_n")
         _between(last, 1, size - 1, "prompt_logprobs_last_n")
         return last
     return size if body.prompt_logprobs or body.topk_prompt_logprobs else 0
 
 
-def _check_params(params: SamplingParams) -> None:
+def _check_params(params: TinkerSamplingParams) -> None:
     where = "sampling_params"
     if params.max_tokens is not None:
         _between(params.max_tokens, 1, UNBOUNDED, f"{where}.max_tokens")
@@ -102,18 +102,18 @@ def _check_params(params: SamplingParams) -> None:
         _between(params.seed, -(2**63), 2**64 - 1, f"{where}.seed")
     stop = () if params.stop is None else (params.stop,) if isinstance(params.stop, str) else params.stop
     if len({type(item) for item in stop}) > 1:
-        raise TinkerError(400, "stop is strings or token ids, not both", f"{where}.stop")
+        raise TinkerRefusal(400, "stop is strings or token ids, not both", f"{where}.stop")
     if len(stop) > MAX_STOPS:
-        raise TinkerError(
+        raise TinkerRefusal(
             400, f"stop has at most {MAX_STOPS} sequences, {len(stop)} were given", f"{where}.stop"
         )
     if "" in stop:
-        raise TinkerError(400, "a stop string must not be empty", f"{where}.stop")
+        raise TinkerRefusal(400, "a stop string must not be empty", f"{where}.stop")
 
 
 def _between(value: int, least: int, most: int, field: str) -> None:
     if not least <= value <= most:
-        raise TinkerError(400, f"{field} must be {least} to {most}, not {value}", field)
+        raise TinkerRefusal(400, f"{field} must be {least} to {most}, not {value}", field)
 
 
 def _length(max_tokens: int | None) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class _Completion(msgspec.Struct, frozen=True):
     usage: _Usage = _Usage()
 
 
-class Sampled(NamedTuple):
+class CompletedSample(NamedTuple):
     """prompt_snapshots: over the prompt tokens with log-probabilities, what scored them; positions of the whole prompt."""
 
     result: SampleResult
@@ -197,19 +197,21 @@ class Sampled(NamedTuple):
 _decoder = msgspec.json.Decoder(_Completion)
 
 
-def sampled(sample: Sample, body: bytes, headers: Mapping[str, str], key: str | None) -> Sampled:
-    """headers: of the response, lower-case names. Raises Failed (server) when it is not an answer to `sample`."""
+def sampled(
+    sample: CheckedSample, body: bytes, headers: Mapping[str, str], key: str | None
+) -> CompletedSample:
+    """headers: of the response, lower-case names. Raises WorkFailed (server) when it is not an answer to `sample`."""
     try:
         completion = _decoder.decode(body)
     except NOT_JSON as error:
-        raise Failed(f"the server's completion cannot be read: {error}", "server") from error
+        raise WorkFailed(f"the server's completion cannot be read: {error}", "server") from error
     choices = sorted(completion.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(sample.n)):
-        raise Failed(f"the server made {len(choices)} sequences instead of {sample.n}", "server")
+        raise WorkFailed(f"the server made {len(choices)} sequences instead of {sample.n}", "server")
     prompt = choices[0].logprobs.content[: sample.echoed]
     missing = len(sample.prompt) - sample.echoed
     if tuple(entry.token_id for entry in prompt) != sample.prompt[missing:] and sample.echoed:
-        raise Failed("the server scored another prompt", "server")
+        raise WorkFailed("the server scored another prompt", "server")
     result = SampleResult(
         sequences=tuple(_sequence(choice, sample.echoed) for choice in choices),
         prompt_logprobs=_prompt_logprobs(prompt, missing) if sample.prompt_logprobs else None,
@@ -223,21 +225,21 @@ def sampled(sample: Sample, body: bytes, headers: Mapping[str, str], key: str | 
         Span(snapshot=span.snapshot, start=span.start + missing, end=span.end + missing)
         for span in choices[0].prompt_snapshots
     )
-    return Sampled(result, spans)
+    return CompletedSample(result, spans)
 
 
-def _sequence(choice: _Choice, echoed: int) -> Sequence:
+def _sequence(choice: _Choice, echoed: int) -> DrawnSequence:
     entries = choice.logprobs.content[echoed:]
     logprobs = [entry.sampling_logprob for entry in entries]
     if not entries:
-        raise Failed("the server made a sequence without tokens", "server")
+        raise WorkFailed("the server made a sequence without tokens", "server")
     if None in logprobs:
-        raise Failed(
+        raise WorkFailed(
             "the server's engine cannot compute log-probabilities under this temperature and these filters (feature"
             " sampling_logprobs); use temperature 1 or 0 without filters",
             "server",
         )
-    return Sequence(
+    return DrawnSequence(
         tokens=tuple(entry.token_id for entry in entries),
         logprobs=tuple(logprob for logprob in logprobs if logprob is not None),
         stopped=choice.finish_reason != "length",

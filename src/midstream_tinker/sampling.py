@@ -2,11 +2,6 @@
 
 Always holds: every future ends, with a result, an error or gone. When a client cancels, or falls silent, its completion ends.
 No part of a caller's key is kept longer than its request.
-
-Which key a sample is routed by, and which weights it may see. Pure.
-
-Always holds: one sampling session and seq_id are one key, also for a repeated submission. A request that lacks either has no
-key and is balanced. A client never gets a token of other weights than its sampling session's.
 """
 
 from __future__ import annotations
@@ -16,111 +11,25 @@ import itertools
 import logging
 import ssl
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import msgspec
 from msgspec import UNSET
 
 from midstream.core.beside import beside
-from midstream.core.headers import HEADER_FOLLOW_PREFIX
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.served_names import POLICY_INFIX
-from midstream.core.types import BASE_SNAPSHOT
-from midstream.core.versions import HEADER_MIN_SNAPSHOT, HEADER_SNAPSHOT
 from midstream_tinker import codec
-from midstream_tinker.adapters import Adapters
+from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.answers import SampleFacts, SpansOfSequence
 from midstream_tinker.completion import Completions, NotServed, NotThere
 from midstream_tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
-from midstream_tinker.samples import Sample, Sampled, check, sampled
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.routing import BASE, SERVING, SessionWeights, key_headers, may_come_back, routing_key
+from midstream_tinker.samples import CheckedSample, CompletedSample, check, sampled
 from midstream_tinker.store import Store
-from midstream_tinker.trainer.types import Failed
-from midstream_tinker.types import Policy, SampleBody, Served
-from midstream_tinker.weights import policy_of, same_run_not_older
-
-HEADER_KEY = "x-session-id"
-_SETTING = '[tinker] base_model_clients = "serving"'
-
-
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampling session may be served by.
-
-    exact: `snapshot` from the first token to the last. run: `snapshot` or what the same run saved later, not what it saved
-    before and somebody serves again. serving: whatever serves. adapter: `snapshot`, which is an adapter, beside all others.
-    """
-
-    policy: Policy
-    snapshot: str | None = None
-    run: str | None = None
-
-    def headers(self) -> dict[str, str]:
-        if self.policy == "serving" or self.snapshot is None:
-            return {}
-        return {HEADER_MIN_SNAPSHOT if self.policy == "run" else HEADER_SNAPSHOT: self.snapshot}
-
-    def allows(self, snapshot: str) -> bool:
-        if self.policy == "serving" or snapshot == self.snapshot:
-            return True
-        return (
-            self.policy == "run" and self.snapshot is not None and same_run_not_older(snapshot, self.snapshot)
-        )
-
-    def check(self, labels: Iterable[str]) -> None:
-        """Raises Failed when a token was made by other weights than the client asked for."""
-        others = sorted({label for label in labels if not self.allows(label)})
-        if others:
-            raise Failed(f"{self._asked()}; tokens came from {_listed(others)}, {self._advice()}")
-
-    def superseded(self, serving: Iterable[str]) -> Failed:
-        """The error of a sample that no replica can serve any more. serving: the snapshots that replicas serve."""
-        others = sorted(set(serving))
-        now = f"replicas serve {_listed(others)} now" if others else "no replica serves it now"
-        return Failed(f"{self._asked()}; {now}, {self._advice()}")
-
-    def _asked(self) -> str:
-        if self.snapshot == BASE_SNAPSHOT:
-            return f"this sampling client is of the base weights (snapshot {BASE_SNAPSHOT!r})"
-        later = " or a later one of its run" if self.policy == "run" else ""
-        return f"this sampling client is of snapshot {self.snapshot!r}{later}"
-
-    def _advice(self) -> str:
-        if self.snapshot == BASE_SNAPSHOT:
-            return f"and the server's setting {_SETTING} would let such clients sample from whatever serves"
-        return "which superseded it: make a new sampling client of the weights you want"
-
-
-BASE = Weights(policy="exact", snapshot=BASE_SNAPSHOT)
-SERVING = Weights(policy="serving")
-
-
-def routing_key(sampling_session_id: str | None, seq_id: int | None) -> str | None:
-    """`<sampling session>:<seq_id>`, None when either is missing. Raises TinkerError (400): the session's id has a colon."""
-    if sampling_session_id is not None and ":" in sampling_session_id:
-        raise TinkerError(400, "a sampling session's id holds no ':'", "sampling_session_id")
-    if sampling_session_id is None or seq_id is None:
-        return None
-    return f"{sampling_session_id}:{seq_id}"
-
-
-def key_headers(key: str | None) -> dict[str, str]:
-    """A stock client has another key on every turn of a rollout: an unknown one follows its prompt to where that is cached."""
-    return {} if key is None else {HEADER_KEY: key, HEADER_FOLLOW_PREFIX: "1"}
-
-
-def may_come_back(weights: Weights, refusal: Mapping[str, Any]) -> bool:
-    """Whether weights that no replica serves at the moment are still those that replicas load when they can.
-
-    refusal: the body of the gateway's 409; its `newest` is what was last ready anywhere.
-    """
-    newest = refusal.get("newest")
-    return isinstance(newest, str) and weights.policy != "serving" and weights.allows(newest)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[:4]) + (" and others" if len(names) > 4 else "")
-
+from midstream_tinker.trainer.types import WorkFailed
+from midstream_tinker.types import SampleBody, Served
+from midstream_tinker.weights import policy_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +54,7 @@ class Sampling:
         served: Served,
         futures: Futures,
         store: Store,
-        adapters: Adapters,
+        adapters: SamplerAdapters,
         tls: ssl.SSLContext | None = None,
         completions: Completions | None = None,
     ) -> None:
@@ -173,7 +82,7 @@ class Sampling:
         self._completions.url = url
 
     async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
-        """request_id and an id per sequence. Raises TinkerError: 400, 404 (no such session or model), 429."""
+        """request_id and an id per sequence. Raises TinkerRefusal: 400, 404 (no such session or model), 429."""
         key = routing_key(body.sampling_session_id, body.seq_id)
         tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
         sample = await beside.run(ID_BYTES * tokens, lambda: check(body))
@@ -202,11 +111,11 @@ class Sampling:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _check_room(self, tenant: str, tokens: int) -> None:
-        """Raises TinkerError (429), upon which the SDK submits again; one prompt alone is always let in."""
+        """Raises TinkerRefusal (429), upon which the SDK submits again; one prompt alone is always let in."""
         waiting = self._waiting_tokens[tenant]
         if waiting and waiting + tokens > MAX_WAITING_TOKENS:
             message = f"unfinished samples of this API key have {waiting} prompt tokens"
-            raise TinkerError(429, message, retry_after_s=BUSY_RETRY_S)
+            raise TinkerRefusal(429, message, retry_after_s=BUSY_RETRY_S)
 
     def _over(self, task: asyncio.Task[None], tenant: str, tokens: int) -> None:
         self._running.discard(task)
@@ -214,7 +123,7 @@ class Sampling:
         if not self._waiting_tokens[tenant]:
             del self._waiting_tokens[tenant]
 
-    def _weights(self, tenant: str, body: SampleBody) -> tuple[str, Weights]:
+    def _weights(self, tenant: str, body: SampleBody) -> tuple[str, SessionWeights]:
         """What to call the model in the log, and which weights may serve it."""
         if body.sampling_session_id is not None:
             session = self._store.sampling_session(tenant, body.sampling_session_id)
@@ -222,27 +131,32 @@ class Sampling:
                 message = (
                     f"there is no sampling session {body.sampling_session_id!r}; make a new sampling client"
                 )
-                raise TinkerError(404, message, "sampling_session_id")
+                raise TinkerRefusal(404, message, "sampling_session_id")
             # The server was restarted with another model.
             if session.base_model not in self._served.names:
                 message = (
                     f"this sampling session is of {session.base_model!r}, which is not served here any more"
                 )
-                raise TinkerError(404, message, "sampling_session_id")
-            weights = Weights(policy=session.policy, snapshot=session.snapshot, run=session.run)
+                raise TinkerRefusal(404, message, "sampling_session_id")
+            weights = SessionWeights(policy=session.policy, snapshot=session.snapshot, run=session.run)
             return session.base_model, weights
         if body.model_path is not None:
             message = "make a sampling session of it first (create_sampling_session); model_path alone is not sampled from"
-            raise TinkerError(400, message, "model_path")
+            raise TinkerRefusal(400, message, "model_path")
         if body.base_model is None:
-            raise TinkerError(400, "sampling_session_id is required", "sampling_session_id")
+            raise TinkerRefusal(400, "sampling_session_id is required", "sampling_session_id")
         if body.base_model not in self._served.names:
             message = f"model {body.base_model!r} is not served here; this server has {self._served.names[0]}"
-            raise TinkerError(404, message, "base_model")
+            raise TinkerRefusal(404, message, "base_model")
         return body.base_model, BASE if self._served.base_policy == "exact" else SERVING
 
     async def _run(
-        self, future: Future, sample: Sample, weights: Weights, headers: Mapping[str, str], key: str | None
+        self,
+        future: Future,
+        sample: CheckedSample,
+        weights: SessionWeights,
+        headers: Mapping[str, str],
+        key: str | None,
     ) -> None:
         try:
             try:
@@ -256,7 +170,7 @@ class Sampling:
                 raise weights.superseded(refused.serving) from refused
             done, encoded = await _read(sample, answer, key)
             weights.check(done.labels())
-        except Failed as error:
+        except WorkFailed as error:
             future.fail(error.message, error.category, facts=SampleFacts(session_id=key))
         except asyncio.CancelledError:
             future.gone()
@@ -274,8 +188,10 @@ class Sampling:
                 facts=_facts(done),
             )
 
-    async def _of_adapter(self, sample: Sample, weights: Weights, headers: Mapping[str, str]) -> HttpAnswer:
-        """Raises Failed, NotServed."""
+    async def _of_adapter(
+        self, sample: CheckedSample, weights: SessionWeights, headers: Mapping[str, str]
+    ) -> HttpAnswer:
+        """Raises WorkFailed, NotServed."""
         snapshot = weights.snapshot or ""
         body = await _completion(sample, f"{self._deployment}{POLICY_INFIX}{policy_of(snapshot)}")
         async with self._adapters.use(snapshot):
@@ -289,25 +205,25 @@ class Sampling:
                     await self._adapters.load_again(snapshot)
             return await self._complete(body, weights, headers)
 
-    async def _complete(self, body: bytes, weights: Weights, headers: Mapping[str, str]) -> HttpAnswer:
+    async def _complete(self, body: bytes, weights: SessionWeights, headers: Mapping[str, str]) -> HttpAnswer:
         return await self._completions.complete(
             body, headers, lambda refused: may_come_back(weights, refused.refusal)
         )
 
 
-async def _read(sample: Sample, answer: HttpAnswer, key: str | None) -> tuple[Sampled, bytes]:
-    def read() -> tuple[Sampled, bytes]:
+async def _read(sample: CheckedSample, answer: HttpAnswer, key: str | None) -> tuple[CompletedSample, bytes]:
+    def read() -> tuple[CompletedSample, bytes]:
         done = sampled(sample, answer.body, answer.headers, key)
         return done, codec.sample_response(done.result)
 
     return await beside.run(len(answer.body), read)
 
 
-async def _completion(sample: Sample, model: str) -> bytes:
+async def _completion(sample: CheckedSample, model: str) -> bytes:
     return await beside.run(ID_BYTES * len(sample.prompt), lambda: sample.completion(model))
 
 
-def _headers(done: Sampled) -> dict[str, str]:
+def _headers(done: CompletedSample) -> dict[str, str]:
     result = done.result
     headers = {
         "x-midstream-replica": result.replica,
@@ -318,7 +234,7 @@ def _headers(done: Sampled) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value is not None}
 
 
-def _facts(done: Sampled) -> SampleFacts:
+def _facts(done: CompletedSample) -> SampleFacts:
     result = done.result
     return SampleFacts(
         session_id=result.key,

@@ -2,11 +2,6 @@
 
 Always holds: a route is served only to a key that has the scope it needs. Every error is a JSON object `{"detail", "param"}`
 with a sentence for a person. A body is read up to a limit.
-
-How a Tinker call is refused. One that was accepted fails later, as the error of its future (trainer/types.py).
-
-Always holds: no status has another meaning for the SDK: 402 (billing), 409 (retried for minutes), a 400 without a body (a
-broken connection). A refusal that the SDK retries (408, 429, 5xx) says when to come again.
 """
 
 from __future__ import annotations
@@ -26,27 +21,7 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.scopes import EVERYTHING, PUBLISH, SAMPLE, Grant, ScopeNeed, forbidden
 from midstream.http.auth import Authenticator, tenant_of
 from midstream.http.routes import log_refusal
-
-
-class TinkerError(Exception):
-    """The request is answered with `status`; `param` names the field at fault."""
-
-    def __init__(
-        self, status: int, detail: str, param: str | None = None, *, retry_after_s: int | None = None
-    ) -> None:
-        super().__init__(detail)
-        assert status not in (402, 409), f"the SDK has its own idea of {status}"
-        self.status = status
-        self.detail = detail
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-    def body(self) -> dict[str, Any]:
-        return {"detail": self.detail, "param": self.param}
-
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-
+from midstream_tinker.refusals import TinkerRefusal
 
 PREFIX = "/api/v1"
 #: On the default deployment, which the front is of.
@@ -91,13 +66,13 @@ def post(
     )
 
 
-class Caller(NamedTuple):
+class TinkerCaller(NamedTuple):
     tenant: str
     # The key as it was presented, for requests in the caller's name.
     api_key: str | None
 
 
-def caller(authenticator: Authenticator, request: Request) -> Caller:
+def caller(authenticator: Authenticator, request: Request) -> TinkerCaller:
     """Raises Unauthorized. Without configured keys every key presented is a tenant of its own, and none is one too."""
     return _known(authenticator, request)[0]
 
@@ -115,7 +90,7 @@ def check_scope(
         raise error
 
 
-def _known(authenticator: Authenticator, request: Request) -> tuple[Caller, Grant]:
+def _known(authenticator: Authenticator, request: Request) -> tuple[TinkerCaller, Grant]:
     """Raises Unauthorized."""
     key = request.headers.get("x-api-key", "").strip()
     scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
@@ -124,27 +99,27 @@ def _known(authenticator: Authenticator, request: Request) -> tuple[Caller, Gran
         presented.append(bearer.strip())
     if not authenticator.required:
         one = presented[0] if presented else None
-        return Caller(tenant_of(one or ""), one), EVERYTHING
+        return TinkerCaller(tenant_of(one or ""), one), EVERYTHING
     for one in presented:
         try:
             known = authenticator.caller({b"x-api-key": one.encode("latin-1")})
         except Unauthorized:
             continue
-        return Caller(known.tenant, one), known.grant
+        return TinkerCaller(known.tenant, one), known.grant
     raise Unauthorized("a valid API key is needed, as 'X-API-Key: KEY' or 'Authorization: Bearer KEY'")
 
 
 async def body_of(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Raises TinkerError (413; 400 for an encoding that was not agreed)."""
+    """Raises TinkerRefusal (413; 400 for an encoding that was not agreed)."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise TinkerError(400, f"bodies in {encoding} are not read here", "content-encoding")
+        raise TinkerRefusal(400, f"bodies in {encoding} are not read here", "content-encoding")
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise TinkerError(413, f"the body has more than {limit >> 20} MiB")
+            raise TinkerRefusal(413, f"the body has more than {limit >> 20} MiB")
         parts.append(part)
     return await beside.run(size, lambda: b"".join(parts))
 
@@ -191,7 +166,7 @@ def _error(detail: str, param: str | None, status: int, headers: Mapping[str, st
 
 
 async def tinker_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TinkerError)
+    assert isinstance(error, TinkerRefusal)
     return _error(error.detail, error.param, error.status, error.headers())
 
 

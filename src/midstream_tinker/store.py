@@ -2,7 +2,7 @@
 
 Always holds:
 - A row made under a client's counter (session and sampling_session_seq_id or model_seq_id) is made once. Asking again gives
-  that row, or TinkerError 400 when the request differs.
+  that row, or TinkerRefusal 400 when the request differs.
 - Every row belongs to one tenant; another tenant's row is as unknown as none.
 - A session without use for IDLE_S goes with its sampling sessions and those of its models that have no checkpoints. Beyond
   MAX_SESSIONS of a tenant, the session that is idle the longest goes, too. Checkpoints stay until they are deleted.
@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from midstream.core.clock import steady
 from midstream.core.errors import ConfigError
 from midstream.core.private import private_file
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.tables import SCHEMA_VERSION, checkpoints, metadata, models, sampling_sessions, sessions
 from midstream_tinker.trainer.types import LoraConfig
 from midstream_tinker.types import CheckpointKind, Policy
@@ -41,7 +41,7 @@ EXPIRE_EVERY_S = 300.0
 BUSY_TIMEOUT_MS = 10_000
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
+class TinkerSession(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
     # Seconds since the epoch.
@@ -136,14 +136,14 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[sa.Connection]:
-        """Raises TinkerError (503): nothing was changed."""
+        """Raises TinkerRefusal (503): nothing was changed."""
         try:
             with self._engine.begin() as db:
                 yield db
         except SQLAlchemyError as error:
             # The error without the statement.
             why = getattr(error, "orig", None) or type(error).__name__
-            raise TinkerError(
+            raise TinkerRefusal(
                 503, f"the server's records cannot be used now: {why}", retry_after_s=5
             ) from error
 
@@ -158,11 +158,11 @@ class Store:
         *,
         display_name: str | None = None,
         user_metadata: Mapping[str, Any] | None = None,
-    ) -> Session:
-        """Raises TinkerError (400) when the tenant has MAX_SESSIONS sessions in use."""
+    ) -> TinkerSession:
+        """Raises TinkerRefusal (400) when the tenant has MAX_SESSIONS sessions in use."""
         now = self._clock()
         self.expire()
-        session = Session(
+        session = TinkerSession(
             id=f"session_{secrets.token_hex(12)}",
             tenant=tenant,
             created=now,
@@ -176,16 +176,16 @@ class Store:
         self._seen[session.id] = now
         return session
 
-    def session(self, tenant: str, session_id: str) -> Session | None:
+    def session(self, tenant: str, session_id: str) -> TinkerSession | None:
         with self._read() as db:
             row = db.execute(sa.select(sessions).where(_mine(sessions, tenant, session_id))).first()
-        return None if row is None else _as(row, Session)
+        return None if row is None else _as(row, TinkerSession)
 
-    def sessions(self, tenant: str) -> list[Session]:
+    def sessions(self, tenant: str) -> list[TinkerSession]:
         """The newest first."""
         asked = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.created.desc())
         with self._read() as db:
-            return [_as(row, Session) for row in db.execute(asked)]
+            return [_as(row, TinkerSession) for row in db.execute(asked)]
 
     def touch_session(self, tenant: str, session_id: str) -> bool:
         """It is in use; whether there is such a session."""
@@ -214,7 +214,7 @@ class Store:
         snapshot: str | None = None,
         run: str | None = None,
     ) -> SamplingSession:
-        """The one under (session, seq). Raises TinkerError: 404 no such session, 400 made before otherwise."""
+        """The one under (session, seq). Raises TinkerRefusal: 404 no such session, 400 made before otherwise."""
         fresh = SamplingSession(
             id=f"sampling_{secrets.token_hex(8)}",
             tenant=tenant,
@@ -295,7 +295,7 @@ class Store:
         restored_from: str | None = None,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> ModelRow:
-        """The one under (session, seq). Raises TinkerError: 404 no such session, 400 made before otherwise, or too many."""
+        """The one under (session, seq). Raises TinkerRefusal: 404 no such session, 400 made before otherwise, or too many."""
         fresh = ModelRow(
             id=f"{session_id}:train:{seq}",
             tenant=tenant,
@@ -380,7 +380,7 @@ class Store:
                 f"this API key has {count} sessions in use, which is the most there may be; end some of them"
             )
             # A 429 would hold the client up for minutes, in silence.
-            raise TinkerError(400, message)
+            raise TinkerRefusal(400, message)
         self._drop_session(db, oldest.id)
 
     def _drop_session(self, db: sa.Connection, session_id: str) -> None:
@@ -404,9 +404,9 @@ class Store:
             return list(db.execute(asked.order_by(table.c.created.desc())))
 
 
-def no_session(session_id: str) -> TinkerError:
+def no_session(session_id: str) -> TinkerRefusal:
     message = f"there is no session {session_id!r} of this API key; it may have been idle for a day"
-    return TinkerError(404, message, "session_id")
+    return TinkerRefusal(404, message, "session_id")
 
 
 def _mine(table: sa.Table, tenant: str, row_id: str) -> sa.ColumnElement[bool]:
@@ -424,7 +424,7 @@ def _made_under(db: sa.Connection, table: sa.Table, session_id: str, seq: int) -
 def _room_for_model(db: sa.Connection, session_id: str) -> None:
     count = db.execute(sa.select(sa.func.count()).where(models.c.session_id == session_id)).scalar_one()
     if count >= MAX_MODELS:
-        raise TinkerError(
+        raise TinkerRefusal(
             400, f"this session has made {count} models, the most it may; begin a new one", "session_id"
         )
 
@@ -434,7 +434,7 @@ def _as(row: sa.Row[Any], struct: type[_R]) -> _R:
 
 
 def _otherwise(param: str, seq: int, what: str) -> NoReturn:
-    raise TinkerError(
+    raise TinkerRefusal(
         400, f"{param} {seq} was used before in this session, for another request: {what}", param
     )
 

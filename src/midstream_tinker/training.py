@@ -27,12 +27,12 @@ from midstream_tinker.answers import ModelMade, StepDone, WeightsLoaded, Weights
 from midstream_tinker.codec import loss_outputs, loss_outputs_json
 from midstream_tinker.futures import PROTOBUF, Future, Futures
 from midstream_tinker.loaded import MAX_MODELS, Loaded, TrainerPort
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.samplers import Exported, Samplers, checkpoint_row
-from midstream_tinker.serving import TinkerError
 from midstream_tinker.store import SILENT_S, CheckpointRow, ModelRow, SamplingSession, Store
 from midstream_tinker.trainer import protocol as m
-from midstream_tinker.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig
-from midstream_tinker.turns import GAP_S, Turn, Turns, failing
+from midstream_tinker.trainer.types import AdamParams, ForwardBackward, LoraConfig, WorkFailed
+from midstream_tinker.turns import GAP_S, TrainingTurn, Turns, failing
 from midstream_tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
@@ -92,7 +92,7 @@ class Training:
         trainer: TrainerPort,
         store: Store,
         futures: Futures,
-        places: names.Places,
+        places: names.CheckpointPlaces,
         samplers: Samplers,
         served: Served,
         limits: Limits = DEFAULT_LIMITS,
@@ -130,7 +130,7 @@ class Training:
     # -- models
 
     async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str:
-        """Raises TinkerError."""
+        """Raises TinkerRefusal."""
         self._check_base(body.base_model, body.optimizer_config)
         row = self._store.create_model(
             tenant,
@@ -148,7 +148,7 @@ class Training:
         return self._submit(self._new_model(row), "create_model", CREATION, body, create)
 
     async def submit_load_weights(self, tenant: str, api_key: str | None, body: LoadWeightsBody) -> str:
-        """Into a model there is, in its turn, or into one that this makes. Raises TinkerError."""
+        """Into a model there is, in its turn, or into one that this makes. Raises TinkerRefusal."""
         if body.model_id is not None:
             model = self._model(tenant, body.model_id)
 
@@ -157,7 +157,7 @@ class Training:
 
             return self._submit(model, "load_weights", _given(body.seq_id), body, load)
         if body.session_id is None or body.model_seq_id is None:
-            raise TinkerError(400, "give model_id and seq_id, or session_id and model_seq_id", "model_id")
+            raise TinkerRefusal(400, "give model_id and seq_id, or session_id and model_seq_id", "model_id")
         checkpoint, lora = self.weights_info(tenant, body.path)
         base_model = body.base_model or checkpoint.base_model
         self._check_base(base_model, body.optimizer_config)
@@ -185,14 +185,14 @@ class Training:
     # -- steps
 
     async def submit_forward_backward(self, tenant: str, api_key: str | None, body: ForwardBackward) -> str:
-        """Raises TinkerError."""
+        """Raises TinkerRefusal."""
         self._model(tenant, body.model_id)
         seq_id = _given(body.seq_id)
         mark = await beside.run(body.size, lambda: mark_of(body))
         model = self._model(tenant, body.model_id)
 
         async def run(future: Future) -> None:
-            losses: m.Losses = await self._loaded.call(model.row.id, m.RunForwardBackward(body))
+            losses: m.LossReply = await self._loaded.call(model.row.id, m.RunForwardBackward(body))
             result = losses.result
             encoded = await beside.run(result.size, lambda: loss_outputs(result))
             future.resolve(encoded, PROTOBUF, as_json=loss_outputs_json)
@@ -201,13 +201,13 @@ class Training:
         return self._submit(model, kind, seq_id, mark, run)
 
     async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str:
-        """Raises TinkerError."""
+        """Raises TinkerRefusal."""
         model = self._model(tenant, body.model_id)
 
         async def step(future: Future) -> None:
             if body.optimizer_params is not None:
                 kind = body.optimizer_params.get("type")
-                raise Failed(f"the optimizer {kind!r} is not supported here: use AdamParams")
+                raise WorkFailed(f"the optimizer {kind!r} is not supported here: use AdamParams")
             adam = body.adam_params or AdamParams()
             done: m.Metrics = await self._loaded.call(model.row.id, m.OptimStep(model.row.id, adam))
             future.resolve_json(StepDone(metrics=done.metrics))
@@ -217,12 +217,12 @@ class Training:
     # -- weights
 
     async def submit_save_weights(self, tenant: str, api_key: str | None, body: SaveWeightsBody) -> str:
-        """Raises TinkerError."""
+        """Raises TinkerRefusal."""
         model = self._model(tenant, body.model_id)
 
         async def save(future: Future) -> None:
             if body.path is None:
-                raise Failed("save_weights needs a name (path)")
+                raise WorkFailed("save_weights needs a name (path)")
             uri = names.checkpoint_uri(model.row.id, "weights", body.path)
             if not body.overwrite:
                 self._refuse_known(tenant, uri)
@@ -239,15 +239,17 @@ class Training:
     async def submit_save_weights_for_sampler(
         self, tenant: str, api_key: str | None, body: SaveWeightsForSamplerBody
     ) -> str:
-        """Raises TinkerError."""
+        """Raises TinkerRefusal."""
         model = self._model(tenant, body.model_id)
         seq_id = _given(body.seq_id)
 
         async def export(future: Future) -> None:
             if (body.path is None) == (body.sampling_session_seq_id is None):
-                raise Failed("save_weights_for_sampler needs either a name (path) or sampling_session_seq_id")
+                raise WorkFailed(
+                    "save_weights_for_sampler needs either a name (path) or sampling_session_seq_id"
+                )
             if body.kind not in SAMPLER_KINDS:
-                raise Failed(f"save_weights_for_sampler of kind {body.kind!r} is not supported here")
+                raise WorkFailed(f"save_weights_for_sampler of kind {body.kind!r} is not supported here")
             if model.publication is not None:
                 await asyncio.wait((model.publication,))
             if body.path is not None:
@@ -270,11 +272,11 @@ class Training:
     async def create_sampling_session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
     ) -> SamplingSession:
-        """On saved sampler weights (model_path), which replicas serve when this returns. Raises TinkerError."""
+        """On saved sampler weights (model_path), which replicas serve when this returns. Raises TinkerRefusal."""
         path = body.model_path or ""
         checkpoint = self._checkpoint(tenant, path, "model_path")
         if checkpoint.snapshot is None:
-            raise TinkerError(
+            raise TinkerRefusal(
                 400,
                 f"{path} holds a state to train on from; save_weights_for_sampler makes one to sample",
                 "model_path",
@@ -282,19 +284,19 @@ class Training:
         return await self._samplers.session(tenant, api_key, body, checkpoint)
 
     def weights_info(self, tenant: str, uri: str) -> tuple[CheckpointRow, LoraConfig]:
-        """Of a state to train on from. Raises TinkerError."""
+        """Of a state to train on from. Raises TinkerRefusal."""
         checkpoint = self._checkpoint(tenant, uri, "path")
         if checkpoint.kind != "weights":
-            raise TinkerError(
+            raise TinkerRefusal(
                 400, f"{uri} holds weights for sampling; train from what save_state saved", "path"
             )
         row = self._store.model(tenant, checkpoint.model_id)
         if row is None:
-            raise TinkerError(404, f"nothing is known of the model that saved {uri}", "path")
+            raise TinkerRefusal(404, f"nothing is known of the model that saved {uri}", "path")
         return checkpoint, row.lora
 
     async def delete_checkpoint(self, tenant: str, uri: str) -> None:
-        """A state's files are removed; sampler weights stay in the bucket, as they may serve. Raises TinkerError (404)."""
+        """A state's files are removed; sampler weights stay in the bucket, as they may serve. Raises TinkerRefusal (404)."""
         checkpoint = self._checkpoint(tenant, uri, "path")
         self._store.delete_checkpoint(tenant, uri)
         if checkpoint.kind == "weights":
@@ -302,11 +304,11 @@ class Training:
             removed = self._places.put_aside(names.parse_uri(uri))
             await asyncio.to_thread(shutil.rmtree, removed, ignore_errors=True)
 
-    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
-        """A future that fails with `error` in its turn; None: no future waits for that turn. Raises TinkerError."""
+    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerRefusal) -> str | None:
+        """A future that fails with `error` in its turn; None: no future waits for that turn. Raises TinkerRefusal."""
         try:
             model = self._model(tenant, model_id)
-        except TinkerError:
+        except TinkerRefusal:
             return None
         if seq_id <= CREATION:
             return None
@@ -320,10 +322,12 @@ class Training:
 
     async def _load(self, row: ModelRow, body: LoadWeightsBody, future: Future) -> None:
         if body.weights_access_token is not None:
-            raise Failed("weights_access_token is not supported here: checkpoints belong to their API key")
+            raise WorkFailed(
+                "weights_access_token is not supported here: checkpoints belong to their API key"
+            )
         _, lora = self.weights_info(row.tenant, body.path)
         if lora.shape != row.lora.shape:
-            raise Failed(f"{body.path} has {lora.shape}, the model {row.lora.shape}")
+            raise WorkFailed(f"{body.path} has {lora.shape}, the model {row.lora.shape}")
         directory = self._places.checkpoint(names.parse_uri(body.path))
         await self._loaded.make(row.id, m.LoadState(row.id, str(directory), body.optimizer))
         future.resolve_json(WeightsLoaded(model_id=row.id, path=body.path))
@@ -350,25 +354,25 @@ class Training:
 
     def _refuse_known(self, tenant: str, uri: names.CheckpointUri) -> None:
         if self._store.checkpoint(tenant, str(uri)) is not None:
-            raise Failed(f"{uri} is there already; delete it, or choose another name")
+            raise WorkFailed(f"{uri} is there already; delete it, or choose another name")
 
     def _checkpoint(self, tenant: str, uri: str, param: str) -> CheckpointRow:
         names.parse_uri(uri, param)
         found = self._store.checkpoint(tenant, uri)
         if found is None:
-            raise TinkerError(404, f"there is no checkpoint {uri} of this API key", param)
+            raise TinkerRefusal(404, f"there is no checkpoint {uri} of this API key", param)
         return found
 
     def _check_base(self, base_model: str, optimizer: OptimizerConfig | None) -> None:
         if not self._served.trainable:
-            raise TinkerError(400, "this server does not train", "base_model")
+            raise TinkerRefusal(400, "this server does not train", "base_model")
         if base_model not in self._served.names:
             known = ", ".join(self._served.names)
-            raise TinkerError(
+            raise TinkerRefusal(
                 400, f"base_model {base_model!r} is not served here; this server has {known}", "base_model"
             )
         if optimizer is not None and optimizer.type != "adamw":
-            raise TinkerError(
+            raise TinkerRefusal(
                 400, f"the optimizer {optimizer.type!r} is not supported here: use adamw", "optimizer_config"
             )
 
@@ -376,11 +380,11 @@ class Training:
         return self._models.get(row.id) or self._begin(row, first=CREATION)
 
     def _model(self, tenant: str, model_id: str) -> _Model:
-        """Raises TinkerError (404). One that only the store knows is lost, whatever seq_id its client has come to."""
+        """Raises TinkerRefusal (404). One that only the store knows is lost, whatever seq_id its client has come to."""
         model = self._models.get(model_id)
         row = model.row if model is not None else self._store.model(tenant, model_id)
         if row is None or row.tenant != tenant:
-            raise TinkerError(404, f"there is no model {model_id!r} of this API key", "model_id")
+            raise TinkerRefusal(404, f"there is no model {model_id!r} of this API key", "model_id")
         return model or self._begin(row, first=None)
 
     def _begin(self, row: ModelRow, first: int | None) -> _Model:
@@ -398,21 +402,21 @@ class Training:
                 model.turns.close()
 
     def _submit(self, model: _Model, kind: str, seq_id: int, body: object, act: Act) -> str:
-        """Its request_id. body: or its mark. Raises TinkerError: 400 the seq_id had another body, 429 too much is waiting."""
+        """Its request_id. body: or its mark. Raises TinkerRefusal: 400 the seq_id had another body, 429 too much is waiting."""
         mark = body if isinstance(body, Mark) else mark_of(body)
         known = model.turns.known(kind, seq_id, mark.digest)
         if known is not None:
             return known
         waiting = model.turns.waiting_bytes
         if waiting + mark.size > MAX_WAITING_BYTES and not model.turns.is_next(seq_id):
-            raise TinkerError(
+            raise TinkerRefusal(
                 429,
                 f"requests of {waiting} bytes wait for their turn with {model.row.id}",
                 retry_after_s=BUSY_RETRY_S,
             )
         self._store.touch_session(model.row.tenant, model.row.session_id)
         future = self._futures.new(model.row.tenant, kind)
-        model.turns.add(Turn(kind, seq_id, mark.digest, future, lambda: act(future), mark.size))
+        model.turns.add(TrainingTurn(kind, seq_id, mark.digest, future, lambda: act(future), mark.size))
         return future.request_id
 
     async def _work(self, model: _Model) -> None:
@@ -458,5 +462,5 @@ def _parts(body: ForwardBackward) -> Iterator[bytes]:
 
 def _given(seq_id: int | None) -> int:
     if not seq_id:
-        raise TinkerError(400, "a training request needs its seq_id, from 1", "seq_id")
+        raise TinkerRefusal(400, "a training request needs its seq_id, from 1", "seq_id")
     return seq_id

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from midstream_tinker.futures import Future
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.trainer.types import WorkFailed
 
 # The SDK gives a submission up after five minutes.
 GAP_S = 600.0
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Turn:
+class TrainingTurn:
     """act: carries it out and gives its future a result, or raises. size: of its body, bytes."""
 
     kind: str
@@ -53,7 +53,7 @@ class Turns:
         self._model_id = model_id
         self._next = first
         self._gap_s = gap_s
-        self._waiting: dict[int, Turn] = {}
+        self._waiting: dict[int, TrainingTurn] = {}
         self._known: dict[int, _Known] = {}
         self.waiting_bytes = 0
         self._changed = asyncio.Event()
@@ -65,13 +65,16 @@ class Turns:
         return len(self._waiting)
 
     def known(self, kind: str, seq_id: int, digest: bytes) -> str | None:
-        """The request_id of this very request, if it came before. Raises TinkerError (400) when another one had its seq_id."""
+        """The request_id of this very request, if it came before.
+
+        Raises TinkerRefusal (400) when another one had its seq_id.
+        """
         before = self._known.get(seq_id)
         if before is None:
             return None
         if (before.kind, before.digest) != (kind, digest):
             what = "another body" if before.kind == kind else f"a {before.kind} request"
-            raise TinkerError(
+            raise TinkerRefusal(
                 400,
                 f"seq_id {seq_id} of {self._model_id} came before with {what}; this {kind} request needs one of its own",
                 "seq_id",
@@ -82,7 +85,7 @@ class Turns:
         """Whether nothing has to come before it."""
         return self._next is None or seq_id == self._next
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: TrainingTurn) -> None:
         """`turn`, which is not known; it waits for its turn, or has failed when that has passed."""
         self._remember(turn)
         if self._next is None:
@@ -98,7 +101,7 @@ class Turns:
             self.waiting_bytes += turn.size
             self._changed.set()
 
-    async def take(self) -> Turn | None:
+    async def take(self) -> TrainingTurn | None:
         """The next one, once the one before is over; None: closed, and none is left."""
         while True:
             if self._next in self._waiting:
@@ -132,14 +135,14 @@ class Turns:
                 f"seq_id {seq_id} of {self._model_id} follows seq_id {missing}, but {why}; it was not carried out"
             )
 
-    def _pop(self, seq_id: int) -> Turn:
+    def _pop(self, seq_id: int) -> TrainingTurn:
         turn = self._waiting.pop(seq_id)
         self.waiting_bytes -= turn.size
         self._next = seq_id + 1
         self._until = None
         return turn
 
-    def _remember(self, turn: Turn) -> None:
+    def _remember(self, turn: TrainingTurn) -> None:
         self._known[turn.seq_id] = _Known(turn.kind, turn.digest, turn.future.request_id)
         if len(self._known) > REMEMBERED:
             del self._known[next(iter(self._known))]
@@ -150,9 +153,9 @@ def failing(future: Future) -> Iterator[None]:
     """What goes wrong within is the future's error."""
     try:
         yield
-    except Failed as error:
+    except WorkFailed as error:
         future.fail(error.message, error.category)
-    except TinkerError as error:
+    except TinkerRefusal as error:
         future.fail(error.detail, "user" if error.status < 500 else "server")
     except OSError as error:
         # The disk's fault, as when it is full.

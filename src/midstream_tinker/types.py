@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.traces import Span
-from midstream_tinker.serving import MAX_JSON_BYTES, MAX_SAMPLE_BYTES, TinkerError
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.serving import MAX_JSON_BYTES, MAX_SAMPLE_BYTES
 from midstream_tinker.trainer.types import MAX_INT64, AdamParams, LoraConfig
 
 Policy = Literal["exact", "run", "serving", "adapter"]
@@ -35,7 +36,7 @@ SeqId = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 
 
-class Sequence(msgspec.Struct, frozen=True, kw_only=True):
+class DrawnSequence(msgspec.Struct, frozen=True, kw_only=True):
     """logprobs: one per token, of the distribution it was drawn from. stopped: at a stop sequence, not at a length."""
 
     tokens: tuple[int, ...]
@@ -47,7 +48,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     """prompt_logprobs: one per prompt token, None where there is none; topk: per prompt token (token, logprob) pairs."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[DrawnSequence, ...]
     prompt_logprobs: tuple[float | None, ...] | None = None
     topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...] | None, ...] | None = None
     cached_tokens: int = 0
@@ -72,17 +73,17 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 # -- bodies
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class TinkerBody(msgspec.Struct, frozen=True, kw_only=True):
     """A JSON body with ignored unknown fields. bytes_max: of the body."""
 
     bytes_max: ClassVar[int] = MAX_JSON_BYTES
 
 
-class Exact(Body, frozen=True, kw_only=True):
+class Exact(TinkerBody, frozen=True, kw_only=True):
     """A JSON body with unknown fields that must be empty, as those of the objects within a body."""
 
 
-class Chunk(Exact, frozen=True, kw_only=True):
+class PromptChunk(Exact, frozen=True, kw_only=True):
     """A part of a prompt; only `encoded_text` has tokens."""
 
     type: str = "encoded_text"
@@ -95,22 +96,22 @@ class Chunk(Exact, frozen=True, kw_only=True):
     override_dimensions: Any = None
 
 
-class Prompt(Exact, frozen=True, kw_only=True):
-    chunks: tuple[Chunk, ...]
+class TinkerPrompt(Exact, frozen=True, kw_only=True):
+    chunks: tuple[PromptChunk, ...]
 
     def token_ids(self, param: str = "prompt") -> tuple[int, ...]:
-        """All chunks' tokens. Raises TinkerError (400) for a chunk that is no text, or when there are none."""
+        """All chunks' tokens. Raises TinkerRefusal (400) for a chunk that is no text, or when there are none."""
         for index, chunk in enumerate(self.chunks):
             if chunk.type != "encoded_text":
                 message = f"chunks of type {chunk.type!r} are not supported here, only encoded_text"
-                raise TinkerError(400, message, f"{param}.chunks[{index}]")
+                raise TinkerRefusal(400, message, f"{param}.chunks[{index}]")
         tokens = tuple(token for chunk in self.chunks for token in chunk.tokens)
         if not tokens:
-            raise TinkerError(400, "the prompt has no tokens", param)
+            raise TinkerRefusal(400, "the prompt has no tokens", param)
         return tokens
 
 
-class SamplingParams(Exact, frozen=True, kw_only=True):
+class TinkerSamplingParams(Exact, frozen=True, kw_only=True):
     """stop: None: at the model's end token; a string, strings or token ids: at these; []: at nothing."""
 
     max_tokens: int | None = None
@@ -124,8 +125,8 @@ class SamplingParams(Exact, frozen=True, kw_only=True):
 class SampleBody(Exact, frozen=True, kw_only=True):
     bytes_max: ClassVar[int] = MAX_SAMPLE_BYTES
 
-    prompt: Prompt
-    sampling_params: SamplingParams
+    prompt: TinkerPrompt
+    sampling_params: TinkerSamplingParams
     num_samples: int = 1
     base_model: str | None = None
     model_path: str | None = None
@@ -141,7 +142,7 @@ class SampleBody(Exact, frozen=True, kw_only=True):
     type: str = "sample"
 
 
-class CreateSessionBody(Body, frozen=True, kw_only=True):
+class CreateSessionBody(TinkerBody, frozen=True, kw_only=True):
     tags: tuple[str, ...] = ()
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -149,7 +150,7 @@ class CreateSessionBody(Body, frozen=True, kw_only=True):
     display_name: Annotated[str, Meta(max_length=MAX_TEXT)] | None = None
 
 
-class SessionBody(Body, frozen=True, kw_only=True):
+class SessionBody(TinkerBody, frozen=True, kw_only=True):
     session_id: Text
 
 
@@ -161,16 +162,16 @@ class CreateSamplingSessionBody(Exact, frozen=True, kw_only=True):
     type: str = "create_sampling_session"
 
 
-class RetrieveBody(Body, frozen=True, kw_only=True):
+class RetrieveBody(TinkerBody, frozen=True, kw_only=True):
     request_id: Text
     allow_metadata_only: bool = False
 
 
-class CancelBody(Body, frozen=True, kw_only=True):
+class CancelBody(TinkerBody, frozen=True, kw_only=True):
     request_id: Text
 
 
-class ModelBody(Body, frozen=True, kw_only=True):
+class ModelBody(TinkerBody, frozen=True, kw_only=True):
     model_id: Text
 
 
@@ -239,52 +240,52 @@ class LoadWeightsBody(Exact, frozen=True, kw_only=True):
     type: str = "load_weights"
 
 
-class WeightsInfoBody(Body, frozen=True, kw_only=True):
+class WeightsInfoBody(TinkerBody, frozen=True, kw_only=True):
     tinker_path: Text
 
 
-_T = TypeVar("_T", bound=Body)
+_T = TypeVar("_T", bound=TinkerBody)
 _WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 def decode(body: bytes, into: type[_T]) -> _T:
-    """Read a JSON body. Raises TinkerError (400) that names the field at fault."""
+    """Read a JSON body. Raises TinkerRefusal (400) that names the field at fault."""
     if body.count(b"{") + body.count(b"[") > MAX_PARTS:
-        raise TinkerError(400, f"the body has more than {MAX_PARTS} objects and arrays")
+        raise TinkerRefusal(400, f"the body has more than {MAX_PARTS} objects and arrays")
     if body.count(b",") > MAX_VALUES:
-        raise TinkerError(400, f"the body has more than {MAX_VALUES} values")
+        raise TinkerRefusal(400, f"the body has more than {MAX_VALUES} values")
     try:
         refuse_unknown(body, into)
         made = msgspec.json.decode(body, type=into)
     except msgspec.ValidationError as error:
         where = _WHERE.search(str(error))
-        raise TinkerError(400, str(error), (where[1] or None) if where else None) from error
+        raise TinkerRefusal(400, str(error), (where[1] or None) if where else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TinkerError(400, f"the body is not JSON: {error}") from error
+        raise TinkerRefusal(400, f"the body is not JSON: {error}") from error
     except RecursionError as error:
-        raise TinkerError(400, "the body is nested too deeply") from error
+        raise TinkerRefusal(400, "the body is nested too deeply") from error
     for name in ("user_metadata", "optimizer_params"):
         notes = getattr(made, name, None)
         _check_notes(notes, name)
         if notes is not None and len(msgspec.json.encode(notes)) > MAX_NOTES_BYTES:
-            raise TinkerError(400, f"{name} is longer than {MAX_NOTES_BYTES} bytes", name)
+            raise TinkerRefusal(400, f"{name} is longer than {MAX_NOTES_BYTES} bytes", name)
     return made
 
 
 def _check_notes(value: Any, where: str, left: int = MAX_NESTED) -> None:
-    """Raises TinkerError (400) for what cannot be written down."""
+    """Raises TinkerRefusal (400) for what cannot be written down."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise TinkerError(400, f"{where}: a whole number beyond 64 bits is not kept", where)
+        raise TinkerRefusal(400, f"{where}: a whole number beyond 64 bits is not kept", where)
     if not isinstance(value, dict | list):
         return
     if not left:
-        raise TinkerError(400, f"{where} is nested too deeply", where)
+        raise TinkerRefusal(400, f"{where} is nested too deeply", where)
     for name, item in value.items() if isinstance(value, dict) else enumerate(value):
         within = f"{where}[{name}]" if isinstance(value, list) else f"{where}.{name}"
         _check_notes(item, within, left - 1)
 
 
-class _Addressed(Body, frozen=True, kw_only=True):
+class _Addressed(TinkerBody, frozen=True, kw_only=True):
     model_id: Text
     seq_id: SeqId
 
@@ -299,18 +300,19 @@ def addressee(body: bytes) -> tuple[str, int] | None:
 
 
 def refuse_unknown(value: msgspec.Raw | bytes, struct: type[msgspec.Struct], path: str = "") -> None:
-    """Raises TinkerError (400) when `value`, an object in JSON, has a field that `struct` does not know and must not leave out.
+    """Raises TinkerRefusal (400) when `value`, an object in JSON, has a field that `struct` does not know and must not leave
+    out.
 
     Makes nothing of the fields' values. Raises msgspec.DecodeError, also when it is no object.
     """
     fields = _fields(struct)
-    ignores_unknown = issubclass(struct, Body) and not issubclass(struct, Exact)
+    ignores_unknown = issubclass(struct, TinkerBody) and not issubclass(struct, Exact)
     for name, item in msgspec.json.decode(value, type=dict[str, msgspec.Raw]).items():
         where = f"{path}.{name}" if path else name
         within = fields.get(name)
         if name not in fields:
             if not ignores_unknown and _says_something(item):
-                raise TinkerError(400, f"the field {where} is not supported here", where)
+                raise TinkerRefusal(400, f"the field {where} is not supported here", where)
         elif within is not None and _begins(item, b"["):
             for index, one in enumerate(msgspec.json.decode(item, type=list[msgspec.Raw])):
                 if _begins(one, b"{"):

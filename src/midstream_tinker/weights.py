@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.types import CheckpointKind
 
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
@@ -44,27 +44,27 @@ class CheckpointUri:
 
 
 def parse_uri(uri: str, param: str = "path") -> CheckpointUri:
-    """Raises TinkerError(400), naming `param`."""
+    """Raises TinkerRefusal(400), naming `param`."""
     model_id, kind, name = _three_parts(uri, param)
     if _MODEL.fullmatch(model_id) is None:
-        raise TinkerError(400, f"{_shown(uri)} names no training run of this server", param)
+        raise TinkerRefusal(400, f"{_shown(uri)} names no training run of this server", param)
     for known in KINDS:
         if kind == known:
             check_name(name, param)
             return CheckpointUri(model_id, known, name)
-    raise TinkerError(400, f"{_shown(uri)}: {_shown(kind)} is neither weights nor sampler_weights", param)
+    raise TinkerRefusal(400, f"{_shown(uri)}: {_shown(kind)} is neither weights nor sampler_weights", param)
 
 
 def checkpoint_uri(model_id: str, kind: CheckpointKind, name: str, param: str = "path") -> CheckpointUri:
-    """Raises TinkerError(400) when `name` cannot be a checkpoint's."""
+    """Raises TinkerRefusal(400) when `name` cannot be a checkpoint's."""
     check_name(name, param)
     return CheckpointUri(model_id, kind, name)
 
 
 def check_name(name: str, param: str = "path") -> None:
-    """Raise TinkerError(400) unless `name` can be a checkpoint's: letters, digits and `._=+~-`, at most 128, no dot first."""
+    """Raise TinkerRefusal(400) unless `name` can be a checkpoint's: letters, digits and `._=+~-`, at most 128, no dot first."""
     if _NAME.fullmatch(name) is None:
-        raise TinkerError(
+        raise TinkerRefusal(
             400,
             f"{_shown(name)} cannot name a checkpoint: at most {NAME_CHARS} letters, digits and any of . _ = + ~ -, "
             "beginning with a letter, a digit or _",
@@ -119,7 +119,7 @@ def same_run_not_older(identity: str, than: str) -> bool:
     return match[1] == least[1] and int(match[2]) >= int(least[2])
 
 
-class Places:
+class CheckpointPlaces:
     """Where files lie below `root`: checkpoints that last, and what is on its way into the bucket."""
 
     def __init__(self, root: Path) -> None:
@@ -166,7 +166,7 @@ class Places:
 def _three_parts(uri: str, param: str) -> tuple[str, str, str]:
     parts = uri.removeprefix(SCHEME).split("/")
     if not uri.startswith(SCHEME) or len(parts) != 3:
-        raise TinkerError(400, f"{_shown(uri)} is not tinker://RUN/weights/NAME", param)
+        raise TinkerRefusal(400, f"{_shown(uri)} is not tinker://RUN/weights/NAME", param)
     return parts[0], parts[1], parts[2]
 
 

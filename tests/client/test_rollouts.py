@@ -37,7 +37,7 @@ def choice(index: int, ids: list[int], **changed: Any) -> dict[str, Any]:
 def client(answer: Callable[[httpx.Request], httpx.Response], **given: Any) -> RolloutClient:
     made = RolloutClient("http://server/", **given)
     http = httpx.Client(transport=httpx.MockTransport(answer), headers=made._caller._http.headers)
-    made._caller = module.Caller(http, sleep=lambda _: None)
+    made._caller = module.RetryingCaller(http, sleep=lambda _: None)
     return made
 
 

@@ -112,7 +112,7 @@ class Gateway:
         self.desired_state.running(Running())
 
     def _reconciler(self, replicas: ReplicaSet, name: str) -> Reconciler:
-        return Reconciler(self.ledger, replicas, name, poll_s=POLL_S, told=True)
+        return Reconciler(self.ledger, replicas, name, poll_s=POLL_S, signalled_at_once=True)
 
     def _never(self, row: DeploymentRow) -> Deployment:
         raise AssertionError(row.name)

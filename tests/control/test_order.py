@@ -13,14 +13,15 @@ from tiers import examples
 
 from midstream.core.reports import Reported
 from midstream.core.types import Desired, Stage
-from midstream.fleet.reconcile import Turn, decide, next_turn, waits_staged
+from midstream.fleet.reconcile import decide, waits_staged
+from midstream.fleet.switch_turns import SwitchTurn, next_turn
 from midstream.ledger import DeploymentState
 from midstream.replica.swap.attempts import GIVEN_UP_MAX
-from midstream.replica.swap.table import Event, SwapMachine
+from midstream.replica.swap.table import SwapEvent, SwapMachine
 
 NEXT = {
-    Stage.FETCHING: Event.FETCHED, Stage.VERIFYING: Event.VERIFIED, Stage.STAGING: Event.STAGED,
-    Stage.STAGED: Event.COMMIT, Stage.COMMITTING: Event.COMMITTED, Stage.CHECKING: Event.CHECKED,
+    Stage.FETCHING: SwapEvent.FETCHED, Stage.VERIFYING: SwapEvent.VERIFIED, Stage.STAGING: SwapEvent.STAGED,
+    Stage.STAGED: SwapEvent.COMMIT, Stage.COMMITTING: SwapEvent.COMMITTED, Stage.CHECKING: SwapEvent.CHECKED,
 }  # fmt: skip
 
 
@@ -28,8 +29,8 @@ def report(index: int, stage: Stage, **fields: Any) -> Reported:
     return reported(f"r{index}", stage=stage, **fields)
 
 
-def turn(index: int) -> Turn:
-    return Turn(f"r{index}", "b")
+def turn(index: int) -> SwitchTurn:
+    return SwitchTurn(f"r{index}", "b")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_switch_that_waits_for_pinned_requests_keeps_its_turn() -> None:
 
 def test_a_new_boot_does_not_inherit_the_turn() -> None:
     reports = [report(0, Stage.STAGED), report(1, Stage.STAGED)]
-    assert next_turn(reports, {"r0", "r1"}, Turn("r1", "an earlier boot")) == turn(0)
+    assert next_turn(reports, {"r0", "r1"}, SwitchTurn("r1", "an earlier boot")) == turn(0)
 
 
 @dataclass
@@ -152,7 +153,7 @@ class Fleet:
         self.state = DeploymentState(None)
         # The last one signalled is the last.
         self.since: dict[str, int] = {}
-        self.turn: Turn | None = None
+        self.turn: SwitchTurn | None = None
         self.first: frozenset[str] = frozenset()
 
     def signal(self, back: int = 0) -> None:

@@ -11,8 +11,8 @@ from reports import changed, reported
 from midstream.core.reports import Reported
 from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, Transition
 from midstream.fleet.reconcile import (
-    Action,
-    Loss,
+    BootLoss,
+    ReplicaAction,
     decide,
     effective_reset,
     failure,
@@ -79,65 +79,65 @@ def dead(state: DeploymentState, count: int, identity: str = "a", generation: in
 @pytest.mark.parametrize(
     ("case", "state", "seen", "admitted", "action"),
     [
-        ("unreachable, was in", WANT_A, None, True, Action(None, True)),
-        ("unreachable, was out", WANT_A, None, False, Action(None, False)),
-        ("nothing signalled, not ready", NOTHING, report(ready=False), False, Action(None, False)),
-        ("nothing signalled, ready", NOTHING, report(), False, Action(None, True)),
-        ("ledger lost, replica kept its snapshot", NOTHING, report("x", on=9), False, Action(None, True)),
-        ("fresh boot", WANT_A, report(), False, Action(A, False)),
-        ("fresh boot, not ready yet", WANT_A, report(ready=False), False, Action(A, False)),
-        ("fresh boot, at it", WANT_A, report(generation=3, target="a"), False, Action(None, False)),
-        ("in rotation on base at the first signal", FIRST_A, report(), True, Action(A, True)),
-        ("loading beside serving", WANT_A, report("old", on=2, generation=3, target="a"), True, Action(None, True)),
-        ("serves it", WANT_A, report("a", on=3), False, Action(None, True)),
-        ("serves it, not ready", WANT_A, report("a", on=3, ready=False), False, Action(None, False)),
-        ("fresh boot, switched to it and is being checked", WANT_A, checking("a", on=3), False, Action(None, False)),
-        ("in rotation, switched to it and is being checked", WANT_A, checking("a", on=3), True, Action(None, True)),
-        ("fresh boot, the check of an older one", WANT_A, checking("old", on=2), False, Action(A, True)),
-        ("serves other files of that name", WANT_A, report("a", on=2), True, Action(A, True)),
-        ("the gateway restarted while it serves an older one", WANT_A, report("old", on=2), False, Action(A, True)),
+        ("unreachable, was in", WANT_A, None, True, ReplicaAction(None, True)),
+        ("unreachable, was out", WANT_A, None, False, ReplicaAction(None, False)),
+        ("nothing signalled, not ready", NOTHING, report(ready=False), False, ReplicaAction(None, False)),
+        ("nothing signalled, ready", NOTHING, report(), False, ReplicaAction(None, True)),
+        ("ledger lost, replica kept its snapshot", NOTHING, report("x", on=9), False, ReplicaAction(None, True)),
+        ("fresh boot", WANT_A, report(), False, ReplicaAction(A, False)),
+        ("fresh boot, not ready yet", WANT_A, report(ready=False), False, ReplicaAction(A, False)),
+        ("fresh boot, at it", WANT_A, report(generation=3, target="a"), False, ReplicaAction(None, False)),
+        ("in rotation on base at the first signal", FIRST_A, report(), True, ReplicaAction(A, True)),
+        ("loading beside serving", WANT_A, report("old", on=2, generation=3, target="a"), True, ReplicaAction(None, True)),
+        ("serves it", WANT_A, report("a", on=3), False, ReplicaAction(None, True)),
+        ("serves it, not ready", WANT_A, report("a", on=3, ready=False), False, ReplicaAction(None, False)),
+        ("fresh boot, switched to it and is being checked", WANT_A, checking("a", on=3), False, ReplicaAction(None, False)),
+        ("in rotation, switched to it and is being checked", WANT_A, checking("a", on=3), True, ReplicaAction(None, True)),
+        ("fresh boot, the check of an older one", WANT_A, checking("old", on=2), False, ReplicaAction(A, True)),
+        ("serves other files of that name", WANT_A, report("a", on=2), True, ReplicaAction(A, True)),
+        ("the gateway restarted while it serves an older one", WANT_A, report("old", on=2), False, ReplicaAction(A, True)),
         ("missed this generation, is at another", WANT_A, report("old", on=2, generation=3, target="z"), True,
-         Action(A, True)),
-        ("a younger ledger", WANT_A, report("z", on=9), True, Action(A, True)),
-        ("failed, keeps what serves", WANT_A, report("old", A, on=2), True, Action(None, True)),
-        ("failed on a fresh boot", WANT_A, report("base", A), False, Action(OLD, False)),
+         ReplicaAction(A, True)),
+        ("a younger ledger", WANT_A, report("z", on=9), True, ReplicaAction(A, True)),
+        ("failed, keeps what serves", WANT_A, report("old", A, on=2), True, ReplicaAction(None, True)),
+        ("failed on a fresh boot", WANT_A, report("base", A), False, ReplicaAction(OLD, False)),
         ("failed, fallback on its way", WANT_A, report("base", A, generation=3, target="old"), False,
-         Action(None, False)),
-        ("failed, fallback serves", WANT_A, report("old", A, on=3), False, Action(None, True)),
-        ("failed, fallback failed", WANT_A, report("base", A, OLD), False, Action(OLDER, False)),
-        ("all failed", WANT_A, report("base", A, OLD, OLDER), False, Action(None, False, stuck=True)),
-        ("failed and nothing was ever ready", FIRST_A, report("base", A), False, Action(None, True)),
-        ("failed, but it is ready elsewhere", ONLY_A, report("base", A), False, Action(None, False, stuck=True)),
+         ReplicaAction(None, False)),
+        ("failed, fallback serves", WANT_A, report("old", A, on=3), False, ReplicaAction(None, True)),
+        ("failed, fallback failed", WANT_A, report("base", A, OLD), False, ReplicaAction(OLDER, False)),
+        ("all failed", WANT_A, report("base", A, OLD, OLDER), False, ReplicaAction(None, False, stuck=True)),
+        ("failed and nothing was ever ready", FIRST_A, report("base", A), False, ReplicaAction(None, True)),
+        ("failed, but it is ready elsewhere", ONLY_A, report("base", A), False, ReplicaAction(None, False, stuck=True)),
         ("failed in an earlier generation", WANT_A,
-         report("old", Desired(snapshot="a", generation=2), on=1), True, Action(A, True)),
-        ("on base since before the first signal", ONLY_A, report(boot="first"), False, Action(A, True)),
+         report("old", Desired(snapshot="a", generation=2), on=1), True, ReplicaAction(A, True)),
+        ("on base since before the first signal", ONLY_A, report(boot="first"), False, ReplicaAction(A, True)),
         ("on base since before it, not ready", ONLY_A, report(boot="first", ready=False), False,
-         Action(A, False)),
-        ("on base since after the first signal", ONLY_A, report(), False, Action(A, False)),
-        ("asked for again, serves it", WANT_A_AGAIN, report("a", on=3), True, Action(None, True)),
+         ReplicaAction(A, False)),
+        ("on base since after the first signal", ONLY_A, report(), False, ReplicaAction(A, False)),
+        ("asked for again, serves it", WANT_A_AGAIN, report("a", on=3), True, ReplicaAction(None, True)),
         ("asked for again, is at it", WANT_A_AGAIN, report("old", on=2, generation=3, target="a"), True,
-         Action(None, True)),
-        ("asked for again, failed on it", WANT_A_AGAIN, report("old", A, on=2), True, Action(AGAIN_A, True)),
-        ("other files, serves the old ones", OTHER_FILES, report("a", on=3), True, Action(AGAIN_A, True)),
+         ReplicaAction(None, True)),
+        ("asked for again, failed on it", WANT_A_AGAIN, report("old", A, on=2), True, ReplicaAction(AGAIN_A, True)),
+        ("other files, serves the old ones", OTHER_FILES, report("a", on=3), True, ReplicaAction(AGAIN_A, True)),
         ("other files, is at the old ones", OTHER_FILES, report("old", on=2, generation=3, target="a"), True,
-         Action(AGAIN_A, True)),
-        ("other files, serves them", OTHER_FILES, report("a", on=5), True, Action(None, True)),
-        ("one boot died of it", dead(WANT_A, 1), report(), False, Action(A, False)),
-        ("two boots died of it", dead(WANT_A, 2), report(), False, Action(OLD, False)),
+         ReplicaAction(AGAIN_A, True)),
+        ("other files, serves them", OTHER_FILES, report("a", on=5), True, ReplicaAction(None, True)),
+        ("one boot died of it", dead(WANT_A, 1), report(), False, ReplicaAction(A, False)),
+        ("two boots died of it", dead(WANT_A, 2), report(), False, ReplicaAction(OLD, False)),
         ("two boots died of it under an earlier signal", dead(WANT_A, 2, generation=2), report(), False,
-         Action(A, False)),
+         ReplicaAction(A, False)),
         ("two boots died of it, nothing else was ever ready", dead(FIRST_A, 2), report(), False,
-         Action(None, True)),
+         ReplicaAction(None, True)),
         ("two boots died of each", dead(dead(dead(WANT_A, 2), 2, "old"), 2, "older"), report(), False,
-         Action(None, False, stuck=True)),
+         ReplicaAction(None, False, stuck=True)),
         ("two boots died of it, this one is at it", dead(WANT_A, 2), report(generation=3, target="a"), False,
-         Action(None, False)),
+         ReplicaAction(None, False)),
         ("two boots died of it, this one serves it", dead(WANT_A, 2), report("a", on=3), False,
-         Action(None, True)),
+         ReplicaAction(None, True)),
     ],
 )  # fmt: skip
 def test_the_action_for_a_replica(
-    case: str, state: DeploymentState, seen: Reported | None, admitted: bool, action: Action
+    case: str, state: DeploymentState, seen: Reported | None, admitted: bool, action: ReplicaAction
 ) -> None:
     assert decide(state, seen, admitted) == action, case
 
@@ -145,13 +145,13 @@ def test_the_action_for_a_replica(
 def test_a_retry_of_a_stuck_replica_forgives_what_failed_before_it() -> None:
     seen = report("base", A, OLD, OLDER)
     retried = msgspec.structs.replace(A, generation=7)
-    assert decide(WANT_A, seen, False, retry_generation=7) == Action(retried, False)
+    assert decide(WANT_A, seen, False, retry_generation=7) == ReplicaAction(retried, False)
     at_it = report("base", A, OLD, OLDER, generation=7, target="a")
-    assert decide(WANT_A, at_it, False, retry_generation=7) == Action(None, False)
+    assert decide(WANT_A, at_it, False, retry_generation=7) == ReplicaAction(None, False)
     failed_again = report("base", A, OLD, OLDER, retried)
     fallback = msgspec.structs.replace(OLD, generation=7)
-    assert decide(WANT_A, failed_again, False, retry_generation=7) == Action(fallback, False)
-    assert decide(dead(WANT_A, 2), report(), False, retry_generation=7) == Action(retried, False)
+    assert decide(WANT_A, failed_again, False, retry_generation=7) == ReplicaAction(fallback, False)
+    assert decide(dead(WANT_A, 2), report(), False, retry_generation=7) == ReplicaAction(retried, False)
     assert serves(WANT_A, report("a", on=7), A)
 
 
@@ -165,7 +165,7 @@ def test_what_serves_counts_as_done_although_loading_it_once_more_failed() -> No
     history = moves(("a", 3, Stage.IDLE), ("b", 4, Stage.FETCHING), ("a", 5, Stage.ERROR))
     seen = reported(snapshot="a", stage=Stage.ERROR, target="a", transitions=history)
     assert failure(WANT_A_AGAIN, seen, AGAIN_A) is None
-    assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
+    assert decide(WANT_A_AGAIN, seen, True) == ReplicaAction(None, True)
     assert failure(OTHER_FILES, seen, AGAIN_A) == "short"
 
 
@@ -174,10 +174,13 @@ def test_going_back_to_what_serves_loads_nothing() -> None:
     back = [*loaded, ("b", 4, Stage.FETCHING), ("a", 5, Stage.IDLE)]
     seen = reported(snapshot="a", generation=5, transitions=moves(*back))
     assert serving_generation(seen) == 3
-    assert decide(WANT_A_AGAIN, seen, True) == Action(None, True)
+    assert decide(WANT_A_AGAIN, seen, True) == ReplicaAction(None, True)
     assert not serves(OTHER_FILES, seen, AGAIN_A), "other files have to be committed"
     forgotten = changed(seen, transitions=seen.own.transitions[2:])
-    assert (serving_generation(forgotten), decide(WANT_A_AGAIN, forgotten, True)) == (5, Action(None, True))
+    assert (serving_generation(forgotten), decide(WANT_A_AGAIN, forgotten, True)) == (
+        5,
+        ReplicaAction(None, True),
+    )
     nothing_left = changed(seen, transitions=())
     assert serving_generation(nothing_left) == 5
 
@@ -238,8 +241,8 @@ def row(stage: Stage, identity: str = "a", generation: int = 3, seq: int = 4) ->
     return TransitionRow("replica-0", "b1", seq, identity, generation, stage, 0.0, detail)
 
 
-def died(detail: str, seq: int | None, identity: str = "a", generation: int = 3) -> Loss:
-    return Loss(Death("replica-0", identity, generation, detail), seq)
+def died(detail: str, seq: int | None, identity: str = "a", generation: int = 3) -> BootLoss:
+    return BootLoss(Death("replica-0", identity, generation, detail), seq)
 
 
 SENT_A = ("a", 3)
@@ -271,7 +274,7 @@ def test_whether_a_boot_that_ended_died_of_a_snapshot(
     tail: list[TransitionRow],
     sent: tuple[str, int] | None,
     watched: bool,
-    expected: Loss | None,
+    expected: BootLoss | None,
 ) -> None:
     history = BootHistory(last_seq=-1, previous_boot="b1", tail=tuple(tail))
     assert loss("replica-0", history, sent, watched) == expected, case

@@ -33,16 +33,16 @@ from midstream.fleet.loop import Reconciler
 from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
 from midstream.fleet.replicas import ReplicaView
 from midstream.ledger import FleetReports, Ledger, Signal, Signalled, sqlite_url, stronger_reset
-from midstream.replica.swap.table import Event, SwapMachine
+from midstream.replica.swap.table import SwapEvent, SwapMachine
 
 DEPLOYMENT = "accounts/local/deployments/default"
 NEXT = {
-    Stage.FETCHING: Event.FETCHED,
-    Stage.VERIFYING: Event.VERIFIED,
-    Stage.STAGING: Event.STAGED,
-    Stage.STAGED: Event.COMMIT,
-    Stage.COMMITTING: Event.COMMITTED,
-    Stage.CHECKING: Event.CHECKED,
+    Stage.FETCHING: SwapEvent.FETCHED,
+    Stage.VERIFYING: SwapEvent.VERIFIED,
+    Stage.STAGING: SwapEvent.STAGED,
+    Stage.STAGED: SwapEvent.COMMIT,
+    Stage.COMMITTING: SwapEvent.COMMITTED,
+    Stage.CHECKING: SwapEvent.CHECKED,
 }
 
 

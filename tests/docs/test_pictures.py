@@ -13,7 +13,7 @@ from browser import chromium, needs_chromium
 
 from midstream.api.status import SHOWN_STAGE
 from midstream.core.types import ResetPromptCache, Stage
-from midstream.replica.gate import Namespaces
+from midstream.replica.namespaces import Namespaces
 
 ROOT = Path(__file__).parents[2]
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()

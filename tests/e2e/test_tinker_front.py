@@ -16,7 +16,7 @@ import httpx
 import pytest
 from serving import Server, serve
 
-from midstream_tinker.codec import SampleResponse
+from midstream_tinker.messages import SampleResponse
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 

@@ -17,7 +17,7 @@ from midstream.engine.embedded import weights_digest
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.engine.embedded.weights_digest import CHUNK_BYTES, digest
-from midstream.replica.swap.driver import Checker
+from midstream.replica.swap.checker import Checker
 
 torch.set_num_threads(1)
 

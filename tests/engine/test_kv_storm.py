@@ -26,7 +26,7 @@ from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import Sequence as Running
-from midstream.replica.gate import Namespaces, cache_salt
+from midstream.replica.namespaces import Namespaces, cache_salt
 
 torch.set_num_threads(1)
 

@@ -29,7 +29,7 @@ from midstream.core.versions import (
     constraint_of_headers,
     from_header,
 )
-from midstream.fleet.reconcile import KEPT, SignalOrder
+from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.fleet.view import ReplicaView
 from midstream.ledger import Signalled
 from midstream.proxy import versions

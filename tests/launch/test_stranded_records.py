@@ -20,7 +20,7 @@ from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.launch import stranded
 from midstream.launch.caches import held
 from midstream.launch.engines import records_fields
-from midstream.launch.replica import with_its_directories
+from midstream.launch.replica import held_directories
 from midstream.launch.specs import ReplicaSpec
 from midstream.launch.stranded import StrandedRecords, upload_stranded
 from midstream.launch.supervisor import Supervisor
@@ -208,7 +208,7 @@ def test_a_replica_process_holds_the_directory_of_its_records(disk: Disk, tmp_pa
         records=disk.url, records_dir=str(disk.root / "replica-0"),
     )  # fmt: skip
     disk.leave("replica-0", 1)
-    with with_its_directories(spec):
+    with held_directories(spec):
         assert disk.upload()
         assert len(disk.left("replica-0")) == 1
     assert disk.upload()

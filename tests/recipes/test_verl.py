@@ -17,7 +17,7 @@ from recipes import needs, run_recipe
 from serving import Server, serve
 
 from midstream.client import PublishError, SnapshotPublisher
-from midstream.client.calls import Caller
+from midstream.client.calls import RetryingCaller
 from midstream.client.errors import SignalRefused
 from midstream.client.server import ServerClient
 from midstream.integrations import verl_wire
@@ -163,8 +163,8 @@ def a_generator(
         )
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
-    caller = Caller(http, bounded=False, sleep=lambda _: None)
-    monkeypatch.setattr(Caller, "of_rollouts", lambda key, parallel: caller)
+    caller = RetryingCaller(http, bounded=False, sleep=lambda _: None)
+    monkeypatch.setattr(RetryingCaller, "of_rollouts", lambda key, parallel: caller)
     return Generator(SETTINGS, "a/run/0")
 
 

@@ -21,7 +21,7 @@ WORDS = ("hello", "there", "an answer", "in 1100", "ünder", "<b>", " ", "\n", "
 
 
 class Client:
-    """A harness that talks for several turns, drops thinking, spaces arguments anew, and sometimes edits what was said."""
+    """A harness that talks for several turns, drops thinking, spaces arguments refetch, and sometimes edits what was said."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.rng = random.Random(f"{name} {seed}")

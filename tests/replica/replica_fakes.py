@@ -409,8 +409,8 @@ class FakeSource(SnapshotSource):
     def of_policy(self, policy: str) -> SnapshotSource:
         return self
 
-    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
-        self.calls.append(f"fetch {desired.snapshot}{' anew' if anew else ''}")
+    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+        self.calls.append(f"fetch {desired.snapshot}{' anew' if refetch else ''}")
         self.fetching.set()
         if desired.snapshot in self.blocked:
             try:

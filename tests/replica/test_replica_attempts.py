@@ -22,25 +22,34 @@ from midstream.core.table import IllegalMove
 from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
 from midstream.core.versions import ConstraintNotMet, VersionConstraint
 from midstream.engine.base import EngineDied, StagingFailed
-from midstream.replica.gate import Door, Gate, Namespaces
+from midstream.replica.gate import Door, Gate
+from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.swap.attempts import (
     ATTEMPTS,
     GIVEN_UP_MAX,
-    Action,
+    AttemptAction,
+    AttemptEvent,
+    AttemptPhase,
     Attempts,
-    Event,
-    Phase,
 )
-from midstream.replica.swap.driver import Checker, Entrance, NotSound, SwapDriver, Told
-from midstream.replica.swap.source import Files, Hints, SnapshotSource
-from midstream.replica.swap.table import Event as TableEvent
+from midstream.replica.swap.checker import Checker, NotSound
+from midstream.replica.swap.driver import Entrance, SwapCallbacks, SwapDriver
+from midstream.replica.swap.hints import Hints
+from midstream.replica.swap.source import Files, SnapshotSource
+from midstream.replica.swap.table import SwapEvent as TableEvent
 from midstream.replica.swap.table import SwapMachine
 
-IN_WORK = (Phase.PREPARING, Phase.HELD, Phase.WAITING, Phase.APPLYING, Phase.CHECKING)
-AFTER = (Phase.APPLYING, Phase.CHECKING)
-GIVEN_UP = (Phase.SUPERSEDED, Phase.STOPPED)
-BETWEEN = (Phase.RESTING, Phase.NEXT)
+IN_WORK = (
+    AttemptPhase.PREPARING,
+    AttemptPhase.HELD,
+    AttemptPhase.WAITING,
+    AttemptPhase.APPLYING,
+    AttemptPhase.CHECKING,
+)
+AFTER = (AttemptPhase.APPLYING, AttemptPhase.CHECKING)
+GIVEN_UP = (AttemptPhase.SUPERSEDED, AttemptPhase.STOPPED)
+BETWEEN = (AttemptPhase.RESTING, AttemptPhase.NEXT)
 
 
 def wanted(snapshot: str, generation: int, **more: Any) -> Desired:
@@ -58,33 +67,33 @@ def test_the_diagram_shows_the_whole_table() -> None:
 
 
 def test_every_phase_is_reached_and_every_attempt_in_work_can_fail() -> None:
-    seen, frontier = {Phase.RESTING}, [Phase.RESTING]
+    seen, frontier = {AttemptPhase.RESTING}, [AttemptPhase.RESTING]
     while frontier:
         frontier = [to for (at, _), (to, _) in ATTEMPTS.items() if at in frontier and to not in seen]
         seen |= set(frontier)
-    assert seen == set(Phase)
+    assert seen == set(AttemptPhase)
     for phase in IN_WORK:
-        assert ATTEMPTS[phase, Event.FAILED] == (Phase.RESTING, Action.REPORT_ERROR)
+        assert ATTEMPTS[phase, AttemptEvent.FAILED] == (AttemptPhase.RESTING, AttemptAction.REPORT_ERROR)
 
 
 def test_a_switch_that_has_begun_is_not_given_up() -> None:
-    left = {event: to for (at, event), (to, _) in ATTEMPTS.items() if at is Phase.APPLYING}
+    left = {event: to for (at, event), (to, _) in ATTEMPTS.items() if at is AttemptPhase.APPLYING}
     assert left == {
-        Event.APPLIED: Phase.CHECKING,
-        Event.FAILED: Phase.RESTING,
-        Event.LOST_TRACK: Phase.IN_DOUBT,
+        AttemptEvent.APPLIED: AttemptPhase.CHECKING,
+        AttemptEvent.FAILED: AttemptPhase.RESTING,
+        AttemptEvent.LOST_TRACK: AttemptPhase.IN_DOUBT,
     }
 
 
 def test_an_attempt_that_was_given_up_changes_nothing_more() -> None:
     for (at, event), (to, action) in ATTEMPTS.items():
-        if at in GIVEN_UP and event is not Event.ENDED:
+        if at in GIVEN_UP and event is not AttemptEvent.ENDED:
             assert to is at
-            assert action in (Action.ABANDON, Action.NOTHING)
+            assert action in (AttemptAction.ABANDON, AttemptAction.NOTHING)
 
 
 def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> None:
-    for phase, event in product(Phase, Event):
+    for phase, event in product(AttemptPhase, AttemptEvent):
         attempts = Attempts(SwapMachine(lambda: 0.0))
         attempts.phase = phase
         if (phase, event) not in ATTEMPTS:
@@ -108,13 +117,13 @@ def test_so_many_attempts_in_a_row_are_given_up_and_the_next_is_finished(held: b
     for generation in range(GIVEN_UP_MAX):
         begin(generation)
         machine.accept(wanted(f"v{generation + 1}", generation + 1, hold=held))
-        assert attempts.signalled() is Action.CANCEL
+        assert attempts.signalled() is AttemptAction.CANCEL
         attempts.ended()
         assert attempts.due
     begin(GIVEN_UP_MAX)
     machine.accept(wanted("newer", GIVEN_UP_MAX + 1, hold=held))
-    assert attempts.signalled() is Action.NOTHING
-    assert attempts.phase is (Phase.HELD if held else Phase.PREPARING)
+    assert attempts.signalled() is AttemptAction.NOTHING
+    assert attempts.phase is (AttemptPhase.HELD if held else AttemptPhase.PREPARING)
 
 
 # -- the driver
@@ -160,7 +169,7 @@ class SteppedSource(SnapshotSource):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
-    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
         await self._steps.take("fetch")
         return Path("/cache") / desired.snapshot
 
@@ -239,14 +248,14 @@ class Swaps(RuleBasedStateMachine):
             machine=SwapMachine(lambda: 0.0),
             checker=cast(Checker, SteppedChecker(self.steps)),
             monotonic=lambda: 0.0,
-            told=Told(lambda: None, lambda: None, lambda _: setattr(self, "died", True)),
+            callbacks=SwapCallbacks(lambda: None, lambda: None, lambda _: setattr(self, "died", True)),
         )
         self.driver.info = self.engine.info
         self.running = self.loop.create_task(self.driver.run())
 
     def before_commit(self, snapshot: str) -> None:
         machine = self.driver.machine
-        if self.phase is not Phase.APPLYING or machine.stage is not Stage.COMMITTING:
+        if self.phase is not AttemptPhase.APPLYING or machine.stage is not Stage.COMMITTING:
             self.wrong.append(f"a switch to {snapshot} at {self.phase}")
         if self.gate.door is Door.OPEN:
             self.wrong.append("newcomers enter while the engine switches")
@@ -257,7 +266,7 @@ class Swaps(RuleBasedStateMachine):
             self.wrong.append("a switch under pinned requests")
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> AttemptPhase:
         return self.driver._attempts.phase
 
     @property
@@ -281,7 +290,7 @@ class Swaps(RuleBasedStateMachine):
         asked = wanted(snapshot, self.generation, hold=how == "held", transition="SYNC" if sync else "ASYNC")
         if how == "withdrawn" and self.signals:
             asked = data.draw(st.sampled_from(self.signals[-3:]))
-        elif how == "let go" and self.phase is Phase.HELD and target is not None:
+        elif how == "let go" and self.phase is AttemptPhase.HELD and target is not None:
             newer = replace(asked, hold=True, let_go=target.generation)
             asked = data.draw(st.sampled_from([newer, replace(target, hold=False)]))
         self.signals.append(asked)
@@ -341,7 +350,7 @@ class Swaps(RuleBasedStateMachine):
         for the driver."""
         if self.alive():
             self.happens(self.running.cancel)
-        if self.alive() and self.phase in (Phase.PREPARING, Phase.HELD, Phase.WAITING):
+        if self.alive() and self.phase in (AttemptPhase.PREPARING, AttemptPhase.HELD, AttemptPhase.WAITING):
             self.wrong.append(f"the attempt goes on at {self.phase} though the driver is to end")
         if reset or not self.alive():
             self.reset()
@@ -362,7 +371,7 @@ class Swaps(RuleBasedStateMachine):
             assert isinstance(self.running.exception(), OSError), (
                 "only a switch that is in doubt ends a driver"
             )
-            assert self.phase is Phase.IN_DOUBT
+            assert self.phase is AttemptPhase.IN_DOUBT
 
     # What holds
 
@@ -385,8 +394,8 @@ class Swaps(RuleBasedStateMachine):
         if attempts:
             return
         # A newer target gives up the check that a driver which is to end still waits for.
-        over = () if self.alive() else (Phase.SUPERSEDED,)
-        assert self.phase in (*BETWEEN, Phase.STOPPED, Phase.IN_DOUBT, *over)
+        over = () if self.alive() else (AttemptPhase.SUPERSEDED,)
+        assert self.phase in (*BETWEEN, AttemptPhase.STOPPED, AttemptPhase.IN_DOUBT, *over)
         assert (self.engine.staged, self.driver.quiet, self.pins.coming) == (None, False, None)
         assert self.gate.door is self.settled
         if self.alive():
@@ -398,16 +407,18 @@ class Swaps(RuleBasedStateMachine):
             return
         preparing = (Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING)
         stages = {
-            Phase.PREPARING: preparing,
-            Phase.HELD: (Stage.STAGED,),
-            Phase.WAITING: (Stage.STAGED,),
-            Phase.APPLYING: (Stage.COMMITTING,),
-            Phase.CHECKING: (Stage.CHECKING,),
-            Phase.RESTING: (Stage.IDLE, Stage.ERROR),
-            Phase.IN_DOUBT: (Stage.ERROR,),
+            AttemptPhase.PREPARING: preparing,
+            AttemptPhase.HELD: (Stage.STAGED,),
+            AttemptPhase.WAITING: (Stage.STAGED,),
+            AttemptPhase.APPLYING: (Stage.COMMITTING,),
+            AttemptPhase.CHECKING: (Stage.CHECKING,),
+            AttemptPhase.RESTING: (Stage.IDLE, Stage.ERROR),
+            AttemptPhase.IN_DOUBT: (Stage.ERROR,),
         }
         assert self.driver.machine.stage in stages.get(self.phase, tuple(Stage))
-        closed = (Phase.WAITING, Phase.APPLYING) if self.proved else (Phase.WAITING, *AFTER)
+        closed = (
+            (AttemptPhase.WAITING, AttemptPhase.APPLYING) if self.proved else (AttemptPhase.WAITING, *AFTER)
+        )
         assert self.gate.door is self.settled or self.phase in closed
 
     @invariant()

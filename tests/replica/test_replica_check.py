@@ -21,7 +21,7 @@ from midstream.core.types import (
 from midstream.engine.base import StagingFailed
 from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
-from midstream.replica.swap.driver import Checker, NotSound, canary_prompt
+from midstream.replica.swap.checker import Checker, NotSound, canary_prompt
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 NAN = math.nan

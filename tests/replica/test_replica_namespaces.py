@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.core.types import ResetPromptCache
-from midstream.replica.gate import Namespaces, Session, cache_salt
+from midstream.replica.namespaces import Namespaces, Session, cache_salt
 
 OLD: Session = ("", "old")
 NEW: Session = ("", "new")

@@ -12,7 +12,7 @@ from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, SwapTiming
 from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
 from midstream.replica.swap import driver as driver_module
-from midstream.replica.swap.table import Event
+from midstream.replica.swap.table import SwapEvent
 
 TICKS = range(6)
 Scenario = Callable[[Replica], Awaitable[None]]
@@ -182,9 +182,9 @@ def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path
             super().__init__()
             self.tidied = asyncio.Event()
 
-        async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+        async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
             try:
-                return await super().fetch(desired, anew=anew)
+                return await super().fetch(desired, refetch=refetch)
             except asyncio.CancelledError:
                 await self.tidied.wait()
                 self.calls.append(f"tidied {desired.snapshot}")
@@ -258,11 +258,11 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
 
 def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
     class Interrupted(FakeSource):
-        async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+        async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
             if not self.calls:
                 self.calls.append("interrupted")
                 raise asyncio.CancelledError
-            return await super().fetch(desired, anew=anew)
+            return await super().fetch(desired, refetch=refetch)
 
     engine = FakeEngine()
 
@@ -282,7 +282,7 @@ def test_a_bug_in_the_driver_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.M
     async def scenario(replica: Replica) -> None:
         boot, machine = replica.boot, replica.own.driver.machine
 
-        def broken(event: Event) -> None:
+        def broken(event: SwapEvent) -> None:
             raise ZeroDivisionError(event)
 
         monkeypatch.setattr(machine, "begin", broken)

@@ -18,7 +18,7 @@ from midstream.core.table import IllegalMove
 from midstream.core.types import BASE_SNAPSHOT, Desired, Stage
 from midstream.replica.gate import Door, Gate
 from midstream.replica.replica import Replica
-from midstream.replica.swap.table import MOVES, Event, SwapMachine
+from midstream.replica.swap.table import MOVES, SwapEvent, SwapMachine
 
 LOADING = [Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED]
 AFTER_COMMIT = (Stage.COMMITTING, Stage.CHECKING)
@@ -79,21 +79,21 @@ class SwapMachineComparedToItsPromises(RuleBasedStateMachine):
     @rule(whole=st.booleans())
     def it_goes_on(self, whole: bool) -> None:
         event = {
-            Stage.FETCHING: Event.FETCHED if whole else Event.FETCHED_DELTA,
-            Stage.REBUILDING: Event.REBUILT,
-            Stage.VERIFYING: Event.VERIFIED,
-            Stage.STAGING: Event.STAGED,
-            Stage.STAGED: Event.COMMIT,
-            Stage.COMMITTING: Event.COMMITTED,
-            Stage.CHECKING: Event.CHECKED,
+            Stage.FETCHING: SwapEvent.FETCHED if whole else SwapEvent.FETCHED_DELTA,
+            Stage.REBUILDING: SwapEvent.REBUILT,
+            Stage.VERIFYING: SwapEvent.VERIFIED,
+            Stage.STAGING: SwapEvent.STAGED,
+            Stage.STAGED: SwapEvent.COMMIT,
+            Stage.COMMITTING: SwapEvent.COMMITTED,
+            Stage.CHECKING: SwapEvent.CHECKED,
         }[self.machine.stage]
         self.machine.advance(event)
         self.moves += 1
-        if event is Event.COMMITTED:
+        if event is SwapEvent.COMMITTED:
             assert self.machine.target is not None
             self.serving = self.machine.target.snapshot
             self.checked = False
-        elif event is Event.CHECKED:
+        elif event is SwapEvent.CHECKED:
             self.sound = self.checked = True
 
     @precondition(lambda self: self.machine.stage in (*LOADING, *AFTER_COMMIT))
@@ -129,8 +129,8 @@ TestSwapMachine.settings = settings(max_examples=examples(60), stateful_step_cou
 
 
 def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> None:
-    illegal = [pair for pair in product(Stage, Event) if pair not in MOVES]
-    assert len(illegal) + len(MOVES) == len(Stage) * len(Event)
+    illegal = [pair for pair in product(Stage, SwapEvent) if pair not in MOVES]
+    assert len(illegal) + len(MOVES) == len(Stage) * len(SwapEvent)
     for stage, event in illegal:
         machine = SwapMachine(lambda: 0.0)
         machine.accept(wanted("v1", 1))
@@ -143,33 +143,39 @@ def test_a_move_that_the_table_does_not_have_raises_and_changes_nothing() -> Non
 
 def test_committing_can_be_left_only_by_its_own_outcome() -> None:
     assert {event: to for (at, event), (to, _) in MOVES.items() if at is Stage.COMMITTING} == {
-        Event.COMMITTED: Stage.CHECKING,
-        Event.FAILED: Stage.ERROR,
+        SwapEvent.COMMITTED: Stage.CHECKING,
+        SwapEvent.FAILED: Stage.ERROR,
     }
     assert {event: to for (at, event), (to, _) in MOVES.items() if at is Stage.CHECKING} == {
-        Event.DESIRED: Stage.FETCHING,
-        Event.CHECKED: Stage.IDLE,
-        Event.FAILED: Stage.ERROR,
+        SwapEvent.DESIRED: Stage.FETCHING,
+        SwapEvent.CHECKED: Stage.IDLE,
+        SwapEvent.FAILED: Stage.ERROR,
     }
 
 
 def test_weights_whose_check_failed_are_not_sound_until_a_check_passes() -> None:
     machine = SwapMachine(lambda: 0.0)
 
-    def load(snapshot: str, generation: int, outcome: Event) -> tuple[bool, bool]:
+    def load(snapshot: str, generation: int, outcome: SwapEvent) -> tuple[bool, bool]:
         machine.accept(wanted(snapshot, generation))
         assert machine.begin() is not None, "also when it serves already"
-        for event in (Event.FETCHED, Event.VERIFIED, Event.STAGED, Event.COMMIT, Event.COMMITTED):
+        for event in (
+            SwapEvent.FETCHED,
+            SwapEvent.VERIFIED,
+            SwapEvent.STAGED,
+            SwapEvent.COMMIT,
+            SwapEvent.COMMITTED,
+        ):
             machine.advance(event)
-        if outcome is Event.FAILED:
+        if outcome is SwapEvent.FAILED:
             machine.fail("canary token 3 is nan")
         else:
             machine.advance(outcome)
         return machine.sound, machine.checked
 
-    assert load("v1", 1, Event.FAILED) == (False, False)
-    assert load("v1", 2, Event.FAILED) == (False, False)
-    assert load("v1", 3, Event.CHECKED) == (True, True)
+    assert load("v1", 1, SwapEvent.FAILED) == (False, False)
+    assert load("v1", 2, SwapEvent.FAILED) == (False, False)
+    assert load("v1", 3, SwapEvent.CHECKED) == (True, True)
 
 
 def test_the_diagram_shows_the_whole_table() -> None:
@@ -485,7 +491,7 @@ def test_a_target_that_a_newer_one_overtook_on_its_way_is_passed_over() -> None:
     assert not machine.accept(first)
     assert machine.accepted is not None
     assert machine.accepted.snapshot == "s3"
-    # Another ledger, whose generations began anew: its gateway has seen the higher one.
+    # Another ledger, whose generations began refetch: its gateway has seen the higher one.
     assert machine.accept(msgspec.structs.replace(first, seen=3))
     assert machine.accepted.snapshot == "s1"
     # A gateway of an earlier version does not tell.

@@ -11,9 +11,9 @@ from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles, Stage
 from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
-from midstream.replica.swap import source as hints_module
+from midstream.replica.swap import hints
 from midstream.replica.swap.attempts import GIVEN_UP_MAX
-from midstream.replica.swap.source import Hints
+from midstream.replica.swap.hints import Hints
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")
@@ -470,7 +470,7 @@ def test_no_hint_is_begun_during_a_load_though_one_failed_as_it_was_cancelled() 
 def test_hints_that_fail_or_are_too_many_are_logged_and_harm_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hints_module, "HINTS_MAX", 3)
+    monkeypatch.setattr(hints, "HINTS_MAX", 3)
 
     async def main() -> None:
         done: list[str] = []

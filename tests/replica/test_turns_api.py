@@ -457,7 +457,7 @@ def test_the_sums_of_rewards_have_a_bound() -> None:
     rewards = Rewards(sums_max=3)
     for number in range(5):
         rewards.give("", f"s{number}", Reward(reward=1.0, created=float(number)))
-    assert [row.snapshot for row in rewards.told()] == ["s2", "s3", "s4"]
+    assert [row.snapshot for row in rewards.report()] == ["s2", "s3", "s4"]
 
 
 def test_a_session_takes_so_many_rewards_and_the_last_of_a_name_still_counts(tmp_path: Path) -> None:

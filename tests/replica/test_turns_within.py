@@ -262,7 +262,7 @@ def test_each_of_several_prompts_is_a_turn_and_says_its_branch(tmp_path: Path) -
             answer = (await here.http.post(COMPLETIONS, json=body, headers=NAMED)).json()
             new = {"why": "new", "messages": 0}
             assert answer["midstream"] == {"branches": [None, new]}
-            # A text is tokenized anew, so that a stream of it can go on elsewhere.
+            # A text is tokenized refetch, so that a stream of it can go on elsewhere.
             body = {**asked, "prompt": ["he said hello he", "else"], "stream": True}
             stream = events((await here.http.post(COMPLETIONS, json=body, headers=NAMED)).text)
             told = [event["midstream"]["branches"] for event in stream[:-1] if "midstream" in event]

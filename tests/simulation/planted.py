@@ -26,10 +26,11 @@ from midstream.proxy.request_state import RULINGS, RequestEvent, Ruling
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
-from midstream.replica.gate import Gate, Namespaces
+from midstream.replica.gate import Gate
+from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
-from midstream.replica.policies import Policies
-from midstream.replica.policy import Policy
+from midstream.replica.policies import ServedPolicies
+from midstream.replica.policy import ServedPolicy
 from midstream.replica.response.generation import Surroundings
 from midstream.replica.swap import source
 from midstream.snapshots.store import fetch
@@ -238,29 +239,29 @@ def _a_later_report_admits() -> None:
 
 def _ends_are_forgotten() -> None:
     """A late message makes a policy again that was ended."""
-    Policies._note_end = lambda self, name, made: None  # type: ignore[method-assign]
+    ServedPolicies._note_end = lambda self, name, made: None  # type: ignore[method-assign]
 
 
 def _policies_of_a_name_are_one() -> None:
     """A policy that is made again has the engine's name, and the salts, of the one before."""
-    before = Policies.__init__
+    before = ServedPolicies.__init__
 
-    def init(self: Policies, parts: Any) -> None:
+    def init(self: ServedPolicies, parts: Any) -> None:
         before(self, parts)
         self._numbers = itertools.repeat(1)  # type: ignore[assignment]
 
-    Policies.__init__ = init  # type: ignore[method-assign]
+    ServedPolicies.__init__ = init  # type: ignore[method-assign]
 
 
 def _ended_under_its_requests() -> None:
     """The engine forgets a policy at once when it is ended."""
 
-    async def end(self: Policies, policy: Policy) -> None:
+    async def end(self: ServedPolicies, policy: ServedPolicy) -> None:
         await policy.close()
         self._parts.engine.end_policy(policy.key)
         self._going.remove(policy)
 
-    Policies._end = end  # type: ignore[method-assign]
+    ServedPolicies._end = end  # type: ignore[method-assign]
 
 
 PLANTED: dict[str, Callable[[], None]] = {

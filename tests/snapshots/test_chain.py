@@ -516,14 +516,14 @@ class SlowCache(SnapshotCache):
         super().make_room(*args, **more)
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_fetch_that_is_cancelled_has_ended_when_it_says_so(local: World, anew: bool) -> None:
+@pytest.mark.parametrize("refetch", [False, True])
+def test_a_fetch_that_is_cancelled_has_ended_when_it_says_so(local: World, refetch: bool) -> None:
     """Its thread would evict entries and reserve the disk beside the next fetch, and for nobody."""
     chain = local.publish(1)
 
     async def main() -> None:
         cache = SlowCache(local.cache_root)
-        fetching = asyncio.create_task(ChainFetcher(cache, threads=1).fetch(chain, anew=anew))
+        fetching = asyncio.create_task(ChainFetcher(cache, threads=1).fetch(chain, refetch=refetch))
         assert await asyncio.to_thread(cache.asked.wait, 60)
         fetching.cancel()
         for _ in range(20):

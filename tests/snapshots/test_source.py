@@ -128,8 +128,8 @@ def test_what_is_fetched_anew_trusts_no_local_file(tmp_path: Path, links: int) -
     }[links]
     expected = weights(full if links == 1 else child)
 
-    async def load(anew: bool = False) -> Path:
-        path = await source.fetch(desired, anew=anew)
+    async def load(refetch: bool = False) -> Path:
+        path = await source.fetch(desired, refetch=refetch)
         return path if path is not None else await source.rebuild(desired)
 
     async def scenario() -> None:
@@ -138,10 +138,10 @@ def test_what_is_fetched_anew_trusts_no_local_file(tmp_path: Path, links: int) -
         # Bytes are not read.
         assert weights(await load()) != expected
         await source.release([desired])
-        assert weights(await load(anew=True)) == expected
+        assert weights(await load(refetch=True)) == expected
         full.rename(tmp_path / "away")
         with pytest.raises(SnapshotMissing):
-            await load(anew=True)
+            await load(refetch=True)
         # Nothing is lost for want of the bucket.
         assert weights(path) == expected
 

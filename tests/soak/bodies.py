@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import serving
 
 from midstream.core.pulse import STALL_S
-from midstream_tinker import codec
+from midstream_tinker import codec, messages
 from midstream_tinker import serving as tinker_limits
 
 MB = 2**20
@@ -154,7 +154,9 @@ def control() -> dict[str, Callable[[], Sent]]:
 
 
 def protobuf(kind: str, model_id: str) -> bytes:
-    message = codec.ForwardBackwardRequest(model_id=model_id, seq_id=next(SEQ_IDS), loss_fn="cross_entropy")
+    message = messages.ForwardBackwardRequest(
+        model_id=model_id, seq_id=next(SEQ_IDS), loss_fn="cross_entropy"
+    )
     if kind == "large tensors":
         for _ in range(30):
             _datum(message, 16, MB // 4)
@@ -187,7 +189,7 @@ def tinker(model_id: str) -> dict[str, Callable[[], Sent]]:
     """What the Tinker front reads."""
     path, proto = "/api/v1/forward_backward", "application/x-protobuf"
     empty = b"\x0a" + bytes([len(model_id)]) + model_id.encode()
-    data = codec.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+    data = messages.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
     tag = bytes([data << 3 | 2])
     sample = '{"base_model":"tiny-moe","sampling_params":{"max_tokens":1},"num_samples":1,"prompt":{"chunks":[{"tokens":['
     json_size, sample_size = tinker_limits.MAX_JSON_LOSS_BYTES - 4096, tinker_limits.MAX_SAMPLE_BYTES - 4096

@@ -125,7 +125,7 @@ _numbers: Numbers | None = None
 
 
 def _begin(weights: Mapping[str, Path], path: list[str]) -> None:
-    from midstream.client.weights import no_progress_bars
+    from midstream.client.checkpoint import no_progress_bars
 
     global _numbers
     sys.path[:] = path

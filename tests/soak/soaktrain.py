@@ -16,7 +16,8 @@ import numpy as np
 from simclient import Oracle, Wrong
 from simtinker import PAUSE_S, FrontLost, TinkerClient
 
-from midstream_tinker.codec import FLOAT32, INT64, ForwardBackwardRequest
+from midstream_tinker.codec import FLOAT32, INT64
+from midstream_tinker.messages import ForwardBackwardRequest
 
 #: Of a loss that was computed twice from the same weights.
 ERROR = 1e-4

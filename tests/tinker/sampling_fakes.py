@@ -12,7 +12,7 @@ from typing import Any
 
 from training_fakes import FakePolicies
 
-from midstream_tinker.adapters import Adapters
+from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.completion import Completions
 from midstream_tinker.futures import Futures
 from midstream_tinker.sampling import Sampling
@@ -166,7 +166,7 @@ async def front(
         served=served,
         futures=futures,
         store=store,
-        adapters=Adapters(policies, 2),
+        adapters=SamplerAdapters(policies, 2),
         completions=completions,
     )
     session = store.create_session(TENANT)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_fakes import FakePolicies
 
-from midstream_tinker.adapters import Adapters
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.adapters import SamplerAdapters
+from midstream_tinker.trainer.types import WorkFailed
 
 
 def name(number: int) -> str:
@@ -23,11 +23,11 @@ def policy(number: int) -> str:
     return f"tinker-ab-0-{number}"
 
 
-def play(most: int, scene: Callable[[Adapters, FakePolicies], Awaitable[None]], **loaded: str) -> None:
+def play(most: int, scene: Callable[[SamplerAdapters, FakePolicies], Awaitable[None]], **loaded: str) -> None:
     async def run() -> None:
         policies = FakePolicies()
         policies.loaded.update(loaded)
-        adapters = Adapters(policies, most)
+        adapters = SamplerAdapters(policies, most)
         try:
             async with asyncio.timeout(30):
                 await scene(adapters, policies)
@@ -37,13 +37,13 @@ def play(most: int, scene: Callable[[Adapters, FakePolicies], Awaitable[None]], 
     asyncio.run(run())
 
 
-async def use(adapters: Adapters, number: int) -> None:
+async def use(adapters: SamplerAdapters, number: int) -> None:
     async with adapters.use(name(number)):
         pass
 
 
 def test_an_adapter_is_loaded_once_and_the_least_recently_used_makes_way() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         for number in (1, 2, 1, 3):
             async with adapters.use(name(number)):
                 assert policies.loaded[policy(number)] == name(number)
@@ -60,7 +60,7 @@ def test_an_adapter_is_loaded_once_and_the_least_recently_used_makes_way() -> No
 
 
 def test_one_in_use_stays_and_the_newcomer_takes_the_idle_ones_place() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         async with adapters.use(name(1)):
             await use(adapters, 2)
             await use(adapters, 3)
@@ -70,7 +70,7 @@ def test_one_in_use_stays_and_the_newcomer_takes_the_idle_ones_place() -> None:
 
 
 def test_when_all_are_in_use_a_newcomer_waits_and_later_samples_of_the_leaver_wait_behind_it() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         async with contextlib.AsyncExitStack() as used:
             await used.enter_async_context(adapters.use(name(1)))
             newcomer = asyncio.create_task(use(adapters, 2))
@@ -92,7 +92,7 @@ def test_when_all_are_in_use_a_newcomer_waits_and_later_samples_of_the_leaver_wa
 
 
 def test_many_at_once_share_one_load_which_outlives_the_first_of_them() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         gate, begun = asyncio.Event(), asyncio.Event()
 
         def wait(what: str, of: str) -> Awaitable[object]:
@@ -124,7 +124,7 @@ def test_nothing_runs_after_the_end_whatever_was_being_loaded_or_waited_for() ->
             return None
 
         policies.before = wait
-        adapters = Adapters(policies, 2)
+        adapters = SamplerAdapters(policies, 2)
         before = asyncio.all_tasks()
         async with adapters.use(name(1)):
             users = [asyncio.create_task(use(adapters, number)) for number in (2, 3, 4, 5)]
@@ -137,10 +137,10 @@ def test_nothing_runs_after_the_end_whatever_was_being_loaded_or_waited_for() ->
 
 
 def test_one_that_cannot_be_loaded_fails_its_users_alone_and_leaves_its_place() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         def refuse(what: str, of: str) -> None:
             if (what, of) == ("load", policy(1)):
-                raise Failed("replica-0 could not load it: NaN", "unknown")
+                raise WorkFailed("replica-0 could not load it: NaN", "unknown")
 
         policies.before = refuse
         async with adapters.use(name(2)):
@@ -157,12 +157,12 @@ def test_one_that_cannot_be_loaded_fails_its_users_alone_and_leaves_its_place() 
 
 
 def test_one_that_cannot_be_ended_holds_up_nobody() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         await use(adapters, 1)
 
         def refuse(what: str, of: str) -> None:
             if what == "end":
-                raise Failed("the ledger's disk is full", "server")
+                raise WorkFailed("the ledger's disk is full", "server")
 
         policies.before = refuse
         await use(adapters, 2)
@@ -174,13 +174,13 @@ def test_one_that_cannot_be_ended_holds_up_nobody() -> None:
 
 
 def test_one_that_could_not_be_ended_counts_again_and_makes_way_later() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         await use(adapters, 1)
 
         def refuse(what: str, of: str) -> None:
             if what == "end":
                 policies.before = None
-                raise Failed("the ledger's disk is full", "server")
+                raise WorkFailed("the ledger's disk is full", "server")
 
         policies.before = refuse
         await use(adapters, 2)
@@ -194,7 +194,7 @@ def test_one_that_could_not_be_ended_counts_again_and_makes_way_later() -> None:
 
 
 def test_those_of_a_process_before_count_and_go_and_others_policies_are_let_alone() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         async with adapters.use(name(1)), adapters.use(name(2)):
             assert policies.loaded == {
                 "opponent": "step-4",
@@ -210,7 +210,7 @@ def test_those_of_a_process_before_count_and_go_and_others_policies_are_let_alon
 
 
 def test_one_is_forgotten_unless_somebody_uses_it() -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         async with adapters.use(name(1)):
             assert not await adapters.forget(name(1))
         assert await adapters.forget(name(1))
@@ -228,7 +228,7 @@ def test_one_is_forgotten_unless_somebody_uses_it() -> None:
 def test_whoever_comes_when_the_bound_holds_and_everybody_has_a_turn(
     most: int, uses: list[tuple[int, int]], pauses: list[int]
 ) -> None:
-    async def scene(adapters: Adapters, policies: FakePolicies) -> None:
+    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
         async def steps(count: int) -> None:
             for _ in range(count):
                 await asyncio.sleep(0)

@@ -15,20 +15,20 @@ from midstream.core.config import KeySettings
 from midstream.core.traces import Span
 from midstream.http.auth import Authenticator
 from midstream_tinker import app as module
-from midstream_tinker import codec, serving
+from midstream_tinker import messages, serving
 from midstream_tinker.answers import SampleFacts, SpansOfSequence
 from midstream_tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app
 from midstream_tinker.codec import sample_json, sample_response
 from midstream_tinker.futures import PROTOBUF, Futures
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.store import CheckpointRow, SamplingSession, Store
 from midstream_tinker.trainer.types import ForwardBackward, LoraConfig
 from midstream_tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
+    DrawnSequence,
     SampleBody,
     SampleResult,
-    Sequence,
     Served,
 )
 
@@ -63,7 +63,7 @@ class Played:
 
         return submit
 
-    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerError) -> str | None:
+    def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerRefusal) -> str | None:
         if model_id != "known":
             return None
         self.turns.append((model_id, seq_id))
@@ -86,7 +86,7 @@ class Played:
 
     async def delete_checkpoint(self, tenant: str, uri: str) -> None:
         if not self.store.delete_checkpoint(tenant, uri):
-            raise TinkerError(404, f"there is no {uri}", "path")
+            raise TinkerRefusal(404, f"there is no {uri}", "path")
 
     async def finish_session(self, tenant: str, session_id: str) -> None:
         self.calls.append(("finish_session", None, session_id))
@@ -361,7 +361,7 @@ def test_unknown_ids_anothers_ids_and_cancelled_ones_are_gone() -> None:
 )
 def test_a_result_comes_in_the_form_that_the_client_accepts(accept: str | None, form: str | None) -> None:
     result = SampleResult(
-        sequences=(Sequence(tokens=(7, 9), logprobs=(-0.5, -0.25), stopped=True),), cached_tokens=3
+        sequences=(DrawnSequence(tokens=(7, 9), logprobs=(-0.5, -0.25), stopped=True),), cached_tokens=3
     )
     encoded = sample_response(result)
 
@@ -499,7 +499,7 @@ def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
 
 
 def forward_backward_body(**changes: Any) -> bytes:
-    message = codec.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy", **changes)
+    message = messages.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy", **changes)
     message.data.add().model_input.add().encoded_text.tokens = b"\x01\0\0\0"
     return bytes(message.SerializeToString())
 
@@ -594,7 +594,7 @@ def test_a_pass_without_gradients_has_none_whatever_its_body_asks_for(in_json: b
 
 def test_a_refused_training_request_fails_in_its_turn() -> None:
     async def test(front: Front) -> None:
-        message = codec.ForwardBackwardRequest(model_id="known", seq_id=7, loss_fn="ppo")
+        message = messages.ForwardBackwardRequest(model_id="known", seq_id=7, loss_fn="ppo")
         headers = {"content-type": PROTOBUF}
         sent = message.SerializeToString()
         answered = await front.client.post("/api/v1/forward_backward", content=sent, headers=headers)
@@ -838,7 +838,7 @@ def test_what_is_too_old_goes_while_nobody_asks(monkeypatch: pytest.MonkeyPatch)
                 return
             expired.set()
             # Which does not end it.
-            raise TinkerError(503, "the disk is full")
+            raise TinkerRefusal(503, "the disk is full")
 
         monkeypatch.setattr(front.store, "expire", expire)
         async with running(front):

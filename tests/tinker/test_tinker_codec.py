@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from sdk_venvs import SDKS, run_sdk
 
-from midstream_tinker import codec
-from midstream_tinker.serving import TinkerError
+from midstream_tinker import codec, messages
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.trainer.types import Datum, LossOutputs, Tensor
 from midstream_tinker.types import (
     CreateModelBody,
+    DrawnSequence,
     OptimStepBody,
     SampleBody,
     SampleResult,
-    Sequence,
     addressee,
     decode,
 )
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLE = SampleResult(
     sequences=(
-        Sequence(tokens=(5, 2**31 - 1), logprobs=(-0.5, -1.25), stopped=True),
-        Sequence(tokens=(0,), logprobs=(-3.0,), stopped=False),
+        DrawnSequence(tokens=(5, 2**31 - 1), logprobs=(-0.5, -1.25), stopped=True),
+        DrawnSequence(tokens=(0,), logprobs=(-3.0,), stopped=False),
     ),
     prompt_logprobs=(None, -0.125, -2.0),
     topk_prompt_logprobs=(None, ((9, -0.125), (0, -0.75)), ((4, -1.0),)),
@@ -137,7 +137,7 @@ def integers(*values: int) -> Tensor:
 def test_datums_of_different_shapes_are_several_records_in_order() -> None:
     two_wide = floats(-1.0, -2.0, -3.0, -4.0, shape=(2, 2))
     outputs = ({"logprobs": floats(-9.0)}, {"logprobs": two_wide}, {"logprobs": floats(-8.0, -7.0)})
-    message = codec.ForwardBackwardOutput.FromString(
+    message = messages.ForwardBackwardOutput.FromString(
         codec.loss_outputs(LossOutputs(outputs=outputs, metrics={}))
     )
     records = message.loss_fn_outputs
@@ -156,7 +156,7 @@ def test_a_text_option_of_a_loss_is_read_beside_numbers() -> None:
 
 
 def request() -> Any:
-    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = messages.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.asarray([1, 2], dtype="<i4").tobytes()
     return message
@@ -193,7 +193,7 @@ def test_sparse_inputs_that_do_not_fit_are_refused(
 ) -> None:
     message = request()
     sparse(message, shape, starts, columns, [1.0])
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         codec.forward_backward(message.SerializeToString())
     assert caught.value.status == 400
     assert caught.value.param == "data[0].loss_fn_inputs.weights"
@@ -206,7 +206,7 @@ def test_sparse_inputs_share_one_limit() -> None:
     message.data.add().CopyFrom(message.data[0])
     message.data.add().CopyFrom(message.data[0])
     assert side * side * 4 < codec.MAX_MADE_BYTES < 3 * side * side * 4
-    with pytest.raises(TinkerError, match=r"data\[2\].loss_fn_inputs.weights is too large"):
+    with pytest.raises(TinkerRefusal, match=r"data\[2\].loss_fn_inputs.weights is too large"):
         codec.forward_backward(message.SerializeToString())
 
 
@@ -256,7 +256,7 @@ def damaged(change: str) -> bytes:
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_name(change: str, param: str | None) -> None:
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         codec.forward_backward(damaged(change))
     assert (caught.value.status, caught.value.param) == (400, param)
 
@@ -306,7 +306,7 @@ def test_a_sample_body_is_read_with_the_sdks_defaults() -> None:
 def test_a_field_that_would_change_the_sample_is_refused_by_name(
     extra: bytes, params: bytes, param: str
 ) -> None:
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         sample_body(extra, params)
     assert (caught.value.status, caught.value.param) == (400, param)
 
@@ -321,7 +321,7 @@ def test_a_chunk_that_is_no_text_is_refused() -> None:
         b'{"prompt":{"chunks":[{"type":"image","data":"aGk=","format":"png"}]},"sampling_params":{}}',
         SampleBody,
     )
-    with pytest.raises(TinkerError, match="'image'") as caught:
+    with pytest.raises(TinkerRefusal, match="'image'") as caught:
         body.prompt.token_ids()
     assert caught.value.param == "prompt.chunks[0]"
 
@@ -330,31 +330,31 @@ def test_a_prompt_without_tokens_is_refused() -> None:
     body = decode(
         b'{"prompt":{"chunks":[{"type":"encoded_text","tokens":[]}]},"sampling_params":{}}', SampleBody
     )
-    with pytest.raises(TinkerError, match="no tokens"):
+    with pytest.raises(TinkerRefusal, match="no tokens"):
         body.prompt.token_ids()
 
 
 def test_nested_bodies_are_checked_too() -> None:
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         decode(
             b'{"session_id":"s","model_seq_id":0,"base_model":"m","lora_config":{"rank":8,"alpha":16}}',
             CreateModelBody,
         )
     assert caught.value.param == "lora_config.alpha"
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         decode(b'{"model_id":"m","seq_id":1,"adam_params":{"beta1":1.5}}', OptimStepBody)
     assert caught.value.param == "adam_params.beta1"
 
 
 def test_what_is_not_json_is_said_to_be_none() -> None:
     for body in (b"", b"{", b"\xff"):
-        with pytest.raises(TinkerError, match="not JSON"):
+        with pytest.raises(TinkerRefusal, match="not JSON"):
             decode(body, SampleBody)
 
 
 def test_logprobs_that_are_not_finite_survive() -> None:
-    sequence = Sequence(tokens=(1,), logprobs=(-math.inf,), stopped=False)
-    message = codec.SampleResponse.FromString(codec.sample_response(SampleResult(sequences=(sequence,))))
+    sequence = DrawnSequence(tokens=(1,), logprobs=(-math.inf,), stopped=False)
+    message = messages.SampleResponse.FromString(codec.sample_response(SampleResult(sequences=(sequence,))))
     assert np.frombuffer(message.sequences[0].logprobs, dtype="<f4")[0] == -math.inf
     assert not message.HasField("prompt_logprobs")
     assert not message.HasField("topk_prompt_logprobs")

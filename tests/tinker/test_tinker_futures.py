@@ -19,7 +19,7 @@ from midstream_tinker.futures import (
     Future,
     Futures,
 )
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 
 
 class Clock:
@@ -180,7 +180,7 @@ def test_too_many_unfinished_requests_are_refused_and_only_of_that_tenant(
     futures = Futures()
     first = futures.new("t", "sample")
     futures.new("t", "sample")
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         futures.new("t", "sample")
     assert caught.value.status == 429
     assert caught.value.headers() == {"retry-after": "5"}

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream_tinker import codec, types
+from midstream_tinker import codec, messages, types
 from midstream_tinker import store as store_module
-from midstream_tinker.samples import Sample, sampled
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.samples import CheckedSample, sampled
 from midstream_tinker.store import Store
-from midstream_tinker.trainer.types import Failed, LoraConfig
+from midstream_tinker.trainer.types import LoraConfig, WorkFailed
 from midstream_tinker.types import (
-    Body,
     CreateModelBody,
     CreateSessionBody,
     OptimStepBody,
     RetrieveBody,
     SampleBody,
+    TinkerBody,
     decode,
 )
 
@@ -32,8 +32,8 @@ MODEL = b'{"session_id":"s","model_seq_id":0,"base_model":"m","user_metadata":%s
 STEP = b'{"model_id":"m","seq_id":1,"optimizer_params":%s}'
 
 
-def refused(body: bytes, into: type[Body]) -> TinkerError:
-    with pytest.raises(TinkerError) as caught:
+def refused(body: bytes, into: type[TinkerBody]) -> TinkerRefusal:
+    with pytest.raises(TinkerRefusal) as caught:
         decode(body, into)
     assert caught.value.status == 400
     return caught.value
@@ -44,7 +44,7 @@ def refused(body: bytes, into: type[Body]) -> TinkerError:
     ("before", "why"),
     [(b"", "Expected `object`"), (b'{"x":', "nested"), (b'{"model_id":"m","seq_id":1,"x":', "nested")],
 )
-def test_a_body_nested_too_deeply_is_refused(before: bytes, why: str, into: type[Body]) -> None:
+def test_a_body_nested_too_deeply_is_refused(before: bytes, why: str, into: type[TinkerBody]) -> None:
     body = before + b"[" * 5_000
     assert why in refused(body, into).detail
     assert types.addressee(body) is None
@@ -64,7 +64,7 @@ def test_many_empty_parts_are_refused_before_anything_is_made_of_them(
 @pytest.mark.parametrize(("form", "into"), [(MODEL, CreateModelBody), (STEP, OptimStepBody)])
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**300])
 def test_a_clients_own_notes_hold_no_number_that_cannot_be_passed_on(
-    form: bytes, into: type[Body], value: int
+    form: bytes, into: type[TinkerBody], value: int
 ) -> None:
     name = "user_metadata" if into is CreateModelBody else "optimizer_params"
     error = refused(form % json.dumps({"a": [{"b": value}]}).encode(), into)
@@ -96,7 +96,7 @@ def test_a_session_makes_a_bounded_number_of_models_and_still_has_those_it_made(
     made = [
         store.create_model("t", session.id, seq, base_model="tiny", lora=LoraConfig()) for seq in range(2)
     ]
-    with pytest.raises(TinkerError, match="2 models") as caught:
+    with pytest.raises(TinkerRefusal, match="2 models") as caught:
         store.create_model("t", session.id, 2, base_model="tiny", lora=LoraConfig())
     assert (caught.value.status, caught.value.param) == (400, "session_id")
     assert store.create_model("t", session.id, 1, base_model="tiny", lora=LoraConfig()) == made[1]
@@ -109,7 +109,7 @@ def test_a_number_beyond_a_float_is_refused_by_name() -> None:
 
 
 def request(tokens: int = 1) -> Any:
-    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = messages.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     chunk = message.data.add().model_input.add()
     chunk.encoded_text.tokens = np.arange(tokens, dtype="<i4").tobytes()
     return message
@@ -120,7 +120,7 @@ def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied(
     tensor = message.data[0].loss_fn_inputs["weights"]
     tensor.dtype, tensor.dense = codec.FLOAT32, np.ones(4, dtype="<f4").tobytes()
     tensor.shape.extend([2**62] * 4 + [0] * 100)
-    with pytest.raises(TinkerError, match="104 dimensions") as caught:
+    with pytest.raises(TinkerRefusal, match="104 dimensions") as caught:
         codec.forward_backward(message.SerializeToString())
     assert (caught.value.status, caught.value.param) == (400, "data[0].loss_fn_inputs.weights")
 
@@ -144,7 +144,7 @@ def test_a_request_of_very_many_empty_parts_is_refused_unread(
     monkeypatch.setattr(codec, "MAX_PARTS", 8)
     body = request().SerializeToString()
     assert len(codec.forward_backward(body).data) == 1
-    with pytest.raises(TinkerError, match="more than 8") as caught:
+    with pytest.raises(TinkerRefusal, match="more than 8") as caught:
         codec.forward_backward(body + parts)
     assert (caught.value.status, caught.value.param) == (400, "data")
     assert codec.addressee(body + parts) is None
@@ -153,7 +153,7 @@ def test_a_request_of_very_many_empty_parts_is_refused_unread(
 
 @pytest.mark.parametrize("tail", [b"\x1a", b"\x1a\x05", b"\x1a\x02\x0a\x7f", b"\x0b\x0c", b"\x80" * 11])
 def test_a_request_that_is_cut_or_no_protobuf_is_refused(tail: bytes) -> None:
-    with pytest.raises(TinkerError, match="not a ForwardBackwardRequest") as caught:
+    with pytest.raises(TinkerRefusal, match="not a ForwardBackwardRequest") as caught:
         codec.forward_backward(request().SerializeToString() + tail)
     assert caught.value.status == 400
 
@@ -167,7 +167,7 @@ def test_an_error_of_the_records_shows_neither_the_statement_nor_its_values(tmp_
     store = Store(tmp_path / "tinker.db")
     with sqlite3.connect(tmp_path / "tinker.db") as other:
         other.execute("DROP TABLE sessions")
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         store.create_session("tenant-digest", user_metadata={"token": "secret"})
     assert caught.value.status == 503
     assert not [
@@ -193,7 +193,7 @@ def test_sparse_rows_whose_sizes_only_fit_by_overflow_are_refused() -> None:
     body = sparse([4, 2], [0, 2**63 - 1, -(2**63), -1, 3])
     done = subprocess.run([sys.executable, "-c", made], input=body, capture_output=True, check=False)
     assert done.returncode == 1
-    assert b"TinkerError" in done.stderr
+    assert b"TinkerRefusal" in done.stderr
     assert b"sparse indices" in done.stderr
 
 
@@ -206,13 +206,13 @@ def test_an_empty_tensor_of_a_shape_that_no_array_can_have_is_refused(encoding: 
     getattr(tensor, encoding)
     if encoding == "sparse_csr":
         tensor.sparse_csr.crow_indices = bytes(8)
-    with pytest.raises(TinkerError, match="shape") as caught:
+    with pytest.raises(TinkerRefusal, match="shape") as caught:
         codec.forward_backward(message.SerializeToString())
     assert (caught.value.status, caught.value.param) == (400, "data[0].loss_fn_inputs.weights")
 
 
 def test_a_completion_that_is_nested_too_deeply_is_the_servers_failure() -> None:
-    params = types.SamplingParams()
-    sample = Sample(prompt=(1,), n=1, params=params, prompt_logprobs=False, topk=0, echoed=0)
-    with pytest.raises(Failed, match="cannot be read"):
+    params = types.TinkerSamplingParams()
+    sample = CheckedSample(prompt=(1,), n=1, params=params, prompt_logprobs=False, topk=0, echoed=0)
+    with pytest.raises(WorkFailed, match="cannot be read"):
         sampled(sample, b'{"x":' + b"[" * 5000, {}, None)

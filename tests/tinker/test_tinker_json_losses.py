@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream_tinker import codec, json_losses
-from midstream_tinker.serving import TinkerError
+from midstream_tinker import codec, json_losses, messages
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.trainer.types import Datum, Tensor
 
 
@@ -30,7 +30,7 @@ def with_tensor(**tensor: Any) -> bytes:
 
 
 def test_a_request_in_json_is_read_as_the_same_one_in_protobuf() -> None:
-    message = codec.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="ppo")
+    message = messages.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="ppo")
     message.loss_fn_config["clip_low_threshold"] = 0.75
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.asarray([1, 2**31 - 1], dtype="<i4").tobytes()
@@ -111,12 +111,12 @@ WEIGHTS = "data[0].loss_fn_inputs.weights"
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_name(sent: bytes, param: str | None) -> None:
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         json_losses.forward_backward(sent)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_an_unknown_field_of_a_tensor_is_refused() -> None:
-    with pytest.raises(TinkerError, match="strides") as caught:
+    with pytest.raises(TinkerRefusal, match="strides") as caught:
         json_losses.forward_backward(with_tensor(data=[1], dtype="float32", strides=[1]))
     assert caught.value.status == 400

@@ -19,11 +19,11 @@ from training_fakes import BASE, World, world
 
 from midstream.core.beside import stepwise_json
 from midstream.http.auth import Authenticator, tenant_of
-from midstream_tinker import codec, types
+from midstream_tinker import codec, messages, types
 from midstream_tinker.answers import SampledSequence, Samples
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import PROTOBUF
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.types import SampleBody, Served, decode
 
 DATUM = b"\x1a\x00"
@@ -35,7 +35,7 @@ CHUNKS, TENSORS = 32, 12
 
 def datums(count: int, chunks: int = 1, tensors: int = 1, items: int = 2, values: int | None = None) -> bytes:
     """values: of each tensor; None: as many as tokens of a chunk."""
-    message = codec.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy")
+    message = messages.ForwardBackwardRequest(model_id="known", seq_id=1, loss_fn="cross_entropy")
     for _ in range(count):
         datum = message.data.add()
         for _ in range(chunks):
@@ -59,7 +59,7 @@ def test_a_million_empty_parts_are_refused_after_as_many_as_a_batch_has(
             yield field
 
     monkeypatch.setattr(codec, "fields", counted)
-    with pytest.raises(TinkerError, match="more than 65536 datums and inputs") as caught:
+    with pytest.raises(TinkerRefusal, match="more than 65536 datums and inputs") as caught:
         codec.forward_backward(datums(1) + DATUM * 1_000_000)
     assert (caught.value.status, caught.value.param) == (400, "data")
     assert seen <= 65_536 + 1
@@ -75,7 +75,7 @@ def test_the_largest_batch_of_the_sdk_is_taken() -> None:
 def test_a_datum_of_more_tokens_than_any_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_TOKENS", 8)
     assert len(codec.forward_backward(datums(2, items=4)).data) == 2
-    with pytest.raises(TinkerError, match="more than 8 tokens") as caught:
+    with pytest.raises(TinkerRefusal, match="more than 8 tokens") as caught:
         codec.forward_backward(datums(3, items=4))
     assert caught.value.param == "data[2].model_input"
 
@@ -83,7 +83,7 @@ def test_a_datum_of_more_tokens_than_any_context_is_refused(monkeypatch: pytest.
 def test_datums_and_fields_may_come_in_any_order() -> None:
     """Readers of protobuf take the last value of a field, wherever it stands among the datums."""
     one, other = datums(1, items=3), datums(2, items=4)
-    late = codec.ForwardBackwardRequest(model_id="late", seq_id=9, forward_only=True).SerializeToString()
+    late = messages.ForwardBackwardRequest(model_id="late", seq_id=9, forward_only=True).SerializeToString()
     read = codec.forward_backward(one + other + late)
     assert (read.model_id, read.seq_id, read.forward_only) == ("late", 9, True)
     assert [len(datum.tokens) for datum in read.data] == [3, 4, 4]
@@ -187,7 +187,7 @@ def test_a_small_request_that_overtakes_a_large_one_still_waits_for_its_turn(
             named = {"session_id": made.session, "model_seq_id": 0, "base_model": BASE}
             await made.result(await post("create_model", json=named), tenant_of(KEY))
             (model_id,) = made.trainer.weights
-            message = codec.ForwardBackwardRequest.FromString(datums(4000))
+            message = messages.ForwardBackwardRequest.FromString(datums(4000))
             message.model_id = model_id
             monkeypatch.setattr(codec, "forward_backward", held)
             large = asyncio.create_task(post("forward_backward", **proto(message.SerializeToString())))
@@ -250,9 +250,9 @@ def test_an_unknown_field_is_refused_whatever_is_around_it_and_however_long_it_i
             b' \n{"x": %b}',
             b'{"prompt":{"chunks":[ {"tokens":[1], "x" : %b } ]},"sampling_params":{}}',
         ):
-            with pytest.raises(TinkerError, match=r"the field .*x is not supported here"):
+            with pytest.raises(TinkerRefusal, match=r"the field .*x is not supported here"):
                 decode(body % value.encode(), SampleBody)
     for nothing in ("null", "false", "0", "0.0", '""', "[ ]", "{ }"):
         decode(b'{"x":%b,"prompt":{"chunks":[]},"sampling_params":{}}' % nothing.encode(), SampleBody)
-    with pytest.raises(TinkerError, match="more than 1048576 values"):
+    with pytest.raises(TinkerRefusal, match="more than 1048576 values"):
         decode(b'{"prompt":{"chunks":[{"tokens":[' + b"1," * (2**20 + 1) + b"1]}]}}", SampleBody)

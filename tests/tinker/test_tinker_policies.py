@@ -17,7 +17,7 @@ from trainer_helpers import new_model, request, text
 
 from midstream_tinker.policies import DeploymentPolicies
 from midstream_tinker.trainer.checkpoints import export_adapter
-from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.types import AdamParams, LoraConfig, WorkFailed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DATA = [text("a line to learn")]
@@ -78,7 +78,7 @@ def test_adapters_come_and_go_and_come_again_under_one_name(server: Server) -> N
 
 def test_one_that_is_torn_is_refused_by_name_and_the_name_can_be_used_again(server: Server) -> None:
     async def scene(policies: DeploymentPolicies) -> None:
-        with pytest.raises(Failed, match=r"(?s)'torn'.*adapter_model\.safetensors"):
+        with pytest.raises(WorkFailed, match=r"(?s)'torn'.*adapter_model\.safetensors"):
             await policies.load("tinker-ab-0-9", "torn")
         await policies.end("tinker-ab-0-9")
         await policies.load("tinker-ab-0-9", "step-1")
@@ -91,12 +91,12 @@ def test_one_that_is_torn_is_refused_by_name_and_the_name_can_be_used_again(serv
 
 def test_what_is_not_in_the_bucket_and_a_name_that_is_taken_are_refused_in_words(server: Server) -> None:
     async def scene(policies: DeploymentPolicies) -> None:
-        with pytest.raises(Failed, match="not-there") as failed:
+        with pytest.raises(WorkFailed, match="not-there") as failed:
             await policies.load("tinker-ab-0-8", "not-there")
         assert failed.value.category == "user"
         await policies.end("tinker-ab-0-8")
         taken = server.deployment.rpartition("/")[2]
-        with pytest.raises(Failed, match="is the name of something else here"):
+        with pytest.raises(WorkFailed, match="is the name of something else here"):
             await policies.load(taken, "step-1")
 
     play(server, scene)
@@ -116,7 +116,7 @@ def test_a_gateway_that_is_away_is_waited_for_and_then_given_up() -> None:
             sleep=sleep,
             now=lambda: sum(waited),
         )
-        with pytest.raises(Failed, match="serving 'step-1' failed") as failed:
+        with pytest.raises(WorkFailed, match="serving 'step-1' failed") as failed:
             await policies.load("tinker-ab-0-1", "step-1")
         assert failed.value.category == "server"
         assert 90 < sum(waited) <= 100

@@ -19,9 +19,9 @@ from midstream_tinker import codec
 from midstream_tinker.answers import ModelMade
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import PROTOBUF, Future, Futures
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.store import CheckpointRow, Store
-from midstream_tinker.types import CreateModelBody, SampleBody, SampleResult, Sequence, Served
+from midstream_tinker.types import CreateModelBody, DrawnSequence, SampleBody, SampleResult, Served
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -61,9 +61,9 @@ class Played:
         self.submitted[way].append(body.seq_id)
         first = len(self.submitted[way]) == 1
         if way == REFUSED:
-            raise TinkerError(400, "there is no such thing as a five", "prompt")
+            raise TinkerRefusal(400, "there is no such thing as a five", "prompt")
         if way == BUSY and first:
-            raise TinkerError(429, "come again", retry_after_s=1)
+            raise TinkerRefusal(429, "come again", retry_after_s=1)
         kind = {HELD: "held", ABANDONED: "abandoned"}.get(way, "sample")
         future = self.futures.new(tenant, kind)
         if way == FAILED:
@@ -120,7 +120,7 @@ async def resolve_after(event: asyncio.Event, future: Future) -> None:
 
 
 def result(**more: Any) -> bytes:
-    sequences = tuple(Sequence(tokens=(index,), logprobs=(-0.25,), stopped=False) for index in range(2))
+    sequences = tuple(DrawnSequence(tokens=(index,), logprobs=(-0.25,), stopped=False) for index in range(2))
     return codec.sample_response(SampleResult(sequences=sequences, cached_tokens=3, **more))
 
 

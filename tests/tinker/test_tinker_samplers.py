@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from training_fakes import TENANT, World, world
 
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.store import SamplingSession
 from midstream_tinker.trainer import protocol as m
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 from midstream_tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
 
 KEY = "tml-key"
@@ -119,7 +119,7 @@ def test_an_adapter_saved_where_they_were_served_is_refused_in_words_where_they_
     async def after(at: World) -> None:
         at.new_session()
         at.publish.adapters.add(str(at.store.checkpoints(TENANT)[0].snapshot))
-        with pytest.raises(TinkerError, match="adapters_max") as refused:
+        with pytest.raises(TinkerRefusal, match="adapters_max") as refused:
             await session_of(at, paths[0])
         assert refused.value.status == 400
 
@@ -134,13 +134,13 @@ def test_an_adapter_that_replicas_refuse_is_its_own_runs_error(tmp_path: Path) -
 
         def refuse(what: str, policy: str) -> None:
             if what == "load" and policy.rpartition("-")[0].endswith("-0"):
-                raise Failed("replica-0 could not load it: q_proj has another shape", "unknown")
+                raise WorkFailed("replica-0 could not load it: q_proj has another shape", "unknown")
 
         at.policies.before = refuse
         message, category = await at.error(await save(at, bad, 2, seq=3))
         assert "q_proj has another shape" in message
         assert category == "unknown"
-        with pytest.raises(TinkerError, match="q_proj has another shape") as refused:
+        with pytest.raises(TinkerRefusal, match="q_proj has another shape") as refused:
             await session_of(at, path, 4)
         assert (refused.value.status, refused.value.param) == (422, "model_path")
         assert at.store.sampling_sessions(TENANT, at.session) == []

@@ -9,9 +9,9 @@ import pytest
 from sampling_fakes import DEPLOYMENT, entry
 
 from midstream.core.traces import Span
-from midstream_tinker.samples import UNBOUNDED, Sample, Sampled, check, sampled
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.samples import UNBOUNDED, CheckedSample, CompletedSample, check, sampled
+from midstream_tinker.trainer.types import WorkFailed
 from midstream_tinker.types import SampleBody, decode
 
 PROMPT = [5, 6, 7, 8]
@@ -113,13 +113,13 @@ def test_prompt_logprobs_are_asked_for_by_echo() -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(TinkerError) as refused:
+    with pytest.raises(TinkerRefusal) as refused:
         check(body(**fields))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.detail
 
 
-def answer(sample: Sample, choices: list[dict[str, Any]], **usage: Any) -> Sampled:
+def answer(sample: CheckedSample, choices: list[dict[str, Any]], **usage: Any) -> CompletedSample:
     headers = {"x-midstream-replica": "replica-0", "x-midstream-route-reason": "sticky"}
     return sampled(sample, json.dumps({"choices": choices, "usage": usage}).encode(), headers, "s:1")
 
@@ -199,6 +199,6 @@ def test_top_k_rows_of_the_prompt() -> None:
 def test_an_answer_that_is_none_fails_the_sample(
     fields: dict[str, Any], choices: list[dict[str, Any]], told: str
 ) -> None:
-    with pytest.raises(Failed, match=told) as failed:
+    with pytest.raises(WorkFailed, match=told) as failed:
         answer(check(body(**fields)), choices)
     assert failed.value.category == "server"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from midstream_tinker.sampling import BASE, SERVING, Weights, key_headers, may_come_back, routing_key
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.routing import BASE, SERVING, SessionWeights, key_headers, may_come_back, routing_key
+from midstream_tinker.trainer.types import WorkFailed
 
-RUN = Weights(policy="run", snapshot="tinker-ab-0-7", run="tinker-ab-0")
-SAVED = Weights(policy="exact", snapshot="tinker-ab-0-7-final")
+RUN = SessionWeights(policy="run", snapshot="tinker-ab-0-7", run="tinker-ab-0")
+SAVED = SessionWeights(policy="exact", snapshot="tinker-ab-0-7-final")
 
 
 def test_the_key_is_session_and_seq_id() -> None:
@@ -29,7 +29,7 @@ def test_without_session_or_seq_id_there_is_no_key(session: str | None, seq: int
 
 @pytest.mark.parametrize("seq", [None, 3])
 def test_a_colon_in_the_session_is_refused(seq: int | None) -> None:
-    with pytest.raises(TinkerError) as refused:
+    with pytest.raises(TinkerRefusal) as refused:
         routing_key("a:b", seq)
     assert (refused.value.status, refused.value.param) == (400, "sampling_session_id")
 
@@ -44,7 +44,7 @@ def test_what_the_gateway_is_asked_for() -> None:
 def test_a_run_takes_its_own_later_weights_and_nobody_elses() -> None:
     RUN.check(["tinker-ab-0-7", "tinker-ab-0-12", "tinker-ab-0-13-final"])
     for other in ("base", "step-3", "tinker-ab-1-3", "tinker-ab-00-3", "tinker-ab-0"):
-        with pytest.raises(Failed, match=other) as failed:
+        with pytest.raises(WorkFailed, match=other) as failed:
             RUN.check(["tinker-ab-0-7", other])
         assert failed.value.category == "user"
         assert "tinker-ab-0-7" in failed.value.message
@@ -54,7 +54,7 @@ def test_a_run_takes_its_own_later_weights_and_nobody_elses() -> None:
 def test_a_run_does_not_take_older_weights_of_its_own_that_serve_again(older: str) -> None:
     assert not RUN.allows(older)
     with pytest.raises(
-        Failed, match=f"'tinker-ab-0-7' or a later one of its run; tokens came from '{older}'"
+        WorkFailed, match=f"'tinker-ab-0-7' or a later one of its run; tokens came from '{older}'"
     ):
         RUN.check(["tinker-ab-0-7", older])
     assert not may_come_back(RUN, {"newest": older})
@@ -64,9 +64,9 @@ def test_a_run_does_not_take_older_weights_of_its_own_that_serve_again(older: st
 
 def test_saved_weights_and_base_are_exact_and_the_setting_is_named() -> None:
     SAVED.check(["tinker-ab-0-7-final"])
-    with pytest.raises(Failed, match="tinker-ab-0-8"):
+    with pytest.raises(WorkFailed, match="tinker-ab-0-8"):
         SAVED.check(["tinker-ab-0-7-final", "tinker-ab-0-8"])
-    with pytest.raises(Failed, match="base_model_clients"):
+    with pytest.raises(WorkFailed, match="base_model_clients"):
         BASE.check(["step-3"])
     SERVING.check(["base", "anything"])
 

@@ -28,8 +28,8 @@ from sampling_fakes import (
 
 from midstream_tinker import sampling as module
 from midstream_tinker.futures import Future
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.trainer.types import WorkFailed
 from midstream_tinker.types import SampleBody, decode
 
 Scenario = Callable[[Front, FakeGateway], Awaitable[None]]
@@ -127,7 +127,7 @@ def test_a_session_of_a_model_that_was_served_before_a_restart_is_not_served_by_
 ) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         session = made.sampling_session(base_model="Other/Model")
-        with pytest.raises(TinkerError, match=r"'Other/Model'.*not served here any more") as caught:
+        with pytest.raises(TinkerRefusal, match=r"'Other/Model'.*not served here any more") as caught:
             await made.sampling.submit(TENANT, None, body(session.id))
         assert (caught.value.status, caught.value.param) == (404, "sampling_session_id")
         assert gateway.asked == []
@@ -148,7 +148,7 @@ def test_prompts_that_wait_are_bounded_for_each_key_alone_until_they_are_done(
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         sample = body(None, None, base_model=SERVED.names[0])
         first, _ = await made.sampling.submit(TENANT, None, sample)
-        with pytest.raises(TinkerError, match="3 prompt tokens") as caught:
+        with pytest.raises(TinkerRefusal, match="3 prompt tokens") as caught:
             await made.sampling.submit(TENANT, None, sample)
         assert caught.value.status == 429
         assert caught.value.headers() == {"retry-after": "5"}
@@ -206,7 +206,7 @@ def test_a_sample_of_nothing_is_refused_at_once(
     tmp_path: Path, fields: dict[str, Any], status: int, param: str
 ) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
-        with pytest.raises(TinkerError) as refused:
+        with pytest.raises(TinkerRefusal) as refused:
             await made.sampling.submit(TENANT, None, body(**fields))
         assert (refused.value.status, refused.value.param) == (status, param)
         assert gateway.asked == []
@@ -218,7 +218,7 @@ def test_a_sample_of_nothing_is_refused_at_once(
 def test_another_tenants_session_is_unknown(tmp_path: Path) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         session = made.sampling_session()
-        with pytest.raises(TinkerError) as refused:
+        with pytest.raises(TinkerRefusal) as refused:
             await made.sampling.submit("somebody else", None, body(session.id))
         assert refused.value.status == 404
 
@@ -369,7 +369,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_sample_in_words(tmp_path: Pa
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         def refuse(what: str, policy: str) -> None:
             if what == "load" and policy == "tinker-a-0-7":
-                raise Failed("replica-0 could not load it: NaN", "unknown")
+                raise WorkFailed("replica-0 could not load it: NaN", "unknown")
 
         made.policies.before = refuse
         bad = made.sampling_session(policy="adapter", snapshot=ADAPTER, run="tinker-a-0")

@@ -12,7 +12,7 @@ import pytest
 from midstream.core.clock import steady, steady_clock
 from midstream.core.errors import ConfigError
 from midstream_tinker import store as module
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.store import EXPIRE_EVERY_S, IDLE_S, SILENT_S, CheckpointRow, Store
 from midstream_tinker.trainer.types import LoraConfig
 from midstream_tinker.training import Training
@@ -94,11 +94,11 @@ def test_what_is_asked_for_twice_is_made_once(store: Store) -> None:
 def test_a_counter_used_for_something_else_is_refused(store: Store) -> None:
     session = store.create_session("t")
     store.create_sampling_session("t", session.id, 0, base_model="tiny", policy="exact")
-    with pytest.raises(TinkerError, match="sampling_session_seq_id 0 was used before") as caught:
+    with pytest.raises(TinkerRefusal, match="sampling_session_seq_id 0 was used before") as caught:
         store.create_sampling_session("t", session.id, 0, base_model="other", policy="exact")
     assert caught.value.status == 400
     store.create_model("t", session.id, 0, base_model="tiny", lora=LoraConfig(rank=8))
-    with pytest.raises(TinkerError, match="model_seq_id 0 was used before"):
+    with pytest.raises(TinkerRefusal, match="model_seq_id 0 was used before"):
         store.create_model("t", session.id, 0, base_model="tiny", lora=LoraConfig(rank=16))
 
 
@@ -116,10 +116,10 @@ def test_another_tenant_sees_and_changes_nothing(store: Store) -> None:
     assert store.checkpoint("o", row.uri) is None
     assert not store.delete_checkpoint("o", row.uri)
     assert (store.sessions("o"), store.models("o"), store.checkpoints("o")) == ([], [], [])
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         store.create_model("o", session.id, 1, base_model="tiny", lora=LoraConfig())
     assert (caught.value.status, caught.value.param) == (404, "session_id")
-    with pytest.raises(TinkerError):
+    with pytest.raises(TinkerRefusal):
         store.create_sampling_session("o", session.id, 1, base_model="tiny", policy="exact")
     assert store.checkpoint("t", row.uri) == row
 
@@ -177,7 +177,7 @@ def test_beyond_the_limit_silent_sessions_make_room_and_live_ones_do_not(
 ) -> None:
     monkeypatch.setattr(module, "MAX_SESSIONS", 2)
     first, second = store.create_session("t"), store.create_session("t")
-    with pytest.raises(TinkerError) as caught:
+    with pytest.raises(TinkerRefusal) as caught:
         store.create_session("t")
     assert caught.value.status == 400
     store.create_session("other")
@@ -196,7 +196,7 @@ def test_a_system_clock_that_is_set_ends_no_session(monkeypatch: pytest.MonkeyPa
     set_clock = time.time() + jump_s
     monkeypatch.setattr(time, "time", lambda: set_clock)
     store.expire()
-    with pytest.raises(TinkerError, match="2 sessions in use"):
+    with pytest.raises(TinkerRefusal, match="2 sessions in use"):
         store.create_session("t")
     assert all(store.session("t", session.id) for session in live)
 

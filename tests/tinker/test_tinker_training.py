@@ -10,9 +10,9 @@ import pytest
 from training_fakes import BASE, TENANT, World, create, forward_backward, optim, world
 
 from midstream_tinker.futures import PROTOBUF
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.trainer import protocol as m
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 from midstream_tinker.types import (
     CreateSamplingSessionBody,
     LoadWeightsBody,
@@ -82,12 +82,12 @@ def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(t
         assert await at.step(model, 1) == first
         await at.ended(first)
         assert await at.step(model, 1) == first
-        with pytest.raises(TinkerError) as refused:
+        with pytest.raises(TinkerRefusal) as refused:
             await at.step(model, 1, 0.7)
         assert (refused.value.status, refused.value.param) == (400, "seq_id")
         other = forward_backward(model, 2, token=3)
         made = await at.training.submit_forward_backward(TENANT, KEY, other)
-        with pytest.raises(TinkerError):
+        with pytest.raises(TinkerRefusal):
             await at.loss(model, 2)
         await at.ended(made)
         assert at.trainer.weights[model] == ["step 0.1", "loss 2"]
@@ -101,7 +101,7 @@ def test_create_model_is_idempotent_and_a_session_number_stands_for_one_model(tm
         first = await at.training.submit_create_model(TENANT, KEY, body)
         assert await at.training.submit_create_model(TENANT, KEY, body) == first
         assert (await at.result(first)) == {"type": "create_model", "model_id": f"{at.session}:train:0"}
-        with pytest.raises(TinkerError) as refused:
+        with pytest.raises(TinkerRefusal) as refused:
             await at.training.submit_create_model(TENANT, KEY, create(at.session, 0, 16))
         assert refused.value.status == 400
         assert [type(said) for said in at.trainer.said] == [m.CreateModel]
@@ -113,7 +113,7 @@ def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> N
     async def scene(at: World) -> None:
         model = await at.model()
         failed = await at.loss(model, 1, "nonsense")
-        error = TinkerError(400, "the field data is not supported here", "data")
+        error = TinkerRefusal(400, "the field data is not supported here", "data")
         refused = at.training.refuse(TENANT, model, 2, error)
         assert refused is not None
         other = {"type": "dimuon", "learning_rate": 0.1}
@@ -131,7 +131,7 @@ def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> N
 def test_a_refusal_for_nobody_knows_whose_model_takes_no_turn(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()
-        error = TinkerError(400, "no")
+        error = TinkerRefusal(400, "no")
         assert at.training.refuse("somebody else", model, 1, error) is None
         assert at.training.refuse(TENANT, "session_00:train:9", 1, error) is None
         assert (await at.result(await at.step(model, 1)))["metrics"]
@@ -194,10 +194,10 @@ def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> N
             lambda: restore_as(at, "other", path),
         ]
         for call in calls:
-            with pytest.raises(TinkerError) as refused:
+            with pytest.raises(TinkerRefusal) as refused:
                 await call()
             assert refused.value.status == 404
-        with pytest.raises(TinkerError) as refused:
+        with pytest.raises(TinkerRefusal) as refused:
             at.training.weights_info("other", path)
         assert refused.value.status == 404
 
@@ -213,7 +213,7 @@ def test_another_base_model_or_optimizer_is_refused_with_what_there_is(tmp_path:
     async def scene(at: World) -> None:
         body = create(at.new_session())
         for field, value in (("base_model", "gpt-2"), ("optimizer_config", OptimizerConfig(type="dimuon"))):
-            with pytest.raises(TinkerError) as refused:
+            with pytest.raises(TinkerRefusal) as refused:
                 await at.training.submit_create_model(TENANT, KEY, replaced(body, field, value))
             assert (refused.value.status, refused.value.param) == (400, field)
         assert BASE in str(refused.value) or "adamw" in str(refused.value)
@@ -230,7 +230,7 @@ def test_a_request_without_seq_id_is_refused(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()
         for seq_id in (None, 0):
-            with pytest.raises(TinkerError) as refused:
+            with pytest.raises(TinkerRefusal) as refused:
                 await at.training.submit_optim_step(TENANT, KEY, optim(model, seq_id))
             assert (refused.value.status, refused.value.param) == (400, "seq_id")
 
@@ -267,7 +267,7 @@ def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: P
         assert at.publish.serving == []
         row, lora = at.training.weights_info(TENANT, paths[0])
         assert (row.base_model, lora.rank, row.size) == (BASE, 4, 7)
-        with pytest.raises(TinkerError, match="for sampling"):
+        with pytest.raises(TinkerRefusal, match="for sampling"):
             at.training.weights_info(TENANT, paths[1])
 
     play(tmp_path, scene)
@@ -279,7 +279,7 @@ def test_a_state_that_could_not_be_written_is_no_checkpoint(tmp_path: Path) -> N
 
         def refuse(command: object) -> None:
             if isinstance(command, m.SaveState):
-                raise Failed("the disk is full", "server")
+                raise WorkFailed("the disk is full", "server")
 
         at.trainer.before = refuse
         assert await at.error(await save(at, model, 1, "a")) == ("the disk is full", "server")
@@ -364,7 +364,7 @@ def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
         await at.training.delete_checkpoint(TENANT, path)
         assert at.store.checkpoints(TENANT) == []
         assert not at.places.checkpoint(parse_uri(path)).exists()
-        with pytest.raises(TinkerError):
+        with pytest.raises(TinkerRefusal):
             await restore(at, 1, path)
 
     play(tmp_path, scene)
@@ -501,9 +501,9 @@ def test_weights_that_cannot_be_served_make_no_session(tmp_path: Path, category:
     async def scene(at: World) -> None:
         model = await at.model()
         path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
-        at.publish.failure = Failed("replica-0 could not load it: NaN", category)  # type: ignore[arg-type]
+        at.publish.failure = WorkFailed("replica-0 could not load it: NaN", category)  # type: ignore[arg-type]
         body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=0, model_path=path)
-        with pytest.raises(TinkerError, match="NaN") as refused:
+        with pytest.raises(TinkerRefusal, match="NaN") as refused:
             await at.training.create_sampling_session(TENANT, KEY, body)
         assert refused.value.status == status
         assert at.store.sampling_sessions(TENANT, at.session) == []
@@ -520,7 +520,7 @@ def test_a_state_cannot_be_sampled(tmp_path: Path) -> None:
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "s")))["path"])
         body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=0, model_path=path)
-        with pytest.raises(TinkerError) as refused:
+        with pytest.raises(TinkerRefusal) as refused:
             await at.training.create_sampling_session(TENANT, KEY, body)
         assert (refused.value.status, refused.value.param) == (400, "model_path")
         assert at.publish.serving == []
@@ -562,7 +562,7 @@ def test_when_the_trainer_dies_its_models_are_lost_and_say_so_until_they_are_loa
 def test_what_follows_a_model_that_no_trainer_could_be_started_for_says_so(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         async def refused() -> None:
-            raise Failed("the model cannot be trained: no memory", "server")
+            raise WorkFailed("the model cannot be trained: no memory", "server")
 
         at.trainer.start = refused  # type: ignore[method-assign,assignment]
         body = create(at.new_session())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_fakes import TENANT, World, world
 
-from midstream_tinker import codec
+from midstream_tinker import messages
 from midstream_tinker.trainer import protocol as m
 from midstream_tinker.trainer.process import Trainer
 from midstream_tinker.types import LoadWeightsBody, SaveWeightsBody
@@ -24,7 +24,7 @@ KEY = "tml-key"
 async def loss(at: World, model: str, seq_id: int) -> float:
     outcome = (await at.ended(await at.loss(model, seq_id))).outcome
     assert outcome is not None
-    value: float = codec.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"]
+    value: float = messages.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"]
     return value
 
 
@@ -53,7 +53,7 @@ def test_a_killed_trainer_is_started_again_and_goes_on_from_a_saved_state(
         assert "was killed" in (await at.error(await at.step(other, 2)))[0]
 
     async def run() -> None:
-        trainer = Trainer(m.Start(directory=str(tiny_model())))
+        trainer = Trainer(m.StartTrainer(directory=str(tiny_model())))
         async with world(tmp_path, trainer=trainer) as at:
             await scene(at, trainer)
         assert trainer.pid is None

@@ -21,8 +21,9 @@ from s3server import S3Server
 
 from midstream.snapshots.store.upload import list_directory, put_directory
 from midstream_tinker import publishing as publishing_module
-from midstream_tinker.publishing import DeploymentPublisher, remove_snapshot
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.chains import remove_snapshot
+from midstream_tinker.publishing import DeploymentPublisher
+from midstream_tinker.trainer.types import WorkFailed
 
 KEY = "tml-key"
 
@@ -105,7 +106,7 @@ def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path)
         await at.publisher.publish("run-1", at.export(1), KEY)
         for step in (2, 3, 4):
             at.server.fail = f"run-{step}"
-            with pytest.raises(Failed):
+            with pytest.raises(WorkFailed):
                 await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         # What replicas fall back on.
         assert (at.server.bucket / "run-1" / "model.safetensors").exists()
@@ -137,7 +138,7 @@ def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_
         for step in range(1, 7):
             monkeypatch.setattr(at.server, "status", loading)
             if step in (2, 4):
-                with pytest.raises(Failed, match=f"run-{step}"):
+                with pytest.raises(WorkFailed, match=f"run-{step}"):
                     await at.publisher.publish(f"run-{step}", at.export(step), KEY)
             else:
                 await at.publisher.publish(f"run-{step}", at.export(step), KEY)
@@ -177,7 +178,7 @@ def test_what_failed_leaves_the_bucket_in_the_end(tmp_path: Path) -> None:
             at.server.fail = f"run-{step}" if step % 2 == 0 else None
             try:
                 await at.publisher.publish(f"run-{step}", at.export(step), KEY)
-            except Failed:
+            except WorkFailed:
                 assert step % 2 == 0
         assert names(at) == ["run-5", "run-6", "run-7", "run-8"]
 
@@ -216,7 +217,7 @@ def test_what_is_kept_serves_when_it_is_asked_for_and_not_before(tmp_path: Path)
 def test_a_wrong_key_is_the_callers_fault(tmp_path: Path) -> None:
     async def run(at: Scene) -> None:
         for key in (None, "tml-other"):
-            with pytest.raises(Failed, match="a valid API key is needed") as failed:
+            with pytest.raises(WorkFailed, match="a valid API key is needed") as failed:
                 await at.publisher.publish(f"run-{key}", at.export(len(str(key))), key)
             assert failed.value.category == "user"
         assert at.server.signals == []
@@ -229,7 +230,7 @@ def test_weights_that_no_replica_can_load_fail_with_its_words_and_the_next_are_w
     async def run(at: Scene) -> None:
         await at.publisher.publish("run-1", at.export(1), KEY)
         at.server.fail = "run-2"
-        with pytest.raises(Failed, match="r0 could not load snapshot 'run-2': Adler-32 differs"):
+        with pytest.raises(WorkFailed, match="r0 could not load snapshot 'run-2': Adler-32 differs"):
             await at.publisher.publish("run-2", at.export(2), KEY)
         await at.publisher.publish("run-3", at.export(3), KEY)
         assert deltas(at) == [None, "run-1", None]
@@ -244,7 +245,7 @@ def test_an_export_that_is_no_checkpoint_fails_and_is_not_signalled(tmp_path: Pa
         directory = at.export(1)
         (directory / "model.safetensors").write_bytes(b"torn")
         for act in (at.publisher.publish("run-1", directory, KEY), at.publisher.keep("run-1", directory)):
-            with pytest.raises(Failed) as failed:
+            with pytest.raises(WorkFailed) as failed:
                 await act
             assert failed.value.category == "server"
         assert at.server.signals == []

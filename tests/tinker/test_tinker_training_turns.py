@@ -12,8 +12,8 @@ from msgspec import UNSET
 
 from midstream_tinker.answers import StepDone
 from midstream_tinker.futures import Future, Futures
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.turns import Turn, Turns
+from midstream_tinker.refusals import TinkerRefusal
+from midstream_tinker.turns import TrainingTurn, Turns
 
 MODEL = "session_ab:train:0"
 
@@ -32,7 +32,7 @@ class World:
         if known is not None:
             return known
         future = self.made[seq_id] = self.futures.new("tenant", kind)
-        self.turns.add(Turn(kind, seq_id, body, future, self._act(seq_id, future)))
+        self.turns.add(TrainingTurn(kind, seq_id, body, future, self._act(seq_id, future)))
         return future.request_id
 
     def _act(self, seq_id: int, future: Future) -> Callable[[], Awaitable[None]]:
@@ -151,9 +151,9 @@ def test_a_seq_id_stands_for_one_request() -> None:
     async def run() -> World:
         world = World()
         world.submit(1, b"a")
-        with pytest.raises(TinkerError) as other_body:
+        with pytest.raises(TinkerRefusal) as other_body:
             world.submit(1, b"b")
-        with pytest.raises(TinkerError) as other_kind:
+        with pytest.raises(TinkerRefusal) as other_kind:
             world.submit(1, b"a", kind="save_weights")
         assert (other_body.value.status, other_body.value.param) == (400, "seq_id")
         assert "another body" in other_body.value.detail

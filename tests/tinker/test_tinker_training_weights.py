@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from midstream.snapshots.identity import check_identity
 from midstream_tinker import weights
-from midstream_tinker.serving import TinkerError
+from midstream_tinker.refusals import TinkerRefusal
 
 MODEL = "session_00ab:train:0"
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._=+~-]{0,127}", fullmatch=True)
@@ -50,7 +50,7 @@ def test_a_uri_is_read_as_it_is_written() -> None:
     ],
 )
 def test_what_is_no_uri_is_refused_with_the_field_named(uri: str) -> None:
-    with pytest.raises(TinkerError) as refused:
+    with pytest.raises(TinkerRefusal) as refused:
         weights.parse_uri(uri, "model_path")
     assert (refused.value.status, refused.value.param) == (400, "model_path")
     assert len(refused.value.detail) < 1000
@@ -61,9 +61,9 @@ def test_a_checkpoint_lies_below_its_own_kind_of_its_own_model_or_is_refused(nam
     root = Path("/state/tinker")
     try:
         uri = weights.parse_uri(f"tinker://{MODEL}/weights/{name}")
-    except TinkerError:
+    except TinkerRefusal:
         return
-    place = weights.Places(root).checkpoint(uri)
+    place = weights.CheckpointPlaces(root).checkpoint(uri)
     assert place.parent == root / "checkpoints" / "00ab-0" / "weights"
     assert place.resolve() == place
     assert place.name == name
@@ -71,7 +71,7 @@ def test_a_checkpoint_lies_below_its_own_kind_of_its_own_model_or_is_refused(nam
 
 @given(MODELS, NAMES, MODELS, NAMES)
 def test_two_checkpoints_never_share_a_directory(model: str, name: str, other: str, other_name: str) -> None:
-    places = weights.Places(Path("/state"))
+    places = weights.CheckpointPlaces(Path("/state"))
     uris = {
         weights.checkpoint_uri(at, kind, called)
         for at, called in ((model, name), (other, other_name))

@@ -42,7 +42,7 @@ from midstream_tinker.trainer.checkpoints import (
     write_directory,
 )
 from midstream_tinker.trainer.model import ADAPTER, LORA_FAMILIES, TrainedModel
-from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.types import AdamParams, LoraConfig, WorkFailed
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]
@@ -108,7 +108,7 @@ def test_without_the_optimizer_weights_are_the_same_and_moments_are_not(
     load_state(model, tmp_path / "state", optimizer=False)
     assert same(weights(model), saved)
     assert model.state().steps == 0
-    with pytest.raises(Failed, match="no optimizer state"):
+    with pytest.raises(WorkFailed, match="no optimizer state"):
         load_state(model, tmp_path / "state", optimizer=True)
 
 
@@ -130,10 +130,10 @@ def test_a_state_of_another_base_another_rank_or_no_state_is_refused(
         ),
     ]:
         own = weights(other)
-        with pytest.raises(Failed, match=says):
+        with pytest.raises(WorkFailed, match=says):
             load_state(other, tmp_path / "state", optimizer=True)
         assert same(weights(other), own)
-    with pytest.raises(Failed, match="is not there"):
+    with pytest.raises(WorkFailed, match="is not there"):
         load_state(model, tmp_path / "nothing", optimizer=True)
     assert same(weights(model), before)
 
@@ -149,7 +149,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(
     before, steps = weights(model), model.state().steps
     path = tmp_path / "state" / file
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(Failed, match=rf"{file} cannot be read"):
+    with pytest.raises(WorkFailed, match=rf"{file} cannot be read"):
         load_state(model, tmp_path / "state", optimizer=True)
     assert same(weights(model), before)
     assert model.state().steps == steps
@@ -277,7 +277,7 @@ def test_weights_that_are_not_finite_are_not_exported(tiny_model: Models, tmp_pa
     model = new_model(tiny_model())
     with torch.no_grad():
         model.trainable["model.norm.weight"][3] = torch.inf
-    with pytest.raises(Failed, match=r"model.norm.weight is not finite"):
+    with pytest.raises(WorkFailed, match=r"model.norm.weight is not finite"):
         export_weights(model, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
 
@@ -291,7 +291,7 @@ def test_an_export_goes_nowhere_where_something_is(tiny_model: Models, tmp_path:
 @pytest.mark.parametrize("meta", [b'{"x":' + b"[" * 5000, b'{"base":"\xff"}'])
 def test_a_state_whose_notes_cannot_be_read_is_refused(meta: bytes, tmp_path: Path) -> None:
     (tmp_path / checkpoints.META_FILE).write_bytes(meta)
-    with pytest.raises(Failed, match="cannot be read"):
+    with pytest.raises(WorkFailed, match="cannot be read"):
         checkpoints.read_meta(tmp_path)
 
 
@@ -330,6 +330,6 @@ def test_an_adapter_that_is_not_finite_is_not_exported(tiny_model: Models, tmp_p
     name, parameter = next(iter(model.trainable.items()))
     with torch.no_grad():
         parameter.view(-1)[0] = float("inf")
-    with pytest.raises(Failed, match=f"{name} is not finite"):
+    with pytest.raises(WorkFailed, match=f"{name} is not finite"):
         export_adapter(model, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

@@ -22,7 +22,7 @@ from trainer_helpers import (
 )
 
 from midstream_tinker.trainer.model import LORA_FAMILIES
-from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.types import AdamParams, LoraConfig, WorkFailed
 
 Models = Callable[..., Path]
 DATA = [text("a line to learn"), text("and another")]
@@ -72,10 +72,12 @@ def test_the_flags_say_what_is_adapted(
 
 def test_nothing_to_train_and_an_unknown_family_are_refused(tiny_model: Models, tmp_path: Path) -> None:
     nothing = LoraConfig(rank=2, train_attn=False, train_mlp=False, train_unembed=False)
-    with pytest.raises(Failed, match="nothing would be trained"):
+    with pytest.raises(WorkFailed, match="nothing would be trained"):
         new_model(tiny_model(), nothing)
     directory = write_family(tmp_path / "model", "gpt2")
-    with pytest.raises(Failed, match=r"LoRA is not known for models of type gpt2, only for llama.*rank 0"):
+    with pytest.raises(
+        WorkFailed, match=r"LoRA is not known for models of type gpt2, only for llama.*rank 0"
+    ):
         new_model(directory, LoraConfig(rank=2))
 
 
@@ -83,7 +85,7 @@ def test_an_output_layer_that_is_the_embedding_is_left_alone(tmp_path: Path) -> 
     directory = write_family(tmp_path / "model", "llama", tie_word_embeddings=True)
     assert "lm_head" not in adapted(new_model(directory, LoraConfig(rank=2)))
     only = LoraConfig(rank=2, train_attn=False, train_mlp=False)
-    with pytest.raises(Failed, match="nothing would be trained"):
+    with pytest.raises(WorkFailed, match="nothing would be trained"):
         new_model(directory, only)
 
 

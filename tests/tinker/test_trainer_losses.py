@@ -9,7 +9,7 @@ import torch
 from trainer_helpers import datum, tensor
 
 from midstream_tinker.trainer.losses import LOSSES, named_loss, read_config, read_example
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 LOGPROB = [-0.5, -2.0, -1.0, -3.0, -0.1]
 ROLLOUT = [-1.0, -1.0, -1.0, -1.1, -2.0]
@@ -138,7 +138,7 @@ GOOD = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
 )  # fmt: skip
 def test_a_wrong_datum_is_refused_by_name(loss_fn: str, data: object, says: str) -> None:
     loss = LOSSES[loss_fn]
-    with pytest.raises(Failed, match=says) as refused:
+    with pytest.raises(WorkFailed, match=says) as refused:
         read_example(data, 7, loss_fn, loss, read_config(loss_fn, loss, {}), 10)
     assert refused.value.category == "user"
 
@@ -146,18 +146,19 @@ def test_a_wrong_datum_is_refused_by_name(loss_fn: str, data: object, says: str)
 def test_targets_that_are_no_ids_are_refused() -> None:
     data = datum([1, 2], [2, 3])
     wrong = type(data)(tokens=data.tokens, inputs={"target_tokens": tensor([2.0, 3.0])})
-    with pytest.raises(Failed, match="must hold token ids"):
+    with pytest.raises(WorkFailed, match="must hold token ids"):
         read_example(wrong, 0, "cross_entropy", LOSSES["cross_entropy"], {}, 10)
 
 
 def test_an_unknown_loss_and_an_unknown_setting_say_what_is_supported() -> None:
     with pytest.raises(
-        Failed, match=r"'gspo' is not supported here; supported: cross_entropy, importance_sampling, ppo"
+        WorkFailed,
+        match=r"'gspo' is not supported here; supported: cross_entropy, importance_sampling, ppo",
     ):
         named_loss("gspo")
     with pytest.raises(
-        Failed, match=r"loss_fn_config.kl_coeff is not supported by ppo; supported: clip_low_threshold"
+        WorkFailed, match=r"loss_fn_config.kl_coeff is not supported by ppo; supported: clip_low_threshold"
     ):
         read_config("ppo", LOSSES["ppo"], {"kl_coeff": 0.1})
-    with pytest.raises(Failed, match=r"loss_fn_config.beta must be a finite number, got 'x'"):
+    with pytest.raises(WorkFailed, match=r"loss_fn_config.beta must be a finite number, got 'x'"):
         read_config("dro", LOSSES["dro"], {"beta": "x"})

@@ -28,7 +28,7 @@ from trainer_helpers import (
 
 from midstream_tinker.trainer import passes
 from midstream_tinker.trainer.passes import micro_batches, positions_of_pass
-from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.types import AdamParams, LoraConfig, WorkFailed
 
 Models = Callable[..., Path]
 LINES = ("a line of text", "short", "one that is longer than the two before it", "x" * 33, "ab")
@@ -142,17 +142,17 @@ def test_a_request_that_fails_leaves_the_gradients_of_those_before_it(
     model = new_model(tiny_model(), batch_tokens=16)
     model.forward_backward(request(policy()[:1], "importance_sampling"))
     before = gradients(model)
-    with pytest.raises(Failed, match=says):
+    with pytest.raises(WorkFailed, match=says):
         model.forward_backward(request([*policy()[:2], wrong, *policy()[2:]], "importance_sampling"))
     assert same(gradients(model), before)
     model.optim_step(ADAM)
-    with pytest.raises(Failed, match=says):
+    with pytest.raises(WorkFailed, match=says):
         model.forward_backward(request([*policy()[:2], wrong], "importance_sampling"))
     assert all(gradient is None for gradient in gradients(model).values())
 
 
 def test_no_data_is_refused(tiny_model: Models) -> None:
-    with pytest.raises(Failed, match="data is empty"):
+    with pytest.raises(WorkFailed, match="data is empty"):
         new_model(tiny_model()).forward_backward(request([]))
 
 
@@ -199,7 +199,7 @@ def test_gradients_that_are_not_finite_never_reach_the_weights(tiny_model: Model
     before = weights(model)
     model.forward_backward(request(policy(), "ppo"))
     next(iter(model.trainable.values())).grad.fill_(math.inf)
-    with pytest.raises(Failed, match="gradients are not finite"):
+    with pytest.raises(WorkFailed, match="gradients are not finite"):
         model.optim_step(ADAM)
     assert same(weights(model), before)
     assert all(gradient is None for gradient in gradients(model).values())
@@ -210,7 +210,7 @@ def test_an_eps_that_would_divide_by_zero_never_reaches_the_weights(tiny_model: 
     model = new_model(tiny_model())
     before = weights(model)
     model.forward_backward(request([text("say this")]))
-    with pytest.raises(Failed, match="eps is"):
+    with pytest.raises(WorkFailed, match="eps is"):
         model.optim_step(AdamParams(learning_rate=1e-3, eps=eps))
     assert same(weights(model), before)
     model.forward_backward(request([text("say this")]))

@@ -17,7 +17,7 @@ from trainer_helpers import FULL, array, request, text
 from midstream.http.ipc import frame
 from midstream_tinker.trainer import protocol as m
 from midstream_tinker.trainer.process import Trainer, TrainerDied, ending
-from midstream_tinker.trainer.types import AdamParams, Failed, LoraConfig
+from midstream_tinker.trainer.types import AdamParams, LoraConfig, WorkFailed
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ STEP = m.OptimStep("m", AdamParams(learning_rate=3e-3))
 
 def with_trainer(model: Path, body: Callable[[Trainer], Awaitable[None]]) -> None:
     async def main() -> None:
-        trainer = Trainer(m.Start(str(model)))
+        trainer = Trainer(m.StartTrainer(str(model)))
         try:
             await body(trainer)
         finally:
@@ -70,7 +70,7 @@ def test_a_command_that_fails_is_told_and_the_others_go_on(tiny_model: Models, t
         await trainer.start()
         await trainer.call(m.CreateModel("m", FULL))
         wrong = request(DATA, "gspo")
-        with pytest.raises(Failed, match="'gspo' is not supported here") as refused:
+        with pytest.raises(WorkFailed, match="'gspo' is not supported here") as refused:
             await trainer.call(m.RunForwardBackward(wrong))
         assert refused.value.category == "user"
         for command, says in [
@@ -78,17 +78,17 @@ def test_a_command_that_fails_is_told_and_the_others_go_on(tiny_model: Models, t
             (m.OptimStep("nobody", AdamParams()), "the trainer has no model nobody"),
             (m.SaveState("m", "/dev/null/state"), "FileExistsError"),
         ]:
-            with pytest.raises(Failed, match=says) as refused:
+            with pytest.raises(WorkFailed, match=says) as refused:
                 await trainer.call(command)
             assert refused.value.category == "server"
-        with pytest.raises(Failed, match="is not there"):
+        with pytest.raises(WorkFailed, match="is not there"):
             await trainer.call(m.LoadState("new", str(tmp_path / "nothing"), False))
-        with pytest.raises(Failed, match="the trainer has no model new"):
+        with pytest.raises(WorkFailed, match="the trainer has no model new"):
             await trainer.call(m.OptimStep("new", AdamParams()))
         assert (await trainer.call(LEARN)).result.metrics["loss:sum"] > 0
-        assert await trainer.call(m.DropModel("m")) == m.Done()
-        assert await trainer.call(m.DropModel("m")) == m.Done()
-        with pytest.raises(Failed, match="the trainer has no model m"):
+        assert await trainer.call(m.DropModel("m")) == m.TrainerDone()
+        assert await trainer.call(m.DropModel("m")) == m.TrainerDone()
+        with pytest.raises(WorkFailed, match="the trainer has no model m"):
             await trainer.call(LEARN)
 
     with_trainer(tiny_model(), body)
@@ -118,7 +118,7 @@ def test_calls_of_a_trainer_that_is_killed_fail_and_a_new_one_starts_empty(tiny_
         again = trainer.pid
         await trainer.start()
         assert trainer.pid == again
-        with pytest.raises(Failed, match="the trainer has no model m"):
+        with pytest.raises(WorkFailed, match="the trainer has no model m"):
             await trainer.call(LEARN)
 
     with_trainer(tiny_model(), body)
@@ -145,7 +145,7 @@ def test_closing_ends_calls_under_way_and_a_cancelled_call_does_not_shift_replie
 
 def test_a_model_that_cannot_be_read_is_said_and_no_process_is_left(tmp_path: Path) -> None:
     async def body(trainer: Trainer) -> None:
-        with pytest.raises(Failed, match="the model cannot be trained: ") as refused:
+        with pytest.raises(WorkFailed, match="the model cannot be trained: ") as refused:
             await trainer.start()
         assert refused.value.category == "server"
         assert trainer.pid is None
@@ -162,7 +162,7 @@ def test_the_process_ends_when_the_front_is_gone_even_within_a_command(tiny_mode
             pass_fds=[theirs.fileno()],
         )
     with ours:
-        ours.sendall(frame(m.Start(str(tiny_model()))))
+        ours.sendall(frame(m.StartTrainer(str(tiny_model()))))
         assert ours.recv(1)
         ours.sendall(frame(m.CreateModel("m", FULL)))
         long = request([text("x" * 4000)] * 64)

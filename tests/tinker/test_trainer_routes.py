@@ -14,7 +14,7 @@ from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.core import EngineCore
 from midstream_tinker.trainer.model import TrainedModel
-from midstream_tinker.trainer.types import Datum, Failed, LoraConfig
+from midstream_tinker.trainer.types import Datum, LoraConfig, WorkFailed
 
 Models = Callable[..., Path]
 LINE = text("a line of text to be routed")
@@ -140,12 +140,12 @@ def test_a_matrix_that_cannot_be_replayed_is_refused(
 ) -> None:
     model = new_model(tiny_model())
     routes = change(own_routes(model, LINE))
-    with pytest.raises(Failed, match=r"data\[1\].loss_fn_inputs.routing_matrix: .*" + says):
+    with pytest.raises(WorkFailed, match=r"data\[1\].loss_fn_inputs.routing_matrix: .*" + says):
         model.forward_backward(request([OTHER, routed(LINE, routes, "float32")]))
 
 
 def test_a_dense_model_refuses_routes(tmp_path: Path) -> None:
     model = new_model(write_family(tmp_path / "model", "llama", vocab_size=128))
     assert model.base.info().moe_layers == 0
-    with pytest.raises(Failed, match="no MoE routers with a choice that can be replayed"):
+    with pytest.raises(WorkFailed, match="no MoE routers with a choice that can be replayed"):
         model.forward_backward(request([routed(LINE, np.zeros((26, 1, 1)))]))

@@ -50,7 +50,7 @@ def request(
 
 
 def base_of(directory: Path, **start: Any) -> BaseModel:
-    return BaseModel(m.Start(str(directory), **start))
+    return BaseModel(m.StartTrainer(str(directory), **start))
 
 
 def new_model(base: BaseModel | Path, lora: LoraConfig = FULL, **start: Any) -> TrainedModel:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from midstream_tinker.adapters import Adapters
+from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.futures import Future, Futures
 from midstream_tinker.loaded import TrainerPort
 from midstream_tinker.samplers import Samplers
@@ -22,15 +22,15 @@ from midstream_tinker.trainer.process import TrainerDied
 from midstream_tinker.trainer.types import (
     AdamParams,
     Datum,
-    Failed,
     ForwardBackward,
     LoraConfig,
     LossOutputs,
     Tensor,
+    WorkFailed,
 )
 from midstream_tinker.training import Limits, Training
 from midstream_tinker.types import CreateModelBody, OptimStepBody, Served
-from midstream_tinker.weights import Places
+from midstream_tinker.weights import CheckpointPlaces
 
 TENANT = "tenant"
 BASE = "Qwen/Qwen3-8B-Base"
@@ -81,12 +81,12 @@ class FakeTrainer:
                 return m.ModelState(model_id, LoraConfig(), 1, 0)
             case m.DropModel(model_id):
                 self.weights.pop(model_id, None)
-                return m.Done()
+                return m.TrainerDone()
             case m.RunForwardBackward(request):
                 if request.loss_fn == "nonsense":
-                    raise Failed("the loss 'nonsense' is not known here")
+                    raise WorkFailed("the loss 'nonsense' is not known here")
                 self.weights[request.model_id].append(f"loss {request.seq_id}")
-                return m.Losses(LossOutputs(outputs=(logprobs(-1.5),), metrics={"loss:sum": 1.5}))
+                return m.LossReply(LossOutputs(outputs=(logprobs(-1.5),), metrics={"loss:sum": 1.5}))
             case m.OptimStep(model_id, adam):
                 self.weights[model_id].append(f"step {adam.learning_rate:g}")
                 return m.Metrics({"grad_norm:mean": 2.0})
@@ -105,7 +105,7 @@ class FakePublish:
         self.serving: list[tuple[str, str | None]] = []
         self.adapters: set[str] = set()
         self.gate: asyncio.Event | None = None
-        self.failure: Failed | None = None
+        self.failure: WorkFailed | None = None
 
     async def publish(self, identity: str, directory: Path, api_key: str | None) -> None:
         await self._may_go_on()
@@ -180,10 +180,10 @@ class World:
         self.trainer = FakeTrainer()
         self.publish = FakePublish()
         self.policies = FakePolicies(options.pop("several", False))
-        self.adapters = Adapters(self.policies, options.pop("adapters_max", 2))
+        self.adapters = SamplerAdapters(self.policies, options.pop("adapters_max", 2))
         self.futures = Futures()
         self.store = Store(root / "tinker.db", options.get("clock", time.time))
-        self.places = Places(root / "tinker")
+        self.places = CheckpointPlaces(root / "tinker")
         clock = options.pop("clock", time.time)
         self.training = Training(
             trainer=trainer or self.trainer,

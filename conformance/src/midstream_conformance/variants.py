@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from midstream.client.weights import Source
+from midstream.client.checkpoint import Source
 from midstream.core.errors import ConfigError
 from midstream.snapshots.layout import DTYPE_BITS, FileLayout, read_file_layout, read_spec
 

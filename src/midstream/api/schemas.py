@@ -49,7 +49,7 @@ class Schemas:
         if kind in _SIMPLE:
             return dict(_SIMPLE[kind])
         if origin is Annotated:
-            return self.of(args[0]) | _told(kind.__metadata__)
+            return self.of(args[0]) | _documented(kind.__metadata__)
         if origin in (Union, types.UnionType):
             return self._one_of(args)
         if origin is Literal:
@@ -115,7 +115,7 @@ def _enum(values: Iterable[Any]) -> Json:
     return ({"type": "string"} if kinds == {str} else {}) | {"enum": listed}
 
 
-def _told(metadata: Iterable[Any]) -> Json:
+def _documented(metadata: Iterable[Any]) -> Json:
     """What Meta says beside bounds, which are for what is read."""
     found: Json = {}
     for one in metadata:

@@ -1,8 +1,8 @@
 """HTTP requests of the client: one connection pool, the retries of a call, and its deadline.
 
 Always holds: a request is sent again only after an outcome that a retry may cure (core/retry.py), with growing pauses or those
-of Retry-After. No request begins after the deadline, and none of a bounded `Caller` lasts past it. No other module of the
-client sends a request.
+of Retry-After. No request begins after the deadline, and none of a bounded `RetryingCaller` lasts past it. No other module of
+the client sends a request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAID_AFTER = 3
 ROLLOUT_TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """body: decoded JSON. attempts: how many requests it took."""
 
     body: Any
@@ -69,7 +69,7 @@ class _Until(httpx.SyncByteStream):
             self._body.close()
 
 
-class Caller:
+class RetryingCaller:
     """bounded: no request lasts past its deadline. Otherwise the deadline ends only the retries, and a request lasts as long
     as the timeouts of `http` allow, because sampling may take an hour."""
 
@@ -89,7 +89,7 @@ class Caller:
         self._now = now
 
     @classmethod
-    def of_rollouts(cls, api_key: str | None, parallel: int) -> Caller:
+    def of_rollouts(cls, api_key: str | None, parallel: int) -> RetryingCaller:
         """A caller for `parallel` long requests at a time."""
         headers = {} if api_key is None else {"x-api-key": api_key}
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
@@ -111,13 +111,13 @@ class Caller:
         deadline_s: float,
         json: Any = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> CallAnswer:
         """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`.
 
         deadline_s: in seconds. 0 asks once, within the timeouts of the connection.
         """
         answer, attempts = self._request(method, url, deadline_s, json, headers)
-        return Answer(decoded(answer, url), attempts)
+        return CallAnswer(decoded(answer, url), attempts)
 
     def read(self, url: str, kind: type[_Kind], what: str, *, deadline_s: float) -> _Kind:
         """The answer to a GET, as `kind`. what: the words for it. Raises PublishError as well, when it is something else."""

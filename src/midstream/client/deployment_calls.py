@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from midstream.client.calls import RETRY_S, Caller, expected
+from midstream.client.calls import RETRY_S, RetryingCaller, expected
 from midstream.client.errors import PublishError
 
 _AtLeastOne = msgspec.Meta(min_length=1)
@@ -59,7 +59,7 @@ def which_deployment(rows: Sequence[Mapping[str, Any]], asked: str | None) -> Ma
 class DeploymentCalls:
     """The calls of `ServerClient.deployments`. Safe to use from several threads. deployment: the one that is meant, if any."""
 
-    def __init__(self, caller: Caller, root: str, deployment: str | None) -> None:
+    def __init__(self, caller: RetryingCaller, root: str, deployment: str | None) -> None:
         self._caller = caller
         self._root = f"{root}/v1"
         self._deployment = deployment

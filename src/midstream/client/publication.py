@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
-from midstream.client.calls import RETRY_S, Answer
+from midstream.client.calls import RETRY_S, CallAnswer
 from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.names import check_names
 from midstream.client.parent import Parent, WorkDirectory
@@ -283,7 +283,7 @@ class Publishing:
 
         self._bucket.put(job.identity, directory, overwrite=overwrite, on_file=landed)
 
-    def _signal(self, job: Job, previous: str | None, asking: _Questions) -> Answer:
+    def _signal(self, job: Job, previous: str | None, asking: _Questions) -> CallAnswer:
         with asking.one() as left_s:
             return self._snapshots.signal(
                 job.identity,
@@ -344,10 +344,10 @@ def check_whole(
         raise PublishError(f"snapshot {identity!r} would not be whole: {error}") from error
 
 
-def _unchanged(answer: Answer) -> bool:
+def _unchanged(answer: CallAnswer) -> bool:
     return isinstance(answer.body, dict) and answer.body.get("changed") is False
 
 
-def _generation(answer: Answer) -> int | None:
+def _generation(answer: CallAnswer) -> int | None:
     found = answer.body.get("generation") if isinstance(answer.body, dict) else None
     return found if isinstance(found, int) else None

@@ -22,6 +22,7 @@ import httpx
 
 from midstream.client.bucket import open_bucket
 from midstream.client.calls import RETRY_S
+from midstream.client.checkpoint import Source, Weights
 from midstream.client.errors import PublishError
 from midstream.client.names import served_spec
 from midstream.client.parent import WorkDirectory
@@ -37,7 +38,7 @@ from midstream.client.publication import (
 from midstream.client.server import ServerClient
 from midstream.client.snapshot_calls import Compression, ResetPromptCache, SignalOptions
 from midstream.client.status import Status
-from midstream.client.weights import Cast, Source, Weights
+from midstream.client.weights import Cast
 from midstream.snapshots.identity import check_identity
 
 #: The arguments in How that are those of checkpoint.Source.

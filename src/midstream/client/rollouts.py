@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from midstream.client.calls import RETRY_S, Caller
+from midstream.client.calls import RETRY_S, RetryingCaller
 from midstream.client.decode import Routes, routes_of, token_snapshots
 from midstream.client.errors import PublishError
 from midstream.client.server import check_url
@@ -67,7 +67,7 @@ class RolloutClient:
         if num_experts_per_tok is not None and num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok must be at least 1, got {num_experts_per_tok}")
         check_url("server", server)
-        self._caller = Caller.of_rollouts(api_key, parallel)
+        self._caller = RetryingCaller.of_rollouts(api_key, parallel)
         self._url = server.rstrip("/") + "/v1/completions"
         self._model = {} if model is None else {"model": model}
         self._top_k = num_experts_per_tok

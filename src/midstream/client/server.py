@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.calls import RETRY_S, Caller, decoded, expected
+from midstream.client.calls import RETRY_S, RetryingCaller, decoded, expected
 from midstream.client.deployment_calls import DeploymentCalls
 from midstream.client.session_calls import SessionCalls
 from midstream.client.snapshot_calls import SnapshotCalls
@@ -56,7 +56,7 @@ class ServerClient:
         headers["authorization"] = f"Bearer {api_key}" if api_key else None
         http = http or httpx.Client(timeout=request_timeout_s)
         http.headers.update({name: value for name, value in headers.items() if value})
-        self._caller = Caller(http, sleep=sleep, monotonic=monotonic)
+        self._caller = RetryingCaller(http, sleep=sleep, monotonic=monotonic)
         self.snapshots = SnapshotCalls(self._caller, self.root)
         self.sessions = SessionCalls(self._caller, self.root)
         self.deployments = DeploymentCalls(self._caller, self.root, deployment)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from midstream.client.calls import RETRY_S, Caller, expected
+from midstream.client.calls import RETRY_S, RetryingCaller, expected
 from midstream.client.errors import ReplicasSilent
 from midstream.core.http_answer import MESSAGE_CHARS_MAX
 
@@ -33,7 +33,7 @@ class _Traced(msgspec.Struct):
 class SessionCalls:
     """The calls of `ServerClient.sessions`. Safe to use from several threads."""
 
-    def __init__(self, caller: Caller, root: str) -> None:
+    def __init__(self, caller: RetryingCaller, root: str) -> None:
         self._caller = caller
         self._url = f"{root}/v1/sessions"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 from urllib.parse import quote
 
-from midstream.client.calls import RETRY_S, Answer, Caller
+from midstream.client.calls import RETRY_S, CallAnswer, RetryingCaller
 from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.status import Status, read_status
 from midstream.core.headers import HEADER_OVERWRITE
@@ -43,7 +43,7 @@ class SnapshotCalls:
     policy: of the deployment; None signals the deployment itself.
     """
 
-    def __init__(self, caller: Caller, root: str, *, policy: str | None = None) -> None:
+    def __init__(self, caller: RetryingCaller, root: str, *, policy: str | None = None) -> None:
         self._caller = caller
         self._policy = policy
         self.url = root + HOT_LOAD_PATH
@@ -53,7 +53,7 @@ class SnapshotCalls:
 
     def signal(
         self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
-    ) -> Answer:
+    ) -> CallAnswer:
         """Ask replicas to serve `identity`, which is in the bucket. Safe to repeat. Raises SignalRefused.
 
         reset_prompt_cache: "all", "new_session", "none", True (all), False (none), or {"max_age": k}: KV that is older than k

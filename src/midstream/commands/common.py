@@ -43,12 +43,12 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, of: str = "of the s
 def add_url_arguments(parser: argparse.ArgumentParser, of: str = "of the server") -> None:
     parser.set_defaults(url=None)
     if of:
-        parser.add_argument("url", nargs="?", metavar="URL", help=f"{of} {told_server()}")
-    says = "the same as an option" if of else f"http://HOST:PORT {told_server()}"
+        parser.add_argument("url", nargs="?", metavar="URL", help=f"{of} {default_server_words()}")
+    says = "the same as an option" if of else f"http://HOST:PORT {default_server_words()}"
     parser.add_argument("--server", metavar="URL", help=says)
 
 
-def told_server() -> str:
+def default_server_words() -> str:
     """Which server is meant where none is named, for a help text."""
     return f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
 

@@ -109,7 +109,7 @@ class DesiredState:
         self.changes = 0
         #: What this gateway says of itself, with whatever it says.
         self.report: Callable[[], GatewayReport | None] = lambda: None
-        self._told: Wanted | None = None
+        self._announced: Wanted | None = None
         self._wake = asyncio.Event()
         self._looking = asyncio.Lock()
         # The serial of the ledger's changes up to which it was read.
@@ -285,13 +285,13 @@ class DesiredState:
 
     def report_now(self) -> None:
         """Tell the supervisor what this gateway says of itself, without another look at the ledger."""
-        if self._told is not None:
-            self._say(self._told.replicas)
+        if self._announced is not None:
+            self._say(self._announced.replicas)
 
     def _say(self, replicas: tuple[WantedReplica, ...]) -> None:
         message = Wanted(replicas, self.report())
-        if message != self._told:
-            self._told = message
+        if message != self._announced:
+            self._announced = message
             self._tell(message)
 
     def _take_up(self, row: DeploymentRow) -> None:

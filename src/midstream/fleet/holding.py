@@ -27,14 +27,14 @@ class Holding:
         """Those that are to serve what is desired."""
         return self.views
 
-    def ask(self, home: str | None = None, *, anew: bool = False) -> None:
-        """There is demand. home: the replica of a session that wants it. anew: earlier failures do not count."""
+    def ask(self, home: str | None = None, *, retry_failed: bool = False) -> None:
+        """There is demand. home: the replica of a session that wants it. retry_failed: earlier failures do not count."""
 
-    def comes(self, name: str) -> bool:
+    def is_loading(self, name: str) -> bool:
         """Whether this replica does not serve it yet, and was asked to."""
         return False
 
-    def lacks(self, view: ReplicaView) -> None:
+    def mark_missing(self, view: ReplicaView) -> None:
         """The replica refused a request because it does not hold what it reported."""
 
     def judged(self, view: ReplicaView, *, failed: bool) -> None:

@@ -38,22 +38,19 @@ from midstream.fleet.agree import findings, settled, standing_of
 from midstream.fleet.pauses import Pauses
 from midstream.fleet.reconcile import (
     BACKOFF,
-    KEPT,
     LOSSES_MAX,
-    TURN_S_MAX,
-    SignalOrder,
     Stuck,
-    Turn,
     decide,
     failure,
     loss,
     lost_boots,
-    next_turn,
     serves,
     target_of,
     waits_staged,
 )
 from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.signal_order import KEPT, SignalOrder
+from midstream.fleet.switch_turns import TURN_S_MAX, SwitchTurn, next_turn
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -70,7 +67,7 @@ class Reconciler:
         *,
         swap_order: SwapOrder = "together",
         poll_s: float = 1.0,
-        told: bool = False,
+        signalled_at_once: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deployment`: its full name; the ledger must have it. `poll_s` is also the pause before a message is repeated.
@@ -78,13 +75,13 @@ class Reconciler:
         told: its owner calls `signalled` after each change of the ledger that concerns the deployment.
         """
         self._one_by_one = swap_order == "one-by-one"
-        self._turn: Turn | None = None
+        self._turn: SwitchTurn | None = None
         self._turn_since = float("-inf")
         self._ledger = ledger
         self._replicas = replica_set
         self._deployment = deployment
         self._poll_s = poll_s
-        self._told = told
+        self._signalled_at_once = signalled_at_once
         # The last pass left something to be done later, or could not store or read something.
         self._due = True
         self._monotonic = monotonic
@@ -116,7 +113,7 @@ class Reconciler:
         desired = self._state.desired if self._state else None
         return f"<Reconciler {self._deployment} desired={desired} sending={len(self._sending)}>"
 
-    def _who(self, replica: str) -> str:
+    def _label(self, replica: str) -> str:
         """The name of the replica in a line of the log, with the policy that the line is about."""
         policy = self._deployment.partition(POLICY_INFIX)[2]
         return f"{replica}, policy {policy}" if policy else replica
@@ -164,7 +161,7 @@ class Reconciler:
 
     def _pause_s(self) -> float | None:
         """Until the next pass, if nothing wakes it before; None: nothing is to be done until then."""
-        return self._poll_s if self._replicas.at_work and (self._due or not self._told) else None
+        return self._poll_s if self._replicas.at_work and (self._due or not self._signalled_at_once) else None
 
     async def reconcile_once(self) -> None:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
@@ -204,7 +201,10 @@ class Reconciler:
             if admit and not view.admitted:
                 snapshot = None if view.report is None else view.report.own.snapshot
                 logger.info(
-                    "%s joins with snapshot %s", self._who(view.name), snapshot, extra=_named(view, snapshot)
+                    "%s joins with snapshot %s",
+                    self._label(view.name),
+                    snapshot,
+                    extra=_named(view, snapshot),
                 )
             view.admitted = admit
             if view.report is not None:
@@ -245,7 +245,7 @@ class Reconciler:
             if finding.verdict != "agreed":
                 logger.error(
                     "%s (%s): %s",
-                    self._who(finding.replica),
+                    self._label(finding.replica),
                     finding.verdict,
                     finding.detail,
                     extra={"replica": finding.replica},
@@ -263,7 +263,7 @@ class Reconciler:
             except LedgerUnavailable as error:
                 self._later(
                     "what is known of the weights of %s is stored later: %s",
-                    self._who(finding.replica),
+                    self._label(finding.replica),
                     error,
                 )
         self._read_at = float("-inf")
@@ -277,7 +277,7 @@ class Reconciler:
             for found in report.own.contents:
                 await self._ledger.learn_content(self._deployment, found)
         except LedgerUnavailable as error:
-            self._later("what %s found in its files is stored later: %s", self._who(report.replica), error)
+            self._later("what %s found in its files is stored later: %s", self._label(report.replica), error)
             return
         self._learnt[report.replica] = known
         self._read_at = float("-inf")
@@ -333,7 +333,7 @@ class Reconciler:
             delay_s = BACKOFF.pause_s(max(stuck.retries, extra) + 1)
             logger.warning(
                 "%s failed on %s; asking again in %g s",
-                self._who(view.name),
+                self._label(view.name),
                 state.snapshot,
                 delay_s,
                 extra=_named(view, state.snapshot),
@@ -343,7 +343,7 @@ class Reconciler:
             try:
                 generation = await self._ledger.new_generation(self._deployment, view.report.own.generation)
             except LedgerUnavailable as error:
-                self._later("%s is asked again later: %s", self._who(view.name), error)
+                self._later("%s is asked again later: %s", self._label(view.name), error)
             else:
                 stuck = replace(stuck, retries=stuck.retries + 1, generation=generation, due=None)
         self._stuck[view.name] = stuck
@@ -357,7 +357,7 @@ class Reconciler:
         now = self._monotonic()
         reports = [view.report.own.generation for view in self._replicas.views if view.report is not None]
         newest = max(reports, default=0)
-        again_s = float("inf") if self._told and self._is_read else self._poll_s
+        again_s = float("inf") if self._signalled_at_once and self._is_read else self._poll_s
         if newest > self._reported or now - self._read_at >= again_s:
             self._reported = newest
             # Set before reading: a signal that arrives meanwhile makes it stale again.
@@ -396,10 +396,12 @@ class Reconciler:
                 return
             if new[0].seq > last + 1:
                 missed = f"{last + 1} to {new[0].seq - 1}"
-                logger.warning("%s: stage changes %s were not heard of in time", self._who(view.name), missed)
+                logger.warning(
+                    "%s: stage changes %s were not heard of in time", self._label(view.name), missed
+                )
             await self._ledger.record(self._deployment, view.name, report.boot, new)
         except LedgerUnavailable as error:
-            self._later("stage changes of %s are stored later: %s", self._who(view.name), error)
+            self._later("stage changes of %s are stored later: %s", self._label(view.name), error)
             return
         self._recorded[view.name] = (report.boot, new[-1].seq)
         for moved in new:
@@ -408,7 +410,7 @@ class Reconciler:
                 self._read_at = float("-inf")
             if moved.stage is Stage.IDLE:
                 self.order.ready(moved.snapshot, moved.generation)
-        _log_stages(view, self._who(view.name), new)
+        _log_stages(view, self._label(view.name), new)
 
     async def _begin_boot(self, replica: str, ended: str | None, boot: str) -> BootHistory:
         """What the ledger has of `boot`; when it is new, the boot before it is closed first.
@@ -426,7 +428,7 @@ class Reconciler:
             self._read_at = float("-inf")
             logger.warning(
                 "%s lost a boot to snapshot %s: %s",
-                self._who(replica),
+                self._label(replica),
                 lost.death.identity,
                 lost.death.detail,
             )
@@ -462,7 +464,7 @@ class Reconciler:
         self, view: ReplicaView, message: Coroutine[Any, Any, None], what: str, snapshot: str | None
     ) -> bool:
         """Send a replica a message. Returns whether it arrived. The next pass compares, and sends what did not arrive."""
-        who = self._who(view.name)
+        who = self._label(view.name)
         try:
             await message
         except ReplicaUnavailable as error:

@@ -116,7 +116,7 @@ class Residents:
         self.unmet.pop(self._sets.pop(key), None)
         self._spread()
 
-    def told(self, view: ReplicaView, key: tuple[str, float]) -> tuple[Reported | None, bool]:
+    def report_of(self, view: ReplicaView, key: tuple[str, float]) -> tuple[Reported | None, bool]:
         """What the replica says of the policy, and whether it holds it."""
         own = self._own.get(view, _NOTHING).get(key)
         if view.heard is None or own is None:
@@ -223,7 +223,7 @@ class PolicyReplicas(ReplicaSet):
         leaving = tuple(known.get(r) or PolicyView(r, self._use_changed) for r in self._of.leaving)
         key = (self._policy, self.made)
         changed = [
-            view.follow(*self._residents.told(view.replica, key))
+            view.follow(*self._residents.report_of(view.replica, key))
             for view in (*views, *leaving)
             if isinstance(view, PolicyView)
         ]
@@ -255,7 +255,7 @@ class PolicyReplicas(ReplicaSet):
             return self.views
         return [view for view in self.views if _is_resident(view) or self.is_asked(view.name)]
 
-    def comes(self, name: str) -> bool:
+    def is_loading(self, name: str) -> bool:
         view = self._named.get(name)
         return self.by_demand and view is not None and _may_serve(view) and self._state(view) == "coming"
 
@@ -263,8 +263,8 @@ class PolicyReplicas(ReplicaSet):
         """Whether the replica was asked to load it, and may yet do so."""
         return self._asked.get(name, 0.0) > _now()
 
-    def ask(self, home: str | None = None, *, anew: bool = False) -> None:
-        if anew:
+    def ask(self, home: str | None = None, *, retry_failed: bool = False) -> None:
+        if retry_failed:
             self._failed.clear()
         if self._residents.everywhere or self.ending:
             return
@@ -305,7 +305,7 @@ class PolicyReplicas(ReplicaSet):
         else:
             self._failed.pop(view.name, None)
 
-    def lacks(self, view: ReplicaView) -> None:
+    def mark_missing(self, view: ReplicaView) -> None:
         """The replica refused a request because it does not hold the policy. Its next report says what it holds."""
         if isinstance(view, PolicyView) and view.resident:
             self._residents.forget(view.replica, (self._policy, self.made))

@@ -10,25 +10,11 @@ Always holds:
 - A replica that is admitted stays admitted for the rest of its boot: swaps never take it out of rotation. The one exception
   is a replica with other weights than the others (agree.py), until they are equal.
 - The prompt-cache policy a replica gets is the strongest of all signals since the one it serves.
-
-The order in which a deployment's snapshots were signalled. Pure.
-
-Always holds: snapshots are ordered by their last signal; the base weights of a start come before all. One that is not among the
-newest KEPT signals has no place in that order.
-
-Which replica may switch now, when they switch one by one. Pure.
-
-All prepare the new snapshot up to STAGED and are held there; one at a time is let go. The next one's turn comes when it has
-been checked, has failed, or is gone. Only replicas that take requests queue: one that is out of rotation loads as it likes.
-
-Always holds: while a replica is between its release and the end of its check, no other is released. When none is and a replica
-is staged, a replica is released.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -38,136 +24,6 @@ from midstream.core.retry import Backoff
 from midstream.core.types import BASE_SNAPSHOT, Desired, ResetPromptCache, Stage
 from midstream.fleet.agree import is_out, standing_of
 from midstream.ledger import BootHistory, Death, DeploymentState, TransitionRow
-from midstream.ledger.records import Signalled
-
-# Signals that are kept.
-KEPT = 1024
-
-
-class SignalOrder:
-    """The order in which a deployment's snapshots were signalled. reset: the generation under which all were forgotten."""
-
-    def __init__(self) -> None:
-        self._clear(0)
-
-    def _clear(self, reset: int) -> None:
-        self.reset = reset
-        self._generations: dict[str, int] = {BASE_SNAPSHOT: 0}
-        self._names: dict[int, str] = {0: BASE_SNAPSHOT}
-        self._sorted = [0]
-        # The highest generation of a ready snapshot.
-        self._ready = 0
-
-    def __repr__(self) -> str:
-        return f"SignalOrder({len(self._sorted) - 1} signals, the last one {self.desired!r})"
-
-    @property
-    def desired(self) -> str:
-        """What was signalled last."""
-        return self._names[self._sorted[-1]]
-
-    def learn(self, signals: Iterable[Signalled], reset: int = 0) -> None:
-        """Signals in any order, known ones too. reset: of the last reset; what was known before a newer one is forgotten."""
-        if reset > self.reset:
-            self._clear(reset)
-        for signal in signals:
-            self._learn(*signal)
-
-    def ready(self, snapshot: str, generation: int) -> None:
-        """It is on a replica, which got it as its target under `generation`."""
-        position = self._generations.get(snapshot, 0)
-        if self._ready < position <= generation:
-            self._ready = position
-
-    def told(self) -> tuple[Signalled, ...]:
-        """All that is known, for `learn`, in order."""
-        known = ((self._names[generation], generation) for generation in self._sorted[1:])
-        return tuple(Signalled(name, at, at <= self._ready) for name, at in known)
-
-    def position(self, snapshot: str) -> int | None:
-        """Greater for what was signalled later; None: it is not known."""
-        return self._generations.get(snapshot)
-
-    def newest(self, served: Iterable[str]) -> int:
-        """The position of the newest snapshot that was ready, or is served."""
-        newest = max(self._ready, *(self._generations.get(name, 0) for name in (*served, BASE_SNAPSHOT)))
-        # A snapshot may have been signalled again after its first signal.
-        return self._sorted[bisect_right(self._sorted, newest) - 1]
-
-    def name(self, position: int) -> str:
-        return self._names[position]
-
-    def latest(self, count: int) -> list[str]:
-        """The snapshots that were signalled last, the newest first; `count` at most."""
-        return [self._names[at] for at in reversed(self._sorted[1:][-count:])]
-
-    def between(self, older: int, newer: int) -> int:
-        """How many snapshots `older` is behind `newer`, 0 when it is not."""
-        return max(0, bisect_left(self._sorted, newer) - bisect_left(self._sorted, older))
-
-    def behind(self, snapshot: str) -> int:
-        """How many signals came after it: all that are known, where it is not."""
-        return self.between(self._generations.get(snapshot, 0), self._sorted[-1])
-
-    def _learn(self, snapshot: str, generation: int, ready: bool) -> None:
-        before = self._generations.get(snapshot)
-        if before is not None and before < generation:
-            self._forget(before)
-        if before is None or before < generation:
-            self._generations[snapshot], self._names[generation] = generation, snapshot
-            insort(self._sorted, generation)
-            if len(self._sorted) > KEPT + 1:
-                self._forget(self._sorted[1])
-        if ready:
-            self.ready(snapshot, generation)
-
-    def _forget(self, generation: int) -> None:
-        del self._generations[self._names.pop(generation)]
-        del self._sorted[bisect_right(self._sorted, generation) - 1]
-
-
-# A replica that was let go so long ago and is still staged was not reached.
-TURN_S_MAX = 30.0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The replica that was let go last."""
-
-    replica: str
-    boot: str
-
-
-def next_turn(
-    in_rotation: Sequence[Reported], staged: Collection[str], last: Turn | None, overdue: bool = False
-) -> Turn | None:
-    """The replica that may switch, of the reachable ones in rotation, in their order; None: none is ready to.
-
-    staged: names of those that wait, prepared, for what they should serve. last: of the pass before, None after a restart:
-    what it knew shows in the reports by then. overdue: it was let go long ago and has not moved: another may go first.
-    """
-    for report in in_rotation:
-        if _switching(report):
-            return _turn(report)
-    waiting = [_turn(report) for report in in_rotation if report.replica in staged]
-    if last in waiting and not (overdue and len(waiting) > 1):
-        return last
-    return next((turn for turn in waiting if turn != last), None)
-
-
-def _turn(report: Reported) -> Turn:
-    return Turn(report.replica, report.boot)
-
-
-def _switching(report: Reported) -> bool:
-    """Whether it was let go already.
-
-    It may still wait, staged, for requests to end. Meanwhile a sync switch closes the gate, and an async one takes no pinned
-    requests.
-    """
-    waits = not (report.own.admitting and report.own.pinnable)
-    return waits or report.own.stage in (Stage.COMMITTING, Stage.CHECKING)
-
 
 # One death may be an accident.
 DEATHS_MAX = 2
@@ -181,7 +37,7 @@ IN_ENGINE = frozenset((Stage.STAGING, Stage.STAGED, Stage.COMMITTING, Stage.CHEC
 
 
 @dataclass(frozen=True)
-class Action:
+class ReplicaAction:
     # The message to the replica. None: it knows, or there is nothing for it to do.
     send: Desired | None
     # Placement may use it.
@@ -196,14 +52,14 @@ def decide(
     admitted: bool,
     retry_generation: int = 0,
     turn: bool | None = None,
-) -> Action:
+) -> ReplicaAction:
     """The action for a replica with this report (None: unreachable), currently admitted or not.
 
     retry_generation: of the last retry of a replica that was stuck, 0: none. Failures before it are forgiven, and what is
     sent carries it. turn: whether it may switch now, None: whenever it is ready.
     """
     if report is None:
-        return Action(send=None, admit=admitted)
+        return ReplicaAction(send=None, admit=admitted)
     out = is_out(state, report)
     admit = standing_of(state, report) is None and (admitted or _may_join(state, report))
     target = _target(state, report, retry_generation)
@@ -211,19 +67,21 @@ def decide(
         bare = report.own.snapshot == BASE_SNAPSHOT or not report.ready
         hopeful = state.desired is not None and (state.ever_ready if bare else state.proven)
         hopeful = hopeful or _is_spared(state, report, retry_generation)
-        return Action(None, admit, stuck=hopeful and not (out and report.own.snapshot == state.snapshot))
+        return ReplicaAction(
+            None, admit, stuck=hopeful and not (out and report.own.snapshot == state.snapshot)
+        )
     reset = effective_reset(state, report)
     send = replace(target, reset_prompt_cache=reset, reset_since=report.own.signalled)
     if has_taken_up(state, report, target):
         if turn is False or not report.own.held:
-            return Action(None, admit)
+            return ReplicaAction(None, admit)
         # Under the generation that it has staged. A later one would make it prepare again, out of turn.
         known = report.own.generation if target.reload else _staged(report)
-        return Action(replace(send, generation=known), admit)
+        return ReplicaAction(replace(send, generation=known), admit)
     generation = max(target.generation, retry_generation)
     let_go = _staged(report) if turn and keeps_staged(report, generation) else 0
     # Held also when it is its turn: that may have passed by the time this is staged.
-    return Action(replace(send, generation=generation, hold=turn is not None, let_go=let_go), admit)
+    return ReplicaAction(replace(send, generation=generation, hold=turn is not None, let_go=let_go), admit)
 
 
 def target_of(state: DeploymentState, report: Reported, retry_generation: int = 0) -> Desired | None:
@@ -411,14 +269,14 @@ class Stuck:
 
 
 @dataclass(frozen=True)
-class Loss:
+class BootLoss:
     """A boot that ended while it was loading a snapshot. seq: of the stage change to store; None: it reported one."""
 
     death: Death
     seq: int | None
 
 
-def loss(replica: str, history: BootHistory, sent: tuple[str, int] | None, watched: bool) -> Loss | None:
+def loss(replica: str, history: BootHistory, sent: tuple[str, int] | None, watched: bool) -> BootLoss | None:
     """Whether the boot that ended before this one died of a snapshot.
 
     sent: (identity, generation) last delivered to it. watched: this process saw it live. Only then a boot counts that ended
@@ -427,11 +285,11 @@ def loss(replica: str, history: BootHistory, sent: tuple[str, int] | None, watch
     """
     last = history.tail[-1] if history.tail else None
     if last is not None and (last.stage in IN_ENGINE or (last.stage in LOADING and watched)):
-        return Loss(Death(replica, last.identity, last.generation, _died(last.stage.value)), last.seq + 1)
+        return BootLoss(Death(replica, last.identity, last.generation, _died(last.stage.value)), last.seq + 1)
     if last is not None and last.stage is Stage.ERROR and _failed_in_engine(history.tail):
-        return Loss(Death(replica, last.identity, last.generation, last.detail or "failed"), None)
+        return BootLoss(Death(replica, last.identity, last.generation, last.detail or "failed"), None)
     if watched and sent is not None and (last is None or (last.identity, last.generation) != sent):
-        return Loss(Death(replica, *sent, _died("not reported")), 0 if last is None else last.seq + 1)
+        return BootLoss(Death(replica, *sent, _died("not reported")), 0 if last is None else last.seq + 1)
     return None
 
 

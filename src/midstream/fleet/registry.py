@@ -21,9 +21,9 @@ from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.prefixes import PrefixTable
-from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.replicas import ReplicaSet
 from midstream.fleet.sessions import SessionTable
+from midstream.fleet.signal_order import SignalOrder
 from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import Signalled
 
@@ -64,7 +64,7 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.of is None:
             # A policy's sessions are its deployment's.
-            self.replicas.on_sessions = self._told
+            self.replicas.on_sessions = self._hear_sessions
         self.reconciler.order = self.order
 
     @property
@@ -117,7 +117,7 @@ class Deployment:
         }
         return down | self.problems
 
-    def _told(self, replica: str, told: SessionsReport) -> None:
+    def _hear_sessions(self, replica: str, told: SessionsReport) -> None:
         if told.boot is not None:
             self.sessions.begin(replica, told.boot)
         for session, stamp in told.held:
@@ -130,7 +130,7 @@ class Deployment:
         if desired is not None:
             self.published = True
             self.order.learn([Signalled(desired.snapshot, desired.generation, False)])
-            self.replicas.ask(anew=True)
+            self.replicas.ask(retry_failed=True)
             self.replicas.look_again()
         self.reconciler.signalled()
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy.typing as npt
 from numpy.lib import format as npy
 
-from midstream.client.calls import RETRY_S, Caller
+from midstream.client.calls import RETRY_S, RetryingCaller
 from midstream.client.errors import PublishError
 from midstream.client.server import ServerClient
 
@@ -197,7 +197,7 @@ class Generator:
     def __init__(self, settings: VerlSettings, first: str) -> None:
         self.settings = settings
         self._url = settings.url.rstrip("/") + PATH
-        self._open: tuple[Caller, ThreadPoolExecutor] | None = None
+        self._open: tuple[RetryingCaller, ThreadPoolExecutor] | None = None
         self._seen = deque([first], maxlen=SEEN)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,9 +235,9 @@ class Generator:
             caller.close()
             self._open = None
 
-    def _connected(self) -> tuple[Caller, ThreadPoolExecutor]:
+    def _connected(self) -> tuple[RetryingCaller, ThreadPoolExecutor]:
         if self._open is None:
             parallel = self.settings.parallel
             threads = ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
-            self._open = Caller.of_rollouts(self.settings.api_key, parallel), threads
+            self._open = RetryingCaller.of_rollouts(self.settings.api_key, parallel), threads
         return self._open

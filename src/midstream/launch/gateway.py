@@ -271,7 +271,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
     return Deployment(
         ServedNames(row.model, row.name),
         replicas,
-        Reconciler(ledger, replicas, row.name, swap_order=spec.swap_order, told=True),
+        Reconciler(ledger, replicas, row.name, swap_order=spec.swap_order, signalled_at_once=True),
         SessionTable(spec.settings.max_sessions),
         wanted=replica_count(row),
     )
@@ -280,7 +280,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
 def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
     replicas = PolicyReplicas(of.replicas, policy, row.created_at)
     # Policies switch by themselves: no replica waits for another one's turn.
-    reconciler = Reconciler(ledger, replicas, row.name, told=True)
+    reconciler = Reconciler(ledger, replicas, row.name, signalled_at_once=True)
     names = names_of(of.names, policy)
     return Deployment(names, replicas, reconciler, of.sessions, policy=policy, of=of)
 

@@ -162,12 +162,12 @@ class Gateways:
             self._count_ended(self._replaced.pop((name, pid), None))
         elif (said := _decoded(name, line)) is not None:
             self._replaced[name, pid] = said
-            self._is_not_its_own(name, said)
+            self._drop_stale_report(name, said)
         else:
             return
         self._changed()
 
-    def _is_not_its_own(self, name: str, said: Wanted) -> None:
+    def _drop_stale_report(self, name: str, said: Wanted) -> None:
         """The report of a replaced process is another process's for the one that has its name now."""
         known = self._said.get(name)
         if known is not None and None not in (known.report, said.report) and known.report == said.report:

@@ -66,7 +66,7 @@ def alone(directory: Path, wait_s: float = OTHER_ENDS_S) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_its_directories(spec: ReplicaSpec) -> Iterator[None]:
+def held_directories(spec: ReplicaSpec) -> Iterator[None]:
     """Hold the directories of snapshots and of records. Raises ConfigError as `alone`."""
     os.umask(UMASK)
     with contextlib.ExitStack() as holding:
@@ -143,7 +143,7 @@ def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
 
 
 def main() -> int:
-    return run_child("replica", ReplicaSpec, serve, (EngineDied,), with_its_directories)
+    return run_child("replica", ReplicaSpec, serve, (EngineDied,), held_directories)
 
 
 if __name__ == "__main__":

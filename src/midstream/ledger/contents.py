@@ -25,14 +25,14 @@ from midstream.snapshots.content import difference, size_difference
 REMEMBERED = 4096
 
 
-def _these(table: Any) -> Any:
+def _of_identities(table: Any) -> Any:
     names: Any = sa.bindparam("names", expanding=True)
     return (table.c.deployment_id == sa.bindparam("key")) & table.c.identity.in_(names)
 
 
 # Made once, as in deployments.py.
-_DIGESTS = sa.select(contents.c.identity, contents.c.digest).where(_these(contents))
-_WEIGHTS = sa.select(weights).where(_these(weights))
+_DIGESTS = sa.select(contents.c.identity, contents.c.digest).where(_of_identities(contents))
+_WEIGHTS = sa.select(weights).where(_of_identities(weights))
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class AuditLog:
             return
         what = _what(path, query, request)
         deployment = made or what.pop("deployment", None) or self._meant(path, request.first)
-        key, tenant = self._who(request.first)
+        key, tenant = self._caller_of(request.first)
         line = {
             "time": self._now().isoformat(timespec="milliseconds"),
             "request": _header(request.first, "x-request-id") or "-",
@@ -165,7 +165,7 @@ class AuditLog:
         }
         logger.info("%s", json.dumps(line, ensure_ascii=True))
 
-    def _who(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+    def _caller_of(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """The key's fingerprint, and the tenant."""
         try:
             caller = self._authenticator.caller(headers)

@@ -33,7 +33,7 @@ class PolicyWait:
         if home is not None and (home in tried or now >= (self._at_home_ends or now + 1)):
             home = None
         replicas.ask(home)
-        if home is None or not replicas.comes(home):
+        if home is None or not replicas.is_loading(home):
             return None
         self._at_home_ends = self._at_home_ends or now + HOME_WAIT_S
         return Judgement(RequestEvent.NOT_YET, until=Until(replicas, at=self._at_home_ends))

@@ -118,7 +118,7 @@ class ReplicaRoute(Route):
 
     def place(self) -> Judgement:
         replicas = self._deployment.replicas
-        if replicas.learning and self._may_be_told():
+        if replicas.learning and self._may_learn():
             return Judgement(RequestEvent.NOT_YET, until=Until(replicas))
         against = self._judge_version()
         if against is not None:
@@ -187,7 +187,7 @@ class ReplicaRoute(Route):
         home = self._home()
         return home.name if home is not None and home.replica.usable else None
 
-    def _may_be_told(self) -> bool:
+    def _may_learn(self) -> bool:
         """A replica may yet say that it holds the session, or become usable."""
         if self._asked.session is None:
             return not self._deployment.replicas.fleet.members
@@ -245,7 +245,7 @@ class ReplicaRoute(Route):
         reason = placed.decision.reason
         return [f"x-midstream-replica: {placed.view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
 
-    def told(self) -> dict[str, Attribute]:
+    def span_attributes(self) -> dict[str, Attribute]:
         deployment = self._deployment
         told: dict[str, Attribute] = {
             "midstream.deployment": deployment.host.name,
@@ -289,7 +289,7 @@ class ReplicaRoute(Route):
             case Ruling.LOSS:
                 return self._engine_lost(phase)
             case Ruling.PLACE_AGAIN:
-                return self._place_anew(refusal)
+                return self._place_again(refusal)
             case Ruling.JUDGED_AGAIN:
                 return self._other_version(head)
             case Ruling.ANOTHER:
@@ -305,17 +305,17 @@ class ReplicaRoute(Route):
         """The answer itself says that the boot is gone: no request is sent there before the replica reports another one."""
         self._tries.why = f"the engine of {self._at.view.name} stopped while it served this request; "
         self._deployment.replicas.replaced(self._at.view, self._at.boot)
-        error = self._lost_with_it(phase)
+        error = self._note_lost_replica(phase)
         return self._elsewhere(lost=True) if error is None else self._failed(error)
 
-    def _place_anew(self, refusal: RequestEvent) -> Judgement:
+    def _place_again(self, refusal: RequestEvent) -> Judgement:
         """The boot that it was sent to is gone: it goes to another replica, or to the next boot if that has reported by now.
         Or the policy is gone from there: it goes to where that is loaded next."""
         view = self._at.view
         if self._tries.placed_too_often:
             return self._failed(ReplicaUnavailable("replicas restarted again and again"))
         if refusal is RequestEvent.POLICY_NOT_LOADED:
-            self._deployment.replicas.lacks(view)
+            self._deployment.replicas.mark_missing(view)
         elif self._deployment.replicas.replaced(view, self._at.boot):
             self._tries.replicas.add(view.name)
         self._proxy.metrics.retries["other_boot"] += 1
@@ -373,7 +373,7 @@ class ReplicaRoute(Route):
         obvious = is_the_largest(self._caller.tenant, self._request, others)
         if not answering:
             return self._unreachable(phase, reason, lost=phase in SEEN, obvious=obvious)
-        error = self._lost_with_it(phase, obvious=obvious)
+        error = self._note_lost_replica(phase, obvious=obvious)
         return self._failed(error or ReplicaUnavailable(reason))
 
     def _unreachable(
@@ -383,7 +383,7 @@ class ReplicaRoute(Route):
         self._proxy.metrics.upstream_errors[self._at.view.name] += 1
         logger.warning("%s failed before it answered: %s", self._at.view.name, reason, extra=self._named())
         self._deployment.replicas.failed(self._at.view)
-        error = self._lost_with_it(phase, obvious=obvious) if lost else None
+        error = self._note_lost_replica(phase, obvious=obvious) if lost else None
         return self._elsewhere(lost=lost) if error is None else self._failed(error)
 
     def _elsewhere(self, *, lost: bool) -> Judgement:
@@ -409,7 +409,7 @@ class ReplicaRoute(Route):
             # Only the end of the response is missing.
             return Judgement(RequestEvent.END, rest=END)
         lines, given_up = (lines, False) if lines is None else without_giving_up(lines)
-        error = None if given_up else self._lost_with_it(phase)
+        error = None if given_up else self._note_lost_replica(phase)
         if error is not None:
             return Judgement(RequestEvent.FAILED, error)
         if lines is None:
@@ -447,7 +447,7 @@ class ReplicaRoute(Route):
 
     # -- which request replicas were lost with
 
-    def _lost_with_it(self, phase: RequestPhase, *, obvious: bool = False) -> RequestLostReplicas | None:
+    def _note_lost_replica(self, phase: RequestPhase, *, obvious: bool = False) -> RequestLostReplicas | None:
         """Note that a replica was lost with this request; the error, if it was probably the cause."""
         view, proxy = self._at.view, self._proxy
         routes = proxy.routes_at(view)

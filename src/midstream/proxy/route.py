@@ -164,7 +164,7 @@ class Route:
     def where(self) -> str:
         return "the control app"
 
-    def told(self) -> dict[str, Attribute]:
+    def span_attributes(self) -> dict[str, Attribute]:
         """What a span says of its way."""
         return {}
 

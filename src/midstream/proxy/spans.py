@@ -33,7 +33,7 @@ class RequestSpan:
         """It goes to a replica."""
         self._sent += 1
         if not self._span.unseen:
-            self._span.event("sent", route.told())
+            self._span.event("sent", route.span_attributes())
 
     def head(self, status: int) -> None:
         """The client gets the head of its response."""
@@ -52,7 +52,7 @@ class RequestSpan:
             "url.path": self._path,
             "http.response.status_code": status,
             "midstream.sends": self._sent,
-            **route.told(),
+            **route.span_attributes(),
         }
         if error is None and status >= _SERVER_ERROR:
             error = str(status)

@@ -36,8 +36,8 @@ from midstream.core.versions import (
     from_header,
 )
 from midstream.core.wires import UserField
-from midstream.fleet.reconcile import SignalOrder
 from midstream.fleet.sessions import body_model
+from midstream.fleet.signal_order import SignalOrder
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
 

@@ -34,7 +34,7 @@ from midstream.core.errors import Overloaded, PolicyNotLoaded
 from midstream.core.reports import PolicyReport
 from midstream.core.types import Desired, Hint, ModelInfo
 from midstream.replica.gate import Door
-from midstream.replica.policy import Parts, Policy, besides, deployments_own
+from midstream.replica.policy import PolicyParts, ServedPolicy, besides, deployments_own
 from midstream.replica.service import Service
 
 log = logging.getLogger(__name__)
@@ -45,40 +45,40 @@ ENDED_KNOWN = 4096
 GONE_KNOWN = 65_536
 
 
-def to_make_way(policies: Iterable[Policy], now: float) -> Policy | None:
+def to_make_way(policies: Iterable[ServedPolicy], now: float) -> ServedPolicy | None:
     """Of those that may, the one that was used least recently."""
     return min((p for p in policies if p.may_go(now)), key=lambda policy: policy.used_at, default=None)
 
 
-class Policies:
+class ServedPolicies:
     """own: the deployment's own."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: PolicyParts) -> None:
         self._parts = parts
-        self.own = Policy("", 0.0, parts, deployments_own(parts))
+        self.own = ServedPolicy("", 0.0, parts, deployments_own(parts))
         self.own.begin()
         self._numbers = itertools.count(1)
         self._uses = itertools.count(1)
         # By (name, made), the next sequence number of one that made way.
         self._seqs: OrderedDict[tuple[str, float], int] = OrderedDict()
         # Besides the own.
-        self._others: dict[str, Policy] = {}
+        self._others: dict[str, ServedPolicy] = {}
         # By name, when the newest that was ended was made; the one that was ended last stands last.
         self._ended: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         # Ended policies that have running requests.
-        self._going: list[Policy] = []
+        self._going: list[ServedPolicy] = []
         self._paused = False
 
     def __repr__(self) -> str:
-        return f"Policies({', '.join(self._others)})"
+        return f"ServedPolicies({', '.join(self._others)})"
 
-    def __iter__(self) -> Iterator[Policy]:
+    def __iter__(self) -> Iterator[ServedPolicy]:
         """The own first."""
         return iter((self.own, *self._others.values()))
 
     @property
-    def everyone(self) -> list[Policy]:
+    def everyone(self) -> list[ServedPolicy]:
         """With those that were ended and have requests left."""
         return [*self, *self._going]
 
@@ -101,7 +101,7 @@ class Policies:
         if policy is None:
             self._make_room(name)
             seq = self._seqs.pop((name, made), 0)
-            policy = Policy(name, made, self._parts, besides(self._parts, name, next(self._numbers)))
+            policy = ServedPolicy(name, made, self._parts, besides(self._parts, name, next(self._numbers)))
             self._others[name] = policy
             policy.gate.pause(self._paused)
             policy.begin(seq)
@@ -139,7 +139,7 @@ class Policies:
         with self.named(name).in_use(self._uses) as service:
             yield service
 
-    def named(self, name: str) -> Policy:
+    def named(self, name: str) -> ServedPolicy:
         """One that serves. Raises PolicyNotLoaded."""
         policy = self._others.get(name)
         if policy is None or not policy.serves:
@@ -158,7 +158,7 @@ class Policies:
         self._go(policy)
         return True
 
-    def _go(self, policy: Policy) -> None:
+    def _go(self, policy: ServedPolicy) -> None:
         del self._others[policy.name]
         self._going.append(policy)
         policy.shut()
@@ -177,7 +177,7 @@ class Policies:
         if len(self._ended) > ENDED_KNOWN:
             del self._ended[next(iter(self._ended))]
 
-    async def _end(self, policy: Policy) -> None:
+    async def _end(self, policy: ServedPolicy) -> None:
         await policy.left()
         await policy.close()
         self._parts.engine.end_policy(policy.key)

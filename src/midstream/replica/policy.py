@@ -22,19 +22,22 @@ from midstream.core.reports import PolicyReport
 from midstream.core.served_names import ServedNames
 from midstream.core.types import BASE_SNAPSHOT, POLICIES_MAX, ModelInfo, Stage
 from midstream.engine.base import Engine, Slot
-from midstream.replica.gate import REQUESTS_MAX, Door, Gate, Namespaces
+from midstream.replica.gate import REQUESTS_MAX, Door, Gate
+from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import ONE, PIN_DRAIN_S, Pins, Residency
-from midstream.replica.service import Kept, Outside, Service
+from midstream.replica.service import KeptAcrossBoots, Outside, Service
 from midstream.replica.sessions import SESSION_IDLE_S
-from midstream.replica.swap.driver import SWAPS_TOLD, Checker, Entrance, SwapDriver, Told
+from midstream.replica.swap.checker import Checker
+from midstream.replica.swap.driver import SWAPS_REPORTED, Entrance, SwapCallbacks, SwapDriver
+from midstream.replica.swap.hints import Hints
 from midstream.replica.swap.history import SwapHistory
-from midstream.replica.swap.source import Files, Hints
+from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import TRANSITIONS_KEPT, SwapMachine
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.tree import BYTES_MAX
 
 #: Stage changes of a policy that a report has. A report is sent whole, with those of all policies.
-TRANSITIONS_TOLD = 8
+TRANSITIONS_REPORTED = 8
 #: How long a policy that was loaded is kept for its first request.
 UNUSED_S = 2.0
 
@@ -56,7 +59,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PolicyParts:
     """What all policies of a replica share. boot: the one that serves now.
 
     died: takes the boot and why its engine is gone. driver_ended: takes the boot, the policy and the task of its driver.
@@ -66,7 +69,7 @@ class Parts:
     text: TextModel
     names: ServedNames
     files: Files
-    kept: Callable[[], Kept]
+    kept: Callable[[], KeptAcrossBoots]
     outside: Outside
     bounds: Bounds
     boot: Callable[[], str]
@@ -80,7 +83,7 @@ class Parts:
 @dataclass(frozen=True)
 class Terms:
     """What differs between policies. key: what the engine calls it. unsound: the refusal while weights that failed their check
-    serve. transitions_told, swaps_told: stage changes and timings that a
+    serve. transitions_reported, swaps_told: stage changes and timings that a
     report has."""
 
     names: ServedNames
@@ -89,18 +92,18 @@ class Terms:
     files: Files
     residency: Residency
     unsound: type[ReplicaUnavailable]
-    transitions_told: int
+    transitions_reported: int
     swaps_told: int
 
 
-def deployments_own(parts: Parts) -> Terms:
+def deployments_own(parts: PolicyParts) -> Terms:
     residency = parts.bounds.residency
     return Terms(
-        parts.names, "", parts.engine, parts.files, residency, AnotherBoot, TRANSITIONS_KEPT, SWAPS_TOLD
+        parts.names, "", parts.engine, parts.files, residency, AnotherBoot, TRANSITIONS_KEPT, SWAPS_REPORTED
     )
 
 
-def besides(parts: Parts, name: str, number: int) -> Terms:
+def besides(parts: PolicyParts, name: str, number: int) -> Terms:
     """number: never the same twice in a replica's life. One of an old name is another policy for the engine, too."""
     key = f"{name}#{number}"
     names = ServedNames(f"{parts.names.account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
@@ -108,15 +111,17 @@ def besides(parts: Parts, name: str, number: int) -> Terms:
     files = replace(parts.files, source=source, hints=Hints(source.prefetch))
     residency = Residency(parts.bounds.residency.snapshots)
     # Weights of a policy that failed their check say nothing of the whole replica.
-    return Terms(names, key, parts.engine.slot(key), files, residency, PolicyNotLoaded, TRANSITIONS_TOLD, 1)
+    return Terms(
+        names, key, parts.engine.slot(key), files, residency, PolicyNotLoaded, TRANSITIONS_REPORTED, 1
+    )
 
 
-class Policy:
+class ServedPolicy:
     """made: as Desired has it."""
 
     driver: SwapDriver
 
-    def __init__(self, name: str, made: float, parts: Parts, terms: Terms) -> None:
+    def __init__(self, name: str, made: float, parts: PolicyParts, terms: Terms) -> None:
         self.name = name
         self.made = made
         #: Requests that use it, also before they pass the gate.
@@ -139,7 +144,7 @@ class Policy:
         self._checker = Checker(parts.engine, outside.new_boot, slot=terms.slot, policy=terms.key)
 
     def __repr__(self) -> str:
-        return f"Policy({self.name!r}, {self.driver.machine!r}, {self.gate!r})"
+        return f"ServedPolicy({self.name!r}, {self.driver.machine!r}, {self.gate!r})"
 
     @property
     def serves(self) -> bool:
@@ -155,7 +160,7 @@ class Policy:
             machine=SwapMachine(parts.outside.clock, seq),
             checker=self._checker,
             monotonic=parts.outside.monotonic,
-            told=Told(
+            callbacks=SwapCallbacks(
                 self._moved, parts.on_settled, lambda reason: parts.died(boot, reason), parts.on_swapped
             ),
         )
@@ -248,7 +253,7 @@ class Policy:
             check=self.driver.check,
             contents=self.driver.contents,
             swaps=self.driver.swaps[-self._terms.swaps_told :],
-            transitions=tuple(machine.transitions)[-self._terms.transitions_told :],
+            transitions=tuple(machine.transitions)[-self._terms.transitions_reported :],
             resident=self.pins.resident(machine.serving),
         )
 

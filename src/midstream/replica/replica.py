@@ -31,14 +31,15 @@ from midstream.core.types import ENGINE_SILENT_FROM_S, Desired, Hint, ModelInfo,
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
-from midstream.replica.policies import Policies
-from midstream.replica.policy import Bounds, Parts, Policy
-from midstream.replica.service import REAL, Kept, Outside, Service
+from midstream.replica.policies import ServedPolicies
+from midstream.replica.policy import Bounds, PolicyParts, ServedPolicy
+from midstream.replica.service import REAL, KeptAcrossBoots, Outside, Service
 from midstream.replica.sessions import Sessions
 from midstream.replica.spans import trace_swap
 from midstream.replica.stored import StoredResponses
+from midstream.replica.swap.hints import Hints
 from midstream.replica.swap.history import SwapHistory
-from midstream.replica.swap.source import Files, Hints, SnapshotSource
+from midstream.replica.swap.source import Files, SnapshotSource
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.text_jobs import TextJobs
@@ -93,7 +94,7 @@ class Replica:
         self._grammars = GrammarChecks()
         self.responses = StoredResponses(name, self.trees.close)
         self._journal: Journal | None = None
-        self._kept = Kept(self.sessions, self._jobs, self._grammars, self.trees, self.responses)
+        self._kept = KeptAcrossBoots(self.sessions, self._jobs, self._grammars, self.trees, self.responses)
         #: What was asked for last, and what was carried out.
         self._to_pause = self._pause = Pause()
         self._pausing: asyncio.Task[None] | None = None
@@ -106,14 +107,16 @@ class Replica:
         self.closed = False
         self.boot = outside.new_boot()
         self._policies_max = bounds.policies_max
-        self.policies = Policies(self._parts(bounds, Files(source, Hints(source.prefetch), base_directory)))
+        self.policies = ServedPolicies(
+            self._parts(bounds, Files(source, Hints(source.prefetch), base_directory))
+        )
         engine.on_death(self._on_death)
 
     def __repr__(self) -> str:
         return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.own!r})"
 
     @property
-    def own(self) -> Policy:
+    def own(self) -> ServedPolicy:
         """The deployment's own policy."""
         return self.policies.own
 
@@ -130,8 +133,8 @@ class Replica:
         pulse.on_change = self._changed
         pulse.on_stall = partial(self.sessions.measures.observe, "event_loop_stall_seconds")
 
-    def _parts(self, bounds: Bounds, files: Files) -> Parts:
-        return Parts(
+    def _parts(self, bounds: Bounds, files: Files) -> PolicyParts:
+        return PolicyParts(
             engine=self._engine,
             text=self._text,
             names=self.names,
@@ -198,7 +201,7 @@ class Replica:
     def trajectories(self) -> Trajectories:
         """What its turns and swaps were like, and what rewards came to. It changes with what is measured."""
         found = self.sessions.trajectories()
-        return Trajectories(measures=found.measures, counts=found.counts, rewards=self.trees.rewards.told())
+        return Trajectories(measures=found.measures, counts=found.counts, rewards=self.trees.rewards.report())
 
     async def start(self) -> None:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""

@@ -46,7 +46,7 @@ from midstream.core.versions import (
 )
 from midstream.replica import gate
 from midstream.replica.aborts import Called, called_as, names_of_choices
-from midstream.replica.gate import Namespaces, cache_salt
+from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
 from midstream.replica.request.checked import (
@@ -98,7 +98,7 @@ REAL = Outside()
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptAcrossBoots:
     """What all policies of a replica share, and keep while its engine ends and starts again."""
 
     sessions: Sessions
@@ -126,7 +126,7 @@ class _Ready(NamedTuple):
 class Service(Surroundings):
     """Serves the requests of one policy in one boot."""
 
-    kept: Kept
+    kept: KeptAcrossBoots
     pins: Pins
     namespaces: Namespaces
     random_seed: Callable[[], int]

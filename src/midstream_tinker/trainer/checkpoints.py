@@ -27,13 +27,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from midstream.client.weights import copy_matching
+from midstream.client.checkpoint import copy_matching
 from midstream.core.decoding import NOT_JSON
 from midstream.core.private import DIRECTORY_MODE, FILE_MODE, private_directory
 from midstream.snapshots.durable import sync_directory, sync_tree
 from midstream.snapshots.layout import COMPANION_FILES, INDEX_FILE, read_file_layout, read_spec
 from midstream_tinker.trainer.model import BaseModel, TrainedModel
-from midstream_tinker.trainer.types import Failed, LoraConfig
+from midstream_tinker.trainer.types import LoraConfig, WorkFailed
 
 META_FILE = "meta.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -97,32 +97,32 @@ def _write_trainable(model: TrainedModel, into: Path) -> None:
 
 
 def read_meta(directory: Path) -> Meta:
-    """Raises Failed."""
+    """Raises WorkFailed."""
     _recover(directory)
     try:
         meta = msgspec.json.decode((directory / META_FILE).read_bytes(), type=Meta)
     except FileNotFoundError as error:
-        raise Failed("the checkpoint is not there") from error
+        raise WorkFailed("the checkpoint is not there") from error
     except NOT_JSON as error:
-        raise Failed(f"the checkpoint's {META_FILE} cannot be read: {error}") from error
+        raise WorkFailed(f"the checkpoint's {META_FILE} cannot be read: {error}") from error
     if meta.format != FORMAT:
-        raise Failed(f"the checkpoint has format {meta.format}, this server reads {FORMAT}")
+        raise WorkFailed(f"the checkpoint has format {meta.format}, this server reads {FORMAT}")
     return meta
 
 
 def load_state(model: TrainedModel, directory: Path, optimizer: bool) -> None:
-    """Raises Failed, with the model as it was."""
+    """Raises WorkFailed, with the model as it was."""
     meta = read_meta(directory)
     _check_meta(meta, model, optimizer)
     weights = _read(directory / (ADAPTER_FILE if meta.lora.rank else MODEL_FILE))
     state = _read(directory / OPTIMIZER_FILE) if optimizer else {}
     if weights.keys() != model.trainable.keys():
         other = sorted(weights.keys() ^ model.trainable.keys())[0]
-        raise Failed(f"the checkpoint's tensors are not those of the model: {other}")
+        raise WorkFailed(f"the checkpoint's tensors are not those of the model: {other}")
     for name, parameter in model.trainable.items():
         if weights[name].shape != parameter.shape:
             has, expected = list(weights[name].shape), list(parameter.shape)
-            raise Failed(f"the checkpoint's {name} has shape {has}, the model {expected}")
+            raise WorkFailed(f"the checkpoint's {name} has shape {has}, the model {expected}")
     if optimizer:
         model.optimizer.load(state, meta.steps)
     else:
@@ -133,14 +133,14 @@ def load_state(model: TrainedModel, directory: Path, optimizer: bool) -> None:
 
 
 def _check_meta(meta: Meta, model: TrainedModel, optimizer: bool) -> None:
-    """Raises Failed."""
+    """Raises WorkFailed."""
     if meta.base != fingerprint(model.base.directory):
-        raise Failed("the checkpoint was made from another base model")
+        raise WorkFailed("the checkpoint was made from another base model")
     saved, own = (msgspec.structs.replace(lora, seed=None) for lora in (meta.lora, model.lora))
     if saved != own:
-        raise Failed(f"the checkpoint is of {_described(saved)}, the model of {_described(own)}")
+        raise WorkFailed(f"the checkpoint is of {_described(saved)}, the model of {_described(own)}")
     if optimizer and not meta.optimizer:
-        raise Failed("the checkpoint has no optimizer state")
+        raise WorkFailed("the checkpoint has no optimizer state")
 
 
 def _described(lora: LoraConfig) -> str:
@@ -154,12 +154,15 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise Failed(f"the checkpoint's {path.name} cannot be read: {error}", "server") from error
+        raise WorkFailed(f"the checkpoint's {path.name} cannot be read: {error}", "server") from error
     return tensors
 
 
 def export_weights(model: TrainedModel, directory: Path) -> int:
-    """A checkpoint that the engine loads in the base's place. Bytes written. Raises OSError; Failed for a tensor not finite."""
+    """A checkpoint that the engine loads in the base's place.
+
+    Bytes written. Raises OSError; WorkFailed for a tensor not finite.
+    """
     base = model.base.directory
     state = served_names(
         model.base, model.module if model.adapter is None else model.base.frozen, model.merged()
@@ -184,7 +187,7 @@ def export_adapter(model: TrainedModel, directory: Path) -> int:
     assert model.adapter is not None
     for name, parameter in model.trainable.items():
         if not torch.isfinite(parameter).all():
-            raise Failed(f"{name} is not finite: these weights cannot be served")
+            raise WorkFailed(f"{name} is not finite: these weights cannot be served")
     return write_directory(directory, lambda into: _write_trainable(model, into), replace=False)
 
 
@@ -196,7 +199,7 @@ def _as_served(name: str, state: Mapping[str, Tensor], original: Any) -> Tensor:
     kind = original.get_tensor(name).dtype
     tensor = state[name].detach().to("cpu", kind).contiguous()
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-        raise Failed(f"{name} is not finite in {kind}: these weights cannot be served")
+        raise WorkFailed(f"{name} is not finite in {kind}: these weights cannot be served")
     return tensor
 
 
@@ -207,11 +210,11 @@ def served_names(base: BaseModel, module: Any, state: Mapping[str, Tensor]) -> d
     tied = {tensor.data_ptr() for name, tensor in named.items() if name in spec}
     for name, tensor in named.items():
         if name in spec and tuple(tensor.shape) != spec[name].shape:
-            raise Failed(
+            raise WorkFailed(
                 f"{name} has shape {list(tensor.shape)}, the base {list(spec[name].shape)}", "server"
             )
         if name not in spec and tensor.data_ptr() not in tied:
-            raise Failed(f"{name} is trained, but the base checkpoint has no such tensor", "server")
+            raise WorkFailed(f"{name} is trained, but the base checkpoint has no such tensor", "server")
     return named
 
 

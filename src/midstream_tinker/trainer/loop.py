@@ -31,7 +31,7 @@ from midstream_tinker.trainer.checkpoints import (
     save_state,
 )
 from midstream_tinker.trainer.model import BaseModel, TrainedModel
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TrainerLoop:
         """Never raises: the answer has the failure, and the models are as they were."""
         try:
             return self._do(command)
-        except Failed as error:
+        except WorkFailed as error:
             return m.Refused(error.message, error.category)
         except OSError as error:
             # The disk's fault, as when it is full.
@@ -62,16 +62,16 @@ class TrainerLoop:
         match command:
             case m.CreateModel(model_id, lora):
                 if model_id in self._models:
-                    raise Failed(f"model {model_id} is there already", "server")
+                    raise WorkFailed(f"model {model_id} is there already", "server")
                 self._models[model_id] = TrainedModel(self._base, model_id, lora)
                 return self._models[model_id].state()
             case m.DropModel(model_id):
                 self._models.pop(model_id, None)
-                return m.Done()
+                return m.TrainerDone()
             case m.LoadState(model_id, directory, optimizer):
                 return self._load(model_id, Path(directory), optimizer)
             case m.RunForwardBackward(request):
-                return m.Losses(self._model(request.model_id).forward_backward(request))
+                return m.LossReply(self._model(request.model_id).forward_backward(request))
             case m.OptimStep(model_id, adam):
                 return m.Metrics(self._model(model_id).optim_step(adam))
             case m.SaveState(model_id, directory, optimizer):
@@ -79,8 +79,8 @@ class TrainerLoop:
             case m.ExportWeights(model_id, directory, adapter):
                 export = export_adapter if adapter else export_weights
                 return m.Written(export(self._model(model_id), Path(directory)))
-            case m.Start():
-                raise Failed("the trainer has started already", "server")
+            case m.StartTrainer():
+                raise WorkFailed("the trainer has started already", "server")
 
     def _load(self, model_id: str, directory: Path, optimizer: bool) -> m.ModelState:
         model = self._models.get(model_id) or TrainedModel(self._base, model_id, read_meta(directory).lora)
@@ -90,7 +90,7 @@ class TrainerLoop:
 
     def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self._models:
-            raise Failed(f"the trainer has no model {model_id}", "server")
+            raise WorkFailed(f"the trainer has no model {model_id}", "server")
         return self._models[model_id]
 
 
@@ -120,7 +120,7 @@ def main() -> int:
     commands: queue.SimpleQueue[m.Command] = queue.SimpleQueue()
     threading.Thread(target=receive, args=(channel, commands), daemon=True, name="receive").start()
     start = commands.get()
-    assert isinstance(start, m.Start)
+    assert isinstance(start, m.StartTrainer)
     torch.set_num_threads(max(1, start.threads))
     try:
         base = BaseModel(start)
@@ -130,7 +130,7 @@ def main() -> int:
         reason = " ".join(str(error).split())
         channel.send(m.Refused(f"{type(error).__name__}: {reason}", "server"))
         return 1
-    channel.send(m.Ready(base.info()))
+    channel.send(m.TrainerReady(base.info()))
     loop = TrainerLoop(base)
     while True:
         channel.send(loop.answer(commands.get()))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from midstream_tinker.trainer import types
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 # An input of every loss: the experts to take (replay.py).
 ROUTES = "routing_matrix"
@@ -29,7 +29,7 @@ Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossTerms:
     """values: per token, to be summed. ratio, clipped: per token that counts, of losses that have a ratio."""
 
     values: Tensor
@@ -38,11 +38,11 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossFunction:
     """inputs: float tensors of the targets' shape. optional: those with a value for where they are not given. config: settings
     and their defaults, which an input of the same name overrides token by token."""
 
-    terms: Callable[[Tensor, Inputs], Terms]
+    terms: Callable[[Tensor, Inputs], LossTerms]
     inputs: tuple[str, ...] = ()
     optional: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, float] = field(default_factory=dict)
@@ -67,36 +67,36 @@ class Loss:
         return CLIP_LOW in self.config
 
 
-def _cross_entropy(logprobs: Tensor, inputs: Inputs) -> Terms:
-    return Terms(-logprobs * inputs["weights"])
+def _cross_entropy(logprobs: Tensor, inputs: Inputs) -> LossTerms:
+    return LossTerms(-logprobs * inputs["weights"])
 
 
-def _importance_sampling(logprobs: Tensor, inputs: Inputs) -> Terms:
+def _importance_sampling(logprobs: Tensor, inputs: Inputs) -> LossTerms:
     ratio, counts = _ratio(logprobs, inputs)
-    return Terms(-ratio * inputs["advantages"], ratio.detach()[counts])
+    return LossTerms(-ratio * inputs["advantages"], ratio.detach()[counts])
 
 
-def _ppo(logprobs: Tensor, inputs: Inputs) -> Terms:
+def _ppo(logprobs: Tensor, inputs: Inputs) -> LossTerms:
     # Beyond the upper bound a gain has no gradient; said here, as 0 times that of an infinite ratio would be NaN.
     beyond = torch.exp(logprobs.detach() - inputs["logprobs"]) > inputs[CLIP_HIGH]
     moving = torch.where(beyond & (inputs["advantages"] > 0), logprobs.detach(), logprobs)
     ratio, counts = _ratio(moving, inputs)
     clipped = torch.clamp(ratio, inputs[CLIP_LOW], inputs[CLIP_HIGH])
     values = -torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"])
-    return Terms(values, ratio.detach()[counts], (clipped != ratio)[counts])
+    return LossTerms(values, ratio.detach()[counts], (clipped != ratio)[counts])
 
 
-def _cispo(logprobs: Tensor, inputs: Inputs) -> Terms:
+def _cispo(logprobs: Tensor, inputs: Inputs) -> LossTerms:
     ratio, counts = _ratio(logprobs.detach(), inputs)
     clipped = torch.clamp(ratio, inputs[CLIP_LOW], inputs[CLIP_HIGH])
-    return Terms(-clipped * logprobs * inputs["advantages"], ratio[counts], (clipped != ratio)[counts])
+    return LossTerms(-clipped * logprobs * inputs["advantages"], ratio[counts], (clipped != ratio)[counts])
 
 
-def _dro(logprobs: Tensor, inputs: Inputs) -> Terms:
+def _dro(logprobs: Tensor, inputs: Inputs) -> LossTerms:
     apart = logprobs - inputs["logprobs"]
     values = -(logprobs * inputs["advantages"] - 0.5 * inputs[BETA] * apart.square())
     ratio, counts = _ratio(logprobs.detach(), inputs)
-    return Terms(values, ratio[counts])
+    return LossTerms(values, ratio[counts])
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -107,12 +107,12 @@ def _ratio(logprobs: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 _CLIP = {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}
 _POLICY = ("logprobs", "advantages")
-LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(_cross_entropy, optional={"weights": 1.0}, several_targets=True),
-    "importance_sampling": Loss(_importance_sampling, _POLICY),
-    "ppo": Loss(_ppo, _POLICY, config=_CLIP),
-    "cispo": Loss(_cispo, _POLICY, config=_CLIP),
-    "dro": Loss(_dro, _POLICY, config={BETA: 0.05}),
+LOSSES: Mapping[str, LossFunction] = {
+    "cross_entropy": LossFunction(_cross_entropy, optional={"weights": 1.0}, several_targets=True),
+    "importance_sampling": LossFunction(_importance_sampling, _POLICY),
+    "ppo": LossFunction(_ppo, _POLICY, config=_CLIP),
+    "cispo": LossFunction(_cispo, _POLICY, config=_CLIP),
+    "dro": LossFunction(_dro, _POLICY, config={BETA: 0.05}),
 }
 
 
@@ -133,46 +133,53 @@ class Example:
         return len(self.tokens)
 
 
-def named_loss(name: str) -> Loss:
-    """Raises Failed."""
+def named_loss(name: str) -> LossFunction:
+    """Raises WorkFailed."""
     if name not in LOSSES:
-        raise Failed(f"loss_fn {name!r} is not supported here; supported: {', '.join(LOSSES)}")
+        raise WorkFailed(f"loss_fn {name!r} is not supported here; supported: {', '.join(LOSSES)}")
     return LOSSES[name]
 
 
-def read_config(name: str, loss: Loss, config: Mapping[str, float | str]) -> dict[str, float]:
-    """The settings with their defaults. Raises Failed for one the loss does not have, or that is no finite number."""
+def read_config(name: str, loss: LossFunction, config: Mapping[str, float | str]) -> dict[str, float]:
+    """The settings with their defaults. Raises WorkFailed for one the loss does not have, or that is no finite number."""
     for key, value in config.items():
         if key not in loss.config:
             known = ", ".join(loss.config) or "none"
-            raise Failed(f"loss_fn_config.{key} is not supported by {name}; supported: {known}")
+            raise WorkFailed(f"loss_fn_config.{key} is not supported by {name}; supported: {known}")
         if not isinstance(value, int | float) or not np.isfinite(value):
-            raise Failed(f"loss_fn_config.{key} must be a finite number, got {value!r}")
+            raise WorkFailed(f"loss_fn_config.{key} must be a finite number, got {value!r}")
     return {**loss.config, **{key: float(value) for key, value in config.items()}}
 
 
 def read_example(
-    datum: types.Datum, index: int, name: str, loss: Loss, config: Mapping[str, float], vocab_size: int
+    datum: types.Datum,
+    index: int,
+    name: str,
+    loss: LossFunction,
+    config: Mapping[str, float],
+    vocab_size: int,
 ) -> Example:
-    """Everything about a datum that can be wrong is found here. Raises Failed, which names it."""
+    """Everything about a datum that can be wrong is found here. Raises WorkFailed, which names it."""
     at = f"data[{index}]"
     tokens = np.asarray(datum.tokens, dtype=np.int64)
     if not len(tokens):
-        raise Failed(f"{at}.model_input has no tokens")
+        raise WorkFailed(f"{at}.model_input has no tokens")
     _check_tokens(f"{at}.model_input", tokens, vocab_size)
     if unknown := sorted(datum.inputs.keys() - {TARGETS, ROUTES, *loss.per_token}):
         known = ", ".join((TARGETS, *loss.per_token, ROUTES))
-        raise Failed(f"{at}.loss_fn_inputs: {unknown[0]!r} is not an input of {name}; supported: {known}")
+        raise WorkFailed(f"{at}.loss_fn_inputs: {unknown[0]!r} is not an input of {name}; supported: {known}")
     for needed in (TARGETS, *loss.inputs):
         if needed not in datum.inputs:
-            raise Failed(f"{at}.loss_fn_inputs: {name} needs {needed}")
+            raise WorkFailed(f"{at}.loss_fn_inputs: {name} needs {needed}")
     targets = _array(datum.inputs[TARGETS])
     dimensions = (1, 2) if loss.several_targets else (1,)
     if targets.ndim not in dimensions or len(targets) != len(tokens):
         expected = f"[{len(tokens)}]" + (f" or [{len(tokens)}, k]" if loss.several_targets else "")
-        raise Failed(f"{at}.loss_fn_inputs.{TARGETS} has shape {list(targets.shape)}, expected {expected}")
+        raise WorkFailed(
+            f"{at}.loss_fn_inputs.{TARGETS} has shape {list(targets.shape)}, expected {expected}"
+        )
     if targets.dtype.kind != "i":
-        raise Failed(f"{at}.loss_fn_inputs.{TARGETS} must hold token ids, not {targets.dtype}")
+        raise WorkFailed(f"{at}.loss_fn_inputs.{TARGETS} must hold token ids, not {targets.dtype}")
     _check_tokens(f"{at}.loss_fn_inputs.{TARGETS}", targets, vocab_size)
     inputs = {
         key: _numbers(datum, key, f"{at}.loss_fn_inputs.{key}", targets.shape, {**loss.optional, **config})
@@ -196,10 +203,10 @@ def _numbers(
         return torch.full((shape[0], int(np.prod(shape[1:]))), defaults[key])
     values = _array(datum.inputs[key])
     if values.shape != shape:
-        raise Failed(f"{at} has shape {list(values.shape)}, {TARGETS} has {list(shape)}")
+        raise WorkFailed(f"{at} has shape {list(values.shape)}, {TARGETS} has {list(shape)}")
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
-        raise Failed(f"{at} holds a number that is not finite")
+        raise WorkFailed(f"{at} holds a number that is not finite")
     return torch.from_numpy(values.reshape(shape[0], -1))
 
 
@@ -210,4 +217,4 @@ def _array(tensor: types.Tensor) -> np.ndarray:
 def _check_tokens(at: str, tokens: np.ndarray, vocab_size: int) -> None:
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
-        raise Failed(f"{at} holds token {wrong}, the model has 0 to {vocab_size - 1}")
+        raise WorkFailed(f"{at} holds token {wrong}, the model has 0 to {vocab_size - 1}")

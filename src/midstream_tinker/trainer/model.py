@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from midstream.client.checkpoint import no_progress_bars
 from midstream.client.replay import RouterTap, check_routes, routers_of
-from midstream.client.weights import no_progress_bars
 from midstream_tinker.trainer import protocol as m
-from midstream_tinker.trainer.losses import Example, Loss, named_loss, read_config, read_example
+from midstream_tinker.trainer.losses import Example, LossFunction, named_loss, read_config, read_example
 from midstream_tinker.trainer.optimizer import Optimizer
 from midstream_tinker.trainer.passes import positions_of_pass, run_passes
-from midstream_tinker.trainer.types import AdamParams, Failed, ForwardBackward, LoraConfig, LossOutputs
+from midstream_tinker.trainer.types import AdamParams, ForwardBackward, LoraConfig, LossOutputs, WorkFailed
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ LORA_FAMILIES = (*_DENSE_FAMILIES, *_MOE_FAMILIES)
 class BaseModel:
     """The served model's directory, read as often as needed. Nothing is unpickled, and no code of the directory runs."""
 
-    def __init__(self, start: m.Start) -> None:
+    def __init__(self, start: m.StartTrainer) -> None:
         self.directory = Path(start.directory)
         self.dtype: torch.dtype = getattr(torch, start.dtype)
         self.device = torch.device(start.device)
@@ -122,7 +122,7 @@ class TrainedModel:
     """trainable: what the optimizer moves, under the names that checkpoints have."""
 
     def __init__(self, base: BaseModel, model_id: str, lora: LoraConfig) -> None:
-        """Raises Failed for a LoRA that the base's family has no mapping for."""
+        """Raises WorkFailed for a LoRA that the base's family has no mapping for."""
         self.base, self.model_id, self.lora = base, model_id, lora
         self.adapter = None if lora.rank == 0 else adapter_config(base, lora)
         self.module: Any = base.own_module() if self.adapter is None else adapted(base, self.adapter, lora)
@@ -147,7 +147,7 @@ class TrainedModel:
         return m.ModelState(self.model_id, self.lora, count, self.optimizer.steps)
 
     def forward_backward(self, request: ForwardBackward) -> LossOutputs:
-        """Raises Failed, with gradients as they were."""
+        """Raises WorkFailed, with gradients as they were."""
         loss = named_loss(request.loss_fn)
         examples = self._read(request, loss)
         with self._adding_gradients():
@@ -160,10 +160,10 @@ class TrainedModel:
                 positions_max=positions_of_pass(self.base.batch_tokens, self.base.vocab_size),
             )
 
-    def _read(self, request: ForwardBackward, loss: Loss) -> list[Example]:
-        """Raises Failed."""
+    def _read(self, request: ForwardBackward, loss: LossFunction) -> list[Example]:
+        """Raises WorkFailed."""
         if not request.data:
-            raise Failed("data is empty")
+            raise WorkFailed("data is empty")
         config = read_config(request.loss_fn, loss, request.config)
         examples = [
             read_example(datum, index, request.loss_fn, loss, config, self.base.vocab_size)
@@ -193,7 +193,7 @@ class TrainedModel:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Raises Failed."""
+        """Raises WorkFailed."""
         return self.optimizer.step(adam)
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class TrainedModel:
 
     def _check_size(self, index: int, length: int) -> None:
         if length > self.base.max_positions:
-            raise Failed(
+            raise WorkFailed(
                 f"data[{index}].model_input has {length} tokens, the model takes {self.base.max_positions}"
             )
 
@@ -219,11 +219,11 @@ class TrainedModel:
         top_k, experts = self.base.routers[0] if self.base.routers else (0, 0)
         wrong = check_routes(routes.numpy(), length, len(self.base.routers), top_k, experts)
         if wrong is not None:
-            raise Failed(f"data[{index}].loss_fn_inputs.routing_matrix: {wrong}")
+            raise WorkFailed(f"data[{index}].loss_fn_inputs.routing_matrix: {wrong}")
 
 
 def adapter_config(base: BaseModel, lora: LoraConfig) -> PeftConfig:
-    """Raises Failed."""
+    """Raises WorkFailed."""
     modules, parameters = lora_targets(base.config, lora)
     return PeftConfig(
         r=lora.rank,
@@ -248,11 +248,11 @@ def adapted(base: BaseModel, config: PeftConfig, lora: LoraConfig) -> Any:
 
 
 def lora_targets(config: Any, lora: LoraConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules, by the last part of their names, and parameters of experts. Raises Failed."""
+    """Modules, by the last part of their names, and parameters of experts. Raises WorkFailed."""
     family = config.model_type
     if family not in LORA_FAMILIES:
         known = ", ".join(LORA_FAMILIES)
-        raise Failed(
+        raise WorkFailed(
             f"LoRA is not known for models of type {family}, only for {known}; rank 0 trains all weights"
         )
     unembed = lora.train_unembed
@@ -267,7 +267,7 @@ def lora_targets(config: Any, lora: LoraConfig) -> tuple[tuple[str, ...], tuple[
     )
     parameters = _EXPERTS if lora.train_mlp and moe else ()
     if not modules and not parameters:
-        raise Failed(
+        raise WorkFailed(
             "nothing would be trained: train_attn, train_mlp and train_unembed are all off for this model"
         )
     return modules, parameters

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from midstream_tinker.trainer.types import AdamParams, Failed
+from midstream_tinker.trainer.types import AdamParams, WorkFailed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS_MIN = 1e-37
@@ -29,7 +29,7 @@ class Optimizer:
         return torch.optim.AdamW(self.parameters.values(), fused=True)
 
     def step(self, adam: AdamParams) -> dict[str, float]:
-        """Raises Failed, with the weights as they were, when the gradients are not finite, or eps is 0 in float32."""
+        """Raises WorkFailed, with the weights as they were, when the gradients are not finite, or eps is 0 in float32."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         metrics = {"grad_norm:mean": 0.0, "learning_rate:mean": adam.learning_rate}
         if not gradients:
@@ -38,11 +38,11 @@ class Optimizer:
         metrics["grad_norm:mean"] = norm.item()
         try:
             if not math.isfinite(metrics["grad_norm:mean"]):
-                raise Failed(
+                raise WorkFailed(
                     "the gradients are not finite: they are dropped, and the weights are as they were"
                 )
             if adam.eps < EPS_MIN:
-                raise Failed(
+                raise WorkFailed(
                     f"eps is {adam.eps:g}, at least {EPS_MIN:g} is needed: weights with gradients of 0 alone would "
                     "not be finite. The gradients are dropped"
                 )
@@ -73,20 +73,22 @@ class Optimizer:
         }
 
     def load(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """What `state` gave. Raises Failed, with nothing changed, when it is of other parameters."""
+        """What `state` gave. Raises WorkFailed, with nothing changed, when it is of other parameters."""
         loaded: dict[Tensor, dict[str, Tensor]] = {}
         for key, value in state.items():
             kind, _, name = key.partition("/")
             parameter = self.parameters.get(name)
             if parameter is None or kind not in (*MOMENTS, "step"):
-                raise Failed(f"the optimizer's state holds {key}, which is of no parameter that is trained")
+                raise WorkFailed(
+                    f"the optimizer's state holds {key}, which is of no parameter that is trained"
+                )
             if kind != "step" and value.shape != parameter.shape:
                 shape = list(parameter.shape)
-                raise Failed(f"the optimizer's {key} has shape {list(value.shape)}, expected {shape}")
+                raise WorkFailed(f"the optimizer's {key} has shape {list(value.shape)}, expected {shape}")
             moved = value.to(parameter.device, torch.float32 if kind == "step" else parameter.dtype)
             loaded.setdefault(parameter, {})[kind] = moved.clone()
         if any(len(entry) != len(MOMENTS) + 1 for entry in loaded.values()):
-            raise Failed("the optimizer's state is not whole")
+            raise WorkFailed("the optimizer's state is not whole")
         self.reset()
         self._adam.state.update(loaded)
         self.steps = steps

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from midstream.client.replay import OWN_ROUTE, RouterTap, pad_routes, pad_sequences
 from midstream_tinker.trainer import types
-from midstream_tinker.trainer.losses import Example, Loss, Terms
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.losses import Example, LossFunction, LossTerms
+from midstream_tinker.trainer.types import WorkFailed
 
 # Logits of one pass, in float32.
 LOGITS_BYTES_MAX = 2**30
@@ -34,7 +34,7 @@ class _Sums:
     ratios: int = 0
     clipped: int = 0
 
-    def add(self, terms: Terms, matter: Tensor) -> None:
+    def add(self, terms: LossTerms, matter: Tensor) -> None:
         self.loss += terms.values.detach().double().sum().item()
         self.tokens += int((matter != 0).sum())
         if terms.ratio is not None:
@@ -43,7 +43,7 @@ class _Sums:
         if terms.clipped is not None:
             self.clipped += int(terms.clipped.sum())
 
-    def metrics(self, loss: Loss) -> dict[str, float]:
+    def metrics(self, loss: LossFunction) -> dict[str, float]:
         metrics = {"loss:sum": self.loss, "tokens:sum": float(self.tokens)}
         if loss.has_ratio:
             metrics["ratio:mean"] = self.ratio / self.ratios if self.ratios else 1.0
@@ -55,13 +55,16 @@ class _Sums:
 def run_passes(
     module: Any,
     tap: RouterTap,
-    loss: Loss,
+    loss: LossFunction,
     examples: Sequence[Example],
     *,
     backward: bool,
     positions_max: int,
 ) -> types.LossOutputs:
-    """Gradients are added to what the parameters hold. Raises Failed for a loss that is not finite, after some were added."""
+    """Gradients are added to what the parameters hold.
+
+    Raises WorkFailed for a loss that is not finite, after some were added.
+    """
     outputs: dict[int, dict[str, types.Tensor]] = {}
     sums = _Sums()
     for indices in micro_batches([len(example) for example in examples], positions_max):
@@ -134,11 +137,11 @@ def _pieces(flat: Tensor, batch: Sequence[Example]) -> Sequence[Tensor]:
 
 
 def _check_finite(values: Tensor, indices: Sequence[int], batch: Sequence[Example]) -> None:
-    """Raises Failed, which names the first datum with a loss that is not finite."""
+    """Raises WorkFailed, which names the first datum with a loss that is not finite."""
     if torch.isfinite(values.detach()).all():
         return
     pieces = _pieces(values.detach(), batch)
     wrong = min(i for i, piece in zip(indices, pieces, strict=True) if not torch.isfinite(piece).all())
-    raise Failed(
+    raise WorkFailed(
         f"the loss of data[{wrong}] is not finite: its logprobs are too far from the model's, or the model diverged"
     )

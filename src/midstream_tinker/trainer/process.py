@@ -1,8 +1,8 @@
 """The front's side of the trainer process. Imports no torch.
 
 Owns: the child process and the calls under way.
-Always holds: every call ends: with its reply, with Failed, or with TrainerDied when the process ends first. Replies come in the
-order of the calls.
+Always holds: every call ends: with its reply, with WorkFailed, or with TrainerDied when the process ends first. Replies come
+in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import overload
 from midstream.core.beside import beside
 from midstream.http import ipc
 from midstream_tinker.trainer import protocol as m
-from midstream_tinker.trainer.types import Failed
+from midstream_tinker.trainer.types import WorkFailed
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _TrainerLink(ipc.Link[m.Reply]):
         try:
             framed = await beside.run(size, lambda: ipc.frame(command))
         except ValueError as error:
-            raise Failed(str(error)) from error
+            raise WorkFailed(str(error)) from error
         if self.lost.is_set():
             raise TrainerDied(NOT_RUNNING)
         self.transport.write(framed)
@@ -66,7 +66,7 @@ class _TrainerLink(ipc.Link[m.Reply]):
 class Trainer:
     """One trainer process at a time; after its end, `start` makes another, which holds no models."""
 
-    def __init__(self, start: m.Start) -> None:
+    def __init__(self, start: m.StartTrainer) -> None:
         self._start = start
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,7 +88,10 @@ class Trainer:
         return self._link is not None and not self._link.lost.is_set() and self._info is not None
 
     async def start(self) -> m.TrainerInfo:
-        """What the base model is. A process that runs is kept. Raises Failed when the model cannot be trained, TrainerDied."""
+        """What the base model is.
+
+        A process that runs is kept. Raises WorkFailed when the model cannot be trained, TrainerDied.
+        """
         async with self._starting:
             if self._info is not None and self.running:
                 return self._info
@@ -99,25 +102,25 @@ class Trainer:
             except BaseException:
                 await self._end(NOT_RUNNING)
                 raise
-            if isinstance(reply, m.Ready):
+            if isinstance(reply, m.TrainerReady):
                 self._info = reply.info
                 return reply.info
             await self._end(NOT_RUNNING)
             why = reply.message if isinstance(reply, m.Refused) else f"it answered {reply!r}"
-            raise Failed(f"the model cannot be trained: {why}", "server")
+            raise WorkFailed(f"the model cannot be trained: {why}", "server")
 
     @overload
     async def call(self, command: m.CreateModel | m.LoadState) -> m.ModelState: ...
     @overload
-    async def call(self, command: m.RunForwardBackward) -> m.Losses: ...
+    async def call(self, command: m.RunForwardBackward) -> m.LossReply: ...
     @overload
     async def call(self, command: m.OptimStep) -> m.Metrics: ...
     @overload
     async def call(self, command: m.SaveState | m.ExportWeights) -> m.Written: ...
     @overload
-    async def call(self, command: m.DropModel) -> m.Done: ...
+    async def call(self, command: m.DropModel) -> m.TrainerDone: ...
     async def call(self, command: m.Command) -> m.Reply:
-        """Raises Failed for what the command ran into, TrainerDied when the process does not run or ends first.
+        """Raises WorkFailed for what the command ran into, TrainerDied when the process does not run or ends first.
 
         A call that is cancelled is carried out all the same.
         """
@@ -126,7 +129,7 @@ class Trainer:
             raise TrainerDied(self._reason)
         reply = await self._link.call(command)
         if isinstance(reply, m.Refused):
-            raise Failed(reply.message, reply.category)
+            raise WorkFailed(reply.message, reply.category)
         return reply
 
     async def close(self) -> None:

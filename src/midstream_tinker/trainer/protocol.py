@@ -1,7 +1,7 @@
 """The messages between the front and the trainer process. `http/ipc.py` frames them. Imports no torch.
 
-Always holds: the first command is Start, and its answer is Ready or Refused. Every later command is answered once, in the order
-of the commands.
+Always holds: the first command is StartTrainer, and its answer is TrainerReady or Refused. Every later command is answered
+once, in the order of the commands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from midstream_tinker.trainer.types import AdamParams, Category, ForwardBackward, LoraConfig, LossOutputs
 
 
-class Start(msgspec.Struct, tag=True, frozen=True):
+class StartTrainer(msgspec.Struct, tag=True, frozen=True):
     """directory: of the base model. batch_tokens: of a forward pass, with its padding, unless one sequence is longer."""
 
     directory: str
@@ -31,7 +31,7 @@ class CreateModel(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropModel(msgspec.Struct, tag=True, frozen=True):
-    """-> Done, also when there is no such model."""
+    """-> TrainerDone, also when there is no such model."""
 
     model_id: str
 
@@ -48,7 +48,7 @@ class LoadState(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunForwardBackward(msgspec.Struct, tag=True, frozen=True):
-    """-> Losses. Gradients are added to those since the last OptimStep; after an error they are as before."""
+    """-> LossReply. Gradients are added to those since the last OptimStep; after an error they are as before."""
 
     request: ForwardBackward
 
@@ -78,7 +78,14 @@ class ExportWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 Command = (
-    Start | CreateModel | DropModel | LoadState | RunForwardBackward | OptimStep | SaveState | ExportWeights
+    StartTrainer
+    | CreateModel
+    | DropModel
+    | LoadState
+    | RunForwardBackward
+    | OptimStep
+    | SaveState
+    | ExportWeights
 )
 
 
@@ -93,11 +100,11 @@ class TrainerInfo(msgspec.Struct, frozen=True):
     experts: int
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
+class TrainerReady(msgspec.Struct, tag=True, frozen=True):
     info: TrainerInfo
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
+class TrainerDone(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
@@ -110,7 +117,7 @@ class ModelState(msgspec.Struct, tag=True, frozen=True):
     steps: int
 
 
-class Losses(msgspec.Struct, tag=True, frozen=True):
+class LossReply(msgspec.Struct, tag=True, frozen=True):
     result: LossOutputs
 
 
@@ -133,7 +140,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     category: Category
 
 
-Reply = Ready | Done | ModelState | Losses | Metrics | Written | Refused
+Reply = TrainerReady | TrainerDone | ModelState | LossReply | Metrics | Written | Refused
 
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -16,7 +16,7 @@ from msgspec import Meta
 Category = Literal["user", "server", "unknown"]
 
 
-class Failed(Exception):
+class WorkFailed(Exception):
     """What was accepted cannot be done: the future ends with this error. The SDK shows it once and does not try again."""
 
     def __init__(self, message: str, category: Category = "user") -> None:

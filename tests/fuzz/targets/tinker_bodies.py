@@ -15,14 +15,14 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from midstream_tinker import codec, json_losses, types
+from midstream_tinker import codec, json_losses, messages, types
+from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.samples import check as check_sample
-from midstream_tinker.serving import TinkerError
-from midstream_tinker.trainer.types import Failed, ForwardBackward
+from midstream_tinker.trainer.types import ForwardBackward, WorkFailed
 from targets.snapshot_files import BETWEEN, directory, safetensors_file
 from targets.target import Target, check, controlled, outcome
 
-BODIES: tuple[type[types.Body], ...] = (
+BODIES: tuple[type[types.TinkerBody], ...] = (
     types.SampleBody,
     types.CreateSessionBody,
     types.SessionBody,
@@ -40,7 +40,7 @@ BODIES: tuple[type[types.Body], ...] = (
 
 
 def check_status(refused: Exception | None) -> None:
-    if isinstance(refused, TinkerError):
+    if isinstance(refused, TinkerRefusal):
         check(
             refused.status == 400, "a client's bytes are the server's fault", refused.status, refused.detail
         )
@@ -50,7 +50,7 @@ def check_status(refused: Exception | None) -> None:
 def run_json(data: bytes) -> None:
     control, body = controlled(data)
     into = BODIES[control % len(BODIES)]
-    read, refused = outcome(TinkerError, lambda: types.decode(body, into))
+    read, refused = outcome(TinkerRefusal, lambda: types.decode(body, into))
     check_status(refused)
     addressee = types.addressee(body)
     if read is None:
@@ -60,13 +60,13 @@ def run_json(data: bytes) -> None:
     again = types.decode(msgspec.json.encode(read), into)
     check(repr(again) == repr(read), "another body when it is written again", read, again)
     if isinstance(read, types.SampleBody):
-        sample, refused = outcome(TinkerError, lambda: check_sample(read))
+        sample, refused = outcome(TinkerRefusal, lambda: check_sample(read))
         check_status(refused)
         if sample is not None:
             check(len(sample.prompt) > 0, "a sample without a prompt", sample)
             json.loads(sample.completion("m"))
     if isinstance(read, json_losses.LossesBody):
-        losses, refused = outcome(TinkerError, lambda: json_losses.forward_backward(body))
+        losses, refused = outcome(TinkerRefusal, lambda: json_losses.forward_backward(body))
         check_status(refused)
         if losses is not None:
             check_losses(losses)
@@ -77,7 +77,7 @@ def json_seeds() -> Iterator[bytes]:
     tensor = {"data": [1.5, 2], "dtype": "float32", "shape": [2, 3]}
     tensor |= {"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 2]}
     params = {"max_tokens": 4, "temperature": 0.5, "stop": ["a"], "seed": 1, "top_p": 1, "top_k": -1}
-    bodies: dict[type[types.Body], dict[str, Any]] = {
+    bodies: dict[type[types.TinkerBody], dict[str, Any]] = {
         types.SampleBody: {
             "prompt": prompt,
             "sampling_params": params,
@@ -124,7 +124,7 @@ def json_seeds() -> Iterator[bytes]:
 
 
 def run_protobuf(data: bytes) -> None:
-    read, refused = outcome(TinkerError, lambda: codec.forward_backward(data))
+    read, refused = outcome(TinkerRefusal, lambda: codec.forward_backward(data))
     check_status(refused)
     addressee = codec.addressee(data)
     if read is None:
@@ -150,7 +150,7 @@ def ordered(read: ForwardBackward) -> str:
 
 
 def written(read: ForwardBackward) -> bytes:
-    message = codec.ForwardBackwardRequest(
+    message = messages.ForwardBackwardRequest(
         model_id=read.model_id, seq_id=read.seq_id, loss_fn=read.loss_fn, forward_only=read.forward_only
     )
     for name, value in read.config.items():
@@ -183,7 +183,7 @@ def sparse(shape: list[int], starts: list[int], columns: list[int]) -> bytes:
 
 
 def request() -> Any:
-    message = codec.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = messages.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     message.data.add().model_input.add().encoded_text.tokens = np.arange(2, dtype="<i4").tobytes()
     return message
 
@@ -232,7 +232,7 @@ def run_state(data: bytes) -> None:
         trainable=weights,
         optimizer=optimizer,
     )
-    _, refused = outcome(Failed, lambda: checkpoints.load_state(cast(Any, model), place, optimizer=True))
+    _, refused = outcome(WorkFailed, lambda: checkpoints.load_state(cast(Any, model), place, optimizer=True))
     if refused is not None:
         check(
             not weights["a"].detach().any() and not optimizer.state(),

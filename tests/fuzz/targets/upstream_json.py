@@ -20,10 +20,10 @@ from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.protocol import ChunkReader, InvalidAnswer, error_of, prompt_records, read_answer
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.http.ipc import Frames, frame
-from midstream_tinker.samples import Sample, sampled
+from midstream_tinker.samples import CheckedSample, sampled
 from midstream_tinker.trainer.protocol import reply_decoder as trainer_decoder
-from midstream_tinker.trainer.types import Failed
-from midstream_tinker.types import SamplingParams
+from midstream_tinker.trainer.types import WorkFailed
+from midstream_tinker.types import TinkerSamplingParams
 from targets.target import Target, check, controlled, outcome, pieces
 
 RECORDED = Path(__file__).parents[2] / "engine_vllm" / "data"
@@ -96,15 +96,15 @@ def run_frames(data: bytes) -> None:
 def run_completion(data: bytes) -> None:
     control, body = controlled(data)
     echoed = control % 4
-    sample = Sample(
+    sample = CheckedSample(
         prompt=PROMPT,
         n=1 + control // 4 % 2,
-        params=SamplingParams(),
+        params=TinkerSamplingParams(),
         prompt_logprobs=bool(echoed),
         topk=control // 8 % 3 if echoed else 0,
         echoed=echoed,
     )
-    result, _ = outcome(Failed, lambda: sampled(sample, body, {}, None))
+    result, _ = outcome(WorkFailed, lambda: sampled(sample, body, {}, None))
     if result is not None:
         check(len(result.result.sequences) == sample.n, "another number of sequences", result)
         scored = result.result.prompt_logprobs

@@ -14,7 +14,7 @@ FLEET = (
     Mutation(
         "each_policy_reads_the_ledger_by_itself",
         "fleet/loop.py",
-        'again_s = float("inf") if self._told and self._is_read else self._poll_s',
+        'again_s = float("inf") if self._signalled_at_once and self._is_read else self._poll_s',
         "again_s = self._poll_s",
         "What a gateway asks of its ledger does not grow with the number of policies.",
         ("control/test_idle.py",),
@@ -110,7 +110,7 @@ FLEET = (
     ),
     Mutation(
         "two_switch_at_once",
-        "fleet/reconcile.py",
+        "fleet/switch_turns.py",
         "        if _switching(report):\n            return _turn(report)",
         "        if _switching(report):\n            continue",
         "One by one, no replica is let go while another one switches.",

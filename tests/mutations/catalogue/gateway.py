@@ -103,7 +103,7 @@ GATEWAY = (
     ),
     Mutation(
         "older_generation_read_last_counts",
-        "fleet/reconcile.py",
+        "fleet/signal_order.py",
         "if before is None or before < generation:",
         "if before is None or before != generation:",
         "A snapshot's place in the order is that of its last signal, whichever is read last.",
@@ -257,16 +257,16 @@ GATEWAY = (
     Mutation(
         "policy_that_made_way_is_the_clients_problem",
         "proxy/request_state.py",
-        "Event.POLICY_NOT_LOADED: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),",
-        "Event.POLICY_NOT_LOADED: (Ruling.LAST_WORD, Ruling.NEXT),",
+        "RequestEvent.POLICY_NOT_LOADED: (Ruling.PLACE_AGAIN, Ruling.PLACE_AGAIN),",
+        "RequestEvent.POLICY_NOT_LOADED: (Ruling.LAST_WORD, Ruling.NEXT),",
         "A request that finds its policy gone from a replica is placed again.",
         ("gateway/test_policy_placement.py",),
     ),
     Mutation(
         "poison_stream_visits_every_replica",
         "proxy/request_state.py",
-        "Event.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),",
-        "Event.ENGINE_LOST: (Ruling.LOSS, Ruling.NEXT),",
+        "RequestEvent.ENGINE_LOST: (Ruling.LOSS, Ruling.LOSS),",
+        "RequestEvent.ENGINE_LOST: (Ruling.LOSS, Ruling.NEXT),",
         "A replica that loses its engine as it goes on with a stream counts as lost with the stream.",
         (
             "gateway/test_refusals.py::test_a_stream_that_costs_an_engine_wherever_it_goes_on_costs_two_of_six",
@@ -285,8 +285,8 @@ GATEWAY = (
     Mutation(
         "session_does_not_wait_for_its_policy",
         "proxy/policy_wait.py",
-        "if home is None or not replicas.comes(home):",
-        "if home is None or replicas.comes(home):",
+        "if home is None or not replicas.is_loading(home):",
+        "if home is None or replicas.is_loading(home):",
         "A session stays where it lives while its policy is loaded there.",
         ("gateway/test_policy_placement.py::test_a_session_waits_for_its_policy_at_home",),
     ),
@@ -318,7 +318,7 @@ GATEWAY = (
     ),
     Mutation(
         "adapter_with_the_files_beside_it",
-        "client/weights.py",
+        "client/checkpoint.py",
         "copy_matching(Path(self.weights), directory, ADAPTER_FILES)",
         "copy_matching(Path(self.weights), directory, WEIGHT_FILES + ADAPTER_FILES)",
         "An adapter's snapshot is its two files and their manifest.",

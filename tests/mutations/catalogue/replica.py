@@ -221,8 +221,8 @@ REPLICA = (
     Mutation(
         "given_up_attempt_goes_on",
         "replica/swap/attempts.py",
-        "(phase, event): (phase, Action.ABANDON)",
-        "(phase, event): (phase, Action.REPORT)",
+        "(phase, event): (phase, AttemptAction.ABANDON)",
+        "(phase, event): (phase, AttemptAction.REPORT)",
         "A swap that was given up for a newer snapshot never switches.",
         ("replica/test_replica_attempts.py",),
     ),
@@ -244,7 +244,7 @@ REPLICA = (
     ),
     Mutation(
         "canary_of_no_numbers",
-        "replica/swap/driver.py",
+        "replica/swap/checker.py",
         "if not math.isfinite(logprob):",
         "if math.isinf(logprob):",
         "A check either tells finite numbers or fails.",
@@ -252,7 +252,7 @@ REPLICA = (
     ),
     Mutation(
         "namespace_dropped",
-        "replica/gate.py",
+        "replica/namespaces.py",
         "for part in (str(namespace), tenant, isolation_key, model):",
         "for part in (tenant, isolation_key, model):",
         "Requests of different cache namespaces share no KV.",
@@ -260,7 +260,7 @@ REPLICA = (
     ),
     Mutation(
         "new_session_is_all",
-        "replica/gate.py",
+        "replica/namespaces.py",
         'if policy == "all":',
         'if policy != "none":',
         "The policy new_session leaves known sessions in their cache namespace.",

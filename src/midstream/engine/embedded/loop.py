@@ -126,7 +126,7 @@ class EngineLoop:
                 # A policy never has more than one snapshot beside those that serve or are resident.
                 self._drop_staged(command.policy)
                 if is_adapter(Path(command.directory)):
-                    self._core.store.adapter_comes(command.call)
+                    self._core.store.expect_adapter(command.call)
                 self._answer(self._stager.submit(command))
             case m.DropStaged(policy):
                 self._drop_staged(policy)

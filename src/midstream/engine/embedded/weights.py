@@ -107,7 +107,7 @@ class WeightStore:
         own = [e for e in self._held if e in track and self.labels[e] == snapshot]
         return track.fixed_at(max(own)) if own else None
 
-    def adapter_comes(self, call: int) -> None:
+    def expect_adapter(self, call: int) -> None:
         """An adapter is going to be read: the base weights stay until `adapter_came`."""
         self._coming.add(call)
 

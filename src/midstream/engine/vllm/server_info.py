@@ -31,7 +31,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     device: Any = None
 
 
-class LoraConfig(msgspec.Struct, frozen=True):
+class VllmLoraConfig(msgspec.Struct, frozen=True):
     max_loras: int = 0
     target_modules: list[str] | None = None
 
@@ -53,7 +53,7 @@ class Config(msgspec.Struct, frozen=True):
     model_config: ModelConfig = ModelConfig()
     device_config: DeviceConfig = DeviceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
-    lora_config: LoraConfig | None = None
+    lora_config: VllmLoraConfig | None = None
     structured_outputs_config: StructuredConfig = StructuredConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
 

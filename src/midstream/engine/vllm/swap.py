@@ -187,7 +187,7 @@ async def switch(
     """Load the weights of `new` between two steps.
 
     on_switch: called when everything that was sampled before has arrived. Nothing is sampled until it returns.
-    resume: whether steps continue after the switch. Raises Unchanged. After CallFailed and Refused the server is in doubt.
+    resume: whether steps continue after the switch. Raises Unchanged. After CallFailed and VllmRefused the server is in doubt.
     """
     await control.pause()
     try:

@@ -35,7 +35,7 @@ from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.sessions import TurnStats
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.toolformat import ToolFormat
-from midstream.replica.turns.history import History, told_branches
+from midstream.replica.turns.history import History, branches_of
 from midstream.replica.wire.base import Wire
 
 #: Of an event that ends no choice.
@@ -146,7 +146,7 @@ class Generation:
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
         self._parts = Parts(checked, work.prompts, service.text.vocabulary, keeps=keeps)
-        branches = told_branches(histories)
+        branches = branches_of(histories)
         if branches is not None and continued is None:
             self._encoder.seam = branch_seam(branches)
 
@@ -163,7 +163,7 @@ class Generation:
             # Clients may give every turn of a trajectory one id.
             "" if own is None else drawn,
             within=prompts[0].within,
-            branch=told_branches(self._histories),
+            branch=branches_of(self._histories),
         )
 
     # -- what others ask

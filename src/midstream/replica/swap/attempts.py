@@ -20,7 +20,7 @@ from midstream.replica.swap.table import SwapMachine
 GIVEN_UP_MAX = 2
 
 
-class Phase(enum.StrEnum):
+class AttemptPhase(enum.StrEnum):
     #: No attempt is in work, or its task has nothing left to do.
     RESTING = "resting"
     #: Files are fetched, rebuilt and verified, and the engine stages them.
@@ -42,7 +42,7 @@ class Phase(enum.StrEnum):
     IN_DOUBT = "in_doubt"
 
 
-class Event(enum.StrEnum):
+class AttemptEvent(enum.StrEnum):
     BEGUN = "begun"
     #: The target serves already.
     SERVES = "serves"
@@ -67,7 +67,7 @@ class Event(enum.StrEnum):
     ENDED = "ended"
 
 
-class Action(enum.StrEnum):
+class AttemptAction(enum.StrEnum):
     """What the driver does in a move."""
 
     NOTHING = "nothing"
@@ -85,43 +85,52 @@ class Action(enum.StrEnum):
     END_BOOT = "end boot"
 
 
-_BETWEEN = (Phase.RESTING, Phase.NEXT)
-_STAGES = (Phase.PREPARING, Phase.HELD, Phase.WAITING)
-_GIVEN_UP = (Phase.SUPERSEDED, Phase.STOPPED)
-_PROGRESS = (Event.STEP, Event.EARLY, Event.READY, Event.DRAINED, Event.CHECKED)
+_BETWEEN = (AttemptPhase.RESTING, AttemptPhase.NEXT)
+_STAGES = (AttemptPhase.PREPARING, AttemptPhase.HELD, AttemptPhase.WAITING)
+_GIVEN_UP = (AttemptPhase.SUPERSEDED, AttemptPhase.STOPPED)
+_PROGRESS = (
+    AttemptEvent.STEP,
+    AttemptEvent.EARLY,
+    AttemptEvent.READY,
+    AttemptEvent.DRAINED,
+    AttemptEvent.CHECKED,
+)
 
 #: The legal moves, all of them.
-ATTEMPTS: Table[Phase, Event, Action] = Table(
-    Phase.RESTING,
+ATTEMPTS: Table[AttemptPhase, AttemptEvent, AttemptAction] = Table(
+    AttemptPhase.RESTING,
     {
-        **{(phase, Event.BEGUN): (Phase.PREPARING, Action.LOAD) for phase in _BETWEEN},
-        **{(phase, Event.SERVES): (Phase.RESTING, Action.NOTHING) for phase in _BETWEEN},
-        (Phase.PREPARING, Event.STEP): (Phase.PREPARING, Action.REPORT),
-        (Phase.PREPARING, Event.EARLY): (Phase.HELD, Action.REPORT),
-        (Phase.PREPARING, Event.READY): (Phase.WAITING, Action.REPORT),
-        (Phase.HELD, Event.LET_GO): (Phase.WAITING, Action.GO_ON),
-        (Phase.WAITING, Event.DRAINED): (Phase.APPLYING, Action.REPORT),
-        (Phase.APPLYING, Event.APPLIED): (Phase.CHECKING, Action.REPORT),
-        (Phase.CHECKING, Event.CHECKED): (Phase.RESTING, Action.REPORT),
-        (Phase.APPLYING, Event.LOST_TRACK): (Phase.IN_DOUBT, Action.END_BOOT),
+        **{(phase, AttemptEvent.BEGUN): (AttemptPhase.PREPARING, AttemptAction.LOAD) for phase in _BETWEEN},
+        **{(phase, AttemptEvent.SERVES): (AttemptPhase.RESTING, AttemptAction.NOTHING) for phase in _BETWEEN},
+        (AttemptPhase.PREPARING, AttemptEvent.STEP): (AttemptPhase.PREPARING, AttemptAction.REPORT),
+        (AttemptPhase.PREPARING, AttemptEvent.EARLY): (AttemptPhase.HELD, AttemptAction.REPORT),
+        (AttemptPhase.PREPARING, AttemptEvent.READY): (AttemptPhase.WAITING, AttemptAction.REPORT),
+        (AttemptPhase.HELD, AttemptEvent.LET_GO): (AttemptPhase.WAITING, AttemptAction.GO_ON),
+        (AttemptPhase.WAITING, AttemptEvent.DRAINED): (AttemptPhase.APPLYING, AttemptAction.REPORT),
+        (AttemptPhase.APPLYING, AttemptEvent.APPLIED): (AttemptPhase.CHECKING, AttemptAction.REPORT),
+        (AttemptPhase.CHECKING, AttemptEvent.CHECKED): (AttemptPhase.RESTING, AttemptAction.REPORT),
+        (AttemptPhase.APPLYING, AttemptEvent.LOST_TRACK): (AttemptPhase.IN_DOUBT, AttemptAction.END_BOOT),
         **{
-            (phase, Event.FAILED): (Phase.RESTING, Action.REPORT_ERROR)
-            for phase in (*_STAGES, Phase.APPLYING, Phase.CHECKING)
+            (phase, AttemptEvent.FAILED): (AttemptPhase.RESTING, AttemptAction.REPORT_ERROR)
+            for phase in (*_STAGES, AttemptPhase.APPLYING, AttemptPhase.CHECKING)
         },
-        **{(phase, Event.NEWER): (Phase.SUPERSEDED, Action.CANCEL) for phase in (*_STAGES, Phase.CHECKING)},
-        **{(phase, Event.STOP): (Phase.STOPPED, Action.CANCEL) for phase in _STAGES},
-        **{(phase, event): (phase, Action.ABANDON) for phase in _GIVEN_UP for event in _PROGRESS},
-        **{(phase, Event.FAILED): (phase, Action.NOTHING) for phase in _GIVEN_UP},
-        (Phase.SUPERSEDED, Event.ENDED): (Phase.NEXT, Action.RELEASE),
-        (Phase.RESTING, Event.ENDED): (Phase.RESTING, Action.RELEASE),
+        **{
+            (phase, AttemptEvent.NEWER): (AttemptPhase.SUPERSEDED, AttemptAction.CANCEL)
+            for phase in (*_STAGES, AttemptPhase.CHECKING)
+        },
+        **{(phase, AttemptEvent.STOP): (AttemptPhase.STOPPED, AttemptAction.CANCEL) for phase in _STAGES},
+        **{(phase, event): (phase, AttemptAction.ABANDON) for phase in _GIVEN_UP for event in _PROGRESS},
+        **{(phase, AttemptEvent.FAILED): (phase, AttemptAction.NOTHING) for phase in _GIVEN_UP},
+        (AttemptPhase.SUPERSEDED, AttemptEvent.ENDED): (AttemptPhase.NEXT, AttemptAction.RELEASE),
+        (AttemptPhase.RESTING, AttemptEvent.ENDED): (AttemptPhase.RESTING, AttemptAction.RELEASE),
     },
 )
 
 #: What a move of the replica's swap is for the attempt. Others are a STEP; for STAGED the target decides.
 _AS_EVENT = {
-    table.Event.COMMIT: Event.DRAINED,
-    table.Event.COMMITTED: Event.APPLIED,
-    table.Event.CHECKED: Event.CHECKED,
+    table.SwapEvent.COMMIT: AttemptEvent.DRAINED,
+    table.SwapEvent.COMMITTED: AttemptEvent.APPLIED,
+    table.SwapEvent.CHECKED: AttemptEvent.CHECKED,
 }
 
 
@@ -136,7 +145,7 @@ class Attempts:
         self._proved = proved
         self._superseded_in_a_row = 0
         self._held_in_vain = 0
-        self.phase = Phase.RESTING
+        self.phase = AttemptPhase.RESTING
 
     def __repr__(self) -> str:
         return f"Attempts({self.phase}, {self._superseded_in_a_row} superseded in a row)"
@@ -144,60 +153,64 @@ class Attempts:
     @property
     def due(self) -> bool:
         """True when an attempt is to begin. Only asked between attempts."""
-        return self._machine.behind or self.phase is Phase.NEXT
+        return self._machine.behind or self.phase is AttemptPhase.NEXT
 
     def begin(self) -> Desired | None:
         """Takes the accepted target into work. None: it serves already."""
         desired = self._machine.begin()
-        self.move(Event.SERVES if desired is None else Event.BEGUN)
+        self.move(AttemptEvent.SERVES if desired is None else AttemptEvent.BEGUN)
         return desired
 
-    def progress(self, made: table.Event) -> Action:
+    def progress(self, made: table.SwapEvent) -> AttemptAction:
         """A step of the attempt is done: REPORT or ABANDON."""
-        if made is table.Event.STAGED:
-            event = Event.EARLY if self._machine.held else Event.READY
+        if made is table.SwapEvent.STAGED:
+            event = AttemptEvent.EARLY if self._machine.held else AttemptEvent.READY
         else:
-            event = _AS_EVENT.get(made, Event.STEP)
+            event = _AS_EVENT.get(made, AttemptEvent.STEP)
         action = self.move(event)
-        if action is Action.REPORT:
+        if action is AttemptAction.REPORT:
             self._machine.advance(made)
         return action
 
-    def signalled(self) -> Action:
+    def signalled(self) -> AttemptAction:
         """After a signal, and after EARLY: CANCEL, GO_ON or NOTHING."""
         if self._worth_giving_up:
-            return self.move(Event.NEWER)
-        if self.phase is Phase.HELD and not self._machine.held:
-            return self.move(Event.LET_GO)
-        return Action.NOTHING
+            return self.move(AttemptEvent.NEWER)
+        if self.phase is AttemptPhase.HELD and not self._machine.held:
+            return self.move(AttemptEvent.LET_GO)
+        return AttemptAction.NOTHING
 
-    def stopped(self) -> Action:
+    def stopped(self) -> AttemptAction:
         """The driver is to end: CANCEL or NOTHING. A switch and its check are finished first."""
-        return self.move(Event.STOP) if (self.phase, Event.STOP) in ATTEMPTS else Action.NOTHING
+        return (
+            self.move(AttemptEvent.STOP)
+            if (self.phase, AttemptEvent.STOP) in ATTEMPTS
+            else AttemptAction.NOTHING
+        )
 
-    def failed(self, error: Exception, message: str) -> Action:
+    def failed(self, error: Exception, message: str) -> AttemptAction:
         """The attempt raised `error`: REPORT_ERROR, END_BOOT or NOTHING."""
-        event = Event.FAILED
-        if self.phase is Phase.APPLYING and not isinstance(error, StagingFailed | EngineDied):
-            event = Event.LOST_TRACK
+        event = AttemptEvent.FAILED
+        if self.phase is AttemptPhase.APPLYING and not isinstance(error, StagingFailed | EngineDied):
+            event = AttemptEvent.LOST_TRACK
         action = self.move(event)
-        if action is not Action.NOTHING:
+        if action is not AttemptAction.NOTHING:
             self._machine.fail(message)
         return action
 
-    def ended(self) -> Action:
+    def ended(self) -> AttemptAction:
         """The attempt's task is over. Raises IllegalMove when it was cancelled by someone else."""
-        return self.move(Event.ENDED)
+        return self.move(AttemptEvent.ENDED)
 
-    def move(self, event: Event) -> Action:
+    def move(self, event: AttemptEvent) -> AttemptAction:
         """What the driver is to do now. Raises IllegalMove."""
         phase, action = ATTEMPTS.move(self.phase, event)
-        if event is Event.NEWER and self.phase is Phase.HELD:
+        if event is AttemptEvent.NEWER and self.phase is AttemptPhase.HELD:
             self._held_in_vain += 1
-        elif event is Event.APPLIED:
+        elif event is AttemptEvent.APPLIED:
             self._held_in_vain = 0
-        elif event is Event.ENDED:
-            superseded = self.phase is Phase.SUPERSEDED
+        elif event is AttemptEvent.ENDED:
+            superseded = self.phase is AttemptPhase.SUPERSEDED
             self._superseded_in_a_row = self._superseded_in_a_row + 1 if superseded else 0
         self.phase = phase
         return action
@@ -205,11 +218,11 @@ class Attempts:
     @property
     def _worth_giving_up(self) -> bool:
         machine, newer = self._machine, self._machine.accepted
-        if newer is None or not machine.behind or (self.phase, Event.NEWER) not in ATTEMPTS:
+        if newer is None or not machine.behind or (self.phase, AttemptEvent.NEWER) not in ATTEMPTS:
             return False
-        if self.phase is Phase.CHECKING and not self._proved:
+        if self.phase is AttemptPhase.CHECKING and not self._proved:
             return False
-        if self.phase is Phase.HELD:
+        if self.phase is AttemptPhase.HELD:
             # Too often in vain, it waits for its turn, which comes before that of a newer one that has to wait, too.
             return self._held_in_vain < GIVEN_UP_MAX or (machine.held and not newer.hold)
         return self._superseded_in_a_row < GIVEN_UP_MAX and machine.supersedable

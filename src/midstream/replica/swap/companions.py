@@ -32,13 +32,13 @@ class Companions:
 
     def __init__(self, base_directory: Path) -> None:
         self._base = base_directory
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def look(self, snapshot: str, directory: Path) -> None:
         """Warn of the files in `directory` that are not served, unless that was said already."""
         found = dict(self._different(directory))
-        fresh = sorted(name for name, digest in found.items() if digest not in self._told)
-        self._told.update(found.values())
+        fresh = sorted(name for name, digest in found.items() if digest not in self._reported)
+        self._reported.update(found.values())
         if fresh:
             log.warning(
                 "%s: its %s differ from the served model's and are not served; the server goes on with those of %s",

@@ -7,18 +7,12 @@ own; an attempt's staged weights are dropped when it ends; however an attempt en
 failed its check; between the engine's switch and the new namespace no request is admitted, and none under weights that were
 neither proved before the switch nor checked after it. A failure that leaves open what the engine serves ends the driver,
 and its owner starts a new boot.
-
-Proves what serves: a digest of the weights in the engine, and a canary, a fixed prompt whose tokens are scored.
-
-Always holds: the canary goes the way of any request, with a salt of its own, so no other request shares its KV. A check
-returns finite numbers or raises.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,91 +24,28 @@ from midstream.core.errors import SnapshotError
 from midstream.core.types import (
     BASE_SNAPSHOT,
     Desired,
-    GenerateRequest,
     ModelInfo,
-    SamplingParams,
     SnapshotCheck,
     SnapshotContent,
     SwapTiming,
-    TokenRecord,
 )
-from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
-from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
-from midstream.replica.gate import Door, Gate, Namespaces
+from midstream.engine.base import EngineDied, Slot, StagingFailed
+from midstream.replica.gate import Door, Gate
+from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
-from midstream.replica.swap.attempts import Action, Attempts, Phase
+from midstream.replica.swap.attempts import AttemptAction, AttemptPhase, Attempts
+from midstream.replica.swap.checker import Checker, NotSound
 from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.meanings import Meanings
 from midstream.replica.swap.source import Files
-from midstream.replica.swap.table import Event, SwapMachine
+from midstream.replica.swap.table import SwapEvent, SwapMachine
 
 log = logging.getLogger(__name__)
-
-CANARY_PREFIX = "canary-"
-
-
-class NotSound(Exception):
-    """The serving weights are not what they should be."""
-
-
-class Checker:
-    """new_id: never the same twice, also between boots. slot: of the policy; None: of the deployment's own."""
-
-    def __init__(
-        self, engine: Engine, new_id: Callable[[], str], *, slot: Slot | None = None, policy: str = ""
-    ) -> None:
-        self._engine = engine
-        self._slot = engine if slot is None else slot
-        self._policy = policy
-        self._new_id = new_id
-
-    async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
-        """Checks what the engine serves now. Raises NotSound, EngineDied."""
-        canary = await self._canary(info)
-        return SnapshotCheck(
-            snapshot=snapshot, generation=generation, weights=await self._digest(), canary=canary
-        )
-
-    async def _digest(self) -> str | None:
-        try:
-            return await self._slot.weights_digest()
-        except StagingFailed as error:
-            log.warning("the weights could not be read for a digest: %s", error)
-            return None
-
-    async def _canary(self, info: ModelInfo) -> tuple[float, ...]:
-        prompt = canary_prompt(info, CANARY_TOKENS_OF_POLICY if self._policy else CANARY_TOKENS)
-        request = GenerateRequest(
-            request_id=CANARY_PREFIX + self._new_id(),
-            prompt=prompt,
-            sampling=SamplingParams(max_tokens=0),
-            salt=f"{CANARY_PREFIX}{self._new_id()}".encode(),
-            prompt_records=len(prompt),
-            urgent=True,
-            policy=self._policy,
-        )
-        records: tuple[TokenRecord, ...] = ()
-        async for event in self._engine.generate(request):
-            if event.error is not None:
-                raise NotSound(f"the canary prompt failed: {event.error}")
-            records += event.prompt or ()
-        if len(records) != len(prompt):
-            raise NotSound(f"the canary prompt has {len(prompt)} tokens, {len(records)} were scored")
-        logprobs = tuple(record.logprob for record in records[1:])
-        for position, logprob in enumerate(logprobs, start=1):
-            if not math.isfinite(logprob):
-                raise NotSound(f"the log-probability of canary token {position} is {logprob}")
-        return logprobs
-
-
-def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
-    """The canary that fits a model."""
-    return canary_ids(info.vocab_size, info.max_model_len, tokens)
 
 
 DRAIN_LOG_EVERY_S = 10.0
 #: Timings of swaps that a report has.
-SWAPS_TOLD = 4
+SWAPS_REPORTED = 4
 #: A check that takes longer has failed.
 CHECK_S_MAX = 300.0
 #: From STAGED on, changes are not told for so long: telling them would compete with the engine's steps around the switch.
@@ -141,8 +72,8 @@ class Entrance:
 
 
 @dataclass(frozen=True)
-class Told:
-    """Who is told what. change: after every change of the report. settled: as each attempt ends, however it ends. death: why
+class SwapCallbacks:
+    """What the driver calls. change: after every change of the report. settled: as each attempt ends. death: why
     the engine is gone. swapped: how each attempt went."""
 
     change: Callable[[], None]
@@ -163,15 +94,19 @@ class SwapDriver:
         machine: SwapMachine,
         checker: Checker,
         monotonic: Callable[[], float],
-        told: Told,
+        callbacks: SwapCallbacks,
     ) -> None:
         self._engine = engine
         self._files = files
         self._gate, self._pins, self._namespaces = entrance.gate, entrance.pins, entrance.namespaces
         self._checker = checker
         self._monotonic = monotonic
-        self._on_change, self._on_settled, self._on_engine_death = told.change, told.settled, told.death
-        self._on_swapped = told.swapped
+        self._on_change, self._on_settled, self._on_engine_death = (
+            callbacks.change,
+            callbacks.settled,
+            callbacks.death,
+        )
+        self._on_swapped = callbacks.swapped
         self._attempts = Attempts(machine, proved=engine.proves_staged)
         self._attempt: asyncio.Task[None] | None = None
         #: Of the attempt in work.
@@ -183,7 +118,7 @@ class SwapDriver:
         self.machine = machine
         #: Of the engine; set before `run`.
         self.info: ModelInfo | None = None
-        self._swaps: deque[SwapTiming] = deque(maxlen=SWAPS_TOLD)
+        self._swaps: deque[SwapTiming] = deque(maxlen=SWAPS_REPORTED)
         #: Of the serving weights: their check, and what their files were found to be.
         self.check: SnapshotCheck | None = None
         self.contents: tuple[SnapshotContent, ...] = ()
@@ -194,7 +129,7 @@ class SwapDriver:
 
     @property
     def swaps(self) -> tuple[SwapTiming, ...]:
-        """The last ones of this boot, SWAPS_TOLD at most, oldest first."""
+        """The last ones of this boot, SWAPS_REPORTED at most, oldest first."""
         return tuple(self._swaps)
 
     @property
@@ -235,7 +170,7 @@ class SwapDriver:
         attempt = asyncio.create_task(self._load(desired), name=f"swap to {desired.snapshot}")
         self._attempt = attempt
         try:
-            await self._to_its_end(attempt)
+            await self._run_to_end(attempt)
         finally:
             self._engine.drop_staged()
             self._end_quiet()
@@ -243,9 +178,9 @@ class SwapDriver:
         if not attempt.cancelled():
             attempt.result()
         self._attempts.ended()
-        await self._to_its_end(asyncio.create_task(self._release(), name="release of old snapshots"))
+        await self._run_to_end(asyncio.create_task(self._release(), name="release of old snapshots"))
 
-    async def _to_its_end(self, task: asyncio.Task[None]) -> None:
+    async def _run_to_end(self, task: asyncio.Task[None]) -> None:
         """Returns when `task` is done. A cancellation of the driver meanwhile is passed on only then."""
         cancelled = False
         while not task.done():
@@ -257,15 +192,15 @@ class SwapDriver:
         if cancelled:
             raise asyncio.CancelledError
 
-    def _act(self, action: Action) -> None:
-        if action is Action.CANCEL and self._attempt is not None:
+    def _act(self, action: AttemptAction) -> None:
+        if action is AttemptAction.CANCEL and self._attempt is not None:
             self._attempt.cancel()
-        elif action is Action.GO_ON:
+        elif action is AttemptAction.GO_ON:
             self._turn.set()
 
-    def _made(self, progress: Event) -> float:
+    def _made(self, progress: SwapEvent) -> float:
         """The attempt has made progress. Returns the time, in seconds. Raises _GivenUp."""
-        if self._attempts.progress(progress) is Action.ABANDON:
+        if self._attempts.progress(progress) is AttemptAction.ABANDON:
             raise _GivenUp
         self._on_change()
         now = self._monotonic()
@@ -286,19 +221,19 @@ class SwapDriver:
             died = isinstance(error, EngineDied)
             message = f"the engine died: {error}" if died else str(error) or type(error).__name__
             action = self._attempts.failed(error, message)
-            if action is Action.END_BOOT or not isinstance(error, _EXPECTED):
+            if action is AttemptAction.END_BOOT or not isinstance(error, _EXPECTED):
                 log.exception("loading snapshot %s failed unexpectedly", _called(desired))
-            if action is not Action.NOTHING:
+            if action is not AttemptAction.NOTHING:
                 history.outcome, history.error = "failed", message
                 self._on_change()
             if died:
                 self._on_engine_death(str(error))
-            if action is Action.END_BOOT:
+            if action is AttemptAction.END_BOOT:
                 raise
         finally:
             self._open()
             history.ended_s = self._monotonic()
-            if history.outcome == "superseded" and self._attempts.phase is Phase.STOPPED:
+            if history.outcome == "superseded" and self._attempts.phase is AttemptPhase.STOPPED:
                 history.outcome = "stopped"
             self._on_swapped(history)
 
@@ -306,18 +241,18 @@ class SwapDriver:
         source, started = self._files.source, self._monotonic()
         base = desired.snapshot == BASE_SNAPSHOT
         path = self._files.base_directory if base else await self._fetch(desired)
-        fetched = rebuilt = self._made(Event.FETCHED if path else Event.FETCHED_DELTA)
+        fetched = rebuilt = self._made(SwapEvent.FETCHED if path else SwapEvent.FETCHED_DELTA)
         if path is None:
             path = await source.rebuild(desired)
-            rebuilt = self._made(Event.REBUILT)
+            rebuilt = self._made(SwapEvent.REBUILT)
         if not base:
             await source.verify(path, desired)
         contents = () if base else await source.contents(desired)
-        verified = self._made(Event.VERIFIED)
+        verified = self._made(SwapEvent.VERIFIED)
         await self._engine.stage(desired.snapshot, path)
         self._begin_quiet(desired)
-        staged = self._made(Event.STAGED)
-        await self._its_turn()
+        staged = self._made(SwapEvent.STAGED)
+        await self._wait_for_turn()
         # A target may be let go with other fields than it came with.
         timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
         done = msgspec.structs.replace(
@@ -331,16 +266,16 @@ class SwapDriver:
         )
         self._swaps.append(done)
         self.check, self.contents = None, contents
-        self._made(Event.COMMITTED)
+        self._made(SwapEvent.COMMITTED)
 
     async def _fetch(self, desired: Desired) -> Path | None:
         """A snapshot that this boot serves is loaded again because of a failed check: the local files may be to blame."""
-        anew = self.machine.loaded is not None and self.machine.same_files(desired)
+        refetch = self.machine.loaded is not None and self.machine.same_files(desired)
         async with self._files.hints.loading(desired.snapshot):
-            return await self._files.source.fetch(desired, anew=anew)
+            return await self._files.source.fetch(desired, refetch=refetch)
 
-    async def _its_turn(self) -> None:
-        if self._attempts.phase is Phase.HELD:
+    async def _wait_for_turn(self) -> None:
+        if self._attempts.phase is AttemptPhase.HELD:
             self._act(self._attempts.signalled())
             await self._turn.wait()
 
@@ -363,7 +298,7 @@ class SwapDriver:
             else:
                 await self._unpinned(desired)
                 self._move_door(Door.HELD)
-            self._made(Event.COMMIT)
+            self._made(SwapEvent.COMMIT)
             # As it was told last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
             self._pins.switching(self.machine, desired)
@@ -416,7 +351,7 @@ class SwapDriver:
         if self._swaps:
             check_ms = (self._monotonic() - started) * 1e3
             self._swaps[-1] = msgspec.structs.replace(self._swaps[-1], check_ms=check_ms)
-        self._made(Event.CHECKED)
+        self._made(SwapEvent.CHECKED)
 
     async def _checked(self, desired: Desired) -> SnapshotCheck:
         """Raises NotSound, EngineDied.
@@ -441,7 +376,7 @@ class SwapDriver:
         """Lets the source delete files. The serving snapshot and the one to be loaded next stay."""
         machine = self.machine
         keep = [machine.loaded or Desired(snapshot=BASE_SNAPSHOT, generation=0)]
-        if machine.accepted is not None and (machine.behind or self._attempts.phase is Phase.NEXT):
+        if machine.accepted is not None and (machine.behind or self._attempts.phase is AttemptPhase.NEXT):
             keep.append(machine.accepted)
         try:
             await self._files.source.release(keep)

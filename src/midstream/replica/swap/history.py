@@ -11,18 +11,18 @@ from typing import Literal
 
 from midstream.core.measures import Trajectories
 from midstream.core.types import Desired, SwapTiming
-from midstream.replica.swap.table import Event
+from midstream.replica.swap.table import SwapEvent
 
 #: The stage that an event ends, of core.sessions.SWAP_STAGES.
-STAGES: dict[Event, str] = {
-    Event.FETCHED: "fetch",
-    Event.FETCHED_DELTA: "fetch",
-    Event.REBUILT: "rebuild",
-    Event.VERIFIED: "verify",
-    Event.STAGED: "stage",
-    Event.COMMIT: "hold",
-    Event.COMMITTED: "commit",
-    Event.CHECKED: "check",
+STAGES: dict[SwapEvent, str] = {
+    SwapEvent.FETCHED: "fetch",
+    SwapEvent.FETCHED_DELTA: "fetch",
+    SwapEvent.REBUILT: "rebuild",
+    SwapEvent.VERIFIED: "verify",
+    SwapEvent.STAGED: "stage",
+    SwapEvent.COMMIT: "hold",
+    SwapEvent.COMMITTED: "commit",
+    SwapEvent.CHECKED: "check",
 }
 
 
@@ -37,7 +37,7 @@ class SwapHistory:
     error: str = ""
     timing: SwapTiming | None = None
     #: (event, when), in their order.
-    marks: list[tuple[Event, float]] = field(default_factory=list)
+    marks: list[tuple[SwapEvent, float]] = field(default_factory=list)
 
     def stages(self) -> Iterator[tuple[str, float, float]]:
         """(stage, its beginning, its end)."""

@@ -1,12 +1,6 @@
 """Where a replica gets its snapshots: the swap driver's port, and its implementation over the local cache of the bucket.
 
 Always holds: no method touches an engine.
-
-Files that are fetched before their snapshot is signalled.
-
-Owns: the queue of hints, and the task that prefetches them.
-Always holds: one prefetch runs at a time, and none while a snapshot is fetched. The hints of that snapshot are dropped then.
-A hint that fails affects no other one.
 """
 
 from __future__ import annotations
@@ -14,17 +8,16 @@ from __future__ import annotations
 import abc
 import asyncio
 import json
-import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
+from midstream.core.errors import SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite
 from midstream.core.types import Desired, Hint, SnapshotContent
 from midstream.replica.swap.companions import Companions
+from midstream.replica.swap.hints import Hints
 from midstream.snapshots.adapter import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILES,
@@ -49,9 +42,9 @@ class SnapshotSource(abc.ABC):
     """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
 
     @abc.abstractmethod
-    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
+    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
         """A local directory with the snapshot's files, complete but not yet verified. None: the fetched files have to be
-        applied to a parent's first (`rebuild`). anew: from the bucket, also if they are here. Raises SnapshotError."""
+        applied to a parent's first (`rebuild`). refetch: from the bucket, also if they are here. Raises SnapshotError."""
 
     @abc.abstractmethod
     async def rebuild(self, desired: Desired) -> Path:
@@ -133,8 +126,8 @@ class CachedSource(SnapshotSource):
 
         await finished(look)
 
-    async def fetch(self, desired: Desired, *, anew: bool = False) -> Path | None:
-        return await self._chains.fetch(desired.files, anew=anew)
+    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+        return await self._chains.fetch(desired.files, refetch=refetch)
 
     async def rebuild(self, desired: Desired) -> Path:
         return await self._chains.rebuild(desired.files)
@@ -194,78 +187,3 @@ class CachedSource(SnapshotSource):
 
     async def prefetch(self, hint: Hint) -> None:
         await self._chains.prefetch(hint.url, hint.files)
-
-
-log = logging.getLogger(__name__)
-
-#: A large checkpoint has a few hundred files.
-HINTS_MAX = 1024
-
-
-class Hints:
-    def __init__(self, prefetch: Callable[[Hint], Awaitable[None]]) -> None:
-        self._prefetch = prefetch
-        self._waiting: dict[Hint, None] = {}
-        self._running: Hint | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._loading: str | None = None
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"Hints(waiting={len(self._waiting)}, running={self._running}, loading={self._loading})"
-
-    def add(self, hint: Hint) -> None:
-        """Fetch these files when nothing else is fetched; returns at once. A hint too many is dropped."""
-        if self._closed or hint.snapshot == self._loading or hint == self._running:
-            return
-        if len(self._waiting) >= HINTS_MAX and hint not in self._waiting:
-            log.warning("%d hints wait already; one of %s is dropped", HINTS_MAX, hint.snapshot)
-            return
-        self._waiting[hint] = None
-        self._go_on()
-
-    @asynccontextmanager
-    async def loading(self, snapshot: str) -> AsyncIterator[None]:
-        """While inside, the snapshot's own fetch has the bucket and the disk for itself."""
-        self._loading = snapshot
-        try:
-            await self._stop()
-            self._waiting = {hint: None for hint in self._waiting if hint.snapshot != snapshot}
-            yield
-        finally:
-            self._loading = None
-            self._go_on()
-
-    async def close(self) -> None:
-        self._closed = True
-        self._waiting.clear()
-        await self._stop()
-
-    async def _stop(self) -> None:
-        """Returns once nothing runs any more."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-
-    def _go_on(self) -> None:
-        at_work = self._task is not None and not self._task.done()
-        if self._waiting and not at_work and self._loading is None and not self._closed:
-            self._task = asyncio.create_task(self._work(), name="prefetch")
-            self._task.add_done_callback(lambda _: self._go_on())
-
-    async def _work(self) -> None:
-        while self._waiting and self._loading is None:
-            hint = self._running = next(iter(self._waiting))
-            del self._waiting[hint]
-            try:
-                await self._prefetch(hint)
-            except asyncio.CancelledError:
-                self._waiting = {hint: None} | self._waiting
-                raise
-            except (SnapshotError, OSError) as error:
-                log.warning("files of %s could not be fetched early: %s", hint.snapshot, error)
-            except Exception:
-                # A bug here must not stop the replica, as hints only save time.
-                log.exception("files of %s could not be fetched early", hint.snapshot)
-            finally:
-                self._running = None

@@ -20,7 +20,7 @@ TRANSITIONS_KEPT = 64
 DETAIL_MAX = 2000
 
 
-class Event(enum.StrEnum):
+class SwapEvent(enum.StrEnum):
     #: Start on a new target. The one in preparation is dropped.
     DESIRED = "desired"
     ALREADY_SERVING = "already serving"
@@ -40,24 +40,26 @@ class Event(enum.StrEnum):
 
 BEFORE_COMMIT = (Stage.FETCHING, Stage.REBUILDING, Stage.VERIFYING, Stage.STAGING, Stage.STAGED)
 
-_NEXT: dict[tuple[Stage, Event], Stage] = {
+_NEXT: dict[tuple[Stage, SwapEvent], Stage] = {
     **{
-        (stage, Event.DESIRED): Stage.FETCHING
+        (stage, SwapEvent.DESIRED): Stage.FETCHING
         for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT, Stage.CHECKING)
     },
-    **{(stage, Event.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
-    (Stage.FETCHING, Event.FETCHED): Stage.VERIFYING,
-    (Stage.FETCHING, Event.FETCHED_DELTA): Stage.REBUILDING,
-    (Stage.REBUILDING, Event.REBUILT): Stage.VERIFYING,
-    (Stage.VERIFYING, Event.VERIFIED): Stage.STAGING,
-    (Stage.STAGING, Event.STAGED): Stage.STAGED,
-    (Stage.STAGED, Event.COMMIT): Stage.COMMITTING,
-    (Stage.COMMITTING, Event.COMMITTED): Stage.CHECKING,
-    (Stage.CHECKING, Event.CHECKED): Stage.IDLE,
-    **{(stage, Event.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING, Stage.CHECKING)},
+    **{(stage, SwapEvent.ALREADY_SERVING): Stage.IDLE for stage in (Stage.IDLE, Stage.ERROR, *BEFORE_COMMIT)},
+    (Stage.FETCHING, SwapEvent.FETCHED): Stage.VERIFYING,
+    (Stage.FETCHING, SwapEvent.FETCHED_DELTA): Stage.REBUILDING,
+    (Stage.REBUILDING, SwapEvent.REBUILT): Stage.VERIFYING,
+    (Stage.VERIFYING, SwapEvent.VERIFIED): Stage.STAGING,
+    (Stage.STAGING, SwapEvent.STAGED): Stage.STAGED,
+    (Stage.STAGED, SwapEvent.COMMIT): Stage.COMMITTING,
+    (Stage.COMMITTING, SwapEvent.COMMITTED): Stage.CHECKING,
+    (Stage.CHECKING, SwapEvent.CHECKED): Stage.IDLE,
+    **{
+        (stage, SwapEvent.FAILED): Stage.ERROR for stage in (*BEFORE_COMMIT, Stage.COMMITTING, Stage.CHECKING)
+    },
 }
 #: The legal moves, all of them.
-MOVES: Table[Stage, Event, None] = Table(Stage.IDLE, {at: (to, None) for at, to in _NEXT.items()})
+MOVES: Table[Stage, SwapEvent, None] = Table(Stage.IDLE, {at: (to, None) for at, to in _NEXT.items()})
 
 
 class SwapMachine:
@@ -134,7 +136,7 @@ class SwapMachine:
         assert desired is not None
         serves = self._same(desired) and self.sound and self.checked
         self.distrusted = not serves and (self.same_files(desired) or not self.sound)
-        self._move(Event.ALREADY_SERVING if serves else Event.DESIRED, desired)
+        self._move(SwapEvent.ALREADY_SERVING if serves else SwapEvent.DESIRED, desired)
         return None if serves else desired
 
     def same_files(self, desired: Desired) -> bool:
@@ -163,26 +165,26 @@ class SwapMachine:
             return self.accepted is not None and not self._same(self.accepted)
         return self.stage in BEFORE_COMMIT
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: SwapEvent) -> None:
         """Moves the target in work on. `begin` and `fail` make the other moves."""
         target = self.target
         assert target is not None
         self._move(event, target)
-        if event is Event.COMMITTED:
+        if event is SwapEvent.COMMITTED:
             self.serving = target.snapshot
             self.loaded = target
             self.checked = False
-        elif event is Event.CHECKED:
+        elif event is SwapEvent.CHECKED:
             self.sound = self.checked = True
 
     def fail(self, message: str) -> None:
         assert self.target is not None
         checking = self.stage is Stage.CHECKING
-        self._move(Event.FAILED, self.target, printable(message))
+        self._move(SwapEvent.FAILED, self.target, printable(message))
         if checking:
             self.sound = False
 
-    def _move(self, event: Event, desired: Desired, detail: str = "") -> None:
+    def _move(self, event: SwapEvent, desired: Desired, detail: str = "") -> None:
         try:
             self.stage, _ = MOVES.move(self.stage, event)
         except IllegalMove as error:

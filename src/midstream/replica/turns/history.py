@@ -79,7 +79,7 @@ def policy_of(given: str | None) -> Policy:
     raise InvalidRequest(message, param=HEADER_HISTORY)
 
 
-def told_branches(histories: Sequence[History]) -> Branch | list[Branch | None] | None:
+def branches_of(histories: Sequence[History]) -> Branch | list[Branch | None] | None:
     """The branch that a response says, or one for each of several prompts. None: no prompt is a branch."""
     branches = [history.branch for history in histories]
     if not any(branches):
@@ -311,10 +311,10 @@ class History:
             return
         added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
         record = self._record(choice, answer, created)
-        told = self._told(answer)._replace(recorded=self.records != "none")
+        told = self._keys_of(answer)._replace(recorded=self.records != "none")
         self._trees.add(self._session, self._parent, added, answer.tokens, told, record)
 
-    def _told(self, answer: _Answer) -> TurnKeys:
+    def _keys_of(self, answer: _Answer) -> TurnKeys:
         if not self._keys:
             text = None if self._text is None else self._text + self._raw_text(answer.tokens)
             return TurnKeys(text=text, special=self._special)

@@ -41,6 +41,6 @@ class Rewards:
         counted.count -= 1
         counted.sum -= reward.reward
 
-    def told(self) -> list[Rewarded]:
+    def report(self) -> list[Rewarded]:
         """The rewards, in the order of the first ones per turn. The list changes with later rewards."""
         return [one for one in self._sums.values() if one.count]

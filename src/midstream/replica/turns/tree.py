@@ -261,21 +261,21 @@ class TurnTree:
         turn, ambiguous = _meant(turns)
         return FoundTurn(turn, length, 0, ambiguous)
 
-    def add(self, turn: Turn, told: TurnKeys) -> None:
+    def add(self, turn: Turn, known_by: TurnKeys) -> None:
         """Add a turn. It gets the next number."""
         assert turn.number == len(self.turns) + 1
         self.turns.append(turn)
         self._children.setdefault(0 if turn.parent is None else turn.parent.number, []).append(turn)
         before = len(self._known) + len(self._texts)
-        if told.keys:
-            key = told.keys[-1]
-            self._known.update(told.keys)
+        if known_by.keys:
+            key = known_by.keys[-1]
+            self._known.update(known_by.keys)
             self._turns[key] = (*self._turns.get(key, ())[-SAME_WORDS_MAX:], turn)
-        if told.text is not None:
-            data, digest = _utf8(told.text), _text_digest(told.special)
+        if known_by.text is not None:
+            data, digest = _utf8(known_by.text), _text_digest(known_by.special)
             digest.update(data)
             turns, _ = self._texts.get(digest.digest(), ((), 0))
-            self._texts[digest.digest()] = (*turns[-SAME_WORDS_MAX:], turn), len(told.text)
+            self._texts[digest.digest()] = (*turns[-SAME_WORDS_MAX:], turn), len(known_by.text)
             self._text_sizes = tuple(sorted({*self._text_sizes, len(data)}))
         self.size += _KEY_BYTES * (len(self._known) + len(self._texts) - before) + turn.size
 
@@ -357,7 +357,7 @@ class Trees:
         parent: Turn | None,
         added: Sequence[int],
         sampled: Sequence[int],
-        told: TurnKeys,
+        known_by: TurnKeys,
         record: TurnRecord | None = None,
     ) -> Turn:
         """added: what the request had behind the parent's tokens."""
@@ -367,14 +367,16 @@ class Trees:
         if parent is not None and not tree.holds(parent):
             # The tree that had it was dropped: the turn stands by itself.
             added = (*parent.tokens, *added)
-            told = told._replace(thoughts=tuple((parent.all_thoughts | dict(told.thoughts)).items()))
+            known_by = known_by._replace(
+                thoughts=tuple((parent.all_thoughts | dict(known_by.thoughts)).items())
+            )
             parent = None
         before = tree.size
-        turn = Turn(len(tree) + 1, parent, added, sampled, record, told.thoughts)
-        tree.add(turn, told)
+        turn = Turn(len(tree) + 1, parent, added, sampled, record, known_by.thoughts)
+        tree.add(turn, known_by)
         self.size += tree.size - before
         self._trees.move_to_end(session)
-        if told.recorded and self.on_turn is not None:
+        if known_by.recorded and self.on_turn is not None:
             self.on_turn(session, tree.number, turn)
         self._fit()
         return turn
@@ -420,7 +422,7 @@ def keys_of(messages: Iterable[dict[str, Any]], tools: Any, options: Any = None)
     key = key_before(tools, options)
     keys = []
     for message in messages:
-        key = _digest(key, _told(message))
+        key = _digest(key, _identity_of(message))
         keys.append(key)
     return keys
 
@@ -486,7 +488,7 @@ def _answer(content: str, calls: list[list[Any]]) -> list[Any]:
     return ["assistant", _parted(content)[1], calls]
 
 
-def _told(message: dict[str, Any]) -> Any:
+def _identity_of(message: dict[str, Any]) -> Any:
     if message.get("role") != "assistant":
         return {name: value for name, value in message.items() if value is not None}
     calls = [[name, _arguments(given)] for name, given in calls_of(message)]

@@ -70,7 +70,7 @@ class ChainFetcher:
         self._in_use: frozenset[Path] = frozenset()
         self._attempting: frozenset[Path] = frozenset()
         # The chain that was fetched again. Its rebuild takes nothing from the cache.
-        self._anew: Chain = ()
+        self._refetched: Chain = ()
         # Partial directories of early files, the latest last.
         self._hinted: list[Path] = []
         self._hinting = asyncio.Lock()
@@ -97,33 +97,33 @@ class ChainFetcher:
         return ChainFetcher(self._cache.of_policy(policy), self._threads)
 
     async def fetch(
-        self, chain: Chain, progress: Progress | None = None, *, anew: bool = False
+        self, chain: Chain, progress: Progress | None = None, *, refetch: bool = False
     ) -> Path | None:
         """Fetch what `chain` needs. Returns the directory of its whole files, or None if `rebuild` has to make them.
 
-        anew: do not trust the cache. Its files stay until they are replaced. Raises SnapshotError.
+        refetch: do not trust the cache. Its files stay until they are replaced. Raises SnapshotError.
         """
         if chain[0].compression is not None:
             raise SnapshotIncompatible(
                 f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
             )
-        self._anew = tuple(chain) if anew else ()
-        start = await self._claim(chain, -1 if anew else None)
+        self._refetched = tuple(chain) if refetch else ()
+        start = await self._claim(chain, -1 if refetch else None)
         if start == len(chain) - 1:
             path = self._cache.whole(chain)
             self._cache.touch(path)
             return path
-        if anew:
-            await self._fetch_full_anew(chain)
+        if refetch:
+            await self._refetch_full(chain)
             start = 0
         await self._fetch_from(chain, start, progress)
-        self._fresh = self._cache.whole(chain[:1]) if start < 0 or anew else None
+        self._fresh = self._cache.whole(chain[:1]) if start < 0 or refetch else None
         return self._cache.whole(chain) if len(chain) == 1 else None
 
     async def rebuild(self, chain: Chain) -> Path:
         """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
-        anew = self._anew == tuple(chain)
-        start = await self._claim(chain, 0 if anew else None)
+        refetch = self._refetched == tuple(chain)
+        start = await self._claim(chain, 0 if refetch else None)
         found = self._cache.whole(chain[: max(start, 0) + 1])
         try:
             await self._rebuild_from(chain, start)
@@ -267,7 +267,7 @@ class ChainFetcher:
         """Fetch and rebuild all once more. Cached files are replaced when their successors are whole."""
         self._attempting |= self._attempt(chain, 0)
         try:
-            await self._fetch_full_anew(chain)
+            await self._refetch_full(chain)
             await self._rebuild_from(chain, 0)
         except SnapshotError as error:
             if str(error) == str(cause):
@@ -276,7 +276,7 @@ class ChainFetcher:
                 raise
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 
-    async def _fetch_full_anew(self, chain: Chain) -> None:
+    async def _refetch_full(self, chain: Chain) -> None:
         """Fetch the full snapshot beside its cached copy, which is replaced at the end. Drop the cached deltas."""
         for link in chain[1:]:
             await finished(self._cache.drop, self._cache.delta(link))

@@ -1,0 +1,84 @@
+"""Proves what serves: a digest of the weights in the engine, and a canary, a fixed prompt whose tokens are scored.
+
+Always holds: the canary goes the way of any request, with a salt of its own, so no other request shares its KV. A check
+returns finite numbers or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from midstream.core.types import (
+    GenerateRequest,
+    ModelInfo,
+    SamplingParams,
+    SnapshotCheck,
+    TokenRecord,
+)
+from midstream.engine.base import Engine, Slot, StagingFailed
+from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
+
+log = logging.getLogger(__name__)
+
+CANARY_PREFIX = "canary-"
+
+
+class NotSound(Exception):
+    """The serving weights are not what they should be."""
+
+
+class Checker:
+    """new_id: never the same twice, also between boots. slot: of the policy; None: of the deployment's own."""
+
+    def __init__(
+        self, engine: Engine, new_id: Callable[[], str], *, slot: Slot | None = None, policy: str = ""
+    ) -> None:
+        self._engine = engine
+        self._slot = engine if slot is None else slot
+        self._policy = policy
+        self._new_id = new_id
+
+    async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
+        """Checks what the engine serves now. Raises NotSound, EngineDied."""
+        canary = await self._canary(info)
+        return SnapshotCheck(
+            snapshot=snapshot, generation=generation, weights=await self._digest(), canary=canary
+        )
+
+    async def _digest(self) -> str | None:
+        try:
+            return await self._slot.weights_digest()
+        except StagingFailed as error:
+            log.warning("the weights could not be read for a digest: %s", error)
+            return None
+
+    async def _canary(self, info: ModelInfo) -> tuple[float, ...]:
+        prompt = canary_prompt(info, CANARY_TOKENS_OF_POLICY if self._policy else CANARY_TOKENS)
+        request = GenerateRequest(
+            request_id=CANARY_PREFIX + self._new_id(),
+            prompt=prompt,
+            sampling=SamplingParams(max_tokens=0),
+            salt=f"{CANARY_PREFIX}{self._new_id()}".encode(),
+            prompt_records=len(prompt),
+            urgent=True,
+            policy=self._policy,
+        )
+        records: tuple[TokenRecord, ...] = ()
+        async for event in self._engine.generate(request):
+            if event.error is not None:
+                raise NotSound(f"the canary prompt failed: {event.error}")
+            records += event.prompt or ()
+        if len(records) != len(prompt):
+            raise NotSound(f"the canary prompt has {len(prompt)} tokens, {len(records)} were scored")
+        logprobs = tuple(record.logprob for record in records[1:])
+        for position, logprob in enumerate(logprobs, start=1):
+            if not math.isfinite(logprob):
+                raise NotSound(f"the log-probability of canary token {position} is {logprob}")
+        return logprobs
+
+
+def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
+    """The canary that fits a model."""
+    return canary_ids(info.vocab_size, info.max_model_len, tokens)
