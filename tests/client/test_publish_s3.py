@@ -14,8 +14,7 @@ import pytest
 from publish_world import World, weights
 from s3server import SECRET_KEY, S3Server, s3_server
 
-from midstream.client import PublishError, SnapshotPublisher
-from midstream.client import weights as weights_module
+from midstream.client import PublishError, SnapshotPublisher, checkpoint
 from midstream.client.bucket import Bucket, open_bucket
 from midstream.core.errors import SnapshotError
 from midstream.snapshots import content
@@ -132,7 +131,7 @@ def test_a_local_disk_that_is_full_is_an_error_like_others(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weights_module, "write_weights", full)
+    monkeypatch.setattr(checkpoint, "write_weights", full)
     with (
         world.publisher() as publisher,
         pytest.raises(
