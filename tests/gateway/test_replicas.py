@@ -113,6 +113,22 @@ def test_reports_arrive_whole_whatever_the_chunking() -> None:
     run(main)
 
 
+def test_a_replica_with_a_host_of_any_script_holds_up_no_other() -> None:
+    async def main() -> None:
+        async with EventServer() as server:
+            replicas = ReplicaSet(
+                [("away", "http://ж.invalid:8080"), ("here", f"http://127.0.0.1:{server.port}")]
+            )
+            hearing = asyncio.create_task(replicas.run())
+            connected = asyncio.create_task(server.connected.wait())
+            await asyncio.wait({hearing, connected}, return_when=asyncio.FIRST_COMPLETED)
+            assert not hearing.done(), hearing.exception()
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+
+    run(main)
+
+
 def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
     async def main() -> None:
         async with EventServer() as server, Watched(server) as watched:

@@ -97,7 +97,7 @@ async def open_stream(
 ) -> ResponseStream:
     """Connect and send; the response arrives through `on_body`. Raises CallFailed when connecting fails.
 
-    `headers`: further header lines, each with its line end.
+    `headers`: further header lines, each with its line end; each character is one byte (Latin-1).
     """
     stream = ResponseStream(_request(url, method, path, body, headers), on_body)
     await _connect(stream, url, timeout_s, None)
@@ -153,10 +153,12 @@ class _WholeResponse(ResponseStream):
 
 
 def _request(url: str, method: str, path: str, body: bytes | None, headers: str) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n{headers}"
+    # A host may have letters of any script.
+    head = f"{method} {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n".encode()
+    head += headers.encode("latin-1")
     if body is not None:
-        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return head.encode("latin-1") + b"\r\n" + (body or b"")
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n".encode()
+    return head + b"\r\n" + (body or b"")
 
 
 async def _connect(
