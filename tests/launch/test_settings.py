@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from midstream.commands import serve
+from midstream.commands.common import settings_of
 from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.errors import ConfigError
 from midstream.core.settings import load_settings
@@ -184,6 +187,14 @@ def test_an_error_of_an_option_does_not_blame_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_settings(str(file), {"gateway.port": 70000})
     assert str(error.value) == "configuration: gateway.port must be 0 to 65535, got 70000"
+
+
+def test_empty_arguments_of_vllm_on_the_command_line_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('[vllm]\nargs = ["--max-num-seqs", "4"]\n')
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    assert settings_of(parser.parse_args(["--config", str(file), "--vllm-args", ""])).vllm.args == ()
 
 
 def test_the_cache_size_on_the_command_line_joins_the_engine_settings_of_the_file(tmp_path: Path) -> None:

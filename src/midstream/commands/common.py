@@ -166,7 +166,7 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings of --config, with the options whose `dest` is a setting on top. Raises ConfigError."""
     given = {name: value for name, value in vars(options).items() if name in all_settings()}
-    if text := given.get("vllm.args"):
+    if (text := given.get("vllm.args")) is not None:
         try:
             given["vllm.args"] = shlex.split(text)
         except ValueError as error:
