@@ -48,6 +48,21 @@ def test_a_pause_reaches_every_replica_although_messages_are_lost_and_the_gatewa
     assert pause(world, None) == resumed, "what goes on is not resumed"
 
 
+def test_a_replica_that_left_and_came_back_is_sent_the_pause_at_once(world: World) -> None:
+    world.calm(2)
+    asked = pause(world, "keep")
+    world.set.drop["replica-1"] = 1
+    world.reconcile()
+    world.reconcile()
+    assert pauses(world) == [asked, Pause(), asked], "a message that was lost is repeated after a while"
+    everyone = world.set.views
+    world.set.views = (everyone[0], everyone[2])
+    world.reconcile()
+    world.set.views = everyone
+    world.reconcile()
+    assert pauses(world) == [asked] * 3
+
+
 def test_a_boot_that_begins_in_a_pause_joins_only_once_it_is_paused(world: World) -> None:
     world.signal("a")
     world.calm()

@@ -223,6 +223,7 @@ class Reconciler:
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
+        self._pauses.forget_leavers(members)
         for known in (
             self._recorded,
             self._attempts,
