@@ -96,7 +96,7 @@ class Completions:
                 problem, spent_s = str(error), self._now() - began
                 waited_s, silent_s = waited_s + spent_s, silent_s + spent_s
             else:
-                if answer.outcome == "done":
+                if answer.status == 200:
                     return answer
                 problem, asked_s = self._not_done(answer, comes_back), _asked_s(answer)
                 spent_s = self._now() - began
@@ -123,7 +123,7 @@ class Completions:
             raise not_served
         if answer.status == 404:
             raise NotThere(message)
-        raise WorkFailed(message.removesuffix(_HINT), "user" if answer.outcome == "refused" else "server")
+        raise WorkFailed(message.removesuffix(_HINT), "user" if 400 <= answer.status < 500 else "server")
 
     async def _send(self, body: bytes, headers: Mapping[str, str]) -> HttpAnswer:
         """Raises CallFailed when there is no connection, Lost when it ended before the response did."""
