@@ -1,8 +1,8 @@
 """Samples rollouts as token ids, with what a trainer needs of each token: both log-probabilities and its snapshot.
 
 Always holds: rollouts come in the order of their prompts, whatever finished first. `logprobs`, `sampling_logprobs` and
-`snapshots` have one entry for each of `token_ids`. A request is sent again only where the
-retry rules of `calls.py` allow it.
+`snapshots` have one entry for each of `token_ids`. A request is sent again only where the retry
+table of `core/retry.py` allows it.
 
 How far behind a rollout is, and what it weighs. Pure.
 """

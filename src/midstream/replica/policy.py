@@ -83,8 +83,7 @@ class PolicyParts:
 @dataclass(frozen=True)
 class Terms:
     """What differs between policies. key: what the engine calls it. unsound: the refusal while weights that failed their check
-    serve. transitions_reported, swaps_told: stage changes and timings that a
-    report has."""
+    serve. transitions_reported, swaps_told: stage changes and timings that a report has."""
 
     names: ServedNames
     key: str
