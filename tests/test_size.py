@@ -26,7 +26,7 @@ LINES_MAX = {
     "dashboard": 10,
     "engine": 9160,
     "fleet": 4390,
-    "http": 2190,
+    "http": 2192,
     "integrations": 930,
     "launch": 3800,
     "ledger": 2420,
