@@ -153,6 +153,10 @@ class Environment:
 class Recorded:
     """A server that has the record of every session but those that it has lost."""
 
+    @property
+    def sessions(self) -> Recorded:
+        return self
+
     def trace(self, session: str) -> dict[str, Any]:
         if session == "lost":
             raise PublishError("replica r0 is silent")
