@@ -14,7 +14,7 @@ from replica_fakes import IM_END, MODEL, FakeEngine, byte_tokenizer, running, wr
 
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.tools import prepare_history
-from midstream.replica.turns.tree import key_of_answer, keys_of
+from midstream.replica.turns.message_keys import key_of_answer, keys_of
 from midstream.replica.wire.blocks import PING_TOKENS
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

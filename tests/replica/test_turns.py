@@ -22,8 +22,9 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.types import TokenRecord
 from midstream.replica.request.checked import Prompt
 from midstream.replica.turns.history import Branch, History, policy_of
+from midstream.replica.turns.message_keys import key_of_answer, keys_of
 from midstream.replica.turns.trace import trace_of
-from midstream.replica.turns.tree import Trees, Turn, TurnKeys, key_of_answer, keys_of
+from midstream.replica.turns.tree import Trees, Turn, TurnKeys
 
 SESSIONS = of_tier(fast=200, test=1000, all=10_000)
 #: Bytes of a replica's trees: one session fits, two do not.

@@ -27,14 +27,8 @@ from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text import reasoning_tags
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.continuing import Render, text_behind, without_end
-from midstream.replica.turns.tree import (
-    FoundTurn,
+from midstream.replica.turns.message_keys import (
     Key,
-    Trees,
-    Turn,
-    TurnKeys,
-    TurnRecord,
-    TurnTree,
     calls_of,
     key_before,
     key_of_answer,
@@ -42,6 +36,7 @@ from midstream.replica.turns.tree import (
     thought_of,
     thoughts_of,
 )
+from midstream.replica.turns.tree import FoundTurn, Trees, Turn, TurnKeys, TurnRecord, TurnTree
 
 #: A sampling log-probability that the engine does not know.
 _UNKNOWN = float("nan")

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,8 +28,8 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.measures import Rewarded
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
-from midstream.replica.text import reasoning_tags
 from midstream.replica.turns.continuing import Closings, Render, closings_of
+from midstream.replica.turns.message_keys import Key, digest
 from midstream.replica.turns.rewards import Rewards
 
 #: Of all trees together.
@@ -44,11 +43,8 @@ SAME_WORDS_MAX = 64
 _TURN_BYTES = 512
 _KEY_BYTES = 128
 _THOUGHT_BYTES = 128
-_OPEN = "<think>"
 
-#: Of a beginning of a conversation: its messages, and the tools.
-Key = bytes
-#: Digests of thinking (see `thought_of`), each with the place of its message in the conversation.
+#: Digests of thinking (`message_keys.thought_of`), each with the place of its message in the conversation.
 Thoughts = Sequence[tuple[int, str]]
 
 
@@ -213,7 +209,8 @@ class TurnTree:
         return turn.number <= len(self.turns) and self.turns[turn.number - 1] is turn
 
     def find(self, keys: Sequence[Key], thoughts: Sequence[str]) -> FoundTurn:
-        """keys: of the beginnings of a conversation, the shortest first (see `keys_of`). thoughts: of each of its messages."""
+        """keys: of the beginnings of a conversation, the shortest first (`message_keys.keys_of`). thoughts: of each of its
+        messages."""
         known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
         given = [(at, thought) for at, thought in enumerate(thoughts) if thought]
         for at in range(known, 0, -1):
@@ -289,7 +286,9 @@ class TurnTree:
         if before is None and len(self.rewards) >= REWARDS_MAX:
             raise InvalidRequest(f"reward: a session takes at most {REWARDS_MAX}", param="reward")
         self.rewards[key] = given
-        self.size += len(_encode(given)) - (0 if before is None else len(_encode(before)))
+        self.size += len(msgspec.json.encode(given)) - (
+            0 if before is None else len(msgspec.json.encode(before))
+        )
         counted = self._counted.pop(key, None)
         if before is not None and counted is not None:
             rewards.take_back(counted, before)
@@ -334,7 +333,7 @@ class Trees:
 
     def closings(self, others: Any, render: Render) -> Closings | None:
         """The closings of the replica's template. others: what it gets beside the messages."""
-        key = _digest(b"", others)
+        key = digest(b"", others)
         known = self._closings.get(key)
         if known is None:
             known = (closings_of(render),)
@@ -411,94 +410,9 @@ class Trees:
             self.size -= tree.size
 
 
-# -- keys
-
-
-def keys_of(messages: Iterable[dict[str, Any]], tools: Any, options: Any = None) -> list[Key]:
-    """The key of each beginning of a conversation, the one with the first message alone first.
-
-    messages: as a chat template takes them (checked.check_messages). tools, options: what else the template gets.
-    """
-    key = key_before(tools, options)
-    keys = []
-    for message in messages:
-        key = _digest(key, _identity_of(message))
-        keys.append(key)
-    return keys
-
-
-def key_before(tools: Any, options: Any = None) -> Key:
-    """The key of a conversation without messages."""
-    return _digest(b"", [tools, options])
-
-
-def key_of_answer(before: Key, content: str, calls: Iterable[tuple[str, Any]]) -> Key:
-    """The key behind an answer. calls: name and arguments, as JSON text or as what it says, of each."""
-    return _digest(before, _answer(content, [[name, _arguments(given)] for name, given in calls]))
-
-
-def thought_of(content: str, beside: str) -> str:
-    """A digest of the thinking in an answer, which stands beside the content or within it; empty without any."""
-    within, _ = _parted(content)
-    said = "\0".join(part for part in (beside.strip(), within) if part)
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if said else ""
-
-
-def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
-    """The thinking of each message."""
-    return [
-        thought_of(message.get("content") or "", reasoning_tags.of_message(message))
-        if message.get("role") == "assistant"
-        else ""
-        for message in messages
-    ]
-
-
-def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Name and arguments of each call of an earlier answer."""
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    return [(function.get("name"), function.get("arguments", "")) for function in functions]
-
-
-def _parted(content: str) -> tuple[str, str]:
-    """The thinking within an answer, without its tags, and what the answer says behind it."""
-    within, closed, said = content.rpartition("</think>")
-    if not closed and content.lstrip().startswith(_OPEN):
-        within, said = content, ""
-    return within.strip().removeprefix(_OPEN).strip(), said.strip()
-
-
 def _text_digest(special: bool) -> Any:
     return hashlib.blake2b(digest_size=16, person=b"special" if special else b"plain")
 
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _digest(before: bytes, value: Any) -> Key:
-    return hashlib.blake2b(before + _encode(value), digest_size=16).digest()
-
-
-_encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-def _answer(content: str, calls: list[list[Any]]) -> list[Any]:
-    # Clients may send thinking back within the content, or leave it out.
-    return ["assistant", _parted(content)[1], calls]
-
-
-def _identity_of(message: dict[str, Any]) -> Any:
-    if message.get("role") != "assistant":
-        return {name: value for name, value in message.items() if value is not None}
-    calls = [[name, _arguments(given)] for name, given in calls_of(message)]
-    return _answer(message.get("content") or "", calls)
-
-
-def _arguments(given: Any) -> Any:
-    """What they say, however they are spaced, as text: they may hold half a surrogate pair."""
-    try:
-        said = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given or {}
-        return json.dumps(said, sort_keys=True)
-    except (ValueError, RecursionError):
-        return str(given)
