@@ -20,15 +20,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from midstream.core.beside import beside, stepwise_json
+from midstream.core.beside import beside
 from midstream.core.endpoints import Endpoint, Nothing, endpoints_of, serves
 from midstream.core.errors import MidstreamError
 from midstream.http.auth import Authenticator
 from midstream.http.bodies import answered
 from midstream.http.routes import routes_of
 from midstream_tinker import answers, codec, json_losses, serving
+from midstream_tinker.accepted import response_to
 from midstream_tinker.answers import Submitted, given
-from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures, Outcome
+from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures
 from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.runs import Runs
 from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, body_of, get, post
@@ -432,10 +433,9 @@ class _Front:
             return answered(answers.TryAgain(request_id=future.request_id), 408)
         if body.allow_metadata_only and outcome.status == 200 and len(outcome.body) > INLINE_BYTES:
             return answered(answers.ResultAnnounced(response_payload_size=len(outcome.body)))
-        content, media_type = await _in_accepted_form(outcome, request.headers.get("accept", ""))
+        response = await response_to(request.headers.get("accept", ""), outcome)
         self._futures.fetched(future)
-        headers = {name: _printable(value) for name, value in outcome.headers.items()}
-        return Response(content, outcome.status, media_type=media_type, headers=headers)
+        return response
 
     async def _wait(self, request: Request, future: Future) -> None:
         """Until it has ended, the client has left, or for poll_s."""
@@ -480,32 +480,10 @@ class _Front:
 ENDPOINTS = endpoints_of(_Front, Runs)
 
 
-async def _in_accepted_form(outcome: Outcome, accept: str) -> tuple[bytes, str]:
-    """The body and its media type. What exists as JSON only, errors too, is given as JSON whatever the client accepts.
-
-    Raises TinkerRefusal (406).
-    """
-    if outcome.as_json is None:
-        return outcome.body, outcome.media_type
-    form = serving.preferred(accept, (outcome.media_type, JSON))
-    if form is None:
-        message = f"accept: this result is {outcome.media_type} or {JSON}, and the request accepts neither"
-        raise TinkerRefusal(406, message, "accept")
-    if form == outcome.media_type:
-        return outcome.body, form
-    as_json = outcome.as_json
-    return await beside.run(len(outcome.body), lambda: stepwise_json(as_json(outcome.body))), JSON
-
-
 async def read_body(request: Request, into: type[_B]) -> _B:
     """Raises TinkerRefusal."""
     sent = await body_of(request, into.bytes_max)
     return await beside.run(len(sent), lambda: decode(sent, into))
-
-
-def _printable(value: str) -> str:
-    """What a header can hold: a snapshot may be called anything."""
-    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in value)
 
 
 async def _left(request: Request) -> None:

@@ -7,7 +7,7 @@ with a sentence for a person. A body is read up to a limit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -122,32 +122,6 @@ async def body_of(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
             raise TinkerRefusal(413, f"the body has more than {limit >> 20} MiB")
         parts.append(part)
     return await beside.run(size, lambda: b"".join(parts))
-
-
-def preferred(accept: str, offered: Sequence[str]) -> str | None:
-    """Which of the media types `offered` an Accept header asks for (RFC 9110, 12.5.1); of equals the first; None: none of them.
-
-    A header without any readable range accepts everything.
-    """
-    weights = dict(filter(None, map(_media_range, accept.split(","))))
-    if not weights:
-        return offered[0]
-
-    def weight(media_type: str) -> float:
-        ranges = (media_type, media_type.partition("/")[0] + "/*", "*/*")
-        return next((weights[one] for one in ranges if one in weights), 0.0)
-
-    best = max(offered, key=weight)
-    return best if weight(best) > 0 else None
-
-
-def _media_range(text: str) -> tuple[str, float] | None:
-    name, *parameters = (part.strip().lower() for part in text.split(";"))
-    quality = next((p.partition("=")[2] for p in parameters if p.startswith("q=")), "1")
-    try:
-        return (name, float(quality)) if "/" in name else None
-    except ValueError:
-        return (name, 0.0)
 
 
 def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:

@@ -50,7 +50,7 @@ def gateways(server: Server) -> set[int]:
     for pid in server.children():
         with contextlib.suppress(FileNotFoundError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"midstream.launch.gateway" in line or b"midstream.launch.worker" in line:
+            if b"midstream.launch.gateway" in line:
                 found.add(pid)
     return found
 

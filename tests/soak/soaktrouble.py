@@ -36,7 +36,6 @@ KINDS = (
 
 _MODULES = {
     b"midstream.launch.gateway": "gateway",
-    b"midstream.launch.worker": "gateway",
     b"midstream.launch.replica": "replica",
     b"midstream_tinker.front": "front",
     b"midstream.engine.embedded.loop": "engine",
