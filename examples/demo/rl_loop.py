@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import re
 import signal
 import statistics
@@ -37,6 +38,8 @@ from midstream.client.status import Status
 
 CLI = [sys.executable, "-m", "midstream.cli"]
 READY = re.compile(r"midstream ready on (\S+) \(\d+ replicas?, model (\S+), deployment ([^\s)]+)")
+#: A server that is not ready by then does not start, in seconds.
+START_S = 180.0
 #: Of a replica that is about to switch.
 STAGES = {"verifying", "staging", "staged", "committing", "checking"}
 
@@ -76,17 +79,22 @@ def server(out: Path, work: Path, replicas: int) -> Iterator[tuple[str, str, str
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
+    late = threading.Timer(START_S, process.terminate)
+    late.start()
     try:
         ready = next(filter(None, map(READY.search, process.stdout)), None)
+        late.cancel()
         if ready is None:
             raise SystemExit(f"midstream serve did not start:\n{(out / 'serve.log').read_text()[-2000:]}")
         yield ready[1], ready[2], ready[3]
     finally:
+        late.cancel()
         process.terminate()
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         process.stdout.close()
 
 

@@ -85,6 +85,9 @@ class ChoicePart(msgspec.Struct, frozen=True):
     @property
     def piece(self) -> Piece:
         """The pieces as one."""
+        if self.pieces and self.ending is not None:
+            # Only a whole choice has both.
+            return self.ending.whole
         return self.pieces[0] if len(self.pieces) == 1 else joined(self.pieces, self.snapshot)
 
 

@@ -57,7 +57,7 @@ class MessagesEncoder(BlockEncoder):
         told = Records(snapshot)
         if self._checked.token_ids:
             told.prompt_token_ids = prompt.token_ids
-        # This event stands for the first token.
+        # This event stands for the first token, and the first piece of a stream has one.
         self._unshown = -1
         return self._emit("message_start", message=message, midstream=told)
 
@@ -72,10 +72,12 @@ class MessagesEncoder(BlockEncoder):
         tokens: tuple[Scored, ...],
         made_of: Sequence[Scored] = (),
     ) -> bytes:
+        name = "content_block_delta"
+        if self._quiet:
+            return self._emit(name)
         kind, field = _DELTAS[block.kind]
         told = self._told(snapshot, tokens)
-        delta = {"type": kind, field: text}
-        return self._emit("content_block_delta", index=self._closed, delta=delta, midstream=told)
+        return self._emit(name, index=self._closed, delta={"type": kind, field: text}, midstream=told)
 
     def _end(self, block: OpenBlock, ending: Ending | None) -> bytes:
         said = "".join(block.said)

@@ -109,6 +109,8 @@ class ResponsesEncoder(BlockEncoder):
         elif block.kind == "thinking":
             self._reasoning_tokens += len(made_of)
         name = f"response.{_CONTENTS[block.kind][0]}.delta"
+        if self._quiet:
+            return self._emit(name)
         told = self._told(snapshot, tokens)
         return self._emit(name, delta=text, **self._place(block, entries), midstream=told)
 
