@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7380,
     "models": 260,
     "proxy": 4100,
-    "replica": 15310,
+    "replica": 15320,
     "snapshots": 4530,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
