@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,9 @@ def server(out: Path, work: Path, replicas: int) -> Iterator[tuple[str, str, str
 
 @dataclass
 class Loop:
-    """A third of a step's groups are sampled while the trainer computes on the step before. The others start when a replica is
-    about to switch to that step's snapshot. So answers cross swaps, and no rollout starts more than one snapshot behind."""
+    """A third of a step's groups are sampled while the trainer computes on the step before. The others start one after another
+    until a replica is about to switch to that step's snapshot, and then all at once. So answers are running when it switches,
+    and no rollout starts more than one snapshot behind."""
 
     options: argparse.Namespace
     sampler: Sampler
@@ -113,7 +114,7 @@ class Loop:
 
     def run(self) -> None:
         groups, third = range(self.options.groups), self.options.groups // 3
-        with ThreadPoolExecutor(self.options.groups * self.options.samples + 1) as self.pool:
+        with ThreadPoolExecutor(self.options.groups * self.options.samples + 2) as self.pool:
             running, serving = self.sample(0, groups), None
             for step in range(self.options.steps):
                 batch = [rollout for one in running if (rollout := one.result()) is not None]
@@ -126,10 +127,12 @@ class Loop:
                 print(f"step {step + 1}: reward {mean_reward(batch):.3f}", flush=True)
                 if serving is not None:
                     serving.result()
-                near = threading.Event()
+                near = Future[None]()
                 serving = self.publish(f"step-{step + 1}", near)
-                near.wait()
-                running += self.sample(step + 1, groups[third:])
+                for group in groups[third:]:
+                    one = self.sample(step + 1, range(group, group + 1))
+                    running += one
+                    wait([near, self.pool.submit(wait, one)], return_when=FIRST_COMPLETED)
             serving.result()
 
     def sample(self, step: int, groups: range) -> list[Future[Rollout | None]]:
@@ -138,18 +141,19 @@ class Loop:
         every = [(group, sample) for group in groups for sample in range(self.options.samples)]
         return [self.pool.submit(self.sampler.rollout, step, *one) for one in every]
 
-    def publish(self, snapshot: str, near: threading.Event) -> Future[None]:
-        """Returns when the weights are copied. near: set when a replica is about to switch, or the publication ended."""
+    def publish(self, snapshot: str, near: Future[None]) -> Future[None]:
+        """Returns when the weights are copied. near: done when a replica is about to switch, or the publication ended."""
 
         def look(status: Status) -> None:
-            if any(replica.stage in STAGES for replica in status.replicas):
-                near.set()
+            if any(replica.stage in STAGES for replica in status.replicas) and not near.done():
+                near.set_result(None)
 
         def served() -> None:
             try:
                 done = publication.wait()
             finally:
-                near.set()
+                if not near.done():
+                    near.set_result(None)
             self.published.append(done)
             told = f"{done.kind}, {done.bytes_sent / 1e6:.2f} MB, paused for {max(pauses(done), default=0):.1f} ms"
             print(f"{snapshot} serves on every replica: {told}", flush=True)
