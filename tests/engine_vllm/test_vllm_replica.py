@@ -32,7 +32,7 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Running,
     model = write_model(folder / "model")
     engine = VllmEngine(model, VllmSettings(**settings), folder / "cache", url=fake.url)
 
-    async def fetch(desired: Desired, *, anew: bool = False) -> Path:
+    async def fetch(desired: Desired, *, refetch: bool = False) -> Path:
         number = desired.snapshot.removeprefix("step-")
         return write_weights(folder / desired.snapshot, int(number) if number.isdigit() else -1)
 

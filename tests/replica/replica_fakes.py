@@ -42,6 +42,8 @@ from midstream.replica.text.chat import TextModel
 
 MODEL = "accounts/local/models/tiny"
 DEPLOYMENT = "accounts/local/deployments/default"
+#: How long a test waits for a state, in seconds.
+UNTIL_S = 120.0
 # A merged token and two special ones; below 256, token i is byte i.
 HE, IM_START, IM_END = 256, 257, 258
 TEMPLATE = (
@@ -462,9 +464,13 @@ class Running:
     extra: dict[str, Any] = field(default_factory=dict)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a state of the replica or its engine, woken by the replica's changes. An engine's have no event."""
-        while not holds():
-            await self.replica.changed(0.02)
+        """Wait for a state of the replica or its engine, woken by the replica's changes. An engine's have no event.
+
+        Raises TimeoutError, so that a state that never comes does not hold up the whole run.
+        """
+        async with asyncio.timeout(UNTIL_S):
+            while not holds():
+                await self.replica.changed(0.02)
 
     async def swap(self, snapshot: str, **more: Any) -> None:
         generation = self.replica.report().own.generation + 1
