@@ -34,7 +34,6 @@ ABANDONED_S = 300.0
 MAX_PENDING = 20_000
 MAX_FINISHED = 20_000
 MAX_KEPT_BYTES = 1 << 30
-BUSY_RETRY_S = 5
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +169,7 @@ class Futures:
         self.expire()
         held = self._tenants.setdefault(tenant, _Tenant())
         if held.pending >= MAX_PENDING:
-            raise TinkerRefusal(
-                429, f"{held.pending} requests of this API key are unfinished", retry_after_s=BUSY_RETRY_S
-            )
+            raise TinkerRefusal(429, f"{held.pending} requests of this API key are unfinished")
         future = Future(tenant, f"req_{secrets.token_hex(12)}", kind, float("inf"), self._ended)
         held.pending += 1
         self._by_id[future.request_id] = future

@@ -29,7 +29,6 @@ from midstream_tinker.trainer.types import LoraConfig, WorkFailed
 from midstream_tinker.types import CreateSamplingSessionBody, SaveWeightsForSamplerBody
 
 UNNAMED_KEPT = 64
-BUSY_RETRY_S = 5
 
 
 class Exported(NamedTuple):
@@ -185,5 +184,5 @@ def checkpoint_row(
 def _refusal(error: WorkFailed, param: str) -> TinkerRefusal:
     """503, which the SDK tries again, only where that may help."""
     if error.category == "server":
-        return TinkerRefusal(503, error.message, param, retry_after_s=BUSY_RETRY_S)
+        return TinkerRefusal(503, error.message, param)
     return TinkerRefusal(400 if error.category == "user" else 422, error.message, param)

@@ -22,7 +22,7 @@ from midstream_tinker import codec
 from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.answers import SampleFacts, SpansOfSequence
 from midstream_tinker.completion import Completions, NotServed, NotThere
-from midstream_tinker.futures import BUSY_RETRY_S, PROTOBUF, Future, Futures
+from midstream_tinker.futures import PROTOBUF, Future, Futures
 from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.routing import BASE, SERVING, SessionWeights, key_headers, may_come_back, routing_key
 from midstream_tinker.samples import CheckedSample, CompletedSample, check, sampled
@@ -115,7 +115,7 @@ class Sampling:
         waiting = self._waiting_tokens[tenant]
         if waiting and waiting + tokens > MAX_WAITING_TOKENS:
             message = f"unfinished samples of this API key have {waiting} prompt tokens"
-            raise TinkerRefusal(429, message, retry_after_s=BUSY_RETRY_S)
+            raise TinkerRefusal(429, message)
 
     def _over(self, task: asyncio.Task[None], tenant: str, tokens: int) -> None:
         self._running.discard(task)

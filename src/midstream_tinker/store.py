@@ -143,9 +143,7 @@ class Store:
         except SQLAlchemyError as error:
             # The error without the statement.
             why = getattr(error, "orig", None) or type(error).__name__
-            raise TinkerRefusal(
-                503, f"the server's records cannot be used now: {why}", retry_after_s=5
-            ) from error
+            raise TinkerRefusal(503, f"the server's records cannot be used now: {why}") from error
 
     # There is one connection and one thread: a reader would gain nothing by another mode.
     _read = _write

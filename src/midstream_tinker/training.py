@@ -46,7 +46,6 @@ from midstream_tinker.types import (
 
 # Bytes of one model's requests that wait for their turn.
 MAX_WAITING_BYTES = 1 << 30
-BUSY_RETRY_S = 5
 # The turn of the request that makes a model. The client's own counter begins with 1.
 CREATION = 0
 SAMPLER_KINDS = ("snapshot", "inflight")
@@ -409,11 +408,7 @@ class Training:
             return known
         waiting = model.turns.waiting_bytes
         if waiting + mark.size > MAX_WAITING_BYTES and not model.turns.is_next(seq_id):
-            raise TinkerRefusal(
-                429,
-                f"requests of {waiting} bytes wait for their turn with {model.row.id}",
-                retry_after_s=BUSY_RETRY_S,
-            )
+            raise TinkerRefusal(429, f"requests of {waiting} bytes wait for their turn with {model.row.id}")
         self._store.touch_session(model.row.tenant, model.row.session_id)
         future = self._futures.new(model.row.tenant, kind)
         model.turns.add(TrainingTurn(kind, seq_id, mark.digest, future, lambda: act(future), mark.size))

@@ -63,7 +63,7 @@ class Played:
         if way == REFUSED:
             raise TinkerRefusal(400, "there is no such thing as a five", "prompt")
         if way == BUSY and first:
-            raise TinkerRefusal(429, "come again", retry_after_s=1)
+            raise TinkerRefusal(429, "come again")
         kind = {HELD: "held", ABANDONED: "abandoned"}.get(way, "sample")
         future = self.futures.new(tenant, kind)
         if way == FAILED:
