@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -49,6 +50,7 @@ from midstream_tinker.types import (
     Served,
     SessionBody,
     TinkerBody,
+    TrainingBody,
     addressee,
     decode,
 )
@@ -68,26 +70,11 @@ class SamplingPort(Protocol):
 
 
 class TrainingPort(Protocol):
-    """What is submitted returns its request id, and raises TinkerRefusal."""
-
     def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerRefusal) -> str | None:
         """A request id that ends with `error` in its turn, so that what follows it does not wait; None: no model waits."""
 
-    async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str: ...
-
-    async def submit_load_weights(self, tenant: str, api_key: str | None, body: LoadWeightsBody) -> str: ...
-
-    async def submit_forward_backward(
-        self, tenant: str, api_key: str | None, body: ForwardBackward
-    ) -> str: ...
-
-    async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str: ...
-
-    async def submit_save_weights(self, tenant: str, api_key: str | None, body: SaveWeightsBody) -> str: ...
-
-    async def submit_save_weights_for_sampler(
-        self, tenant: str, api_key: str | None, body: SaveWeightsForSamplerBody
-    ) -> str: ...
+    async def submit(self, tenant: str, api_key: str | None, body: TrainingBody) -> str:
+        """Its request id. Raises TinkerRefusal."""
 
     async def create_sampling_session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
@@ -102,6 +89,23 @@ class TrainingPort(Protocol):
 
 
 _B = TypeVar("_B", bound=TinkerBody)
+
+#: What is submitted in JSON alone.
+SUBMISSIONS = {
+    endpoint.path: endpoint
+    for endpoint in (
+        post("create_model", TRAINS, "Submits the making of a model to be trained.", CreateModelBody),
+        post("load_weights", TRAINS, "Submits the loading of a checkpoint.", LoadWeightsBody),
+        post("optim_step", TRAINS, "Submits an optimizer's step.", OptimStepBody),
+        post("save_weights", TRAINS, "Submits the saving of a training state.", SaveWeightsBody),
+        post(
+            "save_weights_for_sampler",
+            TRAINS,
+            "Submits the publishing of weights to be sampled.",
+            SaveWeightsForSamplerBody,
+        ),
+    )
+}
 
 
 def tinker_app(
@@ -312,47 +316,10 @@ class _Front:
 
     # -- training
 
-    @serves(post("create_model", TRAINS, "Submits the making of a model to be trained.", CreateModelBody))
-    async def _create_model(self, request: Request) -> Submitted:
-        return await self._submitted(request, CreateModelBody, self._training.submit_create_model)
-
-    @serves(post("load_weights", TRAINS, "Submits the loading of a checkpoint.", LoadWeightsBody))
-    async def _load_weights(self, request: Request) -> Submitted:
-        return await self._submitted(request, LoadWeightsBody, self._training.submit_load_weights)
-
-    @serves(post("optim_step", TRAINS, "Submits an optimizer's step.", OptimStepBody))
-    async def _optim_step(self, request: Request) -> Submitted:
-        return await self._submitted(request, OptimStepBody, self._training.submit_optim_step)
-
-    @serves(post("save_weights", TRAINS, "Submits the saving of a training state.", SaveWeightsBody))
-    async def _save_weights(self, request: Request) -> Submitted:
-        return await self._submitted(request, SaveWeightsBody, self._training.submit_save_weights)
-
-    @serves(
-        post(
-            "save_weights_for_sampler",
-            TRAINS,
-            "Submits the publishing of weights to be sampled.",
-            SaveWeightsForSamplerBody,
-        )
-    )
-    async def _save_weights_for_sampler(self, request: Request) -> Submitted:
-        return await self._submitted(
-            request, SaveWeightsForSamplerBody, self._training.submit_save_weights_for_sampler
-        )
-
-    async def _submitted(
-        self, request: Request, into: type[_B], submit: Callable[[str, str | None, _B], Awaitable[str]]
-    ) -> Submitted:
-        tenant, api_key = self._caller(request)
-        sent = await body_of(request)
-        try:
-            body = await beside.run(len(sent), lambda: decode(sent, into))
-        except TinkerRefusal as error:
-            to = await beside.run(len(sent), lambda: addressee(sent))
-            return self._refused(tenant, to, error)
-        request_id = await submit(tenant, api_key, body)
-        return Submitted(request_id=request_id, model_id=given(getattr(body, "model_id", None)))
+    @serves(*SUBMISSIONS.values())
+    async def _submit(self, request: Request) -> Submitted:
+        into: Any = SUBMISSIONS[request.scope["path"]].body
+        return await self._submitted(request, lambda sent: decode(sent, into), addressee)
 
     @serves(
         post(
@@ -372,25 +339,46 @@ class _Front:
         ),
     )
     async def _forward_backward(self, request: Request) -> Submitted:
-        tenant, api_key = self._caller(request)
         if PROTOBUF in request.headers.get("content-type", ""):
-            read, to, limit = codec.forward_backward, codec.addressee, serving.MAX_TRAINING_BYTES
+            decoded, to, limit = codec.forward_backward, codec.addressee, serving.MAX_TRAINING_BYTES
         else:
-            read, to, limit = json_losses.forward_backward, addressee, serving.MAX_JSON_LOSS_BYTES
-        sent = await body_of(request, limit)
-        try:
-            # Sparse tensors may be large in a small body. A request behind this one may be submitted first: the seq_id keeps
-            # the order.
-            body = await beside.always(lambda: read(sent))
-            if request.url.path.endswith("/forward") and not body.forward_only:
+            decoded, to, limit = json_losses.forward_backward, addressee, serving.MAX_JSON_LOSS_BYTES
+        without_gradients = request.scope["path"].endswith("/forward")
+
+        def read(sent: bytes) -> ForwardBackward:
+            body = decoded(sent)
+            if without_gradients and not body.forward_only:
                 message = (
                     "this path takes a pass without gradients: forward_input, or forward_only in protobuf"
                 )
                 raise TinkerRefusal(400, message, "forward_input")
+            return body
+
+        # Sparse tensors may be large in a small body.
+        return await self._submitted(request, read, to, limit, always_beside=True)
+
+    async def _submitted(
+        self,
+        request: Request,
+        read: Callable[[bytes], Any],
+        to: Callable[[bytes], tuple[str, int] | None],
+        limit: int = serving.MAX_JSON_BYTES,
+        *,
+        always_beside: bool = False,
+    ) -> Submitted:
+        """`to` says which turn of which model a body that cannot be read was for.
+
+        A request behind this one may be submitted first: the seq_id keeps the order.
+        """
+        tenant, api_key = self._caller(request)
+        sent = await body_of(request, limit)
+        run = beside.always if always_beside else partial(beside.run, len(sent))
+        try:
+            body = await run(lambda: read(sent))
         except TinkerRefusal as error:
-            return self._refused(tenant, await beside.always(lambda: to(sent)), error)
-        request_id = await self._training.submit_forward_backward(tenant, api_key, body)
-        return Submitted(request_id=request_id, model_id=body.model_id)
+            return self._refused(tenant, await run(lambda: to(sent)), error)
+        request_id = await self._training.submit(tenant, api_key, body)
+        return Submitted(request_id=request_id, model_id=given(getattr(body, "model_id", None)))
 
     def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerRefusal) -> Submitted:
         """Its seq_id is used up: the error comes in its turn, as its future's."""

@@ -15,7 +15,7 @@ import hashlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,7 @@ from midstream_tinker.types import (
     SaveWeightsBody,
     SaveWeightsForSamplerBody,
     Served,
+    TrainingBody,
 )
 
 # Bytes of one model's requests that wait for their turn.
@@ -71,6 +72,15 @@ class _Model:
         self.publication: asyncio.Task[None] | None = None
 
 
+class _Call(NamedTuple):
+    """What a request becomes in its turn. kind: of its future."""
+
+    model: _Model
+    kind: str
+    seq_id: int
+    act: Act
+
+
 @dataclass(frozen=True)
 class Limits:
     """gap_s: how long a missing seq_id is waited for. max_models: in the trainer at once."""
@@ -83,7 +93,7 @@ DEFAULT_LIMITS = Limits()
 
 
 class Training:
-    """Made in the event loop it is used in. What `submit_*` returns is the request_id of a future."""
+    """Made in the event loop it is used in."""
 
     def __init__(
         self,
@@ -106,6 +116,14 @@ class Training:
         self._gap_s = limits.gap_s
         self._clock = clock
         self._models: dict[str, _Model] = {}
+        self._calls: dict[type, Callable[[str, str | None, Any], _Call]] = {
+            CreateModelBody: self._create_model,
+            LoadWeightsBody: self._load_weights,
+            ForwardBackward: self._forward_backward,
+            OptimStepBody: self._optim_step,
+            SaveWeightsBody: self._save_weights,
+            SaveWeightsForSamplerBody: self._save_weights_for_sampler,
+        }
         # Left by a process that died.
         for left in (places.exports, *places.leftovers()):
             shutil.rmtree(left, ignore_errors=True)
@@ -126,10 +144,15 @@ class Training:
         await self._loaded.close()
         await self._samplers.close()
 
+    async def submit(self, tenant: str, api_key: str | None, body: TrainingBody) -> str:
+        """The request_id of its future. Raises TinkerRefusal."""
+        size = body.size if isinstance(body, ForwardBackward) else 0
+        mark = await beside.run(size, lambda: mark_of(body))
+        return self._queue(self._calls[type(body)](tenant, api_key, body), mark)
+
     # -- models
 
-    async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str:
-        """Raises TinkerRefusal."""
+    def _create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> _Call:
         self._check_base(body.base_model, body.optimizer_config)
         row = self._store.create_model(
             tenant,
@@ -144,17 +167,17 @@ class Training:
             await self._loaded.make(row.id, m.CreateModel(row.id, row.lora))
             future.resolve_json(ModelMade(model_id=row.id))
 
-        return self._submit(self._new_model(row), "create_model", CREATION, body, create)
+        return _Call(self._new_model(row), "create_model", CREATION, create)
 
-    async def submit_load_weights(self, tenant: str, api_key: str | None, body: LoadWeightsBody) -> str:
-        """Into a model there is, in its turn, or into one that this makes. Raises TinkerRefusal."""
+    def _load_weights(self, tenant: str, api_key: str | None, body: LoadWeightsBody) -> _Call:
+        """Into a model there is, in its turn, or into one that this makes."""
         if body.model_id is not None:
             model = self._model(tenant, body.model_id)
 
             async def load(future: Future) -> None:
                 await self._load(model.row, body, future)
 
-            return self._submit(model, "load_weights", _given(body.seq_id), body, load)
+            return _Call(model, "load_weights", _given(body.seq_id), load)
         if body.session_id is None or body.model_seq_id is None:
             raise TinkerRefusal(400, "give model_id and seq_id, or session_id and model_seq_id", "model_id")
         checkpoint, lora = self.weights_info(tenant, body.path)
@@ -173,7 +196,7 @@ class Training:
         async def restore(future: Future) -> None:
             await self._load(row, body, future)
 
-        return self._submit(self._new_model(row), "load_weights", CREATION, body, restore)
+        return _Call(self._new_model(row), "load_weights", CREATION, restore)
 
     async def finish_session(self, tenant: str, session_id: str) -> None:
         """Its models are unloaded once what was asked of them is done."""
@@ -183,11 +206,7 @@ class Training:
 
     # -- steps
 
-    async def submit_forward_backward(self, tenant: str, api_key: str | None, body: ForwardBackward) -> str:
-        """Raises TinkerRefusal."""
-        self._model(tenant, body.model_id)
-        seq_id = _given(body.seq_id)
-        mark = await beside.run(body.size, lambda: mark_of(body))
+    def _forward_backward(self, tenant: str, api_key: str | None, body: ForwardBackward) -> _Call:
         model = self._model(tenant, body.model_id)
 
         async def run(future: Future) -> None:
@@ -197,10 +216,9 @@ class Training:
             future.resolve(encoded, PROTOBUF, as_json=loss_outputs_json)
 
         kind = "forward" if body.forward_only else "forward_backward"
-        return self._submit(model, kind, seq_id, mark, run)
+        return _Call(model, kind, _given(body.seq_id), run)
 
-    async def submit_optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> str:
-        """Raises TinkerRefusal."""
+    def _optim_step(self, tenant: str, api_key: str | None, body: OptimStepBody) -> _Call:
         model = self._model(tenant, body.model_id)
 
         async def step(future: Future) -> None:
@@ -211,12 +229,11 @@ class Training:
             done: m.Metrics = await self._loaded.call(model.row.id, m.OptimStep(model.row.id, adam))
             future.resolve_json(StepDone(metrics=done.metrics))
 
-        return self._submit(model, "optim_step", _given(body.seq_id), body, step)
+        return _Call(model, "optim_step", _given(body.seq_id), step)
 
     # -- weights
 
-    async def submit_save_weights(self, tenant: str, api_key: str | None, body: SaveWeightsBody) -> str:
-        """Raises TinkerRefusal."""
+    def _save_weights(self, tenant: str, api_key: str | None, body: SaveWeightsBody) -> _Call:
         model = self._model(tenant, body.model_id)
 
         async def save(future: Future) -> None:
@@ -233,12 +250,11 @@ class Training:
             self._store.add_checkpoint(tenant, checkpoint)
             future.resolve_json(WeightsSaved(path=str(uri)))
 
-        return self._submit(model, "save_weights", _given(body.seq_id), body, save)
+        return _Call(model, "save_weights", _given(body.seq_id), save)
 
-    async def submit_save_weights_for_sampler(
+    def _save_weights_for_sampler(
         self, tenant: str, api_key: str | None, body: SaveWeightsForSamplerBody
-    ) -> str:
-        """Raises TinkerRefusal."""
+    ) -> _Call:
         model = self._model(tenant, body.model_id)
         seq_id = _given(body.seq_id)
 
@@ -266,7 +282,7 @@ class Training:
             publishing = self._published(model.row, exported, api_key, body, future)
             model.publication = asyncio.create_task(publishing)
 
-        return self._submit(model, "save_weights_for_sampler", seq_id, body, export)
+        return _Call(model, "save_weights_for_sampler", seq_id, export)
 
     async def create_sampling_session(
         self, tenant: str, api_key: str | None, body: CreateSamplingSessionBody
@@ -315,7 +331,7 @@ class Training:
         async def fail(future: Future) -> None:
             raise error
 
-        return self._submit(model, "refused", seq_id, error.body(), fail)
+        return self._queue(_Call(model, "refused", seq_id, fail), mark_of(error.body()))
 
     # -- inside
 
@@ -400,9 +416,9 @@ class Training:
             if (model.row.tenant, model.row.session_id) in gone and not len(model.turns):
                 model.turns.close()
 
-    def _submit(self, model: _Model, kind: str, seq_id: int, body: object, act: Act) -> str:
-        """Its request_id. body: or its mark. Raises TinkerRefusal: 400 the seq_id had another body, 429 too much is waiting."""
-        mark = body if isinstance(body, Mark) else mark_of(body)
+    def _queue(self, call: _Call, mark: Mark) -> str:
+        """Its request_id. Raises TinkerRefusal: 400 the seq_id had another body, 429 too much is waiting."""
+        model, kind, seq_id, act = call
         known = model.turns.known(kind, seq_id, mark.digest)
         if known is not None:
             return known

@@ -16,7 +16,7 @@ from midstream.core.decoding import NOT_JSON
 from midstream.core.traces import Span
 from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.serving import MAX_JSON_BYTES, MAX_SAMPLE_BYTES
-from midstream_tinker.trainer.types import MAX_INT64, AdamParams, LoraConfig
+from midstream_tinker.trainer.types import MAX_INT64, AdamParams, ForwardBackward, LoraConfig
 
 Policy = Literal["exact", "run", "serving", "adapter"]
 CheckpointKind = Literal["weights", "sampler_weights"]
@@ -283,6 +283,17 @@ def _check_notes(value: Any, where: str, left: int = MAX_NESTED) -> None:
     for name, item in value.items() if isinstance(value, dict) else enumerate(value):
         within = f"{where}[{name}]" if isinstance(value, list) else f"{where}.{name}"
         _check_notes(item, within, left - 1)
+
+
+#: What is submitted for training.
+TrainingBody = (
+    CreateModelBody
+    | LoadWeightsBody
+    | ForwardBackward
+    | OptimStepBody
+    | SaveWeightsBody
+    | SaveWeightsForSamplerBody
+)
 
 
 class _Addressed(TinkerBody, frozen=True, kw_only=True):

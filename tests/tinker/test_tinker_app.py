@@ -17,7 +17,7 @@ from midstream.http.auth import Authenticator
 from midstream_tinker import app as module
 from midstream_tinker import messages, serving
 from midstream_tinker.answers import SampleFacts, SpansOfSequence
-from midstream_tinker.app import ENDPOINTS, INLINE_BYTES, tinker_app
+from midstream_tinker.app import ENDPOINTS, INLINE_BYTES, SUBMISSIONS, tinker_app
 from midstream_tinker.codec import sample_json, sample_response
 from midstream_tinker.futures import PROTOBUF, Futures
 from midstream_tinker.refusals import TinkerRefusal
@@ -46,22 +46,14 @@ class Played:
         self.submitted: list[Any] = []
         self.turns: list[tuple[str, int]] = []
 
-    async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
+    async def submit(self, tenant: str, api_key: str | None, body: Any) -> Any:
+        """A sample has ids of its sequences beside its request_id."""
         self.calls.append(("submit", api_key, body))
-        future = self.futures.new(tenant, "sample")
+        future = self.futures.new(tenant, "submitted")
         self.submitted.append(future)
+        if not isinstance(body, SampleBody):
+            return future.request_id
         return future.request_id, [f"{future.request_id}-s{index}" for index in range(body.num_samples)]
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[str]]:
-        if not name.startswith("submit_"):
-            raise AttributeError(name)
-
-        async def submit(tenant: str, api_key: str | None, body: Any) -> str:
-            self.calls.append((name, api_key, body))
-            self.submitted.append(self.futures.new(tenant, name))
-            return str(self.submitted[-1].request_id)
-
-        return submit
 
     def refuse(self, tenant: str, model_id: str, seq_id: int, error: TinkerRefusal) -> str | None:
         if model_id != "known":
@@ -534,7 +526,8 @@ def test_training_requests_reach_their_port_with_the_callers_key() -> None:
             assert answered.status_code == 200, answered.text
             assert answered.json()["request_id"] == front.played.submitted[-1].request_id
             assert answered.json().get("model_id") == body.get("model_id")
-            assert front.played.calls[-1][:2] == (f"submit_{path}", KEY)
+            assert front.played.calls[-1][:2] == ("submit", KEY)
+            assert type(front.played.calls[-1][2]) is SUBMISSIONS[f"/api/v1/{path}"].body
         created = front.played.calls[0][2]
         assert isinstance(created, CreateModelBody)
         assert created.lora_config.rank == 0
@@ -549,7 +542,7 @@ def test_a_forward_backward_is_read_in_protobuf() -> None:
         answered = await front.client.post(url, content=forward_backward_body(), headers=headers)
         assert answered.json()["model_id"] == "known"
         name, api_key, read = front.played.calls[-1]
-        assert (name, api_key) == ("submit_forward_backward", KEY)
+        assert (name, api_key) == ("submit", KEY)
         assert isinstance(read, ForwardBackward)
         assert read.data[0].tokens == (1,)
 
@@ -564,7 +557,7 @@ def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
         answered = await front.post(path, {"model_id": "known", "seq_id": 1, **given})
         assert answered.json()["model_id"] == "known"
         name, api_key, read = front.played.calls[-1]
-        assert (name, api_key, read.data[0].tokens) == ("submit_forward_backward", KEY, (1,))
+        assert (name, api_key, read.data[0].tokens) == ("submit", KEY, (1,))
         assert read.forward_only == (path == "forward")
         refused = await front.post(path, {"model_id": "known", "seq_id": 2, f"{path}_input": {"data": []}})
         failed = (await front.retrieve(refused.json()["request_id"])).json()

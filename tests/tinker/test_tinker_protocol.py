@@ -56,7 +56,9 @@ class Played:
 
         futures.wait = counted  # type: ignore[method-assign]
 
-    async def submit(self, tenant: str, api_key: str | None, body: SampleBody) -> tuple[str, list[str]]:
+    async def submit(self, tenant: str, api_key: str | None, body: SampleBody | CreateModelBody) -> Any:
+        if isinstance(body, CreateModelBody):
+            return self._made(tenant, body)
         way = body.prompt.token_ids()[0]
         self.submitted[way].append(body.seq_id)
         first = len(self.submitted[way]) == 1
@@ -81,7 +83,7 @@ class Played:
             future.resolve(result(), PROTOBUF)
         return future.request_id, [f"{future.request_id}-{index}" for index in range(body.num_samples)]
 
-    async def submit_create_model(self, tenant: str, api_key: str | None, body: CreateModelBody) -> str:
+    def _made(self, tenant: str, body: CreateModelBody) -> str:
         row = self.store.create_model(
             tenant, body.session_id, body.model_seq_id, base_model=body.base_model, lora=body.lora_config
         )
@@ -109,7 +111,7 @@ class Played:
 
     def __getattr__(self, name: str) -> Any:
         """What the script does not use."""
-        if name.startswith(("submit_", "refuse", "create_")):
+        if name.startswith(("refuse", "create_")):
             return None
         raise AttributeError(name)
 

@@ -29,7 +29,7 @@ def play(root: Path, scene: Callable[[World], Awaitable[None]], **options: Any) 
 
 async def save(at: World, model: str, seq_id: int, name: str | None = None, seq: int | None = None) -> str:
     body = SaveWeightsForSamplerBody(model_id=model, seq_id=seq_id, path=name, sampling_session_seq_id=seq)
-    return await at.training.submit_save_weights_for_sampler(TENANT, KEY, body)
+    return await at.training.submit(TENANT, KEY, body)
 
 
 async def saved(at: World, model: str, seq_id: int, name: str) -> str:

@@ -37,27 +37,27 @@ def play(root: Path, scene: Scene, **options: float) -> None:
 
 async def save(at: World, model: str, seq_id: int, name: str, *, overwrite: bool = False) -> str:
     body = SaveWeightsBody(model_id=model, seq_id=seq_id, path=name, overwrite=overwrite)
-    return await at.training.submit_save_weights(TENANT, KEY, body)
+    return await at.training.submit(TENANT, KEY, body)
 
 
 async def save_for_sampler(at: World, model: str, seq_id: int, name: str) -> str:
     body = SaveWeightsForSamplerBody(model_id=model, seq_id=seq_id, path=name)
-    return await at.training.submit_save_weights_for_sampler(TENANT, KEY, body)
+    return await at.training.submit(TENANT, KEY, body)
 
 
 async def save_ephemeral(at: World, model: str, seq_id: int, number: int = 0) -> str:
     body = SaveWeightsForSamplerBody(model_id=model, seq_id=seq_id, sampling_session_seq_id=number)
-    return await at.training.submit_save_weights_for_sampler(TENANT, KEY, body)
+    return await at.training.submit(TENANT, KEY, body)
 
 
 async def load(at: World, model: str, seq_id: int, path: str) -> str:
     body = LoadWeightsBody(model_id=model, seq_id=seq_id, path=path, optimizer=True)
-    return await at.training.submit_load_weights(TENANT, KEY, body)
+    return await at.training.submit(TENANT, KEY, body)
 
 
 async def restore(at: World, seq: int, path: str) -> str:
     body = LoadWeightsBody(session_id=at.session, model_seq_id=seq, path=path, optimizer=True)
-    return await at.training.submit_load_weights(TENANT, KEY, body)
+    return await at.training.submit(TENANT, KEY, body)
 
 
 # -- order
@@ -86,7 +86,7 @@ def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(t
             await at.step(model, 1, 0.7)
         assert (refused.value.status, refused.value.param) == (400, "seq_id")
         other = forward_backward(model, 2, token=3)
-        made = await at.training.submit_forward_backward(TENANT, KEY, other)
+        made = await at.training.submit(TENANT, KEY, other)
         with pytest.raises(TinkerRefusal):
             await at.loss(model, 2)
         await at.ended(made)
@@ -98,11 +98,11 @@ def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(t
 def test_create_model_is_idempotent_and_a_session_number_stands_for_one_model(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         body = create(at.new_session(), 0, 8)
-        first = await at.training.submit_create_model(TENANT, KEY, body)
-        assert await at.training.submit_create_model(TENANT, KEY, body) == first
+        first = await at.training.submit(TENANT, KEY, body)
+        assert await at.training.submit(TENANT, KEY, body) == first
         assert (await at.result(first)) == {"type": "create_model", "model_id": f"{at.session}:train:0"}
         with pytest.raises(TinkerRefusal) as refused:
-            await at.training.submit_create_model(TENANT, KEY, create(at.session, 0, 16))
+            await at.training.submit(TENANT, KEY, create(at.session, 0, 16))
         assert refused.value.status == 400
         assert [type(said) for said in at.trainer.said] == [m.CreateModel]
 
@@ -118,7 +118,7 @@ def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> N
         assert refused is not None
         other = {"type": "dimuon", "learning_rate": 0.1}
         muon = OptimStepBody(model_id=model, seq_id=3, optimizer_params=other)
-        unknown = await at.training.submit_optim_step(TENANT, KEY, muon)
+        unknown = await at.training.submit(TENANT, KEY, muon)
         last = await at.step(model, 4)
         assert await at.error(failed) == ("the loss 'nonsense' is not known here", "user")
         assert await at.error(refused) == ("the field data is not supported here", "user")
@@ -186,9 +186,9 @@ def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> N
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "mine")))["path"])
         calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: at.training.submit_optim_step("other", KEY, optim(model, 2)),
-            lambda: at.training.submit_optim_step(TENANT, KEY, optim("session_00:train:0", 2)),
-            lambda: at.training.submit_create_model("other", KEY, create(at.session, 5)),
+            lambda: at.training.submit("other", KEY, optim(model, 2)),
+            lambda: at.training.submit(TENANT, KEY, optim("session_00:train:0", 2)),
+            lambda: at.training.submit("other", KEY, create(at.session, 5)),
             lambda: at.training.delete_checkpoint("other", path),
             lambda: at.training.delete_checkpoint(TENANT, path.replace("mine", "yours")),
             lambda: restore_as(at, "other", path),
@@ -204,7 +204,7 @@ def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> N
     async def restore_as(at: World, tenant: str, path: str) -> str:
         session = at.store.create_session(tenant).id
         body = LoadWeightsBody(session_id=session, model_seq_id=0, path=path)
-        return await at.training.submit_load_weights(tenant, KEY, body)
+        return await at.training.submit(tenant, KEY, body)
 
     play(tmp_path, scene)
 
@@ -214,7 +214,7 @@ def test_another_base_model_or_optimizer_is_refused_with_what_there_is(tmp_path:
         body = create(at.new_session())
         for field, value in (("base_model", "gpt-2"), ("optimizer_config", OptimizerConfig(type="dimuon"))):
             with pytest.raises(TinkerRefusal) as refused:
-                await at.training.submit_create_model(TENANT, KEY, replaced(body, field, value))
+                await at.training.submit(TENANT, KEY, replaced(body, field, value))
             assert (refused.value.status, refused.value.param) == (400, field)
         assert BASE in str(refused.value) or "adamw" in str(refused.value)
 
@@ -231,7 +231,7 @@ def test_a_request_without_seq_id_is_refused(tmp_path: Path) -> None:
         model = await at.model()
         for seq_id in (None, 0):
             with pytest.raises(TinkerRefusal) as refused:
-                await at.training.submit_optim_step(TENANT, KEY, optim(model, seq_id))
+                await at.training.submit(TENANT, KEY, optim(model, seq_id))
             assert (refused.value.status, refused.value.param) == (400, "seq_id")
 
     play(tmp_path, scene)
@@ -566,7 +566,7 @@ def test_what_follows_a_model_that_no_trainer_could_be_started_for_says_so(tmp_p
 
         at.trainer.start = refused  # type: ignore[method-assign,assignment]
         body = create(at.new_session())
-        made = await at.training.submit_create_model(TENANT, KEY, body)
+        made = await at.training.submit(TENANT, KEY, body)
         message, _ = await at.error(await at.step(f"{at.session}:train:0", 1))
         assert "no memory" in (await at.error(made))[0]
         assert "could not be made (the model cannot be trained: no memory)" in message
@@ -628,16 +628,14 @@ def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path
         gone = await at.model(0)
         here_session = at.new_session()
         here = await at.model(0)
-        refused = await at.training.submit_create_model(TENANT, KEY, create(here_session, 1))
+        refused = await at.training.submit(TENANT, KEY, create(here_session, 1))
         message, category = await at.error(refused)
         assert "2 models" in message
         assert category == "user"
         now += 400
         at.store.touch_session(TENANT, here_session)
         made = str(
-            (await at.result(await at.training.submit_create_model(TENANT, KEY, create(here_session, 2))))[
-                "model_id"
-            ]
+            (await at.result(await at.training.submit(TENANT, KEY, create(here_session, 2))))["model_id"]
         )
         assert sorted(at.trainer.weights) == sorted([here, made])
         assert "its client had gone" in (await at.error(await at.step(gone, 1)))[0]

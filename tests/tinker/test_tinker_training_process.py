@@ -37,7 +37,7 @@ def test_a_killed_trainer_is_started_again_and_goes_on_from_a_saved_state(
         first = await loss(at, model, 1)
         await at.result(await at.step(model, 2, 0.01))
         save = SaveWeightsBody(model_id=model, seq_id=3, path="s")
-        path = str((await at.result(await at.training.submit_save_weights(TENANT, KEY, save)))["path"])
+        path = str((await at.result(await at.training.submit(TENANT, KEY, save)))["path"])
         saved = await loss(at, model, 4)
         assert saved < first
         assert trainer.pid is not None
@@ -48,7 +48,7 @@ def test_a_killed_trainer_is_started_again_and_goes_on_from_a_saved_state(
             assert "was killed" in message
             assert category == "server"
         load = LoadWeightsBody(model_id=model, seq_id=6, path=path, optimizer=True)
-        await at.result(await at.training.submit_load_weights(TENANT, KEY, load))
+        await at.result(await at.training.submit(TENANT, KEY, load))
         assert await loss(at, model, 7) == pytest.approx(saved, abs=1e-5)
         assert "was killed" in (await at.error(await at.step(other, 2)))[0]
 

@@ -240,15 +240,15 @@ class World:
     async def model(self, seq: int = 0, rank: int = 8) -> str:
         """The id of a model that is there."""
         body = create(self.session or self.new_session(), seq, rank)
-        made = await self.result(await self.training.submit_create_model(TENANT, "tml-key", body))
+        made = await self.result(await self.training.submit(TENANT, "tml-key", body))
         return str(made["model_id"])
 
     async def step(self, model_id: str, seq_id: int, rate: float = 0.1) -> str:
-        return await self.training.submit_optim_step(TENANT, "tml-key", optim(model_id, seq_id, rate))
+        return await self.training.submit(TENANT, "tml-key", optim(model_id, seq_id, rate))
 
     async def loss(self, model_id: str, seq_id: int, loss_fn: str = "cross_entropy") -> str:
         request = forward_backward(model_id, seq_id, loss_fn)
-        return await self.training.submit_forward_backward(TENANT, "tml-key", request)
+        return await self.training.submit(TENANT, "tml-key", request)
 
 
 @contextlib.asynccontextmanager
