@@ -394,13 +394,14 @@ class _Front:
             "retrieve_future",
             EITHER,
             "Gives the result of a submission, or answers 408 while there is none.",
+            RetrieveBody,
             answer=answers.Result,
             kinds=(JSON, PROTOBUF),
         )
     )
-    async def _retrieve_future(self, request: Request, body: RetrieveBody) -> Response:
+    async def _retrieve_future(self, request: Request) -> Response:
         try:
-            return await self._retrieved(request, body)
+            return await self._retrieved(request, await read_body(request, RetrieveBody))
         except (TinkerRefusal, MidstreamError, ClientDisconnect):
             raise
         except Exception:

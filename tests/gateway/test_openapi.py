@@ -42,6 +42,7 @@ from midstream.replica.wire.table import GENERATING
 from midstream_tinker.app import SUBMISSIONS, _Front
 from midstream_tinker.json_losses import LossesBody
 from midstream_tinker.runs import Runs
+from midstream_tinker.types import RetrieveBody
 
 SOURCE, BUILDING = Path(midstream.__file__).parent, Path(midstream_tinker.__file__).parent
 BODIES_OF = request_bodies()
@@ -282,10 +283,10 @@ def test_every_wire_reads_what_is_told() -> None:
 
 
 def test_every_body_that_the_tinker_front_decodes_is_told() -> None:
-    """A handler whose refusals come in their turn decodes its body itself, by the record."""
+    """A handler whose refusals come in their turn decodes its body itself, by the record; so does a poll."""
     handled = [one for api in (_Front, Runs) for one in bound(api) if one.reads is None]
     told = {one.endpoint.body for one in handled} - {None, LossesBody}
-    assert told == {one.body for one in SUBMISSIONS.values()}
+    assert told == {one.body for one in SUBMISSIONS.values()} | {RetrieveBody}
 
 
 def test_every_json_answer_of_the_tinker_front_has_a_type() -> None:

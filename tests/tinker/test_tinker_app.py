@@ -461,6 +461,20 @@ def test_a_result_that_cannot_be_told_is_an_error_and_never_asked_for_again_at_o
     play(test)
 
 
+def test_a_poll_whose_body_cannot_be_read_is_no_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(front: Front) -> None:
+        def decode(*_: Any) -> None:
+            raise RuntimeError("a secret")
+
+        monkeypatch.setattr(module, "decode", decode)
+        failed = await front.retrieve("req_1")
+        assert failed.status_code == 200
+        assert failed.json()["category"] == "server"
+        assert "secret" not in failed.text
+
+    play(test)
+
+
 def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
     async def test(front: Front) -> None:
         request_id = await front.sample()
