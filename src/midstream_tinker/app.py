@@ -179,6 +179,8 @@ class _Front:
         self._authenticator = authenticator
         self._served = served
         self._poll_s = poll_s
+        # Maps the end of a request that is still being read to its tenant.
+        self._submitting: dict[asyncio.Event, str] = {}
 
     def _caller(self, request: Request) -> serving.TinkerCaller:
         return serving.caller(self._authenticator, request)
@@ -245,6 +247,8 @@ class _Front:
         await body_of(request)
         session_id = request.path_params["session_id"]
         if self._store.session(tenant, session_id) is not None:
+            for over in [over for over, whose in self._submitting.items() if whose == tenant]:
+                await over.wait()
             await self._training.finish_session(tenant, session_id)
         # Also for an unknown session: the client is leaving, and an error would end it in a traceback.
         return Nothing()
@@ -368,17 +372,24 @@ class _Front:
     ) -> Submitted:
         """`to` says which turn of which model a body that cannot be read was for.
 
-        A request behind this one may be submitted first: the seq_id keeps the order.
+        A request behind this one may be submitted first: the seq_id keeps the order. A finish behind it waits for it, no
+        longer than this request takes: it ends with its connection.
         """
         tenant, api_key = self._caller(request)
-        sent = await body_of(request, limit)
-        run = beside.always if always_beside else partial(beside.run, len(sent))
+        over = asyncio.Event()
+        self._submitting[over] = tenant
         try:
-            body = await run(lambda: read(sent))
-        except TinkerRefusal as error:
-            return self._refused(tenant, await run(lambda: to(sent)), error)
-        request_id = await self._training.submit(tenant, api_key, body)
-        return Submitted(request_id=request_id, model_id=given(getattr(body, "model_id", None)))
+            sent = await body_of(request, limit)
+            run = beside.always if always_beside else partial(beside.run, len(sent))
+            try:
+                body = await run(lambda: read(sent))
+            except TinkerRefusal as error:
+                return self._refused(tenant, await run(lambda: to(sent)), error)
+            request_id = await self._training.submit(tenant, api_key, body)
+            return Submitted(request_id=request_id, model_id=given(getattr(body, "model_id", None)))
+        finally:
+            del self._submitting[over]
+            over.set()
 
     def _refused(self, tenant: str, to: tuple[str, int] | None, error: TinkerRefusal) -> Submitted:
         """Its seq_id is used up: the error comes in its turn, as its future's."""

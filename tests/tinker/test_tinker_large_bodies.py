@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -173,27 +173,13 @@ def test_a_small_request_that_overtakes_a_large_one_still_waits_for_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The large one is not read before the small one behind it was accepted."""
-    may_go_on, reading = threading.Event(), threading.Event()
-    real = codec.forward_backward
-
-    def held(body: bytes) -> Any:
-        reading.set()
-        assert may_go_on.wait(60)
-        return real(body)
 
     async def main() -> None:
-        async with world(tmp_path) as made, served(made) as post:
-            made.new_session(tenant_of(KEY))
-            named = {"session_id": made.session, "model_seq_id": 0, "base_model": BASE}
-            await made.result(await post("create_model", json=named), tenant_of(KEY))
-            (model_id,) = made.trainer.weights
-            message = messages.ForwardBackwardRequest.FromString(datums(4000))
-            message.model_id = model_id
-            monkeypatch.setattr(codec, "forward_backward", held)
-            large = asyncio.create_task(post("forward_backward", **proto(message.SerializeToString())))
-            await asyncio.to_thread(reading.wait, 60)
+        async with world(tmp_path) as made, served(made) as client:
+            model_id = await new_model(made, client)
+            large, may_go_on = await held_pass(client, model_id, monkeypatch)
             step = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.5}}
-            small = await post("optim_step", json=step)
+            small = await submitted(client, "optim_step", json=step)
             assert not large.done()
             may_go_on.set()
             for request_id in (await large, small):
@@ -203,9 +189,77 @@ def test_a_small_request_that_overtakes_a_large_one_still_waits_for_its_turn(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_finish_that_overtakes_a_large_request_waits_until_it_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as made, served(made) as client:
+            model_id = await new_model(made, client)
+            large, may_go_on = await held_pass(client, model_id, monkeypatch)
+            seen = asyncio.Event()
+            session = made.store.session
+
+            def spied(*given: Any) -> Any:
+                seen.set()
+                return session(*given)
+
+            monkeypatch.setattr(made.store, "session", spied)
+            finish = asyncio.create_task(client.post(f"/api/v1/sessions/{made.session}/finish", json={}))
+            await seen.wait()
+            # A finish of another key waits for none of it.
+            other = await client.post(
+                f"/api/v1/sessions/{made.session}/finish", json={}, headers={"X-API-Key": "another"}
+            )
+            assert other.status_code == 200
+            assert not finish.done()
+            may_go_on.set()
+            future = await made.ended(await large, tenant_of(KEY))
+            assert future.outcome is not None
+            assert future.outcome.media_type == PROTOBUF, future.outcome.body
+            assert (await finish).json() == {}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def new_model(made: World, client: httpx.AsyncClient) -> str:
+    made.new_session(tenant_of(KEY))
+    named = {"session_id": made.session, "model_seq_id": 0, "base_model": BASE}
+    await made.result(await submitted(client, "create_model", json=named), tenant_of(KEY))
+    (model_id,) = made.trainer.weights
+    return model_id
+
+
+async def held_pass(
+    client: httpx.AsyncClient, model_id: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Task[str], threading.Event]:
+    """A large forward_backward that is being read until the event is set."""
+    may_go_on, reading = threading.Event(), threading.Event()
+    real = codec.forward_backward
+
+    def held(body: bytes) -> Any:
+        reading.set()
+        assert may_go_on.wait(60)
+        return real(body)
+
+    message = messages.ForwardBackwardRequest.FromString(datums(4000))
+    message.model_id = model_id
+    monkeypatch.setattr(codec, "forward_backward", held)
+    sent = submitted(client, "forward_backward", **proto(message.SerializeToString()))
+    large = asyncio.create_task(sent)
+    await asyncio.to_thread(reading.wait, 60)
+    return large, may_go_on
+
+
+async def submitted(client: httpx.AsyncClient, path: str, **sent: Any) -> str:
+    """The request_id."""
+    answered = await client.post(f"/api/v1/{path}", **sent)
+    assert answered.status_code == 200, answered.text
+    return str(answered.json()["request_id"])
+
+
 @contextlib.asynccontextmanager
-async def served(made: World) -> AsyncIterator[Callable[..., Awaitable[str]]]:
-    """What sends a request of training to `made`, and gives its request_id."""
+async def served(made: World) -> AsyncIterator[httpx.AsyncClient]:
+    """What sends requests to `made`."""
     app = tinker_app(
         store=made.store,
         futures=made.futures,
@@ -218,13 +272,7 @@ async def served(made: World) -> AsyncIterator[Callable[..., Awaitable[str]]]:
     async with httpx.AsyncClient(
         transport=transport, base_url="http://t", headers={"X-API-Key": KEY}
     ) as client:
-
-        async def post(path: str, **sent: Any) -> str:
-            answered = await client.post(f"/api/v1/{path}", **sent)
-            assert answered.status_code == 200, answered.text
-            return str(answered.json()["request_id"])
-
-        yield post
+        yield client
 
 
 def test_a_result_in_json_is_written_in_steps_as_it_is_in_one() -> None:
