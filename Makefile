@@ -24,6 +24,7 @@
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make walk    which files of midstream a streamed chat, a Tinker sample and a hot load pass, JSON; tests/test_size.py holds the numbers
+# make calls   how many Python functions a gateway calls for a turn and for a streamed chat, JSON (BENCH_ARGS="--functions": which)
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 # make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON;
@@ -79,7 +80,7 @@ PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 WHEEL_MACHINE ?= $(shell uname -m)
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak calls ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -244,6 +245,9 @@ bench-start: setup
 
 walk: setup
 	cd benchmarks && ../$(BIN)/python walk.py --write $(BENCH_ARGS)
+
+calls: setup
+	cd benchmarks && ../$(BIN)/python calls.py $(BENCH_ARGS)
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)
