@@ -18,14 +18,14 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, cast
 
 import httptools
 
 from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
 from midstream.http.budget import Budget, Share
-from midstream.http.heap import heap
+from midstream.http.heap import LARGE, heap
 from midstream.http.message import ConnectionLimits, Request, error_response
 from midstream.http.reader import RequestReader
 
@@ -86,6 +86,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._service = service
         self._share = Share(service.budget, self)
         self._now = loop.time
+        #: For exchanges: bytes of a response.
+        self.write: Callable[[bytes], None]
         self._queue: deque[Request | RefusedRequest] = deque()
         self._queued_bytes = 0
         self._exchange: Exchange | None = None
@@ -117,6 +119,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         # uvloop's transport is not a subclass.
         transport = cast("asyncio.Transport", transport)
         self._transport = transport
+        self.write = transport.write
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,27 +159,29 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        begun, had_head = self._in_message, self._head_done
         try:
             self.feed(data)
         except MidstreamError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
             self._parse_failed(error)
-        self._pump()
+        if self._queue:
+            self._pump()
+        elif self._exchange is None and not self._deaf:
+            if self._in_message and not (begun and self._head_done == had_head):
+                # Its head or its body has begun, and with it another time limit.
+                self.deadline = _NEVER
+            self._wait_for_request()
 
     # -- the reader's calls
 
-    def _message_begins(self) -> None:
-        self._unfinished_bytes = 0
-        if self._exchange is None and not self._queue:
-            self.deadline = self._now() + self._limits.head_timeout_s
-
     def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
-        self._check_head(method, target, first, length)
         if self._exchange is None and not self._queue:
-            self._time_body()
-
-    def _check_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+            # A whole body becomes an exchange before anything else is read.
+            self._roomless_bytes = length
+        else:
+            self._count_held()
         tenant = self._service.check_head(method, target, first)
         # A request without a key leaves the connection, and what is under way on it, with its tenant.
         if tenant is not None and tenant != self._share.tenant:
@@ -199,9 +204,6 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     # -- an exchange's calls
 
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
-
     def count_in_flight(self) -> None:
         """Count the new exchange as a request of its tenant until it is over. Raises Overloaded."""
         self._share.begin_request()
@@ -221,8 +223,12 @@ class ClientConnection(RequestReader, asyncio.Protocol):
                 self.deadline = min(self.deadline, self._now() + stays_s)
         elif close or self.closes_after_response:
             self._close()
-        elif not self._pumping:
+        elif self._pumping:
+            return
+        elif self._queue or not self._reading:
             self._pump()
+        elif not self._deaf:
+            self._wait_for_request()
 
     def end_short(self, last: bytes = b"") -> None:
         """Write `last` and close without completing the response, so that the client sees that it is short."""
@@ -303,7 +309,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _exchange_over(self) -> None:
         self._exchange = None
-        heap.freed(self._exchange_bytes)
+        if self._exchange_bytes >= LARGE:
+            heap.freed(self._exchange_bytes)
         self._exchange_bytes = 0
         if self._share.counted_for is not None:
             self._share.end_request()
@@ -321,7 +328,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._pumping = False
         if self._exchange is None and not self._deaf:
             self._wait_for_request()
-        self._throttle()
+        if self._queue or not self._reading:
+            self._throttle()
 
     def _begin(self, request: Request) -> bool:
         """Begin an exchange for the request. False if the request was refused instead."""

@@ -40,6 +40,8 @@ class RequestReader(ABC):
         self._offers_upgrade = False
         self._owes_continue = False
         self._in_message = False
+        # A body of this length needs no room if it comes in the read of its head.
+        self._roomless_bytes = 0
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
         # One buffer, however small the pieces are. It gives its bytes away without a copy, which a bytearray cannot.
@@ -48,10 +50,6 @@ class RequestReader(ABC):
         self._start_message()
 
     # -- what a connection does with it
-
-    @abstractmethod
-    def _message_begins(self) -> None:
-        """The first byte of a request has come."""
 
     @abstractmethod
     def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
@@ -69,6 +67,7 @@ class RequestReader(ABC):
 
     def feed(self, data: bytes) -> None:
         """Raises MidstreamError, or httptools.HttpParserError, perhaps with the former as its context."""
+        self._roomless_bytes = 0
         if self._in_message and not self._head_done:
             self._head_fed += len(data)
         elif self._in_message and self._chunks:
@@ -101,11 +100,13 @@ class RequestReader(ABC):
         )
         kept = [name + b": " + value for name, value in self._headers if name != b"upgrade"]
         self._parser = httptools.HttpRequestParser(self)
+        self._start_message()
         head = b"\r\n".join([line, *kept, b"\r\n"])
         self._read_bytes = len(head)
         self._parser.feed_data(head)
 
     def _start_message(self) -> None:
+        """Nothing of a request has been read."""
         self._head_done = self._chunks = False
         self._head_fed = self._trailer_bytes = 0
         # Bytes of a body in chunks, without those that came with the head.
@@ -115,15 +116,13 @@ class RequestReader(ABC):
         self._target = b""
         self._headers = []
         self._first = {}
-        self._drop_body()
+        self._body, self._body_bytes = b"", 0
         self._http10 = False
 
     # -- the parser's calls
 
     def on_message_begin(self) -> None:
         self._in_message = True
-        self._start_message()
-        self._message_begins()
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -169,7 +168,8 @@ class RequestReader(ABC):
         self._owes_continue = False
         if self._body_bytes + len(body) > self._limits.max_body_bytes:
             raise self._body_too_large()
-        self._hold_more(len(body))
+        if len(body) != self._roomless_bytes:
+            self._hold_more(len(body))
         if not self._body_bytes:
             self._body = body
         else:
@@ -178,9 +178,6 @@ class RequestReader(ABC):
                 self._body.seek(0, io.SEEK_END)
             self._body.write(body)
         self._body_bytes += len(body)
-
-    def _drop_body(self) -> None:
-        self._body, self._body_bytes = b"", 0
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -196,7 +193,7 @@ class RequestReader(ABC):
             not self._http10 and self._parser.should_keep_alive(),
         )
         # An idle connection holds no body.
-        self._drop_body()
+        self._start_message()
         self._take_request(request)
 
     @property

@@ -22,6 +22,7 @@ MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
 _LAST_LINES = b"\r\n\r\n"
 # Below this size, one copy is cheaper than a second buffer.
 JOINED_BODY_BYTES_MAX = 16 * 2**10
+PARSING_FAILED = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
 class ResponseSink(Protocol):
@@ -40,6 +41,9 @@ class ResponseSink(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
+    # What was decoded of the body and not handed on. None: the body is handed on in its framing.
+    _decoded: list[bytes] | None = None
+
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
         self._parser = self._new_parser()
@@ -81,11 +85,13 @@ class UpstreamConnection(asyncio.Protocol):
         # The server of an idle connection has nothing to say.
         if sink is None:
             self._transport.abort()
-        elif self._in_body:
-            self._pass_on(sink, data)
-        else:
+        elif not self._in_body:
             self._head += data
             self._read_head(sink)
+        elif self._feed_body(data):
+            sink.response_body(data if self._decoded is None else self._take_decoded())
+            if self._complete and self._sink is sink:
+                self._finish(sink)
 
     # -- the parser's calls
 
@@ -156,7 +162,10 @@ class UpstreamConnection(asyncio.Protocol):
         while (end := self._head.find(b"\r\n\r\n")) >= 0:
             head, rest = self._head[: end + 4], self._head[end + 4 :]
             self._head = rest
-            if not self._feed(head):
+            try:
+                self._parser.feed_data(head)
+            except PARSING_FAILED as error:
+                self._misread(error)
                 return
             status = self._parser.get_status_code()
             # An interim response is not for the client.
@@ -170,18 +179,18 @@ class UpstreamConnection(asyncio.Protocol):
             self._break("the response head is too large")
 
     def _deliver_head(self, sink: ResponseSink, status: int, head: bytes, rest: bytes) -> None:
-        names = {name for name, _ in self._headers}
+        first = dict(reversed(self._headers))
         # The parser cannot know that no body follows.
         if self._head_request:
             self._parser = self._new_parser()
             self._complete = self._keep_alive = True
-        elif not self._complete and not names & {b"content-length", b"transfer-encoding"}:
+        elif not (self._complete or b"content-length" in first or b"transfer-encoding" in first):
             self._break("the response has neither a length nor chunks")
             return
         self._in_body = True
         self._head = b""
         reason = head[13 : head.index(b"\r\n")]
-        length = next((value for name, value in self._headers if name == b"content-length"), None)
+        length = first.get(b"content-length")
         self._left = None if length is None or self._complete else int(length.strip().lstrip(b"0") or 0)
         # There is no body.
         if self._complete:
@@ -189,34 +198,28 @@ class UpstreamConnection(asyncio.Protocol):
             rest = b""
         elif rest and not self._feed_body(rest):
             return
-        self._hand_on_head(sink, status, reason, rest)
+        if self._decoded is not None:
+            rest = self._take_decoded()
+        sink.response_head(status, reason, self._headers, rest)
         if self._complete and self._sink is sink:
             self._finish(sink)
-
-    def _pass_on(self, sink: ResponseSink, data: bytes) -> None:
-        if not self._feed_body(data):
-            return
-        self._hand_on(sink, data)
-        if self._complete and self._sink is sink:
-            self._finish(sink)
-
-    def _hand_on_head(self, sink: ResponseSink, status: int, reason: bytes, body: bytes) -> None:
-        sink.response_head(status, reason, self._headers, body)
-
-    def _hand_on(self, sink: ResponseSink, data: bytes) -> None:
-        sink.response_body(data)
 
     def _finish(self, sink: ResponseSink) -> None:
         self._sink = None
-        self.resume()
-        if self._keep_alive and not self._extra and self.is_open():
+        if self._paused:
+            self.resume()
+        if self._keep_alive and not self._extra and not self._transport.is_closing():
             self._pool.give_back(self)
         else:
             self._transport.abort()
         sink.response_end()
 
     def _feed_body(self, data: bytes) -> bool:
-        if not self._feed(data):
+        """False if the connection was broken off instead."""
+        try:
+            self._parser.feed_data(data)
+        except PARSING_FAILED as error:
+            self._misread(error)
             return False
         if self._left is not None:
             self._left -= len(data)
@@ -232,13 +235,13 @@ class UpstreamConnection(asyncio.Protocol):
         tail = data[-len(_LAST_LINES) - 1 :]
         return not _LAST_LINES.endswith(tail[len(tail.rstrip(b"\r\n")) :])
 
-    def _feed(self, data: bytes) -> bool:
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"bad response: {error.__context__ or error}")
-            return False
-        return True
+    def _take_decoded(self) -> bytes:
+        data = b"".join(self._decoded or ())
+        self._decoded = []
+        return data
+
+    def _misread(self, error: Exception) -> None:
+        self._break(f"bad response: {error.__context__ or error}")
 
     def _break(self, reason: str) -> None:
         self.malformed = True
@@ -260,17 +263,6 @@ class DecodingConnection(UpstreamConnection):
 
     def on_body(self, data: bytes) -> None:
         self._decoded.append(data)
-
-    def _hand_on_head(self, sink: ResponseSink, status: int, reason: bytes, body: bytes) -> None:
-        super()._hand_on_head(sink, status, reason, self._take_decoded())
-
-    def _hand_on(self, sink: ResponseSink, data: bytes) -> None:
-        super()._hand_on(sink, self._take_decoded())
-
-    def _take_decoded(self) -> bytes:
-        data = b"".join(self._decoded)
-        self._decoded.clear()
-        return data
 
 
 Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
