@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import simclock
+import uvicorn.server
 from simbucket import Bucket
 from simdisk import Disk
 from simengine import SimEngine, weights_of
@@ -268,6 +269,24 @@ class _Failures(logging.Handler):
             self._world.wrong.append(f"{PROCESS.get()} logged: {record.getMessage()}\n{text}")
 
 
+class _Connections(dict[Any, None]):
+    """A set in the order of its additions."""
+
+    def add(self, connection: Any) -> None:
+        self[connection] = None
+
+    def discard(self, connection: Any) -> None:
+        self.pop(connection, None)
+
+
+class _InOrder(uvicorn.server.ServerState):
+    """A server ends its connections in the order in which they came, not in that of their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections = _Connections()  # type: ignore[assignment]
+
+
 def _replace(world: World) -> list[tuple[Any, str, Any]]:
     saved: list[tuple[Any, str, Any]] = []
 
@@ -293,6 +312,7 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
+    put(uvicorn.server, "ServerState", _InOrder)
     # Directories of processes that are killed.
     put(tempfile, "tempdir", str(world.place))
     put(os, "killpg", world.processes.killpg)
