@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from listening import stop_listening
 from safetensors.numpy import save_file
 
 from midstream.core.types import TokenRecord
@@ -389,7 +390,7 @@ class FakeVllm:
     async def stop(self) -> None:
         """The server is gone with all its connections; `start` may follow."""
         assert self._server is not None
-        self._server.close()
+        stop_listening(self._server)
         for _ in range(9):
             # Connections that were accepted get their handlers, which close them.
             await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import stop_listening
 from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
 
 from midstream.api.app import control_app
@@ -166,7 +167,7 @@ def test_a_hint_reaches_every_replica_and_changes_nothing_that_is_desired(tmp_pa
         hint = {"snapshot": "a", "url": f"{server.bucket.as_uri()}/a", "files": ["config.json"]}
         for replica in replicas:
             assert replica.heard == [("post /replica/hint http/1.1", hint)] * 2
-            replica.server.close()
+            stop_listening(replica.server)
         assert await server.desired() is None
         assert await server.ledger.snapshots(DEPLOYMENT) == []
 

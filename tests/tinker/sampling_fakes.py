@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from listening import stop_listening
 from training_fakes import FakePolicies
 
 from midstream_tinker.adapters import SamplerAdapters
@@ -84,7 +85,7 @@ async def fake_gateway(answering: Answering) -> AsyncIterator[FakeGateway]:
     try:
         yield gateway
     finally:
-        server.close()
+        stop_listening(server)
 
 
 async def _request(reader: asyncio.StreamReader) -> Asked:
