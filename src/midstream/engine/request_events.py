@@ -27,7 +27,8 @@ class RequestEvents:
     def put(self, item: GenerationEvent | Exception) -> None:
         """Add an event, or the error that ends the request."""
         self._arrived.append(item)
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next(self) -> GenerationEvent | None:
         """The next event; None when every choice is over. Raises the error that ended the request."""
@@ -51,13 +52,10 @@ class RequestEvents:
 
     def end_choice(self, index: int) -> None:
         self.open.discard(index)
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def abort(self, index: int | None = None) -> None:
         """After the events that came so far, the choice ends if it is open; None: every one does."""
         for ended in sorted(self.open if index is None else self.open & {index}):
             self.put(GenerationEvent(index=ended, finish="abort"))
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

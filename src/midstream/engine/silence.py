@@ -39,7 +39,7 @@ class StillnessTimer:
         self._cpu_ticks: int | None = None
 
     def heard(self) -> None:
-        self._timer.heard()
+        self._timer.silent_s = 0.0
 
     def update(self, now: float, cpu_ticks: int | None) -> float:
         """Seconds of stillness, at the time `now` in seconds."""

@@ -61,6 +61,8 @@ class BaseExchange(abc.ABC):
         self._client = client
         self._fixed: dict[str, str] = {}
         self._started = False
+        #: The client takes more. Its connection tells of every change.
+        self.writable = client.writable
         self._may_write = asyncio.Event()
 
     @property
@@ -72,9 +74,11 @@ class BaseExchange(abc.ABC):
         """Answer the request, now or from here on."""
 
     def client_paused(self) -> None:
+        self.writable = False
         self._may_write.clear()
 
     def client_resumed(self) -> None:
+        self.writable = True
         self._may_write.set()
 
     def client_gone(self) -> None:  # noqa: B027 - optional to override
@@ -172,10 +176,6 @@ class TaskExchange(BaseExchange):
     @abc.abstractmethod
     async def _answer(self) -> None:
         """The whole response. Raises MidstreamError."""
-
-    @property
-    def writable(self) -> bool:
-        return self._client.writable
 
     async def drained(self) -> None:
         """Returns when the client takes more."""

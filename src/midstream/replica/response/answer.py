@@ -72,26 +72,22 @@ class Ending(msgspec.Struct, frozen=True):
 class ChoicePart(msgspec.Struct, frozen=True):
     """What one event tells of a choice, or all of the choice in a whole response.
 
-    snapshot: of the tokens, or of the last one. first: nothing of the choice was told before. ending: None while more comes.
+    snapshot: of the tokens, or of the last one. piece: the pieces as one. first: nothing of the choice was told before.
+    ending: None while more comes.
     """
 
     index: int
     prompt: Prompt
     snapshot: str
     pieces: Sequence[Piece]
+    piece: Piece
     first: bool
     ending: Ending | None = None
 
-    @property
-    def piece(self) -> Piece:
-        """The pieces as one."""
-        if self.pieces and self.ending is not None:
-            # Only a whole choice has both.
-            return self.ending.whole
-        return self.pieces[0] if len(self.pieces) == 1 else joined(self.pieces, self.snapshot)
-
 
 def joined(pieces: Sequence[Piece], snapshot: str) -> Piece:
+    if not pieces:
+        return Piece(snapshot, "", ())
     return Piece(
         snapshot,
         "".join([piece.text for piece in pieces]),
@@ -109,6 +105,7 @@ class Parts:
         self, checked: Checked, prompts: Sequence[Prompt], vocabulary: Vocabulary, *, keeps: bool
     ) -> None:
         self._checked = checked
+        self._n = checked.n
         self._prompts = prompts
         self._vocabulary = vocabulary
         self._keeps = keeps
@@ -117,30 +114,30 @@ class Parts:
         #: By choice, what it said so far, where it is kept.
         self._said: dict[int, list[Piece]] = {}
 
-    def said(self, choice: Choice, pieces: Sequence[Piece]) -> list[ChoicePart]:
-        """A part for each piece."""
+    def said(self, index: int, piece: Piece) -> ChoicePart:
+        """What a choice said next. index: the number of the choice."""
         if self._keeps:
-            self._said.setdefault(choice.index, []).extend(pieces)
-        return [self._part(choice, (piece,), piece.snapshot, None) for piece in pieces]
+            self._said.setdefault(index, []).append(piece)
+        first = index not in self._begun
+        self._begun.add(index)
+        return ChoicePart(index, self._prompts[index // self._n], piece.snapshot, (piece,), piece, first)
 
     def end(self, choice: Choice, snapshot: str) -> ChoicePart:
         """snapshot: of a choice without tokens."""
-        snapshot = choice.snapshot or snapshot
-        ending = self._ending(choice, self._said.get(choice.index, ()), snapshot)
-        return self._part(choice, (), snapshot, ending)
+        index, snapshot = choice.index, choice.snapshot or snapshot
+        ending = self._ending(choice, self._said.get(index, ()), snapshot)
+        first = index not in self._begun
+        self._begun.add(index)
+        nothing = Piece(snapshot, "", ())
+        return ChoicePart(index, self._prompts[index // self._n], snapshot, (), nothing, first, ending)
 
     def whole(self, choice: Choice, pieces: Sequence[Piece], snapshot: str) -> ChoicePart:
         """All of a choice that has ended."""
-        snapshot = choice.snapshot or snapshot
-        return self._part(choice, pieces, snapshot, self._ending(choice, pieces, snapshot))
-
-    def _part(
-        self, choice: Choice, pieces: Sequence[Piece], snapshot: str, ending: Ending | None
-    ) -> ChoicePart:
-        index = choice.index
-        first = index not in self._begun
-        self._begun.add(index)
-        return ChoicePart(index, self._prompts[index // self._checked.n], snapshot, pieces, first, ending)
+        index, snapshot = choice.index, choice.snapshot or snapshot
+        ending = self._ending(choice, pieces, snapshot)
+        return ChoicePart(
+            index, self._prompts[index // self._n], snapshot, pieces, ending.whole, True, ending
+        )
 
     def _ending(self, choice: Choice, said: Sequence[Piece], snapshot: str) -> Ending:
         stop_text, stop_token = self._stopped_by(choice)

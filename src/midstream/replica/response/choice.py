@@ -116,20 +116,23 @@ class Choice:
     def feed(self, record: TokenRecord) -> list[Piece]:
         """The pieces one generated token releases; sets `finish` when it completes a stop string."""
         assert self.finish is None
-        self._count(record.snapshot)
-        self.last = record.token_id
+        snapshot, token = record.snapshot, record.token_id
+        if not self._runs or self._runs[-1][0] != snapshot:
+            self._runs.append((snapshot, self.generated))
+        self.generated += 1
+        self.snapshot, self.last = snapshot, token
         scored = (Scored(record, self._chars),)
-        text = "" if record.token_id in self._silent else self._detokenizer.push(record.token_id)
+        text = "" if token in self._silent else self._detokenizer.push(token)
         self._chars += len(text)
         if self._stops is None:
-            return [Piece(record.snapshot, text, scored)]
-        pieces = self._through_stops(record.snapshot, text)
+            return [Piece(snapshot, text, scored)]
+        pieces = self._through_stops(snapshot, text)
         if self._stops.matched is not None:
             self.finish = "stop"
-        if pieces and pieces[-1].snapshot == record.snapshot:
+        if pieces and pieces[-1].snapshot == snapshot:
             pieces[-1] = replace(pieces[-1], tokens=scored)
         else:
-            pieces.append(Piece(record.snapshot, "", scored))
+            pieces.append(Piece(snapshot, "", scored))
         return pieces
 
     def end(self, reason: FinishReason) -> list[Piece]:
@@ -174,12 +177,6 @@ class Choice:
         """Snapshot, start and end over the generated tokens."""
         runs = pairwise([*self._runs, ("", self.generated)])
         return [(snapshot, start, end) for (snapshot, start), (_, end) in runs]
-
-    def _count(self, snapshot: str) -> None:
-        if not self._runs or self._runs[-1][0] != snapshot:
-            self._runs.append((snapshot, self.generated))
-        self.generated += 1
-        self.snapshot = snapshot
 
     def _through_stops(self, snapshot: str, text: str) -> list[Piece]:
         assert self._stops is not None

@@ -1,7 +1,7 @@
 """The events of one generation: one engine request for each prompt, their events merged as they come.
 
-Always holds: an iterator of the engine's is closed however it ends. The engine is not asked for a choice that its trainer ended
-before.
+Always holds: the index of an event counts the choices over all prompts. An iterator of the engine's is closed however it ends.
+The engine is not asked for a choice that its trainer ended before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.base import Engine
 
-_Item = tuple[int, GenerationEvent] | asyncio.Task[None]
+_Item = GenerationEvent | asyncio.Task[None]
 
 
 class EngineEvents:
@@ -62,14 +62,15 @@ class EngineEvents:
     def any_aborted(self) -> bool:
         return bool(self._aborted)
 
-    async def events(self) -> AsyncGenerator[tuple[int, GenerationEvent], None]:
-        """(prompt, event). Raises EngineDied, StreamLost."""
+    def events(self) -> AsyncGenerator[GenerationEvent, None]:
+        """Raises EngineDied, StreamLost."""
         live = [prompt for prompt, choices in enumerate(self._open) if choices]
-        if len(live) == 1:
-            async with aclosing(self._generate(live[0])) as events:
-                async for event in events:
-                    yield live[0], event
-            return
+        if live == [0] and not self._aborted:
+            # The first prompt's choices have the numbers that they have in the request.
+            return _closable(self._engine.generate(self.requests[0]))
+        return self._generate(live[0]) if len(live) == 1 else self._merged(live)
+
+    async def _merged(self, live: list[int]) -> AsyncGenerator[GenerationEvent, None]:
         queue: asyncio.Queue[_Item] = asyncio.Queue()
         pumps = [asyncio.create_task(self._pump(index, queue)) for index in live]
         for pump in pumps:
@@ -98,7 +99,7 @@ class EngineEvents:
         gone: list[int] = []
         while new := [i for i in request.choices if self.is_aborted(first + i) and i not in gone]:
             gone.append(new[0])
-            yield GenerationEvent(index=new[0], finish="abort")
+            yield GenerationEvent(index=first + new[0], finish="abort")
         if len(gone) == len(request.choices):
             return
         if gone:
@@ -106,14 +107,14 @@ class EngineEvents:
             request = replace(request, emitted=tuple(left))
         async with aclosing(_closable(self._engine.generate(request))) as events:
             async for event in events:
-                yield event
+                yield replace(event, index=first + event.index) if first else event
 
     async def _pump(self, prompt: int, queue: asyncio.Queue[_Item]) -> None:
         async with aclosing(self._generate(prompt)) as events:
             async for event in events:
                 if self._open[prompt] == 0:
                     break
-                queue.put_nowait((prompt, event))
+                queue.put_nowait(event)
 
 
 def _closable(events: AsyncIterator[GenerationEvent]) -> AsyncGenerator[GenerationEvent, None]:

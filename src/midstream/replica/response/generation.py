@@ -118,10 +118,15 @@ class Generation:
     ) -> None:
         """resumable: the stream carries what another replica needs to continue it. continued: the stream to continue.
         histories: get what is sampled, one for each prompt; or none."""
-        checked = work.checked
+        checked = self.checked = work.checked
         self._service = service
         self._work = work
         self._histories = histories
+        #: Whether each token needs a route.
+        self._routes = checked.routes
+        is_traced = bool(histories) and histories[0].records != "none"
+        #: Whether the choices keep which snapshots computed their KV.
+        self._keeps_kv = checked.perf_metrics or is_traced
         self._continued = continued
         opening = self._opening(resumable) if continued is None else continued.opening
         #: Of the response, as clients may call it.
@@ -134,12 +139,15 @@ class Generation:
         self._choices, self._stages = choices_and_stages(
             checked, work.prompts, ends, service.text, work.tool_format, opening.nonce or opening.id
         )
-        self._echo = PromptEcho(checked, work.prompts)
+        shows_prompt = checked.echo != 0 or checked.prompt_from is not None
+        self._echo = PromptEcho(checked, work.prompts) if shows_prompt else None
+        self._prompt_records = {} if self._echo is None else self._echo.records
+        self.timings = timings
         self._measured = Measured(
             service.monotonic, service.gate, checked, work.prompts, timings, self._serving()
         )
-        is_logged = resumable and continued is None
-        self._resume_log = ResumeLogWriter(opening, len(self._choices)) if is_logged else None
+        self.resumable = resumable and continued is None
+        self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
         self._encoder = work.wire.encoder(
             checked, _head(service, opening), service.text.vocabulary, work.details
         )
@@ -173,20 +181,8 @@ class Generation:
         return self._service.names
 
     @property
-    def checked(self) -> Checked:
-        return self._work.checked
-
-    @property
     def ignored(self) -> Sequence[str]:
         return self._work.ignored
-
-    @property
-    def resumable(self) -> bool:
-        return self._resume_log is not None
-
-    @property
-    def timings(self) -> Timings:
-        return self._measured.timings
 
     @property
     def labels(self) -> Mapping[str, float]:
@@ -215,14 +211,14 @@ class Generation:
 
     async def stream(self, sink: Sink) -> None:
         """Server-sent events, as many at a time as one engine event gives."""
-        encoder, log = self._encoder, self._resume_log
+        encoder, log, parts = self._encoder, self._resume_log, self._parts
 
         def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
             data = b"" if log is None else log.write(choice.index, event, choice.finish is not None)
-            for part in self._parts.said(choice, pieces):
-                data += encoder.event(part, NOTHING)
+            for piece in pieces:
+                data += encoder.event(parts.said(choice.index, piece), NOTHING)
             if choice.finish is not None:
-                data += encoder.event(self._parts.end(choice, self._measured.snapshot), self._at_end())
+                data += encoder.event(parts.end(choice, self._measured.snapshot), self._at_end())
             if data:
                 sink.write(data)
 
@@ -232,8 +228,8 @@ class Generation:
             # The engine may have restarted meanwhile, on the base weights.
             self._service.check_boot()
             for choice, pieces in released:
-                for part in self._parts.said(choice, pieces):
-                    encoder.replayed(part)
+                for piece in pieces:
+                    encoder.replayed(parts.said(choice.index, piece))
         await self._run(take, sink)
         tail = b""
         if self.checked.include_usage:
@@ -244,7 +240,7 @@ class Generation:
     def _at_end(self) -> Extras:
         """Of the event that ends a choice: the last one's tells of the whole request."""
         if self._engine.open:
-            return Extras(prompts=self._echo.records)
+            return Extras(prompts=self._prompt_records)
         extras = self._extras()
         if self.checked.include_usage:
             # The usage has an event of its own.
@@ -266,7 +262,7 @@ class Generation:
         measured, aborted = self._measured, self._engine.any_aborted
         metrics = measured.metrics(done=True, aborted=aborted) if self.checked.perf_metrics else UNSET
         counts = measured.counts(self._choices, aborted=aborted)
-        return Extras(counts, metrics, self._echo.records, measured.took_s)
+        return Extras(counts, metrics, self._prompt_records, measured.took_s)
 
     # -- events in, pieces out
 
@@ -307,18 +303,19 @@ class Generation:
     ) -> None:
         """Give `take` what each event of the engine released until every choice is complete. No event is taken while `sink`
         is full."""
-        n, engine = self.checked.n, self._engine
+        engine, choices = self._engine, self._choices
         if engine.open == 0:
             # The stream was whole before it was resumed.
             return
+        apply = self._apply if self._histories else self._released
         try:
             async with aclosing(engine.events()) as events:
-                async for prompt, event in events:
+                async for event in events:
                     if event.error is not None:
                         raise EngineFailed(event.error)
-                    choice = self._choices[prompt * n + event.index]
+                    choice = choices[event.index]
                     if choice.finish is None:
-                        take(choice, event, self._apply(choice, event, replayed=False))
+                        take(choice, event, apply(choice, event, replayed=False))
                     if engine.open == 0:
                         return
                     if sink is not None and not sink.writable:
@@ -332,7 +329,7 @@ class Generation:
 
     def _apply(self, choice: Choice, event: GenerationEvent, *, replayed: bool) -> list[Piece]:
         """replayed: another replica sent the event, and the client has what it released."""
-        pieces = self._released(choice, event, replayed)
+        pieces = self._released(choice, event, replayed=replayed)
         if self._histories:
             history = self._histories[choice.index // self.checked.n]
             history.take(choice.index, pieces, replayed=replayed)
@@ -340,23 +337,22 @@ class Generation:
                 history.end(choice, self._service.clock())
         return pieces
 
-    def _released(self, choice: Choice, event: GenerationEvent, replayed: bool) -> list[Piece]:
-        prompt = choice.index // self.checked.n
-        request = self._engine.requests[prompt]
-        self._measured.take(prompt, event)
-        self._take_kv(choice, event, replayed)
-        self._echo.take(prompt, request, event)
-        pieces: list[Piece] = []
-        if self._echo.of(prompt, choice):
-            pieces = self._echoed(prompt, choice, request, event, replayed)
+    def _released(self, choice: Choice, event: GenerationEvent, *, replayed: bool) -> list[Piece]:
+        """As _apply, of a request without a history."""
+        measured = self._measured
+        if event.cached_tokens is not None or event.queued_s is not None:
+            measured.take(choice.index // self.checked.n, event)
+        if event.kv_snapshots is not None:
+            self._take_kv(choice, event, replayed)
+        pieces = [] if self._echo is None else self._echoed(self._echo, choice, event, replayed)
         stage = None if self._stages is None else self._stages[choice.index]
-        if event.tokens and not replayed:
-            self._measured.first_token()
+        if event.tokens and not replayed and self.timings.first_token is None:
+            measured.first_token()
         for record in event.tokens:
-            if self.checked.routes and record.route is None and not replayed:
+            if self._routes and record.route is None and not replayed:
                 raise EngineFailed("the engine returned a token without its route")
-            if choice.snapshot != record.snapshot or record.snapshot not in self._measured.labels:
-                self._measured.label(choice.snapshot, record.snapshot)
+            if choice.snapshot != record.snapshot or record.snapshot not in measured.labels:
+                measured.label(choice.snapshot, record.snapshot)
             new = choice.feed(record)
             pieces += new if stage is None else stage.feed(new)
             if stage is not None and stage.complete and choice.finish is None:
@@ -368,9 +364,14 @@ class Generation:
                 raise EngineFailed("the engine aborted the request")
             new = choice.end(event.finish)
             pieces += new if stage is None else stage.feed(new)
-        if choice.finish is None:
-            return pieces
-        if stage is not None:
+        return pieces if choice.finish is None else self._ended(choice, event, pieces, replayed)
+
+    def _ended(
+        self, choice: Choice, event: GenerationEvent, pieces: list[Piece], replayed: bool
+    ) -> list[Piece]:
+        """The last pieces of a choice: each has a snapshot."""
+        if self._stages is not None:
+            stage = self._stages[choice.index]
             pieces += stage.end()
             choice.call_in_thinking = stage.call_in_thinking
             if stage.called and choice.finish == "stop":
@@ -381,12 +382,18 @@ class Generation:
         return [piece if piece.snapshot else replace(piece, snapshot=snapshot) for piece in pieces]
 
     def _echoed(
-        self, prompt: int, choice: Choice, request: GenerateRequest, event: GenerationEvent, replayed: bool
+        self, echo: PromptEcho, choice: Choice, event: GenerationEvent, replayed: bool
     ) -> list[Piece]:
+        """The pieces of the prompt that the choice has to show now."""
+        prompt = choice.index // self.checked.n
+        request = self._engine.requests[prompt]
+        echo.take(prompt, request, event)
+        if not echo.of(prompt, choice):
+            return []
         if request.prompt_records == 0 or replayed:
-            return self._echo.pieces(prompt, choice, request, event, self._serving())
+            return echo.pieces(prompt, choice, request, event, self._serving())
         before = choice.snapshot
-        pieces = self._echo.pieces(prompt, choice, request, event, None)
+        pieces = echo.pieces(prompt, choice, request, event, None)
         for piece in pieces:
             self._measured.label(before, piece.snapshot)
             before = piece.snapshot
@@ -394,8 +401,8 @@ class Generation:
 
     def _take_kv(self, choice: Choice, event: GenerationEvent, replayed: bool) -> None:
         """Notes which snapshots computed the KV that the event reports."""
-        is_traced = bool(self._histories) and self._histories[0].records != "none"
-        if event.kv_snapshots is not None and (self.checked.perf_metrics or is_traced):
+        assert event.kv_snapshots is not None
+        if self._keeps_kv:
             choice.rename_kv(event.renamed)
             choice.take_kv(event.kv_snapshots, self._prompt_tokens(choice))
         if self._continued is not None and not replayed:

@@ -51,7 +51,8 @@ class Vocabulary:
             i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._bytes: dict[int, bytes] = {}
-        self._whole_texts: dict[int, str | None] = {}
+        #: What `whole_text` found so far.
+        self.whole_texts: dict[int, str | None] = {}
         self._labels: dict[int, tuple[str, msgspec.Raw]] = {}
         self._legacy_labels: dict[int, str] = {}
 
@@ -68,15 +69,14 @@ class Vocabulary:
 
     def whole_text(self, token_id: int) -> str | None:
         """The token's share of the text, after whole characters; None when it is not itself whole characters."""
+        if token_id in self.whole_texts:
+            return self.whole_texts[token_id]
         try:
-            return self._whole_texts[token_id]
-        except KeyError:
-            try:
-                text = self.text_bytes(token_id).decode()
-            except UnicodeDecodeError:
-                text = None
-            self._whole_texts[token_id] = text
-            return text
+            text = self.text_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self.whole_texts[token_id] = text
+        return text
 
     def label(self, token_id: int) -> tuple[str, msgspec.Raw]:
         """The `token` and (encoded) `bytes` fields of a log-probability entry."""
@@ -149,13 +149,15 @@ class ByteLevelDetokenizer:
 
     def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
         self._vocabulary = vocabulary
+        self._whole_texts = vocabulary.whole_texts
         self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._between_characters = True
 
     def push(self, token_id: int) -> str:
         if self._between_characters and token_id not in self._shown:
-            text = self._vocabulary.whole_text(token_id)
+            known = token_id in self._whole_texts
+            text = self._whole_texts[token_id] if known else self._vocabulary.whole_text(token_id)
             if text is not None:
                 return text
         read = self._vocabulary.bytes_of if token_id in self._shown else self._vocabulary.text_bytes

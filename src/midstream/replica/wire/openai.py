@@ -109,9 +109,10 @@ class OpenAIEncoder(RecordEncoder):
     def _choice(self, part: ChoicePart) -> AnyChoice:
         checked, piece = self._checked, part.piece
         choice = self._said(part, piece)
-        tokens = piece.echoed + piece.tokens
-        if tokens or self._is_whole:
-            choice.logprobs = self.logprobs(tokens)
+        if checked.logprobs is not None:
+            tokens = piece.echoed + piece.tokens
+            if tokens or self._is_whole:
+                choice.logprobs = self.logprobs(tokens)
         if checked.token_ids:
             choice.token_ids = [scored.record.token_id for scored in piece.tokens]
             if part.first and not (self._chat and self._is_whole):
