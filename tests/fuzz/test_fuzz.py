@@ -17,7 +17,7 @@ from tiers import variant
 from midstream.ledger import database
 
 SCRIPT = Path(fuzz.__file__)
-SECONDS = 60
+SECONDS = 20
 #: Of the planted faults, those that `make test` looks for.
 FOUND_FAST = ("frames_unchecked",)
 needs_atheris = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def test_a_planted_fault_is_found_and_its_input_passes_without_it(name: str, tmp
 @needs_atheris
 @pytest.mark.variant
 @pytest.mark.parametrize("name", TARGETS)
-def test_fuzzing_for_a_minute_finds_nothing(name: str, tmp_path: Path) -> None:
+def test_fuzzing_for_a_while_finds_nothing(name: str, tmp_path: Path) -> None:
     """By the same mutations each time: a change fails for what it did. `make fuzz` looks for what nobody has seen."""
     done = fuzzed(tmp_path, "--targets", name, "--seconds", str(SECONDS), "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
