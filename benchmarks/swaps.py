@@ -172,8 +172,8 @@ def midstream_swaps(
             publisher.write_full(identity, directories[(i + 1) % 2])
 
             def swap(identity: str = identity) -> tuple[str, dict[str, Any]]:
-                publisher.signal(identity)
-                status = publisher.wait_until_ready(identity, poll_s=0.02)
+                publisher.snapshots.signal(identity)
+                status = publisher.snapshots.wait_until_ready(identity, poll_s=0.02)
                 assert status.replicas[0].last_swap is not None
                 return identity, status.replicas[0].last_swap
 

@@ -95,7 +95,7 @@ class Bench:
 
     async def run(self, way: str, all_plans: Sequence[Plan], name: str, swaps: int) -> Driven:
         identities = self.write(swaps) if way in POLICIES else []
-        serving = self._publisher.status().replicas[0].snapshot if way in OURS else None
+        serving = self._publisher.snapshots.status().replicas[0].snapshot if way in OURS else None
         order = [serving, *identities] if serving is not None else []
         progress = Progress(sum(map(len, all_plans)))
         swapping = asyncio.create_task(swap(self._publisher, identities, POLICIES.get(way), progress))

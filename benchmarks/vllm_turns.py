@@ -246,8 +246,8 @@ async def swap(
     for identity, point in zip(identities, swap_points(progress.total, len(identities)), strict=True):
         await progress.reached(point)
         began = time.perf_counter()
-        await asyncio.to_thread(publisher.signal, identity, policy)
-        status = await asyncio.to_thread(publisher.wait_until_ready, identity, poll_s=0.05)
+        await asyncio.to_thread(publisher.snapshots.signal, identity, policy)
+        status = await asyncio.to_thread(publisher.snapshots.wait_until_ready, identity, poll_s=0.05)
         own = [replica.last_swap or {} for replica in status.replicas]
         if any(timing.get("snapshot") != identity for timing in own):
             raise RuntimeError(f"replicas tell of other swaps than the one to {identity}: {own}")

@@ -21,8 +21,8 @@ with SnapshotPublisher(url, bucket) as publisher:
     # Weights first, configuration last, renamed into place.
     publisher.write_full(identity, checkpoint)
     # Retried as long as a retry can help.
-    publisher.signal(identity, reset_prompt_cache="all")
-    final = publisher.wait_until_ready(identity, on_status=show)
+    publisher.snapshots.signal(identity, reset_prompt_cache="all")
+    final = publisher.snapshots.wait_until_ready(identity, on_status=show)
 for replica in final.replicas:
     swap = replica.last_swap or {}
     print(f"{replica.name} serves {replica.snapshot}; no step ran for {swap.get('pause_ms', 0.0):.2f} ms")

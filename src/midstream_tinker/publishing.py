@@ -125,8 +125,8 @@ class DeploymentPublisher:
 
     async def serve(self, identity: str, api_key: str | None) -> None:
         def signal(to: SnapshotPublisher) -> None:
-            to.signal(identity, retry_s=self._ready_s)
-            to.wait_until_ready(identity, self._ready_s)
+            to.snapshots.signal(identity, retry_s=self._ready_s)
+            to.snapshots.wait_until_ready(identity, self._ready_s)
 
         await self._do(api_key, signal, f"serving {identity!r}")
 

@@ -213,6 +213,7 @@ class Publisher:
         self.progress, self.told = progress, told
         self.signals: asyncio.Queue[tuple[str, Any, int]] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
+        self.snapshots = self
 
     def signal(self, identity: str, policy: Any) -> None:
         self.loop.call_soon_threadsafe(self.signals.put_nowait, (identity, policy, self.progress.done))

@@ -335,7 +335,11 @@ def test_a_failed_write_leaves_nothing_in_the_bucket(
 def test_a_signal_is_one_post_with_the_names_in_its_headers(tmp_path: Path, base_url: str) -> None:
     script = Script((200, {"identity": "a", "generation": 1, "changed": True}, {}))
     publisher = script.publisher(tmp_path, base_url=base_url, model="m", deployment="d", api_key="k")
-    assert publisher.signal("a", "new_session") == {"identity": "a", "generation": 1, "changed": True}
+    assert publisher.snapshots.signal("a", "new_session").body == {
+        "identity": "a",
+        "generation": 1,
+        "changed": True,
+    }
     (request,) = script.requests
     assert (request.method, str(request.url)) == ("POST", "http://server/hot_load/v1/models/hot_load")
     assert json.loads(request.content) == {"identity": "a", "reset_prompt_cache": "new_session"}
@@ -349,7 +353,7 @@ def test_answers_that_a_retry_may_cure_are_retried_with_growing_pauses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(408, 425, 429, 500, 502, 503, 504, httpx.ConnectError("refused"), (200, {"ok": 1}, {}))
-    assert script.publisher(tmp_path).signal("a") == {"ok": 1}
+    assert script.publisher(tmp_path).snapshots.signal("a").body == {"ok": 1}
     assert script.slept == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     # Once, so that a long wait is explained.
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -370,7 +374,7 @@ def test_retry_after_is_honoured_in_both_of_its_forms(
     )
     publisher = script.publisher(tmp_path)
     publisher.server._caller._now = lambda: now
-    publisher.signal("a")
+    publisher.snapshots.signal("a")
     assert script.slept == [3.0, 7.0, 1.0]
 
 
@@ -378,25 +382,25 @@ def test_retry_after_is_honoured_in_both_of_its_forms(
 def test_a_refusal_is_not_retried_and_carries_the_servers_words(tmp_path: Path, status: int) -> None:
     script = Script((status, {"error": {"message": "no such thing"}}, {}))
     with pytest.raises(SignalRefused, match=rf"{status} no such thing") as caught:
-        script.publisher(tmp_path).signal("a")
+        script.publisher(tmp_path).snapshots.signal("a")
     assert (caught.value.status, script.slept) == (status, [])
 
 
 def test_retrying_ends_at_the_deadline(tmp_path: Path) -> None:
     script = Script(503)
     with pytest.raises(SignalRefused, match=r"status 503 \(gave up after 300 s\)"):
-        script.publisher(tmp_path).signal("a")
+        script.publisher(tmp_path).snapshots.signal("a")
     assert 280 < sum(script.slept) <= 300
     down = Script(httpx.ConnectError("refused"))
     with pytest.raises(SignalRefused, match="refused") as caught:
-        down.publisher(tmp_path).signal("a", retry_s=1.0)
+        down.publisher(tmp_path).snapshots.signal("a", retry_s=1.0)
     assert caught.value.status is None
 
 
 @pytest.mark.parametrize("after", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
 def test_a_server_that_asks_for_no_pause_is_asked_again_with_growing_ones(tmp_path: Path, after: str) -> None:
     script = Script(*[(503, {}, {"retry-after": after})] * 3, (200, {"ok": 1}, {}))
-    assert script.publisher(tmp_path).signal("a") == {"ok": 1}
+    assert script.publisher(tmp_path).snapshots.signal("a").body == {"ok": 1}
     assert script.slept == [0.25, 0.5, 1.0]
 
 
@@ -453,7 +457,7 @@ def test_waiting_ends_when_every_replica_serves_the_snapshot(tmp_path: Path) -> 
         replicas(row("r0", "a", True, "done", "a"), row("r1", "a", True, "done", "a")),
     )
     seen: list[list[tuple[str, str]]] = []
-    status = script.publisher(tmp_path).wait_until_ready(
+    status = script.publisher(tmp_path).snapshots.wait_until_ready(
         "a", on_status=lambda status: seen.append([(r.name, r.stage) for r in status.replicas])
     )
     assert [r.snapshot for r in status.replicas] == ["a", "a"]
@@ -474,18 +478,18 @@ def test_a_replica_that_failed_on_this_snapshot_ends_the_wait_with_its_message(t
     with pytest.raises(
         SnapshotFailed, match=r"r1 could not load snapshot 'a': model\.safetensors: trunc"
     ) as caught:
-        script.publisher(tmp_path).wait_until_ready("a")
+        script.publisher(tmp_path).snapshots.wait_until_ready("a")
     assert (caught.value.identity, caught.value.replica, len(script.requests)) == ("a", "r1", 2)
 
 
 def test_running_out_of_time_says_where_each_replica_stands(tmp_path: Path) -> None:
     script = Script(replicas(row("r1", "base", True, "downloading", "a"), row("r0", "a", True, "done", "a")))
     with pytest.raises(TimeoutError, match=r"after 2 s: r1 is on base \(downloading\); r0 is on a") as caught:
-        script.publisher(tmp_path).wait_until_ready("a", timeout_s=2.0)
+        script.publisher(tmp_path).snapshots.wait_until_ready("a", timeout_s=2.0)
     assert isinstance(caught.value, NotReadyInTime)
     nobody = Script(replicas())
     with pytest.raises(NotReadyInTime, match="there are no replicas"):
-        nobody.publisher(tmp_path).wait_until_ready("a", timeout_s=0.5)
+        nobody.publisher(tmp_path).snapshots.wait_until_ready("a", timeout_s=0.5)
 
 
 def test_a_server_that_is_away_at_the_deadline_was_not_ready_in_time(tmp_path: Path) -> None:
@@ -494,12 +498,12 @@ def test_a_server_that_is_away_at_the_deadline_was_not_ready_in_time(tmp_path: P
     with pytest.raises(
         NotReadyInTime, match=r"after 5 s: r1 is on base \(downloading\); .*refused"
     ) as caught:
-        script.publisher(tmp_path).wait_until_ready("a", timeout_s=5.0)
+        script.publisher(tmp_path).snapshots.wait_until_ready("a", timeout_s=5.0)
     assert "gave up" in str(caught.value)
     with pytest.raises(NotReadyInTime, match=r"after 5 s: nothing was heard of the replicas; .*status 503"):
-        Script(503).publisher(tmp_path).wait_until_ready("a", timeout_s=5.0)
+        Script(503).publisher(tmp_path).snapshots.wait_until_ready("a", timeout_s=5.0)
     with pytest.raises(SignalRefused, match="status 401"):
-        Script(401).publisher(tmp_path).wait_until_ready("a", timeout_s=5.0)
+        Script(401).publisher(tmp_path).snapshots.wait_until_ready("a", timeout_s=5.0)
 
 
 def test_replicas_that_load_the_snapshots_new_files_do_not_serve_them_yet(tmp_path: Path) -> None:
@@ -508,7 +512,7 @@ def test_replicas_that_load_the_snapshots_new_files_do_not_serve_them_yet(tmp_pa
         replicas(row("r1", "a", True, "staged", "a"), row("r0", "a", True, "done", "a")),
         replicas(row("r1", "a", True, "downloading", "b"), row("r0", "a", True, "done", "a")),
     )
-    assert script.publisher(tmp_path).wait_until_ready("a").serves("a")
+    assert script.publisher(tmp_path).snapshots.wait_until_ready("a").serves("a")
     assert len(script.requests) == 3
 
 
@@ -533,10 +537,10 @@ def test_an_answer_that_is_no_status_is_an_error(tmp_path: Path) -> None:
     odd_row = {**row("r0", "a", True, "done", "a"), "midstream": "odd"}
     for answer in ({"hello": 1}, {"replicas": [odd_row]}, {"replicas": [1]}):
         with pytest.raises(PublishError, match="something else than replicas"):
-            Script((200, answer, {})).publisher(tmp_path).status()
+            Script((200, answer, {})).publisher(tmp_path).snapshots.status()
     text = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text="<html>")))
     with pytest.raises(SignalRefused, match="without JSON"):
-        SnapshotPublisher("http://server", str(tmp_path), http=text).status()
+        SnapshotPublisher("http://server", str(tmp_path), http=text).snapshots.status()
 
 
 def test_publish_writes_then_signals_then_waits(tmp_path: Path, base: Path) -> None:

@@ -194,7 +194,7 @@ def test_status_shows_each_policy_with_its_snapshots(world: World) -> None:
     world.policies = policies
     with world.publisher() as publisher:
         shown = render(
-            publisher.status(),
+            publisher.snapshots.status(),
             {name: {} for name in LOADS},
             publisher.server.deployments.policies("accounts/a/deployments/d"),
         )

@@ -351,7 +351,7 @@ def test_what_a_signal_says_is_what_was_asked_for(world: World) -> None:
         )
         world.refuse_deltas = True
         with pytest.raises(SignalRefused):
-            publisher.signal("1", previous="0", compression="arc_v1")
+            publisher.snapshots.signal("1", previous="0", compression="arc_v1")
     assert world.signals[0] == {
         "identity": "0",
         "reset_prompt_cache": {"max_age": 3},

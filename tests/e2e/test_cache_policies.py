@@ -52,7 +52,7 @@ def swap(server: Server, tiny_model: Callable[..., Path]) -> Iterator[Callable[[
             body = {"identity": identity} | ({} if policy is None else {"reset_prompt_cache": policy})
             answer = httpx.post(f"{server.url}/hot_load/v1/models/hot_load", json=body, timeout=60)
             assert answer.status_code == 200, answer.text
-            publisher.wait_until_ready(identity, timeout_s=150, poll_s=0.02)
+            publisher.snapshots.wait_until_ready(identity, timeout_s=150, poll_s=0.02)
             return identity
 
         yield to_next

@@ -74,8 +74,8 @@ def test_a_clock_that_is_set_changes_nothing_for_sessions_streams_and_signals(
             assert (replica, label) == (home, labels[-1]), "the session is where it was"
             assert cached > 0, "and so is its cache"
             shutil.copytree(tiny_model(seed=step + 1, dtype="bfloat16"), server.bucket / f"step-{step}")
-            publisher.signal(f"step-{step}", reset_prompt_cache="none")
-            publisher.wait_until_ready(f"step-{step}", timeout_s=150)
+            publisher.snapshots.signal(f"step-{step}", reset_prompt_cache="none")
+            publisher.snapshots.wait_until_ready(f"step-{step}", timeout_s=150)
             labels.append(f"step-{step}")
             assert turn()[:2] == (home, labels[-1]), "the newest signal serves"
             stream.join()

@@ -106,13 +106,13 @@ def test_a_replica_that_is_killed_before_its_own_swap_when_the_other_has_switche
         # It holds the swap of its replica off.
         pinned = Seams(server, wanting(snapshot=old), LONG).begin()
         free = [on(server, pinned.replica, ANY), on(server, pinned.replica, {})]
-        publisher.signal(new)
+        publisher.snapshots.signal(new)
         until(lambda: new in serving(publisher).values())  # noqa: B023
         until(lambda: switched_or_staged(publisher, pinned.replica, new))  # noqa: B023
         kill(server, pinned.replica)
         for stream in (pinned, *free):
             stream.join()
-        publisher.wait_until_ready(new, timeout_s=150)
+        publisher.snapshots.wait_until_ready(new, timeout_s=150)
         goes_on, exact = free
         if goes_on.seams and pinned.error and exact.error:
             break
@@ -140,8 +140,8 @@ def test_a_replica_that_is_killed_after_its_swap_under_streams_that_crossed_it(
         crossing = Seams(server, {}, LONG).begin()
         replica = crossing.replica
         goes_on = on(server, replica, ANY)
-        publisher.signal(new)
-        publisher.wait_until_ready(new, timeout_s=150)
+        publisher.snapshots.signal(new)
+        publisher.snapshots.wait_until_ready(new, timeout_s=150)
         fresh = on(server, replica, {})
         until(lambda: (new in crossing.labels and new in goes_on.labels) or crossing.done)  # noqa: B023
         kill(server, replica)

@@ -80,8 +80,8 @@ def test_a_full_state_disk_holds_up_signals_alone_and_room_cures_it(
             assert number > 0 or served.json()["choices"] == expected
             assert http.get(HOT_LOAD).status_code == http.get("/health").status_code == 200
             os.unlink(inside / "fill")
-            publisher.signal(f"step-{number}")
-            publisher.wait_until_ready(f"step-{number}", timeout_s=150)
+            publisher.snapshots.signal(f"step-{number}")
+            publisher.snapshots.wait_until_ready(f"step-{number}", timeout_s=150)
         assert http.post("/v1/completions", json=body).json()["model"].endswith(f"@step-{number}")
         assert sorted(server.children()) == children, "no process died of it"
         assert "Traceback" not in server.log.read_text()

@@ -59,11 +59,11 @@ def test_what_queries_ask_for_is_shown_and_adds_up(tmp_path: Path, tiny_model: C
         for file in (server.bucket / "broken").glob("*.safetensors"):
             file.write_bytes(file.read_bytes()[:-64])
         with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
-            publisher.signal("step-1")
-            publisher.wait_until_ready("step-1", timeout_s=120)
+            publisher.snapshots.signal("step-1")
+            publisher.snapshots.wait_until_ready("step-1", timeout_s=120)
             try:
-                publisher.signal("broken")
-                publisher.wait_until_ready("broken", timeout_s=120)
+                publisher.snapshots.signal("broken")
+                publisher.snapshots.wait_until_ready("broken", timeout_s=120)
             except SnapshotFailed:
                 pass
             else:

@@ -105,8 +105,8 @@ def test_alerts_are_evaluated_and_panels_have_numbers(
             turn()
         shutil.copytree(tiny_model(seed=1, dtype="bfloat16"), server.bucket / "step-1")
         with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
-            publisher.signal("step-1")
-            publisher.wait_until_ready("step-1", timeout_s=120)
+            publisher.snapshots.signal("step-1")
+            publisher.snapshots.wait_until_ready("step-1", timeout_s=120)
         turn()
         for session in range(2):
             httpx.delete(f"{server.url}/v1/sessions/of-prometheus-{session}", timeout=60).raise_for_status()

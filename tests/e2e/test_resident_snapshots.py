@@ -48,8 +48,8 @@ class Signals:
         """It serves."""
         put(self.server, identity, self.make(seed=seed))
         self.models[identity] = load(self.make(seed=seed))
-        self.publisher.signal(identity, reset)
-        status = self.publisher.wait_until_ready(identity, timeout_s=150)
+        self.publisher.snapshots.signal(identity, reset)
+        status = self.publisher.snapshots.wait_until_ready(identity, timeout_s=150)
         assert [row.snapshot for row in status.replicas] == [identity]
 
 
@@ -179,11 +179,11 @@ def test_a_pinned_stream_whose_replica_is_killed_goes_on_where_its_snapshot_stay
             old, new = f"old-{attempt}", f"new-{attempt}"
             for seed, identity in enumerate((old, new)):
                 put(two, identity, tiny_model(seed=seed + 1, dtype="bfloat16", max_positions=6100))
-            publisher.signal(old)
-            publisher.wait_until_ready(old, timeout_s=150)
+            publisher.snapshots.signal(old)
+            publisher.snapshots.wait_until_ready(old, timeout_s=150)
             stream = Seams(two, {"x-midstream-snapshot": old}, 6000).begin()
-            publisher.signal(new)
-            publisher.wait_until_ready(new, timeout_s=150)
+            publisher.snapshots.signal(new)
+            publisher.snapshots.wait_until_ready(new, timeout_s=150)
             kill(two, stream.replica)
             stream.join()
             assert (stream.error, stream.done, stream.labels) == (None, True, [old] * 6000)

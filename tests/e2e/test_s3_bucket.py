@@ -54,11 +54,11 @@ def test_snapshots_are_hot_loaded_from_s3_and_no_credential_is_shown(
         with pytest.raises(
             SignalRefused, match=r"step-4: is not what its midstream\.manifest\.json says: model\.saf"
         ):
-            publisher.signal("step-4")
+            publisher.snapshots.signal("step-4")
         s3.delete("rollouts", "runs/e2e 1/step-4/midstream.manifest.json")
-        publisher.signal("step-4")
+        publisher.snapshots.signal("step-4")
         with pytest.raises(SnapshotFailed, match=r"model\.safetensors: truncated"):
-            publisher.wait_until_ready("step-4")
+            publisher.snapshots.wait_until_ready("step-4")
         assert served(server) == (f"{server.model}@step-3", tokens)
     status = httpx.get(f"{server.url}/hot_load/v1/models/hot_load", timeout=60).text
     shown = [server.log.read_text(), status]

@@ -46,8 +46,8 @@ def overwrite(file: Path) -> None:
 
 
 def serve_everywhere(publisher: SnapshotPublisher, identity: str, **how: Any) -> None:
-    publisher.signal(identity, **how)
-    publisher.wait_until_ready(identity, 150)
+    publisher.snapshots.signal(identity, **how)
+    publisher.snapshots.wait_until_ready(identity, 150)
 
 
 def copies(server: Server, identity: str) -> list[Path]:
@@ -101,11 +101,11 @@ def test_bytes_changed_in_the_bucket_are_never_served_under_the_old_name(
     for copy in copies(server, first):
         shutil.rmtree(copy)
 
-    publisher.signal(first)
+    publisher.snapshots.signal(first)
     with pytest.raises(SnapshotFailed) as refused:
-        publisher.wait_until_ready(first, 150)
+        publisher.snapshots.wait_until_ready(first, 150)
     assert f"{WEIGHTS} has the digest {now} instead of {meant}" in str(refused.value)
-    while any(replica.error is None for replica in publisher.status().replicas):
+    while any(replica.error is None for replica in publisher.snapshots.status().replicas):
         pass
     assert answers(server) == serving, "what served before goes on"
     rows = {row["identity"]: row for row in ledger_of(server)["snapshots"]}
@@ -126,7 +126,7 @@ def test_a_published_snapshot_keeps_its_meaning_though_its_manifest_is_replaced_
     serve_everywhere(publisher, "again")
     publisher.write_full("again", tiny_model(seed=7), overwrite=True)
     with pytest.raises(SignalRefused, match="are not those that were served under this name"):
-        publisher.signal("again")
+        publisher.snapshots.signal("again")
     serve_everywhere(publisher, "again", overwrite=True)
 
 
@@ -171,7 +171,7 @@ def test_a_directory_that_leads_out_of_the_bucket_and_files_that_are_none_are_re
             ("piped", f"{WEIGHTS} is not a regular file"),
         ):
             with pytest.raises(SignalRefused, match=says) as refused:
-                publisher.signal(identity)
+                publisher.snapshots.signal(identity)
             assert refused.value.status == 400
 
 

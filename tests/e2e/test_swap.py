@@ -191,8 +191,8 @@ def cross(
     for rollout in rollouts:
         rollout.started.wait()
     for identity in snapshots:
-        publisher.signal(identity)
-        status = publisher.wait_until_ready(identity, timeout_s=150)
+        publisher.snapshots.signal(identity)
+        status = publisher.snapshots.wait_until_ready(identity, timeout_s=150)
         assert [r.snapshot for r in status.replicas] == [identity] * 2
     for rollout in rollouts:
         rollout.join()
@@ -200,7 +200,7 @@ def cross(
 
 
 def serving_now(publisher: SnapshotPublisher) -> set[str | None]:
-    return {replica.snapshot for replica in publisher.status().replicas}
+    return {replica.snapshot for replica in publisher.snapshots.status().replicas}
 
 
 def cached_tokens(server: Server, prompt: str, session: str) -> int:
@@ -217,12 +217,12 @@ def test_reset_prompt_cache_all_makes_the_next_turn_recompute_and_none_does_not(
     cached_tokens(server, prompt, "turns")
     assert cached_tokens(server, prompt, "turns") == 96
     put(server, "cache-all", tiny_model(seed=3))
-    publisher.signal("cache-all")
-    publisher.wait_until_ready("cache-all", timeout_s=150)
+    publisher.snapshots.signal("cache-all")
+    publisher.snapshots.wait_until_ready("cache-all", timeout_s=150)
     assert cached_tokens(server, prompt, "turns") == 0
     put(server, "cache-none", tiny_model(seed=4))
-    publisher.signal("cache-none", reset_prompt_cache="none")
-    publisher.wait_until_ready("cache-none", timeout_s=150)
+    publisher.snapshots.signal("cache-none", reset_prompt_cache="none")
+    publisher.snapshots.wait_until_ready("cache-none", timeout_s=150)
     assert cached_tokens(server, prompt, "turns") == 96
 
 
@@ -241,8 +241,8 @@ def test_perf_metrics_say_which_snapshots_computed_the_kv(
     assert before is not None
     assert spans() == [(before, 0, 55)]
     put(server, "provenance", tiny_model(seed=9))
-    publisher.signal("provenance", reset_prompt_cache="none")
-    publisher.wait_until_ready("provenance", timeout_s=150)
+    publisher.snapshots.signal("provenance", reset_prompt_cache="none")
+    publisher.snapshots.wait_until_ready("provenance", timeout_s=150)
     assert spans() == [(before, 0, 48), ("provenance", 48, 55)]
 
 
@@ -253,18 +253,18 @@ def test_a_snapshot_that_fails_verification_serves_no_token(
     put(server, "short", tiny_model(seed=5))
     weights = server.bucket / "short" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])
-    publisher.signal("short")
+    publisher.snapshots.signal("short")
     with pytest.raises(SnapshotFailed, match=r"model\.safetensors"):
-        publisher.wait_until_ready("short", timeout_s=150)
+        publisher.snapshots.wait_until_ready("short", timeout_s=150)
     put(server, "wider", tiny_model(seed=5, hidden=192))
-    publisher.signal("wider")
+    publisher.snapshots.signal("wider")
     with pytest.raises(SnapshotFailed, match="hidden_size"):
-        publisher.wait_until_ready("wider", timeout_s=150)
+        publisher.snapshots.wait_until_ready("wider", timeout_s=150)
     put(server, "nan", tiny_model(seed=5))
     spoil(server.bucket / "nan", "model.embed_tokens.weight", 250)
-    publisher.signal("nan")
+    publisher.snapshots.signal("nan")
     with pytest.raises(SnapshotFailed, match=r"embed_tokens\.weight is NaN at index \[250, 0\]"):
-        publisher.wait_until_ready("nan", timeout_s=150)
+        publisher.snapshots.wait_until_ready("nan", timeout_s=150)
     assert serving_now(publisher) == before
     after = Rollout(server, [1, 2, 3], 0, 5, "after-failure")
     after.run()
@@ -272,8 +272,8 @@ def test_a_snapshot_that_fails_verification_serves_no_token(
     # The same identity may be put right and asked for again.
     shutil.rmtree(server.bucket / "short")
     put(server, "short", tiny_model(seed=5))
-    publisher.signal("short")
-    publisher.wait_until_ready("short", timeout_s=150)
+    publisher.snapshots.signal("short")
+    publisher.snapshots.wait_until_ready("short", timeout_s=150)
     assert serving_now(publisher) == {"short"}
 
 
@@ -292,8 +292,8 @@ def test_files_overwritten_under_the_same_name_are_loaded_when_that_is_said(
         if seed == 11:
             shutil.rmtree(server.bucket / "again")
         put(server, "again", tiny_model(seed=seed))
-        publisher.signal("again", overwrite=seed == 11)
-        publisher.wait_until_ready("again", timeout_s=150)
+        publisher.snapshots.signal("again", overwrite=seed == 11)
+        publisher.snapshots.wait_until_ready("again", timeout_s=150)
         # Without a session: both replicas answer.
         said.append([greedy() for _ in range(4)])
     assert all(answer == said[0][0] for answer in said[0])
@@ -305,8 +305,8 @@ def test_a_killed_replica_comes_back_on_the_current_snapshot_and_only_its_sessio
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:
     put(server, "before-kill", tiny_model(seed=6))
-    publisher.signal("before-kill")
-    publisher.wait_until_ready("before-kill", timeout_s=150)
+    publisher.snapshots.signal("before-kill")
+    publisher.snapshots.wait_until_ready("before-kill", timeout_s=150)
 
     def homes() -> dict[str, str]:
         found = {}
@@ -327,7 +327,7 @@ def test_a_killed_replica_comes_back_on_the_current_snapshot_and_only_its_sessio
     os.kill(process_of(server, victim), signal.SIGKILL)
     long.join()
     assert (len(long.tokens), long.finish, long.error) == (4000, "length", None)
-    publisher.wait_until_ready("before-kill", timeout_s=150)
+    publisher.snapshots.wait_until_ready("before-kill", timeout_s=150)
     again = homes()
     assert all(again[s] == r for s, r in placed.items() if r != victim)
     assert {f"cross-{i}" for i in range(12)}.isdisjoint(again)
@@ -371,8 +371,8 @@ def test_a_restarted_server_goes_on_with_the_snapshot_of_its_ledger(
     with serve(tmp_path / "state", *arguments) as server:
         put(server, "kept", tiny_model(seed=7))
         with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
-            publisher.signal("kept")
-            publisher.wait_until_ready("kept", timeout_s=150)
+            publisher.snapshots.signal("kept")
+            publisher.snapshots.wait_until_ready("kept", timeout_s=150)
         server.stop(signal.SIGINT)
     with serve(tmp_path / "state", *arguments) as server:
         body = {"model": server.model, "prompt": "hello", "max_tokens": 2}

@@ -46,8 +46,8 @@ def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
             with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
                 for step in range(1, 3):
                     shutil.copytree(tiny_model(seed=step, dtype="bfloat16"), server.bucket / f"step-{step}")
-                    publisher.signal(f"step-{step}")
-                    publisher.wait_until_ready(f"step-{step}", timeout_s=150)
+                    publisher.snapshots.signal(f"step-{step}")
+                    publisher.snapshots.wait_until_ready(f"step-{step}", timeout_s=150)
         finally:
             stop.set()
             for thread in asking:

@@ -212,8 +212,8 @@ def test_a_stream_over_a_hot_load_has_its_labels_and_the_swap_its_stages(
         lines = response.iter_lines()
         # Comments of the resume log come before the first event.
         assert any(line.startswith("data:") for line in lines)
-        publisher.signal("step-1")
-        publisher.wait_until_ready("step-1", timeout_s=120)
+        publisher.snapshots.signal("step-1")
+        publisher.snapshots.wait_until_ready("step-1", timeout_s=120)
         for line in lines:
             if '"model":"' in line:
                 label = line.partition('"model":"')[2].partition('"')[0].rpartition("@")[2]

@@ -127,15 +127,15 @@ def wanting(**constraint: object) -> dict[str, str]:
 
 
 def serving(publisher: SnapshotPublisher) -> dict[str, str | None]:
-    return {replica.name: replica.snapshot for replica in publisher.status().replicas}
+    return {replica.name: replica.snapshot for replica in publisher.snapshots.status().replicas}
 
 
 def stages(publisher: SnapshotPublisher) -> dict[str, str]:
-    return {replica.name: replica.stage for replica in publisher.status().replicas}
+    return {replica.name: replica.stage for replica in publisher.snapshots.status().replicas}
 
 
 def switched_or_staged(publisher: SnapshotPublisher, replica: str, step: str) -> bool:
-    (row,) = [row for row in publisher.status().replicas if row.name == replica]
+    (row,) = [row for row in publisher.snapshots.status().replicas if row.name == replica]
     return row.stage == "staged" or row.snapshot == step
 
 
@@ -149,19 +149,19 @@ def test_requests_are_served_by_what_they_ask_for_from_the_signal_on(
     server: Server, publisher: SnapshotPublisher, http: httpx.Client, steps: Steps
 ) -> None:
     step = steps.put()
-    publisher.signal(step)
+    publisher.snapshots.signal(step)
     # Right after the signal: they wait for the swap.
     for session in range(6):
         headers = wanting(min_snapshot=step) | {"x-session-id": f"early-{session}"}
         assert label(ask(http, server, headers)) == step
-    publisher.wait_until_ready(step, timeout_s=150)
+    publisher.snapshots.wait_until_ready(step, timeout_s=150)
     assert label(ask(http, server, wanting(snapshot=step, max_staleness=0))) == step
     assert label(ask(http, server, model=f"{server.model}@{step}")) == step
     assert label(ask(http, server, midstream={"min_snapshot": "base", "max_staleness": 0})) == step
     assert label(ask(http, server, wanting(min_snapshot="base"), midstream={"snapshot": step})) == step
     newer = steps.put()
-    publisher.signal(newer)
-    publisher.wait_until_ready(newer, timeout_s=150)
+    publisher.snapshots.signal(newer)
+    publisher.snapshots.wait_until_ready(newer, timeout_s=150)
     answer = ask(http, server, wanting(snapshot=step))
     assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
     body = answer.json()
@@ -193,7 +193,7 @@ def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
         step = steps.put()
         pinned = Stream(server, wanting(snapshot=before), LONG).begin()
         free = Stream(server, {}, LONG).begin()
-        publisher.signal(step)
+        publisher.snapshots.signal(step)
         until(lambda: step in serving(publisher).values())  # noqa: B023
         at = serving(publisher)
         # Here the old one serves, there the new one; who asks for the old one would hold the swap off for ever.
@@ -203,7 +203,7 @@ def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
         refused = ask(http, server, model=f"{server.model}@{before}")
         waited = stages(publisher)[pinned.replica] == "staged"
         pinned.join()
-        publisher.wait_until_ready(step, timeout_s=150)
+        publisher.snapshots.wait_until_ready(step, timeout_s=150)
         free.join()
         assert (pinned.error, pinned.done, set(pinned.labels), len(pinned.labels)) == (
             None,
@@ -236,8 +236,8 @@ def test_a_pinned_stream_that_takes_too_long_is_ended_and_never_crossed(
         step = Steps(server, tiny_model, max_positions=ENDLESS + 8).put()
         stream = Stream(server, {}, ENDLESS, model=f"{server.model}@base").begin()
         with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
-            publisher.signal(step)
-            publisher.wait_until_ready(step, timeout_s=150)
+            publisher.snapshots.signal(step)
+            publisher.snapshots.wait_until_ready(step, timeout_s=150)
         stream.join()
         assert set(stream.labels) == {"base"}
         assert not stream.done

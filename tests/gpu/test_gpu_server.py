@@ -62,7 +62,7 @@ def test_streams_cross_a_full_snapshot_and_a_delta_and_every_token_is_what_its_l
             for name, directory in zip((full, delta), directories, strict=True):
                 published = publisher.publish(name, directory, kind=name.partition("-")[0])
                 assert published.kind == name.partition("-")[0]
-                (replica,) = publisher.status().replicas
+                (replica,) = publisher.snapshots.status().replicas
                 swaps.append(replica.last_swap)
             for rollout in rollouts:
                 rollout.join()

@@ -72,7 +72,7 @@ def test_streams_cross_a_full_snapshot_and_a_delta_and_every_token_is_of_its_lab
         def publish() -> None:
             for kind in ("full", "delta"):
                 assert publisher.publish(kind, checkpoints[kind], kind=kind).kind == kind
-                (replica,) = publisher.status().replicas
+                (replica,) = publisher.snapshots.status().replicas
                 swaps.append(replica.last_swap)
 
         streams = asyncio.run(kept_up(server.url, server.model, coming("gpu", (300, 900)), STREAMS, publish))

@@ -104,13 +104,13 @@ def test_a_published_snapshot_is_loaded_reported_and_a_failure_reaches_the_train
             status = publisher.publish("run/1", weights, config_dir=tmp_path / "config", on_status=work)
             assert [r.snapshot for r in status.replicas] == ["run/1", "run/1"]
             assert served == ["replica-0", "replica-1", "replica-0"]
-            assert publisher.signal("run/1", True)["changed"] is False
+            assert publisher.snapshots.signal("run/1", True).body["changed"] is False
             with pytest.raises(
                 SnapshotFailed, match=r"could not load snapshot 'broken': model\.safetensors: trun"
             ):
                 publisher.publish("broken", weights, config_dir=tmp_path / "config", on_status=work)
-            assert publisher.signal("broken")["changed"] is True
+            assert publisher.snapshots.signal("broken").body["changed"] is True
             with pytest.raises(SignalRefused, match="400 Expected"):
-                publisher.signal("x", 3)  # type: ignore[arg-type]
+                publisher.snapshots.signal("x", 3)  # type: ignore[arg-type]
         runner.run(reconciler.settle())
         ledger.close()

@@ -148,15 +148,15 @@ def test_a_snapshot_that_vllm_would_load_otherwise_serves_no_token(
     bed: Bed, checkpoints: dict[str, Path]
 ) -> None:
     with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
-        before = {replica.snapshot for replica in publisher.status().replicas}
+        before = {replica.snapshot for replica in publisher.snapshots.status().replicas}
         place = bed.server.bucket / "two-heads"
         shutil.copytree(checkpoints["full-3"], place)
         weights = load_file(place / "model.safetensors")
         save_file({"lm_head.weight": -weights["lm_head.weight"]}, place / "value_head.safetensors")
-        publisher.signal("two-heads")
+        publisher.snapshots.signal("two-heads")
         with pytest.raises(SnapshotFailed, match=r"value_head\.safetensors"):
-            publisher.wait_until_ready("two-heads", timeout_s=120)
-        assert {replica.snapshot for replica in publisher.status().replicas} == before == {"full-3"}
+            publisher.snapshots.wait_until_ready("two-heads", timeout_s=120)
+        assert {replica.snapshot for replica in publisher.snapshots.status().replicas} == before == {"full-3"}
     stream = Stream(random_prompt(99, 30), 8, "after a failure")
     asyncio.run(under_way(bed.server.url, bed.model, [stream], 1, lambda: None))
     assert stream.whole

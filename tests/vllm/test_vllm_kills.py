@@ -52,7 +52,11 @@ def usable(bed: Bed, replica: str) -> bool:
 def serves_again(bed: Bed, publisher: SnapshotPublisher) -> bool:
     with bed.http() as http:
         replicas = http.get("/health").json()["replicas"]
-    return len(replicas) == 2 and all(r["ready"] for r in replicas) and publisher.status().serves(SNAPSHOT)
+    return (
+        len(replicas) == 2
+        and all(r["ready"] for r in replicas)
+        and publisher.snapshots.status().serves(SNAPSHOT)
+    )
 
 
 @pytest.mark.parametrize(

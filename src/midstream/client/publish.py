@@ -21,7 +21,6 @@ from typing import Any, TypedDict, Unpack
 import httpx
 
 from midstream.client.bucket import open_bucket
-from midstream.client.calls import RETRY_S
 from midstream.client.checkpoint import Source, Weights
 from midstream.client.errors import PublishError
 from midstream.client.names import served_spec
@@ -36,7 +35,7 @@ from midstream.client.publication import (
     check_whole,
 )
 from midstream.client.server import ServerClient
-from midstream.client.snapshot_calls import Compression, ResetPromptCache, SignalOptions
+from midstream.client.snapshot_calls import Compression, ResetPromptCache
 from midstream.client.status import Status
 from midstream.client.weights import Cast
 from midstream.snapshots.identity import check_identity
@@ -87,6 +86,8 @@ class SnapshotPublisher:
     hints: notify the server of each file as it arrives in the bucket, so that replicas fetch it early.
     policy: publish adapters to this policy of the deployment. Weights are then the directory of an adapter, as
         PEFT writes it, or a PEFT model: its active adapter is taken. adapter: such a model, for calls that give no weights.
+
+    snapshots: the single calls, to what it publishes to: signal, status, and waiting until replicas serve.
     """
 
     def __init__(
@@ -124,14 +125,14 @@ class SnapshotPublisher:
             sleep=sleep,
             monotonic=monotonic,
         )
-        self._snapshots = self.server.snapshots if policy is None else self.server.policy(policy)
+        self.snapshots = self.server.snapshots if policy is None else self.server.policy(policy)
         self._bucket = open_bucket(self.server.deployments.own_bucket() if bucket is None else bucket)
         target = (
             f"{self.server.root} {deployment or ''} {self._bucket}{'' if policy is None else f' {policy}'}"
         )
         self._work = WorkDirectory(Path(work_dir) if work_dir is not None else None, target)
         self._publishing = Publishing(
-            self._snapshots,
+            self.snapshots,
             self._bucket,
             self._work,
             full_every=full_every,
@@ -210,32 +211,6 @@ class SnapshotPublisher:
             self._check_whole(identity, directory, source)
 
         return self._bucket.write(identity, fill, overwrite=overwrite)
-
-    def signal(
-        self, identity: str, reset_prompt_cache: ResetPromptCache = "all", **options: Unpack[SignalOptions]
-    ) -> dict[str, Any]:
-        """As SnapshotCalls.signal. Returns the server's answer."""
-        body: dict[str, Any] = self._snapshots.signal(identity, reset_prompt_cache, **options).body
-        return body
-
-    def status(self, *, retry_s: float = RETRY_S) -> Status:
-        """The snapshots that every replica serves and loads. Raises SignalRefused."""
-        return self._snapshots.status(retry_s=retry_s)
-
-    def wait_until_ready(
-        self,
-        identity: str,
-        timeout_s: float = 300.0,
-        *,
-        on_status: Callable[[Status], None] | None = None,
-        poll_s: float = 0.1,
-    ) -> Status:
-        """Poll until every replica serves `identity`. Returns the last answer.
-
-        timeout_s, poll_s: in seconds. on_status: called with each answer.
-        Raises SnapshotFailed with the replica's message as soon as one could not load it. Raises NotReadyInTime.
-        """
-        return self._snapshots.wait_until_ready(identity, timeout_s, on_status=on_status, poll_s=poll_s)
 
     def _source(self, weights: Weights | None, **given: Any) -> Source:
         if weights is None and given.get("adapter") is None:

@@ -38,7 +38,8 @@ class SignalOptions(TypedDict, total=False):
 
 
 class SnapshotCalls:
-    """The calls of `ServerClient.snapshots` and `ServerClient.policy`. Safe to use from several threads.
+    """The calls of `ServerClient.snapshots`, `ServerClient.policy` and `SnapshotPublisher.snapshots`. Safe to use from several
+    threads.
 
     policy: of the deployment; None signals the deployment itself.
     """
