@@ -40,7 +40,6 @@ from midstream.proxy.request_state import (
     RequestAction,
     RequestEvent,
     RequestPhase,
-    RequestState,
     Ruling,
     rulings_table,
 )
@@ -60,22 +59,17 @@ def test_every_reason_of_a_refusal_is_a_move_of_both_phases_that_can_hear_it() -
     assert {at for at, _ in heard} == set(sent)
     for (at, held), (reason, rulings) in itertools.product(sent.items(), RULINGS.items()):
         ruling = rulings[at is RequestPhase.RESUME_SENT]
-        state = RequestState()
-        state.phase = at
         if ruling is None:
             assert (at, reason) == (RequestPhase.SENT, RequestEvent.CANNOT_RESUME), (
                 "every other reason can be heard"
             )
             with pytest.raises(IllegalMove):
-                state.move(reason)
+                MOVES.move(at, reason)
         elif ruling is Ruling.LAST_WORD:
-            assert (at, state.move(reason), state.phase) == (
-                RequestPhase.SENT,
-                RequestAction.PASS_HEAD,
-                RequestPhase.PASSING,
-            )
+            assert at is RequestPhase.SENT
+            assert MOVES[at, reason] == (RequestPhase.PASSING, RequestAction.PASS_HEAD)
         else:
-            assert (state.move(reason), state.phase, state.refusal) == (RequestAction.HOLD, held, reason)
+            assert MOVES[at, reason] == (held, RequestAction.HOLD)
             passes = at is RequestPhase.SENT and ruling in MAY_PASS
             assert passes or ruling not in MAY_PASS, "no refusal is the rest of a stream"
             for event in (RequestEvent.ELSEWHERE, RequestEvent.FAILED, RequestEvent.CLIENT_GONE):
@@ -115,10 +109,8 @@ def test_whatever_happens_a_request_can_end_and_has_one_response() -> None:
 
 
 def test_a_move_that_the_table_does_not_have_raises() -> None:
-    state = RequestState()
     with pytest.raises(IllegalMove, match="'end' at 'placing'"):
-        state.move(RequestEvent.END)
-    assert state.phase is RequestPhase.PLACING
+        MOVES[RequestPhase.PLACING, RequestEvent.END]
 
 
 # -- the class that drives it

@@ -6,7 +6,7 @@ Always holds: every move is one entry of a table; any other raises IllegalMove.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -19,37 +19,32 @@ class IllegalMove(RuntimeError):
     """A move that the table does not have: a bug, never a user's or a replica's mistake."""
 
 
-class Table(Mapping[tuple[Phase, Event], tuple[Phase, Action]], Generic[Phase, Event, Action]):
-    """moves: (phase, event) -> (phase, action). An action of None: the phase says it all. first: where a machine begins."""
+class Table(dict[tuple[Phase, Event], tuple[Phase, Action]], Generic[Phase, Event, Action]):
+    """moves: (phase, event) -> (phase, action). An action of None: the phase says it all. first: where a machine begins.
 
-    __slots__ = ("_moves", "first")
+    Looking up a move that is none raises IllegalMove.
+    """
+
+    __slots__ = ("first",)
 
     def __init__(self, first: Phase, moves: Mapping[tuple[Phase, Event], tuple[Phase, Action]]) -> None:
+        super().__init__(moves)
         self.first = first
-        self._moves = dict(moves)
 
     def __repr__(self) -> str:
-        return f"Table({len(self._moves)} moves from {self.first})"
+        return f"Table({len(self)} moves from {self.first})"
 
-    def __getitem__(self, at: tuple[Phase, Event]) -> tuple[Phase, Action]:
-        return self._moves[at]
-
-    def __iter__(self) -> Iterator[tuple[Phase, Event]]:
-        return iter(self._moves)
-
-    def __len__(self) -> int:
-        return len(self._moves)
+    def __missing__(self, move: tuple[Phase, Event]) -> tuple[Phase, Action]:
+        at, event = move
+        raise IllegalMove(f"{event.value!r} at {at.value!r}")
 
     def move(self, at: Phase, event: Event) -> tuple[Phase, Action]:
         """Raises IllegalMove."""
-        found = self._moves.get((at, event))
-        if found is None:
-            raise IllegalMove(f"{event.value!r} at {at.value!r}")
-        return found
+        return self[at, event]
 
     def mermaid(self) -> str:
         """The table as a Mermaid state diagram, for the documentation."""
         lines = ["stateDiagram-v2", f"    [*] --> {self.first}"]
-        for (at, event), (to, action) in self._moves.items():
+        for (at, event), (to, action) in self.items():
             lines.append(f"    {at} --> {to}: {event}" + ("" if action is None else f" / {action}"))
         return "\n".join(lines) + "\n"

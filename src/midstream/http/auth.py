@@ -47,13 +47,11 @@ class Authenticator:
                 key, tenant, grant = entry, "", EVERYTHING
             digest = key_digest(key)
             self._callers[digest] = Caller(tenant, grant, digest.hex()[:FINGERPRINT_CHARS])
+        #: Keys are in use. If not, every caller is ANYBODY.
+        self.required = bool(self._callers)
 
     def __repr__(self) -> str:
         return f"Authenticator({len(self._callers)} keys)"
-
-    @property
-    def required(self) -> bool:
-        return bool(self._callers)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """The caller of a request with these headers (lower-case names).

@@ -14,7 +14,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
@@ -24,13 +24,13 @@ from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request, error_response
 from midstream.http.upstream import UpstreamConnection
 from midstream.proxy.heads import Headers, UpstreamHead, to_client, to_upstream
-from midstream.proxy.metrics import Histogram
 from midstream.proxy.request_state import (
     ANSWERED,
     MAY_PASS,
+    MOVES,
     RequestAction,
     RequestEvent,
-    RequestState,
+    RequestPhase,
     ruling,
 )
 from midstream.proxy.resume import ResumeLog
@@ -60,11 +60,12 @@ class ProxiedRequest:
         "_in_chunk",
         "_log",
         "_opening",
+        "_phase",
         "_proxy",
+        "_refusal",
         "_request",
         "_span",
         "_started_s",
-        "_state",
         "_tail",
         "_timer",
         "_waits_for",
@@ -74,7 +75,9 @@ class ProxiedRequest:
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, route: Route) -> None:
         self._proxy, self._request, self._client = proxy, request, client
         self.route = route
-        self._state = RequestState()
+        # Where it stands in the table, and why a response was held last.
+        self._phase = RequestPhase.PLACING
+        self._refusal: RequestEvent | None = None
         self._started_s = proxy.clock()
         tracer = proxy.tracer
         self._span = None if tracer is None or not route.traced else RequestSpan(tracer, request)
@@ -96,13 +99,13 @@ class ProxiedRequest:
         self._in_chunk = False
 
     def __repr__(self) -> str:
-        return f"ProxiedRequest({self._state.phase}, {self.route})"
+        return f"ProxiedRequest({self._phase}, {self.route})"
 
     # -- http1.Exchange
 
     @property
     def answered(self) -> bool:
-        return self._state.phase in ANSWERED
+        return self._phase in ANSWERED
 
     def start(self) -> None:
         try:
@@ -129,7 +132,7 @@ class ProxiedRequest:
     # -- upstream.ResponseSink
 
     def response_head(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
-        event = self.route.head(self._state.phase, status, headers)
+        event = self.route.head(self._phase, status, headers)
         self._on(event, UpstreamHead(status, reason, headers, body))
 
     def response_body(self, data: bytes) -> None:
@@ -149,8 +152,8 @@ class ProxiedRequest:
         self._connection = None
         if self._held is not None:
             held, self._held = self._held, None
-            assert self._state.refusal is not None
-            judged = self.route.held(self._state.phase, self._state.refusal, held)
+            assert self._refusal is not None
+            judged = self.route.held(self._phase, self._refusal, held)
             if judged.event is not RequestEvent.HEAD:
                 self._judge(judged)
                 return
@@ -163,7 +166,7 @@ class ProxiedRequest:
         self._in_chunk = connection.in_chunk
         self._held = None
         loss = ConnectionLoss(reason, answered, not connection.malformed, self._fresh)
-        self._judge(self.route.lost(self._state.phase, loss))
+        self._judge(self.route.lost(self._phase, loss))
 
     # -- the proxy's calls
 
@@ -172,13 +175,16 @@ class ProxiedRequest:
         answering = self._connection is not None and self._connection.answering
         self._let_go()
         self._held = None
-        self._judge(self.route.silent(self._state.phase, reason, answering=answering, together=together))
+        self._judge(self.route.silent(self._phase, reason, answering=answering, together=together))
 
     # -- moves
 
     def _on(self, event: RequestEvent, subject: Any = None) -> None:
         """Make the move of the table, and do what it asks for. subject: what the action is about."""
-        _ACTIONS[self._state.move(event)](self, subject)
+        self._phase, action = MOVES[self._phase, event]
+        if action is RequestAction.HOLD:
+            self._refusal = event
+        _ACTIONS[action](self, subject)
 
     def _judge(self, judged: Judgement) -> None:
         event, error, until, rest = judged
@@ -218,7 +224,7 @@ class ProxiedRequest:
         except OSError as error:
             # A TimeoutError is one, too.
             self._opening = None
-            self._judge(self.route.not_connected(self._state.phase, error))
+            self._judge(self.route.not_connected(self._phase, error))
         else:
             self._opening = None
             self._on(RequestEvent.CONNECTED, connection)
@@ -242,17 +248,19 @@ class ProxiedRequest:
         self._held = held = held._replace(body=held.body + data)
         if len(held.body) <= HELD_BYTES_MAX:
             return
-        state = self._state
-        assert state.refusal is not None
-        if ruling(state.phase, state.refusal) in MAY_PASS:
+        assert self._refusal is not None
+        if ruling(self._phase, self._refusal) in MAY_PASS:
             self._held = None
             self._on(RequestEvent.HEAD, held)
         else:
             self._held = held._replace(body=held.body[:HELD_BYTES_MAX])
 
     def _pass_head(self, head: UpstreamHead) -> None:
+        client, route, proxy = self._client, self.route, self._proxy
         self._count(head.status, head.headers)
-        self._observe(self._proxy.metrics.first_byte_s)
+        if route.counted:
+            taken_s = proxy.clock() - self._started_s
+            proxy.metrics.first_byte_s[route.path_class].observe(taken_s)
         if self._span is not None:
             self._span.head(head.status)
         for name, value in head.headers:
@@ -260,7 +268,6 @@ class ProxiedRequest:
                 self._chunked = True
             elif name == b"content-type" and value.startswith(b"text/event-stream"):
                 self._event_stream = True
-        client, route = self._client, self.route
         body = head.body
         if route.log is not None:
             self._log = route.log
@@ -284,13 +291,17 @@ class ProxiedRequest:
     # -- endings
 
     def _finish(self, rest: bytes) -> None:
-        self._let_go()
+        # It waits for nothing and has no connection any more.
+        route, proxy = self.route, self._proxy
+        route.leave()
         if rest:
             self._client.write(rest)
-        self.route.ended()
-        self._observe(self._proxy.metrics.total_s)
+        if route.losses is not None:
+            route.ended()
+        if route.counted:
+            proxy.metrics.total_s[route.path_class].observe(proxy.clock() - self._started_s)
         if self._span is not None:
-            self._span.end(self.route)
+            self._span.end(route)
         self._client.finish()
 
     def _answer_error(self, error: MidstreamError) -> None:
@@ -355,10 +366,6 @@ class ProxiedRequest:
         if self.route.audited:
             made = next((value.decode("latin-1") for name, value in headers if name == _MADE), None)
             self._proxy.audit.answered(self._request, self._client.peer, status, made)
-
-    def _observe(self, histograms: Mapping[str, Histogram]) -> None:
-        if self.route.counted:
-            histograms[self.route.path_class].observe(self._proxy.clock() - self._started_s)
 
 
 _ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], None]] = {

@@ -227,26 +227,6 @@ RESUMING = frozenset(_AGAIN)
 SEEN = AT_UPSTREAM - {RequestPhase.CONNECTING, RequestPhase.RESUME_CONNECTING}
 
 
-class RequestState:
-    """phase: where the request stands; it begins with PLACING. refusal: the reason why a response was held last."""
-
-    __slots__ = ("phase", "refusal")
-
-    def __init__(self) -> None:
-        self.phase = RequestPhase.PLACING
-        self.refusal: RequestEvent | None = None
-
-    def __repr__(self) -> str:
-        return f"RequestState({self.phase}, refusal={self.refusal})"
-
-    def move(self, event: RequestEvent) -> RequestAction:
-        """What the I/O is to do now. Raises IllegalMove."""
-        self.phase, action = MOVES.move(self.phase, event)
-        if action is RequestAction.HOLD:
-            self.refusal = event
-        return action
-
-
 def ruling(phase: RequestPhase, reason: RequestEvent) -> Ruling:
     """What follows a refusal for this reason, of a request in this phase."""
     first, again = RULINGS[reason]

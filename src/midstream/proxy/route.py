@@ -19,11 +19,13 @@ from midstream.core.headers import (
 )
 from midstream.core.tracing import Attribute
 from midstream.core.wires import TRAINER_HEALTH
+from midstream.http.auth import ANYBODY
 from midstream.http.message import Request
 from midstream.proxy.request_state import RequestEvent, RequestPhase
 
 if TYPE_CHECKING:
     from midstream.fleet.replicas import ReplicaSet
+    from midstream.proxy.poison import Losses
     from midstream.proxy.proxy import AtReplica, Proxy
     from midstream.proxy.resume import ResumeLog
 from midstream.proxy.heads import Headers, UpstreamHead
@@ -88,11 +90,13 @@ class Route:
     errors: ErrorShape = "openai"
     #: Of the stream that is passed on, if another replica may continue it.
     log: ResumeLog | None = None
+    #: The replicas that were lost with it, if any were.
+    losses: Losses | None = None
 
     def __init__(self, proxy: Proxy, request: Request) -> None:
         self._proxy = proxy
         self._request = request
-        self._caller = proxy.caller(request)
+        self._caller = proxy.caller(request) if proxy.auth.required else ANYBODY
         self.pool = proxy.control
         # What is sent; the rest of a stream is asked for by another request than the client's.
         self.target, self.body = request.target, request.body
@@ -145,7 +149,7 @@ class Route:
         return HEAD
 
     def ended(self) -> None:
-        """The client's response is whole."""
+        """The client's response is whole. Called only if replicas were lost with it."""
 
     def lost(self, phase: RequestPhase, loss: ConnectionLoss) -> Judgement:
         """STALE, ELSEWHERE, LOST, END or FAILED."""
