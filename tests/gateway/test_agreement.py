@@ -67,8 +67,8 @@ class Gateways(RuleBasedStateMachine):
     def _request(self, gateway: int, session: Session) -> str | None:
         """As Proxy.place does it; where it went."""
         table, usable = self.tables[gateway], self.usable[gateway]
-        home = table.home(session)
-        stamp = None
+        lives = table.lives(session)
+        home, stamp = lives[0] if lives else None, None
         if home is None or not usable[home]:
             up = Fleet(Candidate(name, 0) for name in REPLICAS if usable[name])
             found = up.place_session(session, 0.25, home)
@@ -76,7 +76,7 @@ class Gateways(RuleBasedStateMachine):
                 return None
             home = found[0].name
             stamp = table.settle(session, home)
-        elif table.in_passing(session):
+        elif lives is not None and lives[1] == 0:
             stamp = table.settle(session, home)
         with self.held[home].turn(session, stamp):
             return home

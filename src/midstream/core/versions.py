@@ -102,8 +102,9 @@ class ConstraintNotMet(SnapshotNotServed):
         return {**super().headers(), HEADER_REFUSED: as_header(self._refusal)}
 
 
-_HEADERS = (HEADER_SNAPSHOT, HEADER_MIN_SNAPSHOT, HEADER_MAX_STALENESS, HEADER_SNAPSHOT_WAIT)
-_NAMES = tuple(name.encode() for name in _HEADERS)
+#: By which a client demands something of the snapshot.
+CONSTRAINT_HEADERS = (HEADER_SNAPSHOT, HEADER_MIN_SNAPSHOT, HEADER_MAX_STALENESS, HEADER_SNAPSHOT_WAIT)
+_NAMES = tuple(name.encode() for name in CONSTRAINT_HEADERS)
 _IN_BODY = ("snapshot", "min_snapshot", "max_staleness", "wait")
 
 
@@ -114,7 +115,7 @@ def constraint_of_headers(headers: Mapping[bytes, bytes]) -> VersionConstraint |
     if not (snapshot in headers or least in headers or staleness in headers or wait in headers):
         return None
     given = [_text(headers.get(name)) for name in _NAMES]
-    return _constraint([*given[:2], _number(given[2], int), _number(given[3], float)], _HEADERS)
+    return _constraint([*given[:2], _number(given[2], int), _number(given[3], float)], CONSTRAINT_HEADERS)
 
 
 def constraint_of_body(given: Mapping[str, Any] | None) -> VersionConstraint:

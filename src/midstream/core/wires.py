@@ -80,6 +80,8 @@ WIRES: Mapping[str, Wire] = {
     **INFERENCE,
     **{PREFIX + path: wire for path, wire in INFERENCE.items() if wire.prefixed},
 }
+#: The same by the target of a request that names neither a session nor a query, as nearly all do.
+WIRES_OF_TARGETS: Mapping[bytes, Wire] = {path.encode(): wire for path, wire in WIRES.items()}
 
 #: Path classes in the gateway's metrics that are no inference: control calls, pages, and what was refused before its path
 #: was looked at.

@@ -155,6 +155,8 @@ class Deployments:
         self._order: list[str] = []
         # Every name, full and bare, to the deployments that have it, also while they take no requests.
         self._called: dict[str, list[Deployment]] = {}
+        #: Every request is for the default deployment itself.
+        self.single = True
         self.add(default)
 
     def __repr__(self) -> str:
@@ -168,11 +170,6 @@ class Deployments:
     def several(self) -> bool:
         """Whether there are more deployments than the default one."""
         return len(self._by_name) > 1
-
-    @property
-    def single(self) -> bool:
-        """Whether every request is for the default deployment itself."""
-        return not self.several and not self._policies
 
     def policies(self, of: Deployment | None = None) -> list[Deployment]:
         """Those of one deployment, or all, by name."""
@@ -216,6 +213,7 @@ class Deployments:
             bisect.insort(self._order, deployment.name)
         for name in deployment.names.accepted():
             self._called.setdefault(name, []).append(deployment)
+        self.single = not self.several and not self._policies
 
     def remove(self, deployment: Deployment) -> None:
         assert deployment is not self.default
@@ -227,6 +225,7 @@ class Deployments:
             called.remove(deployment)
             if not called:
                 del self._called[name]
+        self.single = not self.several and not self._policies
 
     def called(self, name: str) -> list[Deployment]:
         """All that have this name, in full or bare, also those that are being ended."""

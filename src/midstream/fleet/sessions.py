@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -21,7 +21,7 @@ from midstream.core.session_keys import session_key as key_named
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 
-_HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
+_HEADERS = {name.encode(): name for name in SESSION_HEADERS}
 
 #: By the field that names the user: the names that one looks for before a body is parsed.
 _FIELDS: Mapping[UserField, tuple[bytes, ...]] = {
@@ -35,6 +35,8 @@ _COLON = re.compile(rb"[ \t\r\n]*:")
 _MEMBERS = {
     name: re.compile(re.escape(name) + _COLON.pattern) for names in _FIELDS.values() for name in names
 }
+# Of a replica that has named none, and its number.
+_FIRST_BOOT = ("", 0)
 
 
 class _BodyFields(msgspec.Struct):
@@ -83,14 +85,20 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "
     Raises InvalidRequest on a value that cannot be a key, and when all that are given are empty. An invalid body, or one with
     such a field of another type, has no key here: the replica names what is wrong with it.
     """
-    for name, text_name in _HEADERS:
-        value = headers.get(name)
-        if value is not None:
-            key = _text(value).strip(" \t")
-            # Nearly all requests of sessions take this branch.
-            if key:
-                return check_key(key, text_name)
-    return key_named(_named(headers, body, user))
+    named: list[tuple[str, str | None]] = []
+    if not _HEADERS.keys().isdisjoint(headers):
+        for name, text_name in _HEADERS.items():
+            if (value := headers.get(name)) is not None:
+                key = _text(value).strip(" \t")
+                # Nearly all requests of sessions take this branch.
+                if key:
+                    return check_key(key, text_name)
+                named.append((text_name, key))
+    for field in _FIELDS[user]:
+        if field in body and _holds(body, field):
+            named += _named_in_body(body, user)
+            break
+    return key_named(named) if named else None
 
 
 def key_in_path(session: bytes, headers: Mapping[bytes, bytes]) -> str:
@@ -100,33 +108,23 @@ def key_in_path(session: bytes, headers: Mapping[bytes, bytes]) -> str:
     a header names another one.
     """
     key = check_key(_text(session), "path")
-    for name, text_name in _HEADERS:
+    for name, text_name in _HEADERS.items():
         value = headers.get(name)
         if value is not None and _text(value).strip(" \t") not in ("", key):
             raise InvalidRequest(f"{text_name} names another session than the path", param=text_name)
     return key
 
 
-def _named(headers: Mapping[bytes, bytes], body: bytes, user: UserField) -> Iterator[tuple[str, str | None]]:
-    for name, text_name in _HEADERS:
-        value = headers.get(name)
-        if value is not None:
-            yield text_name, _text(value).strip(" \t")
-    if not any(_holds(body, name) for name in _FIELDS[user]):
-        return
+def _named_in_body(body: bytes, user: UserField) -> Iterable[tuple[str, str | None]]:
     try:
-        if user == "user":
-            fields = _decoder.decode(body)
-            yield from named_in_body(fields.prompt_cache_key, fields.session_id, fields.user)
-        elif user == "routing_key":
-            routed = _routing_decoder.decode(body)
-            yield from named_in_body(routed.prompt_cache_key, routed.session_id, routed.routing_key)
-        else:
-            given = _messages_decoder.decode(body)
-            names = (given.prompt_cache_key, given.metadata.user_id if given.metadata else None)
-            yield from zip(("prompt_cache_key", user), names, strict=True)
+        if user != "metadata.user_id":
+            fields = (_decoder if user == "user" else _routing_decoder).decode(body)
+            return named_in_body(*msgspec.structs.astuple(fields))
+        given = _messages_decoder.decode(body)
     except NOT_JSON:
-        return
+        return ()
+    names = (given.prompt_cache_key, given.metadata.user_id if given.metadata else None)
+    return zip(("prompt_cache_key", user), names, strict=True)
 
 
 def _holds(body: bytes, name: bytes) -> bool:
@@ -192,20 +190,20 @@ class SessionTable:
 
     def home(self, session: Session) -> str | None:
         """Where the session lives; asking counts as use."""
+        return None if (found := self.lives(session)) is None else found[0]
+
+    def lives(self, session: Session) -> tuple[str, int] | None:
+        """The session's replica and the stamp of its placing there, 0 where that only served it in passing. Counts as use."""
         found = self._homes.get(session)
         if found is None:
             return None
+        replica, stamp, number = found
         # The boot that held the session is gone.
-        if found[2] != self._boot(found[0]):
+        if number != self._boots.get(replica, _FIRST_BOOT)[1]:
             del self._homes[session]
             return None
         self._homes.move_to_end(session)
-        return found[0]
-
-    def in_passing(self, session: Session) -> bool:
-        """Whether its home only served it once in passing (stamp 0), so that other gateways may know another one."""
-        found = self._homes.get(session)
-        return found is not None and found[1] == 0
+        return replica, stamp
 
     def begin(self, replica: str, boot: str) -> None:
         """The replica names the boot that reports its sessions: those of another boot are gone."""
@@ -216,8 +214,7 @@ class SessionTable:
         self._boots[replica] = (boot, number)
 
     def _boot(self, replica: str) -> int:
-        found = self._boots.get(replica)
-        return 0 if found is None else found[1]
+        return self._boots.get(replica, _FIRST_BOOT)[1]
 
     def forget(self, session: Session, replica: str | None = None, stamp: int | None = None) -> bool:
         """The session lives nowhere; or not on `replica`, or not by the placing of this stamp, any more. Whether it did."""

@@ -106,7 +106,11 @@ class ReplicaView:
 
     @in_flight.setter
     def in_flight(self, count: int) -> None:
-        self._in_flight = count
+        self.count(count - self._in_flight)
+
+    def count(self, more: int) -> None:
+        """So many more requests of this gateway are on it."""
+        self._in_flight = count = self._in_flight + more
         self.load = count if count > self._reported else self._reported
 
     def hear(self, report: ReplicaReport | None) -> None:

@@ -17,8 +17,6 @@ from midstream.core.scopes import EVERYTHING, NOTHING, Grant, parse_grant
 
 #: The headers that may hold a key.
 CREDENTIALS = (b"authorization", b"x-api-key")
-
-
 FINGERPRINT_CHARS = 12
 
 

@@ -59,8 +59,8 @@ class Suspects:
         self._clock = clock
         # In the order of the last loss.
         self._known: OrderedDict[Key, _Suspect] = OrderedDict()
-        # Lengths of the known requests: a request of another length needs no digest.
-        self._sizes: Counter[tuple[str, int]] = Counter()
+        #: Lengths of the known requests: a request of another length needs no digest. Empty: none is known.
+        self.sizes: Counter[tuple[str, int]] = Counter()
 
     def __repr__(self) -> str:
         return (
@@ -69,7 +69,7 @@ class Suspects:
 
     def find(self, tenant: str, target: bytes, body: bytes) -> Key | None:
         """The key of a request that is known; None: no replica was lost with it lately."""
-        if not self._sizes or not self._sizes[tenant, len(body)]:
+        if not self.sizes or not self.sizes[tenant, len(body)]:
             return None
         key = key_of(tenant, target, body)
         suspect = self._known.get(key)
@@ -92,7 +92,7 @@ class Suspects:
         suspect = self._known.get(key)
         if suspect is None:
             suspect = self._known[key] = _Suspect(self._clock())
-            self._sizes[key.tenant, key.size] += 1
+            self.sizes[key.tenant, key.size] += 1
         self._known.move_to_end(key)
         suspect.at = self._clock()
         suspect.lost.update(lives)
@@ -105,9 +105,9 @@ class Suspects:
     def forget(self, key: Key) -> None:
         """It was answered."""
         if self._known.pop(key, None) is not None:
-            self._sizes[key.tenant, key.size] -= 1
-            if not self._sizes[key.tenant, key.size]:
-                del self._sizes[key.tenant, key.size]
+            self.sizes[key.tenant, key.size] -= 1
+            if not self.sizes[key.tenant, key.size]:
+                del self.sizes[key.tenant, key.size]
 
     def _others(self, key: Key, lives: set[ReplicaBoot]) -> bool:
         """True if another request that was lost as often shares one of these lives, in whichever order losses are reported."""

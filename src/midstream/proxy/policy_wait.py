@@ -19,16 +19,13 @@ HOME_WAIT_S = 5.0
 
 
 class PolicyWait:
-    """The wait of one request for its policy."""
+    """The wait of one request for its policy. Asked only where the deployment is a policy."""
 
-    def __init__(self) -> None:
-        self._ends: float | None = None
-        self._at_home_ends: float | None = None
+    _ends: float | None = None
+    _at_home_ends: float | None = None
 
-    def before(self, deployment: Deployment, home: str | None, tried: set[str]) -> Judgement | None:
+    def before(self, deployment: Deployment, home: str | None, tried: frozenset[str]) -> Judgement | None:
         """NOT_YET, if the request is to wait for its session's home. home: its name; None: it has none, or cannot go there."""
-        if not deployment.policy:
-            return None
         replicas, now = deployment.replicas, asyncio.get_running_loop().time()
         if home is not None and (home in tried or now >= (self._at_home_ends or now + 1)):
             home = None
@@ -38,19 +35,18 @@ class PolicyWait:
         self._at_home_ends = self._at_home_ends or now + HOME_WAIT_S
         return Judgement(RequestEvent.NOT_YET, until=Until(replicas, at=self._at_home_ends))
 
-    def judge(self, deployment: Deployment, tried: set[str], lost: str = "") -> Judgement | None:
+    def judge(self, deployment: Deployment, tried: frozenset[str], lost: str = "") -> Judgement | None:
         """NOT_YET, with when to look again; None: there is nothing to wait for.
 
-        tried: replicas that failed with the request. After the wait they may be others, and are tried again. lost: the replica
-        that was lost with its stream, which is never asked again.
+        tried: replicas that failed with the request. After the wait they may be others, and are to be tried again. lost: the
+        replica that was lost with its stream, which is never asked again.
         """
         now = asyncio.get_running_loop().time()
         views = [view for view in deployment.replicas.views if view.name != lost]
-        if not deployment.policy or any(view.usable and view.name not in tried for view in views):
+        if any(view.usable and view.name not in tried for view in views):
             return None
         self._ends = now + POLICY_WAIT_S if self._ends is None else self._ends
         heard = any(view.report is not None for view in views)
         if not heard or now >= self._ends:
             return None
-        tried.clear()
         return Judgement(RequestEvent.NOT_YET, until=Until(deployment.replicas, at=self._ends))

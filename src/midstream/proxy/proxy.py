@@ -98,7 +98,7 @@ class Proxy:
             self.dropped_headers |= frozenset(CREDENTIALS)
         self._bound = settings.load_bound
         self.follows_prefixes = settings.follow_prefixes
-        self._ignores_fields = settings.unknown_fields == "ignore"
+        self.ignores_fields = settings.unknown_fields == "ignore"
         self._turn = 0
         self._request_ids = itertools.count()
         self._request_prefix = os.urandom(8).hex()
@@ -149,7 +149,7 @@ class Proxy:
     def deployment_lines(self, deployment: Deployment) -> list[bytes]:
         """The head lines that describe the deployment to a replica: its policy, and unknown fields if they are ignored."""
         own = deployment.host.ignores_fields
-        lines = _IGNORE if own or (own is None and self._ignores_fields) else _REFUSE
+        lines = _IGNORE if own or (own is None and self.ignores_fields) else _REFUSE
         if deployment.policy:
             return [*lines, b"%b: %b" % (_POLICY, deployment.policy.encode())]
         return lines
@@ -209,7 +209,8 @@ class Proxy:
         request without a session, or with an unknown one, goes where the beginning of its prompt is cached.
         """
         replicas, prefixes = deployment.replicas, deployment.prefixes
-        home = None if session is None else deployment.sessions.home(session)
+        lives = None if session is None else deployment.sessions.lives(session)
+        home = None if lives is None else lives[0]
         at_home = None if home is None else replicas.named(home)
         # A policy may not be loaded yet where its session lives.
         stays = at_home is not None and at_home.replica.usable
@@ -217,7 +218,8 @@ class Proxy:
             at_home = None
         if at_home is not None and at_home.name not in tried and (eligible is None or eligible(at_home)):
             placed = Placed(at_home, sticky(at_home.name))
-            if session is not None and deployment.sessions.in_passing(session):
+            if session is not None and lives is not None and lives[1] == 0:
+                # Its home only served it in passing, so that other gateways may know another one.
                 placed.stamp = deployment.sessions.settle(session, at_home.name)
         else:
             fleet = replicas.fleet

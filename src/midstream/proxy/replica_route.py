@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable, RequestLostReplicas
-from midstream.core.headers import HEADER_BOOT
-from midstream.core.resumption import PATH_RESUME
+from midstream.core.headers import HEADER_BOOT, HEADER_FOLLOW_PREFIX, HEADER_HISTORY, HEADER_RECORDS
+from midstream.core.resumption import HEADER_FAILOVER, PATH_RESUME
+from midstream.core.scopes import EVERYTHING
 from midstream.core.tracing import Attribute
-from midstream.core.versions import NOTHING, VersionConstraint, constraint_of_headers
+from midstream.core.versions import CONSTRAINT_HEADERS, NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.prefixes import follows, read_prompt
+from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
@@ -65,11 +67,19 @@ from midstream.proxy.route import (
 from midstream.proxy.versions import VersionJudge, refusal_in
 
 if TYPE_CHECKING:
-    from midstream.proxy.proxy import AtReplica, Placed, Proxy
+    from midstream.proxy.proxy import AtReplica, Proxy
 
 logger = logging.getLogger(__name__)
 
 _BOOT = HEADER_BOOT.encode()
+#: Headers by which a client asks for more than an answer. Most requests have none.
+_WISHES = frozenset(
+    name.encode()
+    for name in (
+        *(DEPLOYMENT_HEADER, MODEL_HEADER, *CONSTRAINT_HEADERS),
+        *(HEADER_FAILOVER, HEADER_FOLLOW_PREFIX, HEADER_HISTORY, HEADER_RECORDS),
+    )
+)
 
 
 class ReplicaRoute(Route):
@@ -78,8 +88,6 @@ class ReplicaRoute(Route):
     audited = False
     traced = True
     # Most requests never set these.
-    #: The replicas that were lost with it, if any were.
-    losses: Losses | None = None
     _versions: VersionJudge | None = None
     #: Of its stream, once the replica of that was lost.
     _rest: Rest | None = None
@@ -92,7 +100,8 @@ class ReplicaRoute(Route):
         self.path_class = wire.name
         self.errors = wire.errors
         self._deployment = proxy.deployments.default
-        self._asked = ClientAsked(in_path, wire.user)
+        self._asked = ClientAsked()
+        self._asked.in_path, self._asked.user_field = in_path, wire.user
         self._at = Sending()
         self._tries = Tries()
         self._policy_wait = PolicyWait()
@@ -101,44 +110,65 @@ class ReplicaRoute(Route):
 
     def start(self) -> None:
         request, proxy, asked = self._request, self._proxy, self._asked
-        asked.mode = failover_mode(request.first)
-        constraint = constraint_of_headers(request.first)
-        self._deployment = proxy.deployment_of(request, self._caller.grant, asked.user_field)
+        said, named = request.first, asked.in_path
+        asked.wishes = wishes = not _WISHES.isdisjoint(said)
+        constraint = None
+        if wishes:
+            asked.mode = failover_mode(said)
+            constraint = constraint_of_headers(said)
+        asked.resumable = asked.mode != "off" and not request.http10
+        if wishes or not proxy.deployments.single or self._caller.grant is not EVERYTHING:
+            self._deployment = proxy.deployment_of(request, self._caller.grant, asked.user_field)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
-        said, named = request.first, asked.in_path
         key = session_key(said, request.body, asked.user_field) if named is None else key_in_path(named, said)
-        follow = follows(said)
+        follow = wishes and follows(said)
         if key is not None:
             asked.session = (self._caller.tenant, key)
-        several = len(self._deployment.replicas.views) > 1
-        if (key is None or follow) and several and proxy.follows_prefixes:
+        if (key is None or follow) and proxy.follows_prefixes and len(self._deployment.replicas.views) > 1:
             asked.prompt = read_prompt(self._caller.tenant, request.body, short=follow)
-        self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
+        if proxy.suspects.sizes:
+            self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
 
     def place(self) -> Judgement:
-        replicas = self._deployment.replicas
-        if replicas.learning and self._may_learn():
-            return Judgement(RequestEvent.NOT_YET, until=Until(replicas))
-        against = self._judge_version()
-        if against is not None:
+        deployment, versions, tried = self._deployment, self._versions, self._tries.replicas
+        session = self._asked.session
+        if deployment.replicas.learning and self._may_learn():
+            return Judgement(RequestEvent.NOT_YET, until=Until(deployment.replicas))
+        if versions is not None and (against := self._judge_version(versions)) is not None:
             return against
-        waits = self._policy_wait.before(self._deployment, self._lives_on(), self._tries.replicas)
-        if waits is not None:
-            return waits
-        placed = self._choose()
+        if deployment.policy:
+            waits = self._policy_wait.before(deployment, self._lives_on(), tried)
+            if waits is not None:
+                return waits
+        eligible = None if versions is None else versions.fits
+        placed = self._proxy.place(deployment, session, tried, eligible, self._asked.prompt)
         if placed is None:
-            tried, lost = (self._tries.replicas, "") if self._rest is None else (set(), self._rest.lost)
-            none = ReplicaUnavailable(f"{self._tries.why}no replica can take the request now")
-            return self._policy_wait.judge(self._deployment, tried, lost) or self._failed(none)
+            return self._placed_nowhere()
+        if placed.stamp == 0 and self._rest is not None and session is not None:
+            # With the stream its session moves, also from a replica that seems to be usable.
+            placed.stamp = deployment.sessions.settle(session, placed.view.name)
         self._at.placed = placed
         return PLACED
 
-    def _judge_version(self) -> Judgement | None:
+    def _placed_nowhere(self) -> Judgement:
+        """NOT_YET or FAILED."""
+        none = ReplicaUnavailable(f"{self._tries.why}no replica can take the request now")
+        if not self._deployment.policy:
+            return self._failed(none)
+        tried, lost = (
+            (self._tries.replicas, "") if self._rest is None else (frozenset[str](), self._rest.lost)
+        )
+        waits = self._policy_wait.judge(self._deployment, tried, lost)
+        if waits is None:
+            return self._failed(none)
+        if self._rest is None:
+            self._tries.replicas = frozenset()
+        return waits
+
+    def _judge_version(self, versions: VersionJudge) -> Judgement | None:
         """NOT_YET or FAILED for its version constraint; None: it may be sent."""
-        replicas, versions, rest = self._deployment.replicas, self._versions, self._rest
-        if versions is None:
-            return None
+        replicas, rest = self._deployment.replicas, self._rest
         if rest is not None and rest.pinned:
             versions.go_on()
             return None
@@ -161,19 +191,6 @@ class ReplicaRoute(Route):
             return Judgement(RequestEvent.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
         return None
 
-    def _choose(self) -> Placed | None:
-        proxy, deployment = self._proxy, self._deployment
-        session, tried = self._asked.session, self._tries.replicas
-        placed = proxy.place(deployment, session, tried, self._eligible(), self._asked.prompt)
-        if placed is not None and placed.stamp == 0 and self._rest is not None and session is not None:
-            # With the stream its session moves, also from a replica that seems to be usable.
-            placed.stamp = deployment.sessions.settle(session, placed.view.name)
-        return placed
-
-    def _eligible(self) -> Callable[[ReplicaView], bool] | None:
-        """Which of the usable replicas may take it; None: all."""
-        return None if self._versions is None else self._versions.fits
-
     def _home(self) -> ReplicaView | None:
         """The replica that the session lives on, usable or not."""
         session = self._asked.session
@@ -182,7 +199,7 @@ class ReplicaRoute(Route):
 
     def _lives_on(self) -> str | None:
         """The replica that the session lives on, if it is well: its policy may not be loaded there."""
-        if not self._deployment.policy or self._rest is not None:
+        if self._rest is not None:
             return None
         home = self._home()
         return home.name if home is not None and home.replica.usable else None
@@ -197,24 +214,27 @@ class ReplicaRoute(Route):
     # -- at a replica
 
     def enter(self, request: AtReplica) -> None:
-        self._at.enter(request)
-        view = self._at.view
-        view.replica.in_flight += 1
+        at, proxy = self._at, self._proxy
+        placed = at.placed
+        assert placed is not None
+        at.here, at.report, at.replica = request, placed.view.report, placed.view.replica
+        at.boot = "" if at.report is None else at.report.boot
+        at.replica.count(1)
         if self._asked.prompt is not None:
             self._deployment.prefixes.begin(self._asked.prompt)
-        upstream = self._proxy.upstream(view.replica)
+        upstream = proxy.upstreams.get(at.replica) or proxy.upstream(at.replica)
         upstream.requests[request] = None
         self.pool = upstream.pool
 
     def leave(self) -> None:
-        here, self._at.here = self._at.here, None
+        at = self._at
+        here, at.here = at.here, None
         if here is None:
             return
-        replica = self._at.view.replica
-        replica.in_flight -= 1
+        at.replica.count(-1)
         if self._asked.prompt is not None:
             self._deployment.prefixes.end(self._asked.prompt)
-        self._proxy.upstreams[replica].requests.pop(here, None)
+        self._proxy.upstreams[at.replica].requests.pop(here, None)
 
     def not_connected(self, phase: RequestPhase, error: OSError) -> Judgement:
         short = shortage(error, self.where())
@@ -225,23 +245,27 @@ class ReplicaRoute(Route):
         return self._unreachable(phase, reason_of_failure(error), lost=phase in SEEN)
 
     def _own_lines(self) -> list[bytes]:
-        lines = [self._proxy.replica_header] if self._proxy.replica_header else []
-        if self._at.boot:
-            lines.append(b"%b: %b" % (_BOOT, self._at.boot.encode()))
-        stamp = self._at.chosen.stamp
-        lines += session_lines(
-            self._request.first, self._asked.session, stamp, self._asked.in_path is not None
-        )
-        lines += self._proxy.deployment_lines(self._deployment)
+        proxy, at, asked = self._proxy, self._at, self._asked
+        placed = at.placed
+        assert placed is not None
+        lines = [proxy.replica_header] if proxy.replica_header else []
+        if at.boot:
+            lines.append(b"%b: %b" % (_BOOT, at.boot.encode()))
+        if asked.session is not None or asked.wishes:
+            in_path = asked.in_path is not None
+            lines += session_lines(self._request.first, asked.session, placed.stamp, in_path)
+        if self._deployment.policy or self._deployment.ignores_fields or proxy.ignores_fields:
+            lines += proxy.deployment_lines(self._deployment)
         if self._versions is not None:
-            assert self._at.report is not None
-            lines += self._versions.lines(self._at.view, self._at.report)
-        if self._rest is None and self._resumable:
+            assert at.report is not None
+            lines += self._versions.lines(placed.view, at.report)
+        if self._rest is None and asked.resumable:
             lines.append(RESUMABLE + b": 1")
         return lines
 
     def response_lines(self) -> list[bytes]:
-        placed = self._at.chosen
+        placed = self._at.placed
+        assert placed is not None
         reason = placed.decision.reason
         return [f"x-midstream-replica: {placed.view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
 
@@ -260,15 +284,13 @@ class ReplicaRoute(Route):
             told["midstream.route_reason"] = placed.decision.reason
         return told
 
-    @property
-    def _resumable(self) -> bool:
-        return self._asked.mode != "off" and not self._request.http10
-
     # -- what a replica answers
 
     def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
-        replica = self._at.view.replica
-        event = refusals.answer(phase, status, headers)
+        replica = self._at.replica
+        # Nearly all answers need no look at their headers.
+        plain = status == 200 and phase is RequestPhase.SENT
+        event = RequestEvent.HEAD if plain else refusals.answer(phase, status, headers)
         if replica.failures and event not in refusals.NO_SIGN_OF_LIFE:
             replica.failures = 0
         if phase is RequestPhase.RESUME_SENT:
@@ -279,7 +301,7 @@ class ReplicaRoute(Route):
         self._status = status
         if event is not RequestEvent.HEAD:
             self._not_begun()
-        elif status == 200 and self._resumable and any(name == RESUMABLE for name, _ in headers):
+        elif status == 200 and self._asked.resumable and RESUMABLE in dict(headers):
             self.log = ResumeLog()
         return event
 
@@ -317,7 +339,7 @@ class ReplicaRoute(Route):
         if refusal is RequestEvent.POLICY_NOT_LOADED:
             self._deployment.replicas.mark_missing(view)
         elif self._deployment.replicas.replaced(view, self._at.boot):
-            self._tries.replicas.add(view.name)
+            self._tries.replicas |= {view.name}
         self._proxy.metrics.retries["other_boot"] += 1
         return ELSEWHERE
 
@@ -341,7 +363,8 @@ class ReplicaRoute(Route):
         tried = {*self._tries.replicas, view.name}
         if self._tries.is_last(refusal) or not may_move:
             return HEAD
-        if not self._proxy.has_another(self._deployment, tried, self._eligible()):
+        eligible = None if self._versions is None else self._versions.fits
+        if not self._proxy.has_another(self._deployment, tried, eligible):
             return HEAD
         # A replica that was not overloaded may have failed while it worked on the request.
         return self._elsewhere(lost=refusal is not RequestEvent.BUSY)
@@ -387,7 +410,7 @@ class ReplicaRoute(Route):
         return self._elsewhere(lost=lost) if error is None else self._failed(error)
 
     def _elsewhere(self, *, lost: bool) -> Judgement:
-        self._tries.replicas.add(self._at.view.name)
+        self._tries.replicas |= {self._at.view.name}
         self._tries.lost += lost
         if self._tries.too_many_lost:
             return self._failed(ReplicaUnavailable("replicas failed while they worked on this request"))

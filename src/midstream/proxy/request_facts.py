@@ -1,6 +1,6 @@
 """What is known of one request for inference: what its client asked for, the replica that it is at, and those it was at.
 
-Always holds: these are facts, without judgement; replica_route.py judges by them.
+Always holds: these are facts, without judgement; replica_route.py judges by them. Most requests never set most of them.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ BUSY_MAX = 2
 
 class ClientAsked:
     """in_path: the session that the path named. user_field: of the body, that names the session where no other one does.
-    session: None: it has none. prompt: its beginning, of a request that may follow it. mode: what the client wants done when
-    its stream is lost."""
+    wishes: it has headers by which clients ask for more than an answer. session: None: it has none. prompt: its beginning, of
+    a request that may follow it. mode: what the client wants done when its stream is lost. resumable: the client can take a
+    stream that another replica continues, and wants it."""
 
-    __slots__ = ("in_path", "mode", "prompt", "session", "user_field")
-
-    def __init__(self, in_path: bytes | None, user_field: UserField) -> None:
-        self.in_path = in_path
-        self.user_field = user_field
-        self.session: Session | None = None
-        self.prompt: PromptBeginnings | None = None
-        self.mode = "off"
+    in_path: bytes | None = None
+    user_field: UserField = "user"
+    wishes = False
+    session: Session | None = None
+    prompt: PromptBeginnings | None = None
+    mode = "exact"
+    resumable = True
 
 
 class Sending:
     """The replica that was chosen last, and the request as it is counted there.
 
-    report: what the replica had reported when the request came there; a report that comes while it connects was not judged.
-    boot: the boot that the request is meant for.
+    replica: the view that counts the request. report: what the replica had reported when the request came there; a report
+    that comes while it connects was not judged. boot: the boot that the request is meant for. here: the request, while it is
+    on the replica.
     """
 
-    __slots__ = ("boot", "here", "placed", "report")
-
-    def __init__(self) -> None:
-        self.placed: Placed | None = None
-        self.report: Reported | None = None
-        self.boot = ""
-        self.here: AtReplica | None = None
+    placed: Placed | None = None
+    replica: ReplicaView
+    report: Reported | None = None
+    boot = ""
+    here: AtReplica | None = None
 
     @property
     def chosen(self) -> Placed:
@@ -69,23 +68,15 @@ class Sending:
     def name(self) -> str | None:
         return None if self.placed is None else self.placed.view.name
 
-    def enter(self, here: AtReplica) -> None:
-        self.here = here
-        self.report = self.view.report
-        self.boot = "" if self.report is None else self.report.boot
-
 
 class Tries:
     """replicas: the names of those that are not asked again. lost: how many failed with the request. refused: why replicas
     refused it, in their order. why: why the last one could not take it, as the beginning of a sentence."""
 
-    __slots__ = ("lost", "refused", "replicas", "why")
-
-    def __init__(self) -> None:
-        self.replicas: set[str] = set()
-        self.lost = 0
-        self.refused: tuple[RequestEvent, ...] = ()
-        self.why = ""
+    replicas: frozenset[str] = frozenset()
+    lost = 0
+    refused: tuple[RequestEvent, ...] = ()
+    why = ""
 
     @property
     def too_many_lost(self) -> bool:

@@ -13,10 +13,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, ReplicaUnavailable
-from midstream.core.headers import (
-    HEADER_OVERWRITE,
-    HEADER_TENANT,
-)
+from midstream.core.headers import HEADER_OVERWRITE, HEADER_TENANT
 from midstream.core.tracing import Attribute
 from midstream.core.wires import TRAINER_HEALTH
 from midstream.http.auth import ANYBODY

@@ -16,7 +16,8 @@ from midstream.core.config import GatewaySettings
 from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
-from midstream.core.wires import is_read_in_session, split_session, wire_of
+from midstream.core.wires import WIRES_OF_TARGETS, is_read_in_session, split_session, wire_of
+from midstream.http.auth import ANYBODY
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
@@ -68,6 +69,8 @@ class GatewayService:
         path = target.partition(b"?")[0]
         if path in _OPEN and not _has_body(headers):
             return None
+        if not self._proxy.auth.required:
+            return ANYBODY.tenant
         try:
             caller = self._proxy.auth.caller(headers)
         except Unauthorized as error:
@@ -92,9 +95,13 @@ class GatewayService:
             error.shape = wire.errors
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
-        session, target = split_session(request.target)
-        path = target.partition(b"?")[0]
-        wire = wire_of(path) if request.method == b"POST" else None
+        session: bytes | None = None
+        target = request.target
+        wire = WIRES_OF_TARGETS.get(target)
+        if wire is None or request.method != b"POST":
+            session, target = split_session(target)
+            path = target.partition(b"?")[0]
+            wire = wire_of(path) if request.method == b"POST" else None
         if wire is not None:
             # The same request under another session is the same to those who judge what it does to replicas.
             request.target = target
