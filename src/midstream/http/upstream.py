@@ -85,13 +85,22 @@ class UpstreamConnection(asyncio.Protocol):
         # The server of an idle connection has nothing to say.
         if sink is None:
             self._transport.abort()
-        elif not self._in_body:
+            return
+        if not self._in_body:
             self._head += data
             self._read_head(sink)
-        elif self._feed_body(data):
-            sink.response_body(data if self._decoded is None else self._take_decoded())
-            if self._complete and self._sink is sink:
-                self._finish(sink)
+            return
+        try:
+            self._parser.feed_data(data)
+        except PARSING_FAILED as error:
+            self._break(f"bad response: {error.__context__ or error}")
+            return
+        # Most reads of a stream do not end it, and need no more.
+        if (self._complete or self._left is not None) and not self._ends_well(data):
+            return
+        sink.response_body(data if self._decoded is None else self._take_decoded())
+        if self._complete and self._sink is sink:
+            self._finish(sink)
 
     # -- the parser's calls
 
@@ -162,10 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         while (end := self._head.find(b"\r\n\r\n")) >= 0:
             head, rest = self._head[: end + 4], self._head[end + 4 :]
             self._head = rest
-            try:
-                self._parser.feed_data(head)
-            except PARSING_FAILED as error:
-                self._misread(error)
+            if not self._feed(head):
                 return
             status = self._parser.get_status_code()
             # An interim response is not for the client.
@@ -196,7 +202,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._complete:
             self._extra = bool(rest)
             rest = b""
-        elif rest and not self._feed_body(rest):
+        elif rest and not (self._feed(rest) and self._ends_well(rest)):
             return
         if self._decoded is not None:
             rest = self._take_decoded()
@@ -214,13 +220,16 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
         sink.response_end()
 
-    def _feed_body(self, data: bytes) -> bool:
-        """False if the connection was broken off instead."""
+    def _feed(self, data: bytes) -> bool:
         try:
             self._parser.feed_data(data)
         except PARSING_FAILED as error:
-            self._misread(error)
+            self._break(f"bad response: {error.__context__ or error}")
             return False
+        return True
+
+    def _ends_well(self, data: bytes) -> bool:
+        """False if `data`, which was parsed, has more than the response: then the connection is broken."""
         if self._left is not None:
             self._left -= len(data)
         if self._extra or (self._complete and self._goes_on(data)):
@@ -239,9 +248,6 @@ class UpstreamConnection(asyncio.Protocol):
         data = b"".join(self._decoded or ())
         self._decoded = []
         return data
-
-    def _misread(self, error: Exception) -> None:
-        self._break(f"bad response: {error.__context__ or error}")
 
     def _break(self, reason: str) -> None:
         self.malformed = True

@@ -129,16 +129,13 @@ class Gateway:
     async def _listen(self, sock: socket.socket) -> Callable[[], None]:
         tls = self._tls
         server = await self._loop.create_server(
-            self._client,
+            functools.partial(ClientConnection, self.service, self._limits, self._loop),
             sock=sock,
             backlog=LISTEN_BACKLOG,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
         )
         return server.close
-
-    def _client(self) -> ClientConnection:
-        return ClientConnection(self.service, self._limits, self._loop)
 
     def _stop_listening(self) -> None:
         for stop in reversed(self._listening):
