@@ -209,7 +209,7 @@ def test_status_says_what_is_loading_what_failed_and_what_is_away() -> None:
         }
         for name, snapshot, ready, stage, target, error in rows
     ]
-    shown = status.render(read_status({"replicas": replicas}), status.read_load(""))
+    shown = status.render(read_status({"replicas": replicas}), {})
     assert [line.split("  ") for line in (re.sub(" {3,}", "  ", line) for line in shown.splitlines())][
         1:
     ] == [

@@ -1,5 +1,7 @@
 """One look at a live server, as numbers: what `midstream top` draws and what its --json prints. Reads the control API alone.
 
+Owns: the reader of /metrics, for `midstream status` too.
+
 Always holds: a number that the server does not report, or that the key may not see, is None and never a guess. Rates are of the
 time between two looks, so the first look has none. A counter that became smaller was restarted, and gives no rate.
 """
@@ -66,19 +68,19 @@ class Observer:
         at = self.now()
         health = self.server.health()
         status = self.server.snapshots.status(retry_s=0)
-        metrics = read_metrics(self._allowed(lambda: self.server.metrics(retry_s=0)) or "")
+        metrics = metrics_of(self.server)
         if at - self._slow_at >= SLOW_EVERY_S:
             self._slow, self._slow_at = self._look_slowly(), at
         return Look(at=at, url=self.server.root, health=health, status=status, metrics=metrics, **self._slow)
 
     def _look_slowly(self) -> dict[str, Any]:
-        name = self._allowed(self._name)
+        name = _allowed(self._name)
         found: dict[str, Any] = {"deployment": name}
         if name is not None:
-            policies = self._allowed(lambda: self.server.deployments.policies(name, retry_s=0))
-            ledger = self._allowed(lambda: self.server.get(f"/v1/{name}/ledger?limit=1", retry_s=0))
+            policies = _allowed(lambda: self.server.deployments.policies(name, retry_s=0))
+            ledger = _allowed(lambda: self.server.get(f"/v1/{name}/ledger?limit=1", retry_s=0))
             found |= {"policies": policies or (), "ledger": ledger}
-        page = self._allowed(lambda: self.server.get(f"/v1/sessions?limit={SESSIONS_MAX}", retry_s=0))
+        page = _allowed(lambda: self.server.get(f"/v1/sessions?limit={SESSIONS_MAX}", retry_s=0))
         if page is not None:
             found |= {"sessions": page["data"], "more_sessions": page["has_more"]}
         return found
@@ -92,18 +94,20 @@ class Observer:
             # There are several, and none is called as the server's own.
             return None
 
-    def _allowed(self, ask: Callable[[], Any]) -> Any:
-        """The answer; None if the key may not see it."""
-        try:
-            return ask()
-        except SignalRefused as error:
-            if error.status != Forbidden.status:
-                raise
-            return None
+
+def _allowed(ask: Callable[[], Any]) -> Any:
+    """The answer; None if the key may not see it."""
+    try:
+        return ask()
+    except SignalRefused as error:
+        if error.status != Forbidden.status:
+            raise
+        return None
 
 
-def read_metrics(exposition: str) -> Metrics:
-    """Samples by name, each with its labels, out of the text of /metrics."""
+def metrics_of(server: ServerClient) -> Metrics:
+    """Samples by name, each with its labels; none where the key may see the status but not the metrics."""
+    exposition = _allowed(lambda: server.metrics(retry_s=0)) or ""
     found: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -185,9 +189,16 @@ def _sum(look: Look, name: str, which: Callable[[Mapping[str, str]], bool] = _an
     return sum(value for labels, value in look.metrics.get(name, ()) if which(labels))
 
 
-def _of_replica(look: Look, name: str, replica: str) -> float | None:
-    found = (value for labels, value in look.metrics.get(name, ()) if labels.get("replica") == replica)
-    return next(found, None)
+def of_replica(metrics: Metrics, name: str, replica: str) -> float | None:
+    """What a replica measured last. name: without the beginning that all of a replica's have."""
+    samples = metrics.get(f"midstream_replica_{name}", ())
+    return next((value for labels, value in samples if labels.get("replica") == replica), None)
+
+
+def cached_share(metrics: Metrics, replica: str) -> float | None:
+    """The share of the prompt tokens, since the replica started, that came from its cache."""
+    cached = of_replica(metrics, "cached_prompt_tokens_total", replica)
+    return _share(cached or 0.0, of_replica(metrics, "prompt_tokens_total", replica))
 
 
 def _by_name(status: Status) -> Iterable[ReplicaStatus]:
@@ -196,9 +207,9 @@ def _by_name(status: Status) -> Iterable[ReplicaStatus]:
 
 def _replica(replica: ReplicaStatus, look: Look, before: Look | None) -> dict[str, Any]:
     def of(name: str, at: Look | None = look) -> float | None:
-        return None if at is None else _of_replica(at, f"midstream_replica_{name}", replica.name)
+        return None if at is None else of_replica(at.metrics, name, replica.name)
 
-    generated, prompt, cached = "generated_tokens_total", "prompt_tokens_total", "cached_prompt_tokens_total"
+    generated = "generated_tokens_total"
     speed = None
     if before is not None and look.at > before.at:
         speed = _rate(of(generated), of(generated, before), look.at - before.at)
@@ -214,7 +225,7 @@ def _replica(replica: ReplicaStatus, look: Look, before: Look | None) -> dict[st
         "in_flight": _whole(of("requests_in_flight")),
         "waiting": _whole(of("sequences_waiting")),
         "kv_share": _share(of("kv_blocks_used"), of("kv_blocks_capacity")),
-        "cached_share": _share(of(cached), of(prompt)),
+        "cached_share": cached_share(look.metrics, replica.name),
         "tokens_per_s": speed,
         "generation": replica.generation,
         "last_swap": replica.last_swap,

@@ -8,10 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from midstream.client import ServerClient
-from midstream.client.errors import SignalRefused
 from midstream.client.status import ReplicaStatus, Status, read_status
 from midstream.commands.common import (
     add_server_arguments,
@@ -21,19 +18,14 @@ from midstream.commands.common import (
     guarded,
     show,
 )
-from midstream.core.errors import ConfigError, Forbidden
+from midstream.commands.observed import Metrics, cached_share, metrics_of, of_replica
+from midstream.core.errors import ConfigError
 from midstream.core.text import plain, table
 from midstream.core.types import BASE_SNAPSHOT
 
 HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
 #: A policy is the name, and its snapshots are adapters.
 POLICY_HEADS = ("policy", "adapter", "stage", "replicas", "")
-IN_FLIGHT = "midstream_replica_requests_in_flight"
-PROMPT_TOKENS = "midstream_replica_prompt_tokens_total"
-CACHED_TOKENS = "midstream_replica_cached_prompt_tokens_total"
-
-#: Values by metric, then by replica.
-Load = Mapping[str, Mapping[str, float]]
 #: As the server lists them.
 Policies = Sequence[Mapping[str, Any]]
 
@@ -54,9 +46,11 @@ def _status(options: argparse.Namespace) -> int:
         server.close()
 
 
-def _look(server: ServerClient, draw: Callable[[Status, Load, Policies], str], deployment: str | None) -> str:
+def _look(
+    server: ServerClient, draw: Callable[[Status, Metrics, Policies], str], deployment: str | None
+) -> str:
     status = server.snapshots.status(retry_s=0)
-    picture = draw(status, read_load(_metrics(server)), _policies(server, deployment))
+    picture = draw(status, metrics_of(server), _policies(server, deployment))
     if status.replicas or draw is as_json:
         return picture
     name = full_deployment_name(server, deployment)
@@ -74,44 +68,28 @@ def _policies(server: ServerClient, deployment: str | None) -> Policies:
     return server.deployments.policies(name, retry_s=0)
 
 
-def _metrics(server: ServerClient) -> str:
-    """The text of /metrics; empty where the key may see the status but not the metrics."""
-    try:
-        return server.metrics(retry_s=0)
-    except SignalRefused as error:
-        if error.status != Forbidden.status:
-            raise
-        return ""
-
-
-def read_load(exposition: str) -> Load:
-    """The numbers of the table, out of the text of /metrics."""
-    found: dict[str, dict[str, float]] = {IN_FLIGHT: {}, PROMPT_TOKENS: {}, CACHED_TOKENS: {}}
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name in found:
-                found[sample.name][sample.labels["replica"]] = sample.value
-    return found
-
-
-def render(status: Status, load: Load, policies: Policies = ()) -> str:
+def render(status: Status, metrics: Metrics, policies: Policies = ()) -> str:
     if not status.replicas:
         return "there are no replicas"
     replicas = sorted(status.replicas, key=lambda r: r.name)
-    drawn = table(HEADS, [_row(replica, load) for replica in replicas])
+    drawn = table(HEADS, [_row(replica, metrics) for replica in replicas])
     if not policies:
         return drawn
     return f"{drawn}\n\n{table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)])}"
 
 
-def as_json(status: Status, load: Load, policies: Policies = ()) -> str:
+def as_json(status: Status, metrics: Metrics, policies: Policies = ()) -> str:
     """The numbers of `render` as JSON. Replicas are in the server's order, the least ready first."""
     rows = []
     for replica in status.replicas:
         row: dict[str, Any] = dataclasses.asdict(replica)
         del row["raw"]
         rows.append(
-            row | {"in_flight": load[IN_FLIGHT].get(replica.name), "cached_share": _cached(replica, load)}
+            row
+            | {
+                "in_flight": of_replica(metrics, "requests_in_flight", replica.name),
+                "cached_share": cached_share(metrics, replica.name),
+            }
         )
     shown = [
         {
@@ -147,9 +125,9 @@ def _stage(replica: ReplicaStatus) -> str:
     return replica.stage
 
 
-def _row(replica: ReplicaStatus, load: Load) -> tuple[str, ...]:
-    in_flight = load[IN_FLIGHT].get(replica.name)
-    cached = _cached(replica, load)
+def _row(replica: ReplicaStatus, metrics: Metrics) -> tuple[str, ...]:
+    in_flight = of_replica(metrics, "requests_in_flight", replica.name)
+    cached = cached_share(metrics, replica.name)
     notes = [] if replica.ready else ["not ready"]
     return (
         replica.name,
@@ -160,12 +138,6 @@ def _row(replica: ReplicaStatus, load: Load) -> tuple[str, ...]:
         _swap(replica.last_swap),
         "; ".join([*notes, *([replica.error] if replica.error else [])]),
     )
-
-
-def _cached(replica: ReplicaStatus, load: Load) -> float | None:
-    """The share of the prompt tokens, since the replica started, that came from its cache."""
-    tokens = load[PROMPT_TOKENS].get(replica.name, 0.0)
-    return load[CACHED_TOKENS].get(replica.name, 0.0) / tokens if tokens else None
 
 
 def _swap(timing: Mapping[str, Any] | None) -> str:
