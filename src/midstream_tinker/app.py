@@ -33,7 +33,7 @@ from midstream_tinker.answers import Submitted, given
 from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures
 from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.runs import Runs
-from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, body_of, get, post
+from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, body_of, caller, get, post
 from midstream_tinker.store import SamplingSession, Store, no_session
 from midstream_tinker.trainer.types import ForwardBackward
 from midstream_tinker.types import (
@@ -119,8 +119,8 @@ def tinker_app(
     poll_s: float = POLL_S,
 ) -> Starlette:
     """The app, for paths below /api/v1."""
-    front = _Front(store, futures, sampling, training, authenticator, served, poll_s)
-    runs = Runs(store, training.delete_checkpoint, authenticator, served)
+    front = _Front(store, futures, sampling, training, served, poll_s)
+    runs = Runs(store, training.delete_checkpoint, served)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -168,7 +168,6 @@ class _Front:
         futures: Futures,
         sampling: SamplingPort,
         training: TrainingPort,
-        authenticator: Authenticator,
         served: Served,
         poll_s: float,
     ) -> None:
@@ -176,14 +175,10 @@ class _Front:
         self._futures = futures
         self._sampling = sampling
         self._training = training
-        self._authenticator = authenticator
         self._served = served
         self._poll_s = poll_s
         # Maps the end of a request that is still being read to its tenant.
         self._submitting: dict[asyncio.Event, str] = {}
-
-    def _caller(self, request: Request) -> serving.TinkerCaller:
-        return serving.caller(self._authenticator, request)
 
     # -- the client's start
 
@@ -226,7 +221,7 @@ class _Front:
 
     @serves(post("create_session", EITHER, "Begins a session of a client."))
     async def _create_session(self, request: Request, body: CreateSessionBody) -> answers.ClientSessionMade:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         session = self._store.create_session(
             tenant, display_name=body.display_name, user_metadata=body.user_metadata
         )
@@ -234,7 +229,7 @@ class _Front:
 
     @serves(post("session_heartbeat", EITHER, "Keeps a session alive."))
     async def _heartbeat(self, request: Request, body: SessionBody) -> answers.HeartbeatTaken:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         if not self._store.touch_session(tenant, body.session_id):
             error = no_session(body.session_id)
             # A 410 ends the client's heartbeats.
@@ -243,7 +238,7 @@ class _Front:
 
     @serves(post("sessions/{session_id}/finish", EITHER, "Ends a session."))
     async def _finish(self, request: Request) -> Nothing:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         await body_of(request)
         session_id = request.path_params["session_id"]
         if self._store.session(tenant, session_id) is not None:
@@ -255,12 +250,12 @@ class _Front:
 
     @serves(get("sessions", "Lists the sessions."))
     async def _sessions(self, request: Request) -> answers.ClientSessions:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         return answers.ClientSessions(sessions=[session.id for session in self._store.sessions(tenant)])
 
     @serves(get("sessions/{session_id}", "Shows the training runs and samplers of a session."))
     async def _session(self, request: Request) -> answers.ClientSession:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         session_id = request.path_params["session_id"]
         session = self._store.session(tenant, session_id)
         if session is None:
@@ -278,7 +273,7 @@ class _Front:
     async def _create_sampling_session(
         self, request: Request, body: CreateSamplingSessionBody
     ) -> answers.SamplerMade:
-        tenant, api_key = self._caller(request)
+        tenant, api_key = caller(request)
         if body.model_path is not None:
             made = await self._training.create_sampling_session(tenant, api_key, body)
         else:
@@ -302,7 +297,7 @@ class _Front:
 
     @serves(get("samplers/{sampling_session_id}", "Shows a sampling session."))
     async def _sampler(self, request: Request) -> answers.ClientSampler:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         asked = request.path_params["sampling_session_id"]
         session = self._store.sampling_session(tenant, asked)
         if session is None:
@@ -314,7 +309,7 @@ class _Front:
 
     @serves(post("asample", SAMPLES, "Submits a prompt to be sampled."))
     async def _asample(self, request: Request, body: SampleBody) -> answers.SampleSubmitted:
-        tenant, api_key = self._caller(request)
+        tenant, api_key = caller(request)
         request_id, sequence_ids = await self._sampling.submit(tenant, api_key, body)
         return answers.SampleSubmitted(request_id=request_id, sample_sequence_ids=sequence_ids)
 
@@ -375,7 +370,7 @@ class _Front:
         A request behind this one may be submitted first: the seq_id keeps the order. A finish behind it waits for it, no
         longer than this request takes: it ends with its connection.
         """
-        tenant, api_key = self._caller(request)
+        tenant, api_key = caller(request)
         over = asyncio.Event()
         self._submitting[over] = tenant
         try:
@@ -422,7 +417,7 @@ class _Front:
             return answered(answers.FutureFailed(error=message, category="server"))
 
     async def _retrieved(self, request: Request, body: RetrieveBody) -> Response:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         future = self._futures.find(tenant, body.request_id)
         if future is None:
             message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
@@ -454,7 +449,7 @@ class _Front:
 
     @serves(post("cancel_future", EITHER, "Cancels a submission."))
     async def _cancel_future(self, request: Request, body: CancelBody) -> answers.FutureCancelled:
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         future = self._futures.find(tenant, body.request_id)
         if future is not None:
             future.cancel()
@@ -463,7 +458,7 @@ class _Front:
     @serves(get("midstream/requests/{request_id}", "Says which snapshot and replica served a submission."))
     async def _request(self, request: Request) -> answers.RequestFacts:
         """The versions extension: what is known of a request beside its result."""
-        tenant, _ = self._caller(request)
+        tenant, _ = caller(request)
         asked = request.path_params["request_id"]
         future = self._futures.find(tenant, asked)
         if future is None:

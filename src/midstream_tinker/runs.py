@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.core.endpoints import Endpoint, number, serves
-from midstream.http.auth import Authenticator
 from midstream_tinker import answers, serving
 from midstream_tinker.answers import given
 from midstream_tinker.refusals import TinkerRefusal
-from midstream_tinker.serving import EITHER, PREFIX, TRAINS, get, post
+from midstream_tinker.serving import EITHER, PREFIX, TRAINS, caller, get, post
 from midstream_tinker.store import CheckpointRow, ModelRow, Store
 from midstream_tinker.types import CheckpointKind, ModelBody, Served, WeightsInfoBody
 
@@ -38,17 +37,12 @@ class Runs:
         self,
         store: Store,
         delete: Callable[[str, str], Awaitable[None]],
-        authenticator: Authenticator,
         served: Served,
     ) -> None:
         self._store = store
         # Deletes a tenant's checkpoint with this uri.
         self._delete = delete
-        self._authenticator = authenticator
         self._served = served
-
-    def _tenant(self, request: Request) -> str:
-        return serving.caller(self._authenticator, request).tenant
 
     def _model(self, tenant: str, model_id: str) -> ModelRow:
         model = self._store.model(tenant, model_id)
@@ -58,7 +52,7 @@ class Runs:
 
     @serves(post("get_info", EITHER, "Shows a model that is trained."))
     async def _get_info(self, request: Request, body: ModelBody) -> answers.TrainedModelInfo:
-        tenant = self._tenant(request)
+        tenant = caller(request).tenant
         model = self._model(tenant, body.model_id)
         name = model.base_model
         return answers.TrainedModelInfo(
@@ -71,7 +65,7 @@ class Runs:
 
     @serves(post("weights_info", EITHER, "Shows what a checkpoint was trained with."))
     async def _weights_info(self, request: Request, body: WeightsInfoBody) -> answers.WeightsInfo:
-        tenant = self._tenant(request)
+        tenant = caller(request).tenant
         row = self._store.checkpoint(tenant, body.tinker_path)
         if row is None:
             raise TinkerRefusal(
@@ -88,13 +82,13 @@ class Runs:
 
     @serves(get("training_runs", "Lists the training runs.", _OFFSET, _LIMIT))
     async def _training_runs(self, request: Request) -> answers.ClientRuns:
-        tenant = self._tenant(request)
+        tenant = caller(request).tenant
         page, cursor = _page(request, self._store.models(tenant))
         return answers.ClientRuns(training_runs=[self._run(tenant, model) for model in page], cursor=cursor)
 
     @serves(get("training_runs/{model_id}", "Shows a training run."))
     async def _training_run(self, request: Request) -> answers.ClientRun:
-        tenant = self._tenant(request)
+        tenant = caller(request).tenant
         return self._run(tenant, self._model(tenant, request.path_params["model_id"]))
 
     def _run(self, tenant: str, model: ModelRow) -> answers.ClientRun:
@@ -115,14 +109,14 @@ class Runs:
 
     @serves(get("training_runs/{model_id}/checkpoints", "Lists the checkpoints of a training run."))
     async def _checkpoints_of(self, request: Request) -> answers.RunCheckpoints:
-        tenant = self._tenant(request)
+        tenant = caller(request).tenant
         model = self._model(tenant, request.path_params["model_id"])
         rows = self._store.checkpoints(tenant, model.id)
         return answers.RunCheckpoints(checkpoints=[_checkpoint(row) for row in rows])
 
     @serves(get("checkpoints", "Lists all checkpoints.", _OFFSET, _LIMIT))
     async def _checkpoints(self, request: Request) -> answers.CheckpointPage:
-        page, cursor = _page(request, self._store.checkpoints(self._tenant(request)))
+        page, cursor = _page(request, self._store.checkpoints(caller(request).tenant))
         return answers.CheckpointPage(checkpoints=[_checkpoint(row) for row in page], cursor=cursor)
 
     @serves(
@@ -138,7 +132,7 @@ class Runs:
     )
     async def _delete_checkpoint(self, request: Request) -> Response:
         model_id, checkpoint_id = request.path_params["model_id"], request.path_params["checkpoint_id"]
-        await self._delete(self._tenant(request), f"tinker://{model_id}/{checkpoint_id}")
+        await self._delete(caller(request).tenant, f"tinker://{model_id}/{checkpoint_id}")
         return Response(status_code=204)
 
 

@@ -24,6 +24,8 @@ from midstream.http.routes import log_refusal
 from midstream_tinker.refusals import TinkerRefusal
 
 PREFIX = "/api/v1"
+#: Where a request's ASGI scope has its TinkerCaller.
+CALLER = "tinker_caller"
 #: On the default deployment, which the front is of.
 SAMPLES, TRAINS = ScopeNeed((SAMPLE,), "meant"), ScopeNeed((PUBLISH,), "meant")
 EITHER = ScopeNeed((SAMPLE, PUBLISH), "meant")
@@ -72,9 +74,10 @@ class TinkerCaller(NamedTuple):
     api_key: str | None
 
 
-def caller(authenticator: Authenticator, request: Request) -> TinkerCaller:
-    """Raises Unauthorized. Without configured keys every key presented is a tenant of its own, and none is one too."""
-    return _known(authenticator, request)[0]
+def caller(request: Request) -> TinkerCaller:
+    """As check_scope found it. Every endpoint that needs a scope has one."""
+    found: TinkerCaller = request.scope[CALLER]
+    return found
 
 
 def check_scope(
@@ -84,14 +87,15 @@ def check_scope(
     if need is None:
         return
     who, grant = _known(authenticator, request)
-    if not grant.allows(need.scopes, deployment):
+    request.scope[CALLER] = who
+    if grant is not EVERYTHING and not grant.allows(need.scopes, deployment):
         error = forbidden(need.scopes, "the deployment of the Tinker API")
         log_refusal(logger, request, who.tenant, error)
         raise error
 
 
 def _known(authenticator: Authenticator, request: Request) -> tuple[TinkerCaller, Grant]:
-    """Raises Unauthorized."""
+    """Raises Unauthorized. Without configured keys every key presented is a tenant of its own, and none is one too."""
     key = request.headers.get("x-api-key", "").strip()
     scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
     presented = [key] if key else []
