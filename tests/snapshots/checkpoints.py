@@ -13,8 +13,17 @@ from safetensors.numpy import load_file, save_file
 
 from midstream.client.bucket import open_bucket
 from midstream.snapshots.identity import snapshot_url
+from midstream.snapshots.store.fetch import Progress, fetch_listed
+from midstream.snapshots.store.listing import list_snapshot
 
 CONFIG = {"model_type": "tiny", "hidden_size": 8}
+
+
+async def fetch_snapshot(
+    url: str, dest: Path, progress: Progress | None = None, *, fingerprint: str | None = None
+) -> None:
+    """Make `dest` a copy of the snapshot directory at `url`, as its replica does."""
+    await fetch_listed(await list_snapshot(url, fingerprint), dest, progress)
 
 
 def write_checkpoint(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import files, put_directory, write_checkpoint
+from checkpoints import fetch_snapshot, files, put_directory, write_checkpoint
 from clouds import Cloud, cloud_server
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,6 @@ from midstream.snapshots.identity import BucketPlace, parse_bucket, public_url, 
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store import upload
 from midstream.snapshots.store.bucket import check_settings, describe, open_bucket
-from midstream.snapshots.store.fetch import fetch_snapshot
 from midstream.snapshots.store.listing import find_snapshot, list_snapshot, snapshot_fingerprint
 from midstream.snapshots.store.upload import list_directory, upload_order
 

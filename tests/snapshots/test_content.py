@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from checkpoints import flip_last, put_directory, rot, weights, write_checkpoint
+from checkpoints import fetch_snapshot, flip_last, put_directory, rot, weights, write_checkpoint
 
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import Content, FileContent, SnapshotFiles
@@ -63,7 +63,7 @@ def test_a_copy_is_digested_while_it_is_made_and_a_continued_one_too(
     (source / "model.safetensors").write_bytes(os.urandom(2**20) * 33)
     content = directory_content(source, NAMES)
     runner.run(fetch.prefetch_files(source.as_uri(), tmp_path, ["model.safetensors"]))
-    runner.run(fetch.fetch_snapshot(source.as_uri(), tmp_path / "dest"))
+    runner.run(fetch_snapshot(source.as_uri(), tmp_path / "dest"))
     assert noted_contents(tmp_path / "dest") == (content,)
 
 
@@ -228,7 +228,7 @@ def test_a_pipe_in_the_place_of_a_file_that_was_listed_is_an_error_at_once(
     with pytest.raises(
         SnapshotCorrupt, match=r"model\.safetensors changed while it was read: it is not a reg"
     ):
-        runner.run(asyncio.wait_for(fetch.fetch_snapshot(source.as_uri(), tmp_path / "dest"), 20))
+        runner.run(asyncio.wait_for(fetch_snapshot(source.as_uri(), tmp_path / "dest"), 20))
 
 
 def test_what_is_published_carries_its_manifest(tmp_path: Path) -> None:

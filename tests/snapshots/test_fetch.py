@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import files, write_checkpoint
+from checkpoints import fetch_snapshot, files, write_checkpoint
 from s3server import S3Server
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
@@ -23,7 +23,6 @@ from midstream.snapshots import content
 from midstream.snapshots.store import fetch
 from midstream.snapshots.store.fetch import (
     fetch_listed,
-    fetch_snapshot,
     partial_directory,
     prefetch_files,
 )
@@ -209,14 +208,15 @@ def journalled(partial: Path) -> int:
 KILLED = """
 import asyncio, sys
 from midstream.snapshots import content
-from midstream.snapshots.store import fetch
+from midstream.snapshots.store import fetch, listing
 from pathlib import Path
 content.PART_BYTES = int(sys.argv[3])
 def progress(done, total):
     if done >= 7 * content.PART_BYTES:
         print(done, flush=True)
         sys.stdin.read()  # the parts that are there are there; nothing more happens
-asyncio.run(fetch.fetch_snapshot(sys.argv[1], Path(sys.argv[2]), progress))
+listed = asyncio.run(listing.list_snapshot(sys.argv[1]))
+asyncio.run(fetch.fetch_listed(listed, Path(sys.argv[2]), progress))
 """
 
 

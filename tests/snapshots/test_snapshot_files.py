@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import fetch_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -32,9 +33,8 @@ from midstream.snapshots.layout import (
     read_spec,
 )
 from midstream.snapshots.store import bucket, fetch
-from midstream.snapshots.store.fetch import fetch_snapshot
 from midstream.snapshots.store.listing import snapshot_fingerprint
-from midstream.snapshots.store.local import CONTENT_FILE, LISTING_FILE, STAMPS_FILE
+from midstream.snapshots.store.local import CONTENT_FILE, LISTING_FILE, STAMPS_FILE, is_whole
 from midstream.snapshots.store.verify import check_compatible
 
 CONFIG = {"model_type": "tiny", "hidden_size": 8, "rope": {"theta": 10000, "kinds": ["a", "b"]}}
@@ -219,18 +219,17 @@ def test_files_that_are_not_those_that_were_signalled_are_not_fetched(tmp_path: 
     assert read_spec(dest).config["hidden_size"] == 9
 
 
-def test_a_copy_of_what_was_signalled_serves_whatever_became_of_the_bucket(tmp_path: Path) -> None:
+def test_a_copy_is_whole_whatever_became_of_the_bucket_and_not_when_a_file_of_its_own_changed(
+    tmp_path: Path,
+) -> None:
     source, dest = write_checkpoint(tmp_path / "step"), tmp_path / "cache" / "step"
     signalled = fingerprint(source)
     fetch_from(source, dest, fingerprint=signalled)
-    (source / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 9}))
-    fetch_from(source, dest, fingerprint=signalled)
     source.rename(tmp_path / "away")
-    fetch_from(source, dest, fingerprint=signalled)
-    assert read_spec(dest).config == CONFIG
+    assert is_whole(dest, signalled, [None])
+    assert not is_whole(dest, "0" * 64, [None])
     (dest / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(SnapshotMissing):
-        fetch_from(source, dest, fingerprint=signalled)
+    assert not is_whole(dest, signalled, [None])
     with pytest.raises(SnapshotMissing):
         fetch_from(source, dest)
 

@@ -33,7 +33,7 @@ from midstream.snapshots.content import difference
 from midstream.snapshots.identity import public_url
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe
-from midstream.snapshots.store.listing import BucketFile, Listing, find_file, list_snapshot, open_regular
+from midstream.snapshots.store.listing import BucketFile, Listing, find_file, open_regular
 from midstream.snapshots.store.local import (
     is_whole,
     move_into_place,
@@ -66,23 +66,6 @@ def partial_directory(parent: Path, url: str) -> Path:
     return parent / f"{PARTIAL_PREFIX}{hashlib.sha256(url.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}"
 
 
-async def fetch_snapshot(
-    url: str, dest: Path, progress: Progress | None = None, *, fingerprint: str | None = None
-) -> None:
-    """Make `dest` a copy of the snapshot directory at `url`, replacing what was there.
-
-    fingerprint: of the expected snapshot (see snapshot_fingerprint); None for whatever is there now. A `dest` that has
-    these files already is left as it is. With a fingerprint, that needs no bucket. `progress(bytes_done, bytes_total)` is
-    called on the event loop.
-
-    Raises SnapshotMissing when nothing is there, SnapshotCorrupt when the files are others or one changes while it is
-    read, SnapshotError when the bucket does not answer or the disk refuses.
-    """
-    if fingerprint is not None and await asyncio.to_thread(is_whole, dest, fingerprint, None):
-        return
-    await fetch_listed(await list_snapshot(url, fingerprint), dest, progress)
-
-
 async def fetch_listed(
     listing: Listing,
     dest: Path,
@@ -91,10 +74,13 @@ async def fetch_listed(
     slots: asyncio.Semaphore | None = None,
     content: Content | None = None,
 ) -> None:
-    """Like fetch_snapshot, for files that are already listed. Notes their content in `dest` (local.py).
+    """Make `dest` a copy of the listed files, replacing what was there. Notes their content in it (local.py).
 
-    slots: shared by fetches that run together. content: of the expected files; None for any. Raises SnapshotCorrupt that
-    names the file that differs.
+    A `dest` that has these files already is left as it is. slots: shared by fetches that run together. content: of the
+    expected files; None for any. `progress(bytes_done, bytes_total)` is called on the event loop.
+
+    Raises SnapshotCorrupt, which names the file, when the content differs or a file changes while it is read. Raises
+    SnapshotError when the bucket does not answer or the disk refuses.
     """
     if listing.files[0].etag is not None and await asyncio.to_thread(
         is_whole, dest, listing.fingerprint, [content]

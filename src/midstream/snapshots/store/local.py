@@ -68,13 +68,13 @@ def write_own_listing(directory: Path) -> None:
     write_listing(directory, msgspec.json.encode(files))
 
 
-def is_whole(directory: Path, fingerprint: str | None, contents: Sequence[Content | None] | None) -> bool:
+def is_whole(directory: Path, fingerprint: str | None, contents: Sequence[Content | None]) -> bool:
     """True if `directory` has every file that it noted, with the noted size and time.
 
     fingerprint: of the snapshot these files must be. contents: that the directory must be made from, link by link. None allows
-    any, in both. No file is read, so damage by the disk is not seen.
+    any, for each of them. No file is read, so damage by the disk is not seen.
     """
-    if contents is not None and not _agree(contents, noted_contents(directory)):
+    if not _agree(contents, noted_contents(directory)):
         return False
     try:
         encoded = (directory / LISTING_FILE).read_bytes()
