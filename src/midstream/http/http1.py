@@ -303,7 +303,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _forget_queue(self) -> None:
         self._queue.clear()
-        heap.freed(self._queued_bytes + self._unfinished_bytes)
+        if self._queued_bytes or self._unfinished_bytes:
+            heap.freed(self._queued_bytes + self._unfinished_bytes)
         self._queued_bytes = self._unfinished_bytes = 0
         self._count_held()
 

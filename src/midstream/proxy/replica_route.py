@@ -32,7 +32,7 @@ from midstream.core.scopes import EVERYTHING
 from midstream.core.tracing import Attribute
 from midstream.core.versions import CONSTRAINT_HEADERS, NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
-from midstream.fleet.prefixes import follows, read_prompt
+from midstream.fleet.prefixes import FIRST_BOUND, follows, read_prompt
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
@@ -125,7 +125,8 @@ class ReplicaRoute(Route):
         follow = wishes and follows(said)
         if key is not None:
             asked.session = (self._caller.tenant, key)
-        if (key is None or follow) and proxy.follows_prefixes and len(self._deployment.replicas.views) > 1:
+        matters = follow or (key is None and len(request.body) > FIRST_BOUND)
+        if matters and proxy.follows_prefixes and len(self._deployment.replicas.views) > 1:
             asked.prompt = read_prompt(self._caller.tenant, request.body, short=follow)
         if proxy.suspects.sizes:
             self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
