@@ -32,7 +32,8 @@ from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.served_names import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.upstream import MAX_RESPONSE_HEAD_BYTES
 from midstream.ledger import Ledger
 from midstream.proxy.metrics import GatewayMetrics
@@ -173,9 +174,9 @@ def profiled(calls: Calls) -> Iterator[None]:
 async def count(name: str, *, functions: bool) -> dict[str, Any]:
     """A gateway of its own for each kind of request."""
     replica, calls = Replica(), Calls()
-    replicas = ReplicaSet([("replica-0", f"http://127.0.0.1:{replica.port}")])
+    replicas = ReplicaSet(DeploymentReplicas([("replica-0", f"http://127.0.0.1:{replica.port}")]))
     for view in replicas.views:
-        view.hear(ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),)))
+        view.replica.hear(ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),)))
         view.admitted = True
     reconciler = Reconciler(cast(Ledger, None), replicas, NAMES.deployment)
     deployments = Deployments(Deployment(NAMES, replicas, reconciler))

@@ -25,7 +25,8 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import Session
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.view import ReplicaView
 from midstream.http.upstream import UpstreamPool
@@ -44,10 +45,14 @@ class Fleet:
     def __init__(self, replicas: int, sessions: int) -> None:
         names = ServedNames("accounts/a/models/m", "accounts/a/deployments/d")
         self.set = ReplicaSet(
-            [(f"replica-{n}", f"http://10.0.{n >> 8}.{n & 255}:1") for n in range(replicas)]
+            DeploymentReplicas(
+                [(f"replica-{n}", f"http://10.0.{n >> 8}.{n & 255}:1") for n in range(replicas)]
+            )
         )
         for view in self.set.views:
-            view.hear(ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),)))
+            view.replica.hear(
+                ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),))
+            )
             view.admitted = True
         reconciler = Reconciler(cast(Ledger, None), self.set, names.deployment)
         self.deployment = Deployment(names, self.set, reconciler, SessionTable(sessions + 1))
@@ -63,10 +68,10 @@ class Fleet:
         """One request is placed and begins; the oldest ends. Why it went where it went."""
         placed = self.proxy.place(self.deployment, session)
         assert placed is not None
-        placed.view.in_flight += 1
+        placed.view.replica.in_flight += 1
         self._under_way.append(placed.view)
         if len(self._under_way) > self._most:
-            self._under_way.popleft().in_flight -= 1
+            self._under_way.popleft().replica.in_flight -= 1
         return placed.decision.reason
 
     def homes(self) -> Counter[str]:

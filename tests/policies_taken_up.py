@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from midstream.core.served_names import names_of, split_name
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.policies import PolicyReplicas, names_of, split_name
 from midstream.fleet.registry import Deployment, Deployments
+from midstream.fleet.replica_set import ReplicaSet
 from midstream.ledger import Ledger
 
 
@@ -20,6 +21,6 @@ async def take_up_policies(ledger: Ledger, deployments: Deployments) -> None:
     host = deployments.default
     for name, row in rows.items():
         policy_name = split_name(name)[1]
-        replicas = PolicyReplicas(host.replicas, policy_name, row.created_at)
+        replicas = ReplicaSet(host.replicas.facts, policy_name, row.created_at)
         names, reconciler = names_of(host.names, policy_name), Reconciler(ledger, replicas, name)
         deployments.add(Deployment(names, replicas, reconciler, policy=policy_name, of=host))

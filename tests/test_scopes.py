@@ -36,7 +36,8 @@ from midstream.core.settings import load_settings
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http import routes
 from midstream.http.auth import Authenticator
 from midstream.launch.reference import document
@@ -58,7 +59,10 @@ def routes_of(app: Starlette) -> set[tuple[str, str]]:
 
 def whole_gateway() -> Starlette:
     nothing = cast("Any", None)
-    names, replicas = ServedNames(f"{A}/models/m", f"{A}/deployments/default"), ReplicaSet([])
+    names, replicas = (
+        ServedNames(f"{A}/models/m", f"{A}/deployments/default"),
+        ReplicaSet(DeploymentReplicas([])),
+    )
     deployments = Deployments(Deployment(names, replicas, Reconciler(nothing, replicas, names.deployment)))
     metrics = GatewayMetrics(deployments)
     apis = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ import sqlalchemy as sa
 from reports import replica_report
 
 from midstream.core.reports import PolicyReport
-from midstream.core.served_names import ServedNames
+from midstream.core.served_names import ServedNames, names_of
 from midstream.core.types import Desired, EngineCard, Stage, Transition
 from midstream.fleet.desired_state import DesiredState, Running
+from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
-from midstream.fleet.view import ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas, Member
 from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable, Signal, sqlite_url
 
 NAMES = ServedNames("accounts/a/models/m", "accounts/a/deployments/d")
@@ -55,27 +55,27 @@ class Asked(Ledger):
         return await super()._run(begin, work)
 
 
-class Obedient(ReplicaSet):
+class Obedient(DeploymentReplicas):
     """One replica, which serves at once whatever it is told to."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.views = (ReplicaView(0, "replica-0", "http://127.0.0.1:1", 1.0, self._use_changed, True),)
+        super().__init__([("replica-0", "http://127.0.0.1:1")])
         self.told: list[Desired] = []
         self.report = replica_report(card=EngineCard())
         self.hear()
 
     def hear(self) -> None:
-        self.views[0].hear(self.report)
-        self._changed()
+        self.members[0].hear(self.report)
 
-    def set_members(self, members: object, leaving: object = ()) -> None:
+    def set_members(self, replicas: Sequence[tuple[str, str] | Member], leaving: object = ()) -> None:
         """It stays."""
+        if not self.members:
+            super().set_members(replicas)
 
     async def run(self) -> None:
         await asyncio.Event().wait()
 
-    async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
+    async def send_desired(self, replica: KnownReplica, desired: Desired) -> None:
         self.told.append(desired)
         assert desired.policy is not None
         served = PolicyReport(
@@ -103,7 +103,8 @@ class Gateway:
 
     def __init__(self, ledger: Asked) -> None:
         self.ledger, self.replicas = ledger, Obedient()
-        host = Deployment(NAMES, self.replicas, self._reconciler(self.replicas, NAMES.deployment))
+        own = ReplicaSet(self.replicas)
+        host = Deployment(NAMES, own, self._reconciler(own, NAMES.deployment))
         self.deployments = Deployments(host)
         self.desired_state = DesiredState(
             ledger, self.deployments, self._never, lambda wanted: None, poll_s=POLL_S
@@ -118,7 +119,7 @@ class Gateway:
         raise AssertionError(row.name)
 
     def _make(self, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
-        replicas = PolicyReplicas(of.replicas, policy, row.created_at)
+        replicas = ReplicaSet(of.replicas.facts, policy, row.created_at)
         reconciler = self._reconciler(replicas, row.name)
         return Deployment(names_of(of.names, policy), replicas, reconciler, policy=policy, of=of)
 

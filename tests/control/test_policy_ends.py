@@ -9,24 +9,23 @@ from reports import replica_report
 
 from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.types import Desired
-from midstream.fleet.policies import PolicyReplicas
-from midstream.fleet.replicas import ReplicaSet
-from midstream.fleet.view import ReplicaView
+from midstream.fleet.known_replica import KnownReplica
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 
 
-class Recording(ReplicaSet):
+class Recording(DeploymentReplicas):
     """Tells no replica anything."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.views = (ReplicaView(0, "replica-0", "http://127.0.0.1:1", 1.0, lambda: None, True),)
+        super().__init__([("replica-0", "http://127.0.0.1:1")])
         self.desired: list[Desired] = []
         self.posted: list[tuple[str, dict[str, object]]] = []
 
-    async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
+    async def send_desired(self, replica: KnownReplica, desired: Desired) -> None:
         self.desired.append(desired)
 
-    async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
+    async def post(self, replica: KnownReplica, path: str, body: bytes, expected: int) -> bytes:
         self.posted.append((path, msgspec.json.decode(body)))
         return b"{}"
 
@@ -39,7 +38,7 @@ def report(**policy: object) -> ReplicaReport:
 def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
     async def run() -> None:
         replicas = Recording()
-        policy = PolicyReplicas(replicas, "learner", made=5.0)
+        policy = ReplicaSet(replicas, "learner", made=5.0)
         desired = Desired(snapshot="step-1", generation=1)
         await policy.send_desired(policy.views[0], desired)
         assert [(one.policy, one.made) for one in replicas.desired] == [("learner", 5.0)]
@@ -53,10 +52,9 @@ def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
 def test_what_a_replica_says_of_an_older_policy_of_the_name_is_not_of_this_one() -> None:
     async def run() -> None:
         replicas = Recording()
-        policy = PolicyReplicas(replicas, "learner", made=5.0)
+        policy = ReplicaSet(replicas, "learner", made=5.0)
         for made, found in ((5.0, ("step-1", 7, True)), (4.0, ("base", 0, False))):
-            replicas.views[0].hear(report(made=made))
-            replicas.followers[0].follow()
+            replicas.members[0].hear(report(made=made))
             said = policy.views[0].report
             assert said is not None
             assert (said.own.snapshot, said.own.generation, said.ready) == found
@@ -67,9 +65,9 @@ def test_what_a_replica_says_of_an_older_policy_of_the_name_is_not_of_this_one()
 def test_the_end_is_told_to_whoever_has_the_policy_and_names_the_one_that_is_meant() -> None:
     async def run() -> None:
         replicas = Recording()
-        older, newer = (PolicyReplicas(replicas, "learner", made) for made in (4.0, 5.0))
-        replicas.views[0].hear(report(made=5.0))
-        assert (older.held, newer.held) == (False, True)
+        older, newer = (ReplicaSet(replicas, "learner", made) for made in (4.0, 5.0))
+        replicas.members[0].hear(report(made=5.0))
+        assert (older.is_held, newer.is_held) == (False, True)
         await older.send_end()
         assert replicas.posted == []
         await newer.send_end()

@@ -28,10 +28,11 @@ from midstream.core.types import (
     Stage,
     Transition,
 )
-from midstream.fleet.holding import Holding
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
-from midstream.fleet.replicas import ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
+from midstream.fleet.view import ReplicaView
 from midstream.ledger import FleetReports, Ledger, Signal, Signalled, sqlite_url, stronger_reset
 from midstream.replica.swap.table import SwapEvent, SwapMachine
 
@@ -133,52 +134,45 @@ class FakeReplica:
         )
 
 
-class FakeReplicaSet(Holding):
+class FakeReplicaSet(ReplicaSet):
     """Views of fake replicas. Reports arrive when the test says so; `drop` counts messages that will be lost."""
 
     def __init__(self, replicas: list[FakeReplica]) -> None:
+        super().__init__(DeploymentReplicas([(r.name, f"http://fake/{i}") for i, r in enumerate(replicas)]))
         self.replicas = replicas
-        self.views = tuple(ReplicaView(i, r.name, f"http://fake/{i}") for i, r in enumerate(replicas))
         self.drop = dict.fromkeys((r.name for r in replicas), 0)
         self.sent: list[tuple[str, str, int]] = []
         self.hold: asyncio.Event | None = None
         # How often those who wait for a snapshot were told to look again.
         self.looks = 0
-        self._boots: dict[str, str] = {}
-        self._callback: Callable[[], None] = lambda: None
 
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
+    def _changed(self, *, use: bool = True) -> None:
+        """Subscribers are called at once: there may be no loop."""
+        self._notify()
 
     async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
         self.sent.append((view.name, desired.snapshot, desired.generation))
-        if self.hold is not None and view.index == 0:
+        if self.hold is not None and view.replica.index == 0:
             await self.hold.wait()
         if self.drop[view.name] > 0:
             self.drop[view.name] -= 1
             raise ReplicaUnavailable(f"{view.name} is away")
-        self.replicas[view.index].machine.accept(desired)
+        self.replicas[view.replica.index].machine.accept(desired)
 
     async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
         if self.drop[view.name] > 0:
             self.drop[view.name] -= 1
             raise ReplicaUnavailable(f"{view.name} is away")
-        self.replicas[view.index].pause = pause
+        self.replicas[view.replica.index].pause = pause
 
     def look_again(self) -> None:
         self.looks += 1
 
     def hear(self, index: int) -> None:
-        view, report = self.views[index], self.replicas[index].report()
-        if self._boots.get(view.name) != report.boot:
-            self._boots[view.name] = report.boot
-            view.admitted = False
-        view.hear(report)
-        self._callback()
+        self.views[index].replica.hear(self.replicas[index].report())
 
     def lose(self, index: int) -> None:
-        self.views[index].hear(None)
-        self._callback()
+        self.views[index].replica.hear(None)
 
 
 class World:
@@ -206,7 +200,7 @@ class World:
         self.set = FakeReplicaSet(self.replicas)
         self.reconciler = Reconciler(
             self.ledger,
-            self.set,  # type: ignore[arg-type]
+            self.set,
             DEPLOYMENT,
             swap_order=self.swap_order,
             monotonic=lambda: self.time,
@@ -397,7 +391,7 @@ def test_a_replica_that_is_lost_while_it_is_written_down_costs_the_others_nothin
     real = world.ledger.record
 
     async def record(*given: Any) -> int:
-        world.set.views[0].hear(None)
+        world.set.views[0].replica.hear(None)
         return await real(*given)
 
     world.ledger.record = record  # type: ignore[method-assign]

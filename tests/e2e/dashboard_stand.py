@@ -31,7 +31,8 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats, Stage, SwapTiming, Transition
 from midstream.fleet.access import guarded
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import Signalled
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -57,7 +58,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.now = BEGUN
-        self.replicas = ReplicaSet([(name, f"http://{name}") for name in REPLICAS])
+        self.replicas = ReplicaSet(DeploymentReplicas([(name, f"http://{name}") for name in REPLICAS]))
         names = ServedNames("accounts/local/models/tiny-moe", NAME)
         self.deployment = Deployment(names, self.replicas, reconciler(self.replicas))
         self.deployments = Deployments(self.deployment)
@@ -110,11 +111,11 @@ class Stand:
                 for one in moved
                 if one.stage is Stage.IDLE
             ]
-            view.hear(replica_report(
+            view.replica.hear(replica_report(
                 replica=view.name, boot="b", ready=True, snapshot=snapshot, engine=engine, error=self.error,
                 transitions=tuple(moved), swaps=tuple(timings),
             ))  # fmt: skip
-            view.admitted, view.trajectories = True, told
+            view.admitted, view.replica.trajectories = True, told
         if not self.listening:
             self.board.look()
 

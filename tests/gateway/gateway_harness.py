@@ -16,7 +16,9 @@ from midstream.core.config import GatewaySettings
 from midstream.core.served_names import ServedNames
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
+from midstream.fleet.view import ReplicaView
 from midstream.http.upstream import UpstreamPool
 from midstream.ledger import Ledger
 from midstream.proxy.metrics import GatewayMetrics
@@ -195,10 +197,10 @@ class Stage:
 
     def pool(self, view: ReplicaView) -> UpstreamPool:
         """The gateway's connections to a replica."""
-        return self.gateway.proxy.upstream(view).pool
+        return self.gateway.proxy.upstream(view.replica).pool
 
     def in_flight(self) -> list[int]:
-        return [view.in_flight for view in self.views]
+        return [view.replica.in_flight for view in self.views]
 
 
 def reconciler(replicas: ReplicaSet) -> Reconciler:
@@ -214,9 +216,11 @@ async def staged(*handlers: Handler, app: Any = None, **settings: Any) -> AsyncI
     mocks = [MockReplica(handler) for handler in handlers]
     for mock in mocks:
         await mock.start()
-    replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{m.port}") for i, m in enumerate(mocks)])
+    replicas = ReplicaSet(
+        DeploymentReplicas([(f"replica-{i}", f"http://127.0.0.1:{m.port}") for i, m in enumerate(mocks)])
+    )
     for view in replicas.views:
-        view.hear(replica_report(replica=view.name, boot=f"boot of {view.name}", ready=True))
+        view.replica.hear(replica_report(replica=view.name, boot=f"boot of {view.name}", ready=True))
         view.admitted = True
     deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     metrics = GatewayMetrics(deployments)

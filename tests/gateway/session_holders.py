@@ -18,7 +18,8 @@ from midstream.core.config import GatewaySettings
 from midstream.core.headers import HEADER_SESSION, HEADER_TENANT
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
 from midstream.replica.sessions import Sessions, stamp_of
@@ -110,7 +111,7 @@ async def holders(count: int) -> AsyncIterator[list[Holder]]:
 async def gateway(made: Sequence[Holder], learn_s: float = 0.0, **settings: Any) -> AsyncIterator[Stage]:
     """One that admits every replica it hears of, as control/ would."""
     members = [(holder.name, f"http://127.0.0.1:{holder.mock.port}") for holder in made]
-    replicas = ReplicaSet(members, learn_s=learn_s)
+    replicas = ReplicaSet(DeploymentReplicas(members, learn_s=learn_s))
 
     def admit() -> None:
         for view in replicas.views:
@@ -122,7 +123,7 @@ async def gateway(made: Sequence[Holder], learn_s: float = 0.0, **settings: Any)
     app = Checked(control_app(deployments, metrics, keyed=bool(settings.get("api_keys"))))
     server = Gateway(GatewaySettings(**settings), deployments, metrics, app)
     stage = Stage(server, await server.start("127.0.0.1", 0), replicas, [holder.mock for holder in made])
-    watching = asyncio.create_task(replicas.run())
+    watching = asyncio.create_task(replicas.facts.run())
     try:
         yield stage
     finally:

@@ -37,7 +37,8 @@ from midstream.core.wires import (
 )
 from midstream.fleet.membership import MembershipApi
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.launch.reference import document
 from midstream.ledger import Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
@@ -146,8 +147,12 @@ async def world(keys: Any = KEYS) -> AsyncIterator[World]:
             names = ServedNames(f"{A}/models/{name}-model", f"{A}/deployments/{name}")
             await ledger.ensure_deployment(names.deployment, names.model, place.as_uri(), "ASYNC", 1)
             await mock.start()
-            replicas = ReplicaSet([(f"{name}-replica-0", f"http://127.0.0.1:{mock.port}")])
-            replicas.views[0].hear(replica_report(replica=replicas.views[0].name, boot="b", ready=True))
+            replicas = ReplicaSet(
+                DeploymentReplicas([(f"{name}-replica-0", f"http://127.0.0.1:{mock.port}")])
+            )
+            replicas.views[0].replica.hear(
+                replica_report(replica=replicas.views[0].name, boot="b", ready=True)
+            )
             replicas.views[0].admitted = True
             made.append(Deployment(names, replicas, reconciler(replicas)))
         deployments = Deployments(made[0], ("default-model", "other-model", "third-model"))

@@ -34,7 +34,8 @@ def of_boot(boot: Callable[[], str], then: Handler = respond_ok) -> Handler:
 
 def report(stage: Stage, index: int, boot: str) -> None:
     view = stage.views[index]
-    view.hear(replica_report(replica=view.name, boot=boot, ready=True))
+    view.replica.hear(replica_report(replica=view.name, boot=boot, ready=True))
+    view.admitted = True
 
 
 def test_a_session_whose_boot_is_gone_is_served_by_another_replica() -> None:
@@ -47,7 +48,7 @@ def test_a_session_whose_boot_is_gone_is_served_by_another_replica() -> None:
             assert (moved.status, moved.headers["x-midstream-replica"]) == (200, f"replica-{1 - home}")
             assert not any("boot" in name for name in moved.headers)
             assert stage.views[home].report is None, "its report was of the boot that is gone"
-            assert stage.views[home].failures == 0
+            assert stage.views[home].replica.failures == 0
 
     run(main)
 

@@ -14,7 +14,8 @@ from midstream.core.scopes import EVERYTHING, parse_grant
 from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats, Stage, SwapTiming, Transition
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.tally import Siblings, Tally
 from midstream.ledger import Signalled
 from midstream.proxy.metrics import GatewayMetrics
@@ -25,9 +26,13 @@ NAME = "accounts/a/deployments/default"
 class Bed:
     def __init__(self) -> None:
         self.now = 0.0
-        self.replicas = ReplicaSet([("replica-0", "http://r0"), ("replica-1", "http://r1")])
+        self.replicas = ReplicaSet(
+            DeploymentReplicas([("replica-0", "http://r0"), ("replica-1", "http://r1")])
+        )
         names = ServedNames("accounts/a/models/m", NAME)
-        self.deployment = Deployment(names, self.replicas, reconciler(self.replicas))
+        # Its reconciler hears no report: that takes a loop.
+        idle = reconciler(ReplicaSet(DeploymentReplicas()))
+        self.deployment = Deployment(names, self.replicas, idle)
         deployments = Deployments(self.deployment)
         self.metrics = GatewayMetrics(deployments)
         self.board = Board(
@@ -37,7 +42,7 @@ class Bed:
     def report(self, index: int, **fields: Any) -> None:
         name = f"replica-{index}"
         given = {"replica": name, "boot": "b", "ready": True, **fields}
-        self.replicas.views[index].hear(replica_report(**given))
+        self.replicas.views[index].replica.hear(replica_report(**given))
         self.board.look()
 
 
@@ -113,7 +118,7 @@ def test_a_sample_has_the_counts_of_each_boot_and_how_far_behind_its_snapshot_is
     bed.metrics.cut_responses["replica-0"] += 1
     bed.report(0, snapshot="s1", engine=engine)
     bed.now += SAMPLE_EVERY_S
-    bed.replicas.views[0].trajectories = Trajectories(
+    bed.replicas.views[0].replica.trajectories = Trajectories(
         measures={"time_to_first_token_seconds": Distribution([0] * 8 + [3] + [0] * 9, 0.75)}
     )
     bed.report(0, boot="c", snapshot="s3", engine=EngineStats(generated_tokens=1))
@@ -155,8 +160,12 @@ def test_rewards_of_a_snapshot_are_one_mean_over_all_replicas_in_the_order_of_th
         return Trajectories(measures={}, rewards=rewards)
 
     bed = Bed()
-    bed.replicas.views[0].trajectories = told(("s1", "reward", 5.0, 3, 1.5), ("s2", "reward", 9.0, 1, 1.0))
-    bed.replicas.views[1].trajectories = told(("s2", "reward", 8.0, 1, 0.0), ("s1", "judge", 6.0, 1, 4.0))
+    bed.replicas.views[0].replica.trajectories = told(
+        ("s1", "reward", 5.0, 3, 1.5), ("s2", "reward", 9.0, 1, 1.0)
+    )
+    bed.replicas.views[1].replica.trajectories = told(
+        ("s2", "reward", 8.0, 1, 0.0), ("s1", "judge", 6.0, 1, 4.0)
+    )
     rows = bed.board.sections(EVERYTHING)["rewards"]
     assert [(row["snapshot"], row["name"], row["count"], row["mean"]) for row in rows] == [
         ("s1", "reward", 3, 0.5), ("s1", "judge", 1, 4.0), ("s2", "reward", 2, 0.5),

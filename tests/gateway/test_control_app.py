@@ -33,7 +33,8 @@ from midstream.core.endpoints import Endpoint, serves
 from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
 from midstream.core.types import EngineStats
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.proxy.families import FAMILIES
 from midstream.proxy.metrics import GatewayMetrics, Histogram
 
@@ -46,7 +47,7 @@ def decoded(message: Message) -> dict:  # type: ignore[type-arg]
 def test_health_follows_the_replicas() -> None:
     async def main() -> None:
         async with staged(respond_ok, respond_ok) as stage:
-            stage.views[1].hear(None)
+            stage.views[1].replica.hear(None)
             healthy = await stage.ask(get("/health"))
             assert healthy.status == 200
             assert decoded(healthy)["usable_replicas"] == 1
@@ -68,7 +69,9 @@ def test_health_follows_the_replicas() -> None:
 def test_the_model_is_listed_under_both_prefixes_with_its_snapshots() -> None:
     async def main() -> None:
         async with staged(respond_ok, respond_ok) as stage:
-            stage.views[1].hear(replica_report(replica="replica-1", boot="b", ready=True, snapshot="s7"))
+            stage.views[1].replica.hear(
+                replica_report(replica="replica-1", boot="b", ready=True, snapshot="s7")
+            )
             for prefix in ("", "/inference"):
                 listed = decoded(await stage.ask(get(f"{prefix}/v1/models")))
                 assert listed["object"] == "list"
@@ -106,7 +109,7 @@ def test_errors_have_the_apis_shape() -> None:
             async def explode(self, request: Request) -> Response:
                 raise RuntimeError("secret detail")
 
-        replicas = ReplicaSet([])
+        replicas = ReplicaSet(DeploymentReplicas([]))
         deployments = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
         app = control_app(deployments, GatewayMetrics(deployments), apis=[Exploding()])
         async with staged(respond_ok, app=app) as stage:
@@ -134,7 +137,7 @@ VLLM = 'engine="replica-0",model_name="accounts/local/models/tiny-moe"'
 def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
     async def main() -> None:
         async with staged(respond_ok) as stage:
-            stage.views[0].hear(
+            stage.views[0].replica.hear(
                 replica_report(
                     replica="replica-0",
                     boot="b",
@@ -143,6 +146,7 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
                     engine=EngineStats(kv_blocks_used=3, kv_blocks_total=10, generated_tokens=7),
                 )
             )
+            stage.views[0].admitted = True
             for headers in ("X-Session-ID: very-private\r\n", "X-Session-ID: very-private\r\n", ""):
                 await stage.ask(post(headers=headers))
             text = (await stage.ask(get("/metrics"))).body.decode()
@@ -254,11 +258,12 @@ def test_the_log_at_info_says_where_a_session_is_placed_and_where_it_moves(
                 home = (await stage.ask(post(headers=headers))).headers["x-midstream-replica"]
                 if headers:
                     first = stage.views[int(home[-1])]
-            first.hear(None)
+            first.replica.hear(None)
             assert (await stage.ask(post(headers="x-session-id: k\r\n"))).status == 200
-            other = stage.views[1 - first.index]
+            other = stage.views[1 - first.replica.index]
             assert [r.getMessage() for r in caplog.records if "mapped" in r.getMessage()] == [
-                f"Hash key 'k' mapped to worker: {view.url} (index={view.index})" for view in (first, other)
+                f"Hash key 'k' mapped to worker: {view.url} (index={view.replica.index})"
+                for view in (first, other)
             ]
 
     run(main)
@@ -335,10 +340,10 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
         async with staged(respond_ok) as stage:
             measures = {name: Distribution([1] * (len(bounds) + 1), 2.0) for name, bounds in MEASURES.items()}
             counts = {name: dict.fromkeys(values, 3) for name, values in COUNTS.items()}
-            stage.views[0].trajectories = Trajectories(measures=measures, counts=counts)
-            report = stage.views[0].heard
+            stage.views[0].replica.trajectories = Trajectories(measures=measures, counts=counts)
+            report = stage.views[0].replica.heard
             assert report is not None
-            stage.views[0].hear(replace(report, engine=EngineStats(kv_blocks_total=10)))
+            stage.views[0].replica.hear(replace(report, engine=EngineStats(kv_blocks_total=10)))
             for name in ("routes", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
             stage.metrics.stall_s["gateway"].observe(0.07)

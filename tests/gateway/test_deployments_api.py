@@ -18,7 +18,8 @@ from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
 from midstream.core.served_names import ServedNames
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -29,7 +30,7 @@ COLLECTION = f"/v1/{A}/deployments"
 
 
 def run_time(row: DeploymentRow) -> Deployment:
-    replicas = ReplicaSet()
+    replicas = ReplicaSet(DeploymentReplicas())
     names = ServedNames(row.model, row.name)
     return Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row))
 
@@ -83,7 +84,7 @@ class Server:
             await self.desired_state.look_once()
         for deployment in self.deployments:
             for view in deployment.replicas.views:
-                view.hear(view.heard or replica_report(view.name))
+                view.replica.hear(view.replica.heard or replica_report(view.name))
                 view.admitted = True
 
     async def create(self, name: str, **body: Any) -> httpx.Response:
@@ -176,11 +177,11 @@ def test_a_deployment_with_requests_goes_when_they_have_ended_or_at_once(tmp_pat
         found = server.deployments.known(f"{A}/deployments/b")
         assert found is not None
         [view] = found.replicas.views
-        view.in_flight = 1
+        view.replica.in_flight = 1
         options = {"hard": "true"} if hard else {}
         assert (await server.http.delete(f"{COLLECTION}/b", params=options)).json() == {}
         assert ("b-replica-0" in server.names) is not hard
-        view.in_flight = 0
+        view.replica.in_flight = 0
         await server.supervise()
         assert (await server.http.get(f"{COLLECTION}/b")).status_code == 404
 
@@ -401,7 +402,7 @@ def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywher
         server.desired_state.running(Running((msgspec.structs.replace(lost, error=None),)))
         await server.desired_state.look_once()
         down = "the engine cannot be started again: no device"
-        view.hear(replica_report(replica=view.name, boot="c", ready=False, error=down))
+        view.replica.hear(replica_report(replica=view.name, boot="c", ready=False, error=down))
         got = await server.got("b")
         assert (got["state"], got["status"]["message"]) == ("FAILED", f"b-replica-0: {down}")
         (row,) = (await server.http.get(HOT_LOAD_PATH, headers={"fireworks-deployment": "b"})).json()[
@@ -410,7 +411,7 @@ def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywher
         assert (row["readiness"], row["midstream"]["error"]) == (False, down)
         health = (await server.http.get("/health")).json()
         assert health["deployments"][1]["failed"] == ["b-replica-0"]
-        view.hear(replica_report(replica=view.name, boot="c", ready=True))
+        view.replica.hear(replica_report(replica=view.name, boot="c", ready=True))
         view.admitted = True
         assert (await server.got("b"))["state"] == "READY"
 

@@ -9,7 +9,8 @@ from gateway_harness import reconciler
 from midstream.core.served_names import ServedNames
 from midstream.fleet.desired_state import HARD, DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.tally import GatewayReport
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
@@ -32,7 +33,7 @@ class Stage:
         )
 
     def make(self, row: DeploymentRow) -> Deployment:
-        replicas = ReplicaSet()
+        replicas = ReplicaSet(DeploymentReplicas())
         names = ServedNames(row.model, row.name)
         self.made.append(Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row)))
         return self.made[-1]
@@ -71,14 +72,14 @@ def test_who_leaves_is_wanted_until_its_requests_have_ended(tmp_path: Path) -> N
         both = ("replica-0", "replica-1")
         await s.run(*both)
         leaver = s.deployments.default.replicas.views[1]
-        leaver.in_flight = 1
+        leaver.replica.in_flight = 1
         await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
         assert await s.run(*both) == [*both]
-        assert (leaver.standing, s.deployments.default.replicas.leaving) == ("leaving", (leaver,))
-        leaver.in_flight = 0
+        assert (leaver.replica.standing, s.deployments.default.replicas.leaving) == ("leaving", (leaver,))
+        leaver.replica.in_flight = 0
         assert await s.run(*both) == ["replica-0"]
         await s.run("replica-0")
-        assert (leaver.standing, s.deployments.default.replicas.leaving) == ("gone", ())
+        assert (leaver.replica.standing, s.deployments.default.replicas.leaving) == ("gone", ())
 
     stage(tmp_path, work)
 
@@ -87,7 +88,7 @@ def test_requests_that_never_end_hold_a_leaver_for_so_long_only(tmp_path: Path) 
     async def work(s: Stage) -> None:
         both = ("replica-0", "replica-1")
         await s.run(*both)
-        s.deployments.default.replicas.views[1].in_flight = 1
+        s.deployments.default.replicas.views[1].replica.in_flight = 1
         await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
         assert await s.run(*both) == [*both]
         s.now = s.deployments.default.drain_s - 1
@@ -103,13 +104,13 @@ def test_one_that_is_wanted_again_while_it_leaves_stays(tmp_path: Path) -> None:
         both = ("replica-0", "replica-1")
         await s.run(*both)
         view = s.deployments.default.replicas.views[1]
-        view.in_flight = 1
+        view.replica.in_flight = 1
         await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
         await s.run(*both)
         await s.ledger.update_deployment(DEFAULT, replicas_min=2, replicas_max=2)
         assert await s.run(*both) == [*both]
         assert s.deployments.default.replicas.views[1] is view
-        assert view.standing == "member"
+        assert view.replica.standing == "member"
         s.now = 10 * s.deployments.default.drain_s
         await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
         assert await s.run(*both) == [*both], "its time begins anew"
@@ -210,7 +211,7 @@ def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(t
             assert "b-replica-0" in await gateway.run("b-replica-0", deployment=B)
         found = other.deployments.known(B)
         assert found is not None
-        found.replicas.views[0].in_flight = 1
+        found.replicas.views[0].replica.in_flight = 1
         await one.ledger.update_deployment(B, deleting=True)
         assert "b-replica-0" in await other.run("b-replica-0", deployment=B)
         await one.ledger.update_deployment(B, fields={HARD: True})

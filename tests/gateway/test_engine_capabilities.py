@@ -19,7 +19,8 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import Ledger, database, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 
@@ -42,7 +43,9 @@ class Server:
             (path / "bucket" / identity / "config.json").write_text("{}")
         self.bucket = (path / "bucket").as_uri()
         self.ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
-        self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(2)])
+        self.replicas = ReplicaSet(
+            DeploymentReplicas([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(2)])
+        )
         reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
         deployments = Deployments(Deployment(ServedNames(MODEL, DEPLOYMENT), self.replicas, reconciler))
         apis = hotload_apis(self.ledger, deployments)
@@ -51,7 +54,9 @@ class Server:
 
     def report(self, index: int, engine: EngineCard | None, **more: Any) -> None:
         view = self.replicas.views[index]
-        view.hear(replica_report(replica=view.name, boot="b", ready=engine is not None, card=engine, **more))
+        view.replica.hear(
+            replica_report(replica=view.name, boot="b", ready=engine is not None, card=engine, **more)
+        )
 
     async def signal(self, **body: Any) -> httpx.Response:
         return await self.http.post(HOT_LOAD_PATH, json={"identity": "a", **body})
@@ -177,7 +182,7 @@ def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play)
         assert len(engine["features"]) == len(ENGINE_FEATURES) - 3
 
         # Lost.
-        server.replicas.views[0].hear(None)
+        server.replicas.views[0].replica.hear(None)
         assert (await server.model())["midstream"]["engine"]["kind"] == "embedded"
 
     play(work)

@@ -63,12 +63,12 @@ def test_a_prompt_that_all_rollouts_begin_with_does_not_crowd_them_on_few_replic
             for number in range(24):
                 replica, _ = await ask(stage, chat(system, f"question {number}"), f"key {number}")
                 # It goes on.
-                next(view for view in stage.views if view.name == replica).in_flight += 1
+                next(view for view in stage.views if view.name == replica).replica.in_flight += 1
             assert sum(stage.in_flight()) == 24
             assert max(stage.in_flight()) <= 5, stage.in_flight()
             assert min(stage.in_flight()) >= 2, stage.in_flight()
             for view in stage.views:
-                view.in_flight = 0
+                view.replica.in_flight = 0
 
     run(main)
 
@@ -79,9 +79,9 @@ def test_an_overloaded_replica_is_not_followed() -> None:
             body = chat(text("long ", 3000))
             replica, _ = await ask(stage, body, "a")
             view = next(view for view in stage.views if view.name == replica)
-            view.in_flight += 5
+            view.replica.in_flight += 5
             other, reason = await ask(stage, body, "b")
-            view.in_flight -= 5
+            view.replica.in_flight -= 5
             assert (other != replica, reason) == (True, "new")
 
     run(main)

@@ -85,9 +85,9 @@ def test_an_unusable_replica_gets_nothing(state: str) -> None:
             view = stage.views[0]
             assert view.report is not None
             if state == "unreachable":
-                view.hear(None)
+                view.replica.hear(None)
             elif state == "not ready":
-                view.hear(replica_report(view.name, "b1", ready=False))
+                view.replica.hear(replica_report(view.name, "b1", ready=False))
             else:
                 view.admitted = False
             assert (await stage.ask(post())).status == 503

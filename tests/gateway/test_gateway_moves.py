@@ -139,7 +139,7 @@ def test_a_stale_connection_to_a_living_replica_is_no_lost_send() -> None:
 
 def unhear(stage: Stage, index: int, seconds: float) -> None:
     """The replica has been unreachable for so long."""
-    stage.views[index].hear(None)
+    stage.views[index].replica.hear(None)
     stage.gateway.proxy.check_replicas(100.0)
     stage.gateway.proxy.check_replicas(100.0 + seconds)
 
@@ -170,9 +170,9 @@ def test_a_replica_heard_of_again_in_time_keeps_its_requests() -> None:
         async with staged(slow, unreachable_s=1000.0) as stage:
             asking = asyncio.create_task(stage.ask(post()))
             await stage.mocks[0].asked(1)
-            report = stage.views[0].heard
+            report = stage.views[0].replica.heard
             unhear(stage, 0, 999.0)
-            stage.views[0].hear(report)
+            stage.views[0].replica.hear(report)
             stage.gateway.proxy.check_replicas(1100.0)
             unhear(stage, 0, 999.0)
             release.set()
@@ -243,7 +243,7 @@ def test_the_server_looks_for_unreachable_replicas_by_itself() -> None:
         async with staged(silent, respond_ok, unreachable_s=0.01) as stage:
             asking = asyncio.create_task(stage.ask(post()))
             await stage.mocks[0].asked(1)
-            stage.views[0].hear(None)
+            stage.views[0].replica.hear(None)
             assert (await asking).headers["x-midstream-replica"] == "replica-1"
 
     run(main)

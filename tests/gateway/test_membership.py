@@ -26,7 +26,8 @@ from midstream.fleet.membership import (
     replica_name,
 )
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import DeploymentRow, Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
@@ -62,7 +63,7 @@ class Server:
         self.told = wanted
 
     def _run_time(self, row: DeploymentRow) -> Deployment:
-        replicas = ReplicaSet()
+        replicas = ReplicaSet(DeploymentReplicas())
         names = ServedNames(row.model, row.name)
         return Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row))
 
@@ -118,7 +119,7 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
         assert [replica.name for replica in server.told.replicas] == ["replica-0"], "not ours to run"
         assert server.deployments.default.wanted_in_all == 2
         view = server.replicas.views[1]
-        view.hear(replica_report(replica=view.name, boot="b", ready=True))
+        view.replica.hear(replica_report(replica=view.name, boot="b", ready=True))
         view.admitted = True
         health = (await server.http.get("/health")).json()["deployments"][0]
         assert (health["usable"], health["elsewhere"], health["wanted"]) == (1, 1, 1)
@@ -192,15 +193,15 @@ def test_a_replica_that_is_removed_finishes_what_it_has(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         await server.ask("POST", url=FAR)
         view = server.replicas.views[1]
-        view.in_flight = 1
+        view.replica.in_flight = 1
         await server.ask("DELETE", "/10.0.0.7:9000")
-        assert (view.standing, server.replicas.leaving) == ("leaving", (view,))
+        assert (view.replica.standing, server.replicas.leaving) == ("leaving", (view,))
         assert [replica.name for replica in server.told.replicas] == ["replica-0"]
         await server.look()
-        assert view.standing == "leaving"
-        view.in_flight = 0
+        assert view.replica.standing == "leaving"
+        view.replica.in_flight = 0
         await server.look()
-        assert (view.standing, server.replicas.leaving) == ("gone", ())
+        assert (view.replica.standing, server.replicas.leaving) == ("gone", ())
         await server.ask("DELETE", "/10.0.0.7:9000", status=404)
         await server.ask("DELETE", "/replica-0", status=400)
 
@@ -211,11 +212,11 @@ def test_requests_that_never_end_hold_a_removed_replica_for_so_long_only(tmp_pat
     async def work(server: Server) -> None:
         await server.ask("POST", url=FAR)
         view = server.replicas.views[1]
-        view.in_flight = 1
+        view.replica.in_flight = 1
         await server.ask("DELETE", "/10.0.0.7:9000")
         server.now = server.deployments.default.drain_s + 1
         await server.look()
-        assert view.standing == "gone"
+        assert view.replica.standing == "gone"
 
     serve(tmp_path, work)
 
@@ -227,14 +228,14 @@ def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_return
     async def work(server: Server) -> None:
         await server.ask("POST", url=FAR)
         view = next(view for view in server.replicas.views if view.name == name)
-        view.hear(replica_report(replica=name, boot="b", ready=True))
+        view.replica.hear(replica_report(replica=name, boot="b", ready=True))
         view.admitted = True
         assert view.usable
         shown = await server.ask("PATCH", f"/{name}", drain=True)
         assert (shown["standing"], shown["drain"], shown["usable"]) == ("leaving", True, False)
         assert [replica.name for replica in server.told.replicas] == ["replica-0"], "it runs on"
         await server.look()
-        assert view.standing == "leaving"
+        assert view.replica.standing == "leaving"
         shown = await server.ask("PATCH", f"/{name}", drain=False, weight=3)
         assert (shown["standing"], shown["weight"]) == ("member", 3)
         assert not view.usable, "control says when it serves what it should"

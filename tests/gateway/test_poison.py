@@ -128,7 +128,7 @@ class Held:
 def only(stage: Stage, *numbers: int) -> None:
     for number, view in enumerate(stage.views):
         view.admitted = number in numbers
-        view.failures = 0
+        view.replica.failures = 0
 
 
 def test_requests_that_die_together_may_be_sent_again_and_the_one_that_kills_alone_is_found() -> None:
@@ -164,7 +164,7 @@ def test_a_large_request_that_silences_a_replica_is_not_shown_to_another_and_sma
             asked = [asyncio.create_task(stage.ask(post(body))) for body in (large, b"small")]
             await silent.until(large, b"small")
             only(stage, 1)
-            stage.views[0].hear(None)
+            stage.views[0].replica.hear(None)
             stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
             answers = [await task for task in asked]
             assert [answer.status for answer in answers] == [422, 200]
@@ -217,7 +217,7 @@ def test_of_several_large_requests_on_a_replica_that_fell_silent_the_largest_alo
             asked = [asyncio.create_task(stage.ask(post(body))) for body in bodies]
             await silent.until(*bodies)
             only(stage, 1)
-            stage.views[0].hear(None)
+            stage.views[0].replica.hear(None)
             stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
             largest = max(sizes) if sizes.count(max(sizes)) == 1 else None
             wanted = [422 if size == largest else 200 for size in sizes]

@@ -21,12 +21,13 @@ from midstream.core.config import GatewaySettings
 from midstream.core.errors import Overloaded, PolicyNotLoaded
 from midstream.core.headers import HEADER_POLICY
 from midstream.core.reports import PolicyReport, ReplicaReport
+from midstream.core.served_names import names_of
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired, Stage, Transition
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.message import error_response
 from midstream.ledger import Ledger, Signal, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
@@ -137,7 +138,7 @@ class World:
     def __init__(self, ledger: Ledger, made: list[Holder]) -> None:
         self.ledger, self.made = ledger, made
         members = [(one.name, f"http://127.0.0.1:{one.mock.port}") for one in made]
-        self.replicas = ReplicaSet(members)
+        self.replicas = ReplicaSet(DeploymentReplicas(members))
         self.default = Deployment(NAMES, self.replicas, Reconciler(ledger, self.replicas, NAMES.deployment))
         self.deployments = Deployments(self.default)
         metrics = GatewayMetrics(self.deployments)
@@ -156,7 +157,7 @@ class World:
         if published:
             signal = Signal(identity=f"{name}-1", url=f"file:///b/{name}-1")
             await self.ledger.signal(names.deployment, signal)
-        replicas = PolicyReplicas(self.replicas, name, row.created_at)
+        replicas = ReplicaSet(self.replicas.facts, name, row.created_at)
         kept = Reconciler(self.ledger, replicas, names.deployment, poll_s=0.1)
         made = Deployment(names, replicas, kept, self.default.sessions, policy=name, of=self.default)
         self.deployments.add(made)
@@ -344,7 +345,6 @@ def other_index(other: Holder) -> int:
 
 def _as_of(at_home: Holder, other: Holder, here: World) -> PolicyReport:
     policy = here.deployments.policies()[0]
-    assert isinstance(policy.replicas, PolicyReplicas)
     view = policy.replicas.named(at_home.name)
     assert view is not None
     assert view.report is not None
@@ -361,15 +361,15 @@ def _as_of(at_home: Holder, other: Holder, here: World) -> PolicyReport:
 def _holds(here: World, replica: str, policy: str) -> bool:
     view = here.replicas.named(replica)
     assert view is not None
-    assert view.heard is not None
-    return any(one.policy == policy for one in view.heard.policies)
+    assert view.replica.heard is not None
+    return any(one.policy == policy for one in view.replica.heard.policies)
 
 
 def _idle(here: World, replica: str) -> int:
     view = here.replicas.named(replica)
     assert view is not None
-    assert view.heard is not None
-    return sum(one.in_flight == 0 for one in view.heard.others)
+    assert view.replica.heard is not None
+    return sum(one.in_flight == 0 for one in view.replica.heard.others)
 
 
 def test_a_busy_holder_is_relieved_by_another_and_requests_without_a_session_spread(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_busy_holder_is_relieved_by_another_and_requests_without_a_session_spr
             holder.extra_load = 30
             holder.change()
             view = here.replicas.named(holder.name)
-            await until(lambda: view is not None and view.load == 30)
+            await until(lambda: view is not None and view.replica.load == 30)
             await here.served("p0")
             await until(lambda: len(here.where("p0")) == 2)
             other = next(one for one in here.made if one is not holder)

@@ -172,9 +172,9 @@ def test_an_overloaded_replica_is_not_followed() -> None:
             body = chat(text("long ", 3000))
             replica, _ = await ask(stage, body)
             view = next(view for view in stage.views if view.name == replica)
-            view.in_flight += 5
+            view.replica.in_flight += 5
             assert (await ask(stage, body))[1] == "balanced"
-            view.in_flight -= 5
+            view.replica.in_flight -= 5
 
     run(main)
 

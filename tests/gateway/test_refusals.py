@@ -315,7 +315,8 @@ def test_a_late_word_of_an_engine_that_is_gone_does_not_take_the_next_boot() -> 
         async with staged(respond_ok, respond_ok) as stage:
 
             async def late(request: Message, peer: Peer) -> None:
-                stage.views[0].hear(replica_report(replica="replica-0", boot="b2", ready=True))
+                stage.views[0].replica.hear(replica_report(replica="replica-0", boot="b2", ready=True))
+                stage.views[0].admitted = True
                 refuse(RequestEvent.ENGINE_LOST, peer)
 
             stage.mocks[0].handler = late

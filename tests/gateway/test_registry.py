@@ -6,13 +6,14 @@ from gateway_harness import NAMES, reconciler
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound
 from midstream.core.served_names import ServedNames
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 
 A = "accounts/local"
 
 
 def deployment(name: str, model: str) -> Deployment:
-    replicas = ReplicaSet()
+    replicas = ReplicaSet(DeploymentReplicas())
     names = ServedNames(f"{A}/models/{model}", f"{A}/deployments/{name}")
     return Deployment(names, replicas, reconciler(replicas))
 
@@ -20,7 +21,7 @@ def deployment(name: str, model: str) -> Deployment:
 @pytest.fixture
 def deployments() -> Deployments:
     """default (tiny-moe), b and c (both `other`), d (tiny-moe)"""
-    replicas = ReplicaSet()
+    replicas = ReplicaSet(DeploymentReplicas())
     found = Deployments(Deployment(NAMES, replicas, reconciler(replicas)))
     for name, model in (("b", "other"), ("c", "other"), ("d", "tiny-moe")):
         found.add(deployment(name, model))

@@ -8,7 +8,8 @@ import time
 from gateway_harness import Message, Peer, post, run
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
-from midstream.fleet.replicas import FAILURES_MAX, ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import FAILURES_MAX, DeploymentReplicas
 
 KEYS = [f"s{number}" for number in range(30)]
 
@@ -51,7 +52,7 @@ def test_a_replica_that_says_nothing_holds_requests_up_for_a_while_only() -> Non
                 replicas = stage.gateway.proxy.deployments.default.replicas
                 asked = asyncio.create_task(where(stage, "new"))
                 await until(lambda: bool(replicas._waiting) and stage.views[0].usable)
-                replicas._learned()
+                replicas.on_learned()
                 assert await asked == ("replica-0", "new")
             async with gateway([], learn_s=0.05) as stage:
                 assert (await stage.ask(post())).status == 503, "by itself"
@@ -235,7 +236,7 @@ def test_the_last_replica_is_never_left_for_its_failures_and_one_success_clears_
             assert stage.views[0].usable
             made[0].broken = False
             assert (await stage.ask(post())).status == 200
-            assert stage.views[0].failures == 0
+            assert stage.views[0].replica.failures == 0
 
     run(main)
 
@@ -244,8 +245,10 @@ def test_who_waits_for_what_replicas_hold_waits_no_longer_than_anybody_listens()
     async def main() -> None:
         async with holders(1) as made:
             made[0].speaks.clear()
-            replicas = ReplicaSet([("replica-0", f"http://127.0.0.1:{made[0].mock.port}")], learn_s=1000.0)
-            running = asyncio.create_task(replicas.run())
+            replicas = ReplicaSet(
+                DeploymentReplicas([("replica-0", f"http://127.0.0.1:{made[0].mock.port}")], learn_s=1000.0)
+            )
+            running = asyncio.create_task(replicas.facts.run())
             asked = asyncio.create_task(replicas.learned())
             await until(lambda: bool(replicas.waiting))
             running.cancel()

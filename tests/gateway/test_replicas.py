@@ -14,7 +14,8 @@ from midstream.core.errors import ReplicaUnavailable
 from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
 from midstream.core.types import Desired, EngineStats
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 
 
 class EventServer:
@@ -72,7 +73,9 @@ class Watched:
     """A running ReplicaSet over one EventServer, and a way to wait for what it says."""
 
     def __init__(self, server: EventServer, **options: Any) -> None:
-        self.set = ReplicaSet([("replica-0", f"http://127.0.0.1:{server.port}")], **options)
+        self.set = ReplicaSet(
+            DeploymentReplicas([("replica-0", f"http://127.0.0.1:{server.port}")], **options)
+        )
         self.view = self.set.views[0]
         self.calls = 0
         self._changed = asyncio.Event()
@@ -89,7 +92,7 @@ class Watched:
                 await self._changed.wait()
 
     async def __aenter__(self) -> "Watched":
-        self.task = asyncio.create_task(self.set.run())
+        self.task = asyncio.create_task(self.set.facts.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -102,12 +105,12 @@ def test_reports_arrive_whole_whatever_the_chunking() -> None:
         async with EventServer() as server, Watched(server) as watched:
             await server.connected.wait()
             server.send(report(snapshot="s1"), cut=17)
-            await watched.until(lambda: watched.view.heard == report(snapshot="s1"))
+            await watched.until(lambda: watched.view.replica.heard == report(snapshot="s1"))
             assert repr(watched.set) == "ReplicaSet(1 replicas, 1 reachable, 0 usable)"
             watched.view.admitted = True
             assert watched.view.usable
             server.send(report(ready=False))
-            await watched.until(lambda: watched.view.heard == report(ready=False))
+            await watched.until(lambda: watched.view.replica.heard == report(ready=False))
             assert not watched.view.usable
 
     run(main)
@@ -117,9 +120,11 @@ def test_a_replica_with_a_host_of_any_script_holds_up_no_other() -> None:
     async def main() -> None:
         async with EventServer() as server:
             replicas = ReplicaSet(
-                [("away", "http://ж.invalid:8080"), ("here", f"http://127.0.0.1:{server.port}")]
+                DeploymentReplicas(
+                    [("away", "http://ж.invalid:8080"), ("here", f"http://127.0.0.1:{server.port}")]
+                )
             )
-            hearing = asyncio.create_task(replicas.run())
+            hearing = asyncio.create_task(replicas.facts.run())
             connected = asyncio.create_task(server.connected.wait())
             await asyncio.wait({hearing, connected}, return_when=asyncio.FIRST_COMPLETED)
             assert not hearing.done(), hearing.exception()
@@ -134,7 +139,7 @@ def test_many_reports_in_one_read_notify_once_with_the_last() -> None:
         async with EventServer() as server, Watched(server) as watched:
             await server.connected.wait()
             server.send(*(report(in_flight=n) for n in range(5)), report(in_flight=4))
-            await watched.until(lambda: watched.view.heard == report(in_flight=4))
+            await watched.until(lambda: watched.view.replica.heard == report(in_flight=4))
             assert watched.calls == 1
 
     run(main)
@@ -176,7 +181,7 @@ def test_one_broken_connection_does_not_make_the_replica_unreachable() -> None:
             await server.connected.wait()
             assert watched.view.usable
             server.send(report(snapshot="s1"))
-            await watched.until(lambda: watched.view.heard == report(snapshot="s1"))
+            await watched.until(lambda: watched.view.replica.heard == report(snapshot="s1"))
             assert watched.view.usable
             assert watched.calls == 2, "nobody was told of a loss"
 
@@ -224,12 +229,12 @@ def test_a_refused_data_connection_counts_only_when_the_event_stream_is_gone_too
             server.send(report())
             await watched.until(lambda: watched.view.report is not None)
             watched.set.refused(watched.view)
-            assert watched.view.heard == report()
+            assert watched.view.replica.heard == report()
             server.drop()
-            [subscription] = watched.set._subscriptions.values()
+            [subscription] = watched.set.facts._subscriptions.values()
             assert subscription.stream is not None
             await asyncio.wait({subscription.stream.ended})
-            assert watched.view.heard == report()
+            assert watched.view.replica.heard == report()
             watched.set.refused(watched.view)
             assert watched.view.report is None
 
@@ -248,7 +253,7 @@ def test_the_token_goes_with_every_call_and_shows_nowhere(caplog: pytest.LogCapt
             assert [head.count(b"\r\nx-midstream-token: very-secret\r\n") for head in server.heads] == [1, 1]
             assert (
                 "very-secret"
-                not in f"{raised.value} {watched.set!r} {watched.view!r} {watched.set._subscriptions!r}"
+                not in f"{raised.value} {watched.set!r} {watched.view!r} {watched.set.facts._subscriptions!r}"
             )
 
     run(main)
@@ -258,7 +263,7 @@ def test_the_token_goes_with_every_call_and_shows_nowhere(caplog: pytest.LogCapt
 @pytest.mark.parametrize("token", ["two words", "a\r\nx-midstream-tenant: b", "\N{SNOWMAN}"])
 def test_a_token_that_cannot_be_a_header_is_refused_without_showing_it(token: str) -> None:
     with pytest.raises(ValueError, match="printable ASCII") as raised:
-        ReplicaSet([], token=token)
+        ReplicaSet(DeploymentReplicas([], token=token))
     assert token not in str(raised.value)
 
 
@@ -270,7 +275,7 @@ def test_a_new_boot_is_not_admitted() -> None:
             await watched.until(lambda: watched.view.report is not None)
             watched.view.admitted = True
             server.send(report(boot="b2"))
-            await watched.until(lambda: watched.view.heard == report(boot="b2"))
+            await watched.until(lambda: watched.view.replica.heard == report(boot="b2"))
             assert not watched.view.admitted
 
     run(main)
@@ -286,12 +291,12 @@ def test_a_silent_stream_counts_as_lost() -> None:
             await watched.until(lambda: watched.view.report is not None)
             await watched.until(lambda: watched.view.report is None)
             assert watched.calls == 2
-            assert watched.view.last_words == (
+            assert watched.view.replica.last_words == (
                 "when it was last heard: 4 requests on it, 2 running and 1 waiting in its engine, 3 long texts being read, "
                 "its event loop had stood still for 1.5 s, its engine had been silent for 7 s"
             )
-            watched.view.hear(report())
-            assert watched.view.last_words == ""
+            watched.view.replica.hear(report())
+            assert watched.view.replica.last_words == ""
 
     run(main)
 
@@ -325,7 +330,7 @@ def test_a_stream_that_is_not_this_replicas_is_not_believed(line: bytes) -> None
 def test_desired_is_delivered_and_a_refusal_is_an_error() -> None:
     async def main() -> None:
         async with EventServer() as server:
-            replicas = ReplicaSet([("replica-0", f"http://127.0.0.1:{server.port}/")])
+            replicas = ReplicaSet(DeploymentReplicas([("replica-0", f"http://127.0.0.1:{server.port}/")]))
             desired = Desired(snapshot="s1", generation=3, url="file:///b/s1")
             await replicas.send_desired(replicas.views[0], desired)
             assert server.desired == [desired]
@@ -345,19 +350,19 @@ def test_a_replica_that_joins_is_heard_and_one_that_is_gone_is_not() -> None:
             server.send(report())
             await watched.until(lambda: watched.view.report is not None)
             first = ("replica-0", watched.view.url)
-            watched.set.set_members([first, ("replica-1", f"http://127.0.0.1:{other.port}")])
+            watched.set.facts.set_members([first, ("replica-1", f"http://127.0.0.1:{other.port}")])
             await other.connected.wait()
             other.send(report(replica="replica-1"))
             await watched.until(lambda: watched.set.views[1].report is not None)
             gone = watched.view
-            watched.set.set_members([("replica-1", watched.set.views[1].url)], {"replica-0"})
-            assert (gone.report, gone.standing) == (None, "gone")
-            assert [(v.name, v.index, v.report is None) for v in watched.set.views] == [
+            watched.set.facts.set_members([("replica-1", watched.set.views[1].url)], {"replica-0"})
+            assert (gone.report, gone.replica.standing) == (None, "gone")
+            assert [(v.name, v.replica.index, v.report is None) for v in watched.set.views] == [
                 ("replica-1", 0, False)
             ]
             # The data path may still say so.
             watched.set.refused(gone)
-            watched.set.set_members([("replica-1", watched.set.views[0].url)], {"replica-1"})
+            watched.set.facts.set_members([("replica-1", watched.set.views[0].url)], {"replica-1"})
             assert watched.set.views == ()
             assert watched.set.leaving[0].report is not None, "one that leaves is still heard"
 

@@ -24,7 +24,8 @@ from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST, HEADER_NOT_L
 from midstream.core.table import IllegalMove
 from midstream.core.wires import Wire
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.message import Request
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
@@ -235,7 +236,7 @@ class Requests(RuleBasedStateMachine):
                 self.happens(request.client_gone)
                 client.endings.append("gone")
         self.what_is_over_is_nowhere()
-        assert [view.in_flight for view in self.replicas.views] == [0, 0, 0]
+        assert [view.replica.in_flight for view in self.replicas.views] == [0, 0, 0]
         assert self.replicas.waiting == 0
         self.loop.close()
 
@@ -255,9 +256,11 @@ class Requests(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         async def build() -> None:
-            self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.{i + 1}:1") for i in range(3)])
+            self.replicas = ReplicaSet(
+                DeploymentReplicas([(f"replica-{i}", f"http://127.0.0.{i + 1}:1") for i in range(3)])
+            )
             for view in self.replicas.views:
-                view.hear(replica_report(replica=view.name, boot=f"b1 of {view.name}", ready=True))
+                view.replica.hear(replica_report(replica=view.name, boot=f"b1 of {view.name}", ready=True))
                 view.admitted = True
             deployments = Deployments(Deployment(NAMES, self.replicas, reconciler(self.replicas)))
             pools = Pools(cast(Any, self.pool), cast(Any, FakePool("control")))
@@ -347,7 +350,7 @@ class Requests(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def fall_silent(self, number: int) -> None:
         view = self.replicas.views[number]
-        upstream = self.proxy.upstreams.get(view)
+        upstream = self.proxy.upstreams.get(view.replica)
         here = set() if upstream is None else upstream.requests
         together = [request for request, _ in self.requests if request in here]
         for request in together:
@@ -356,9 +359,14 @@ class Requests(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), boot=st.sampled_from(["b1", "b2", None]))
     def report(self, number: int, boot: str | None) -> None:
         view = self.replicas.views[number]
-        view.suspended, view.failures = False, 0
+        view.replica.suspended, view.replica.failures = False, 0
         report = replica_report(view.name, f"{boot} of {view.name}") if boot else None
-        self.happens(lambda: view.hear(report))
+
+        def admitted_again() -> None:
+            view.replica.hear(report)
+            view.admitted = True
+
+        self.happens(admitted_again)
 
     @rule(number=st.integers(0, 2), refuses=st.booleans())
     def listen(self, number: int, refuses: bool) -> None:
@@ -393,10 +401,10 @@ class Requests(RuleBasedStateMachine):
         if not hasattr(self, "replicas"):
             return
         here = Counter(
-            view.name for view, upstream in self.proxy.upstreams.items() for _ in upstream.requests
+            replica.name for replica, upstream in self.proxy.upstreams.items() for _ in upstream.requests
         )
         for view in self.replicas.views:
-            assert view.in_flight == here[view.name]
+            assert view.replica.in_flight == here[view.name]
         alive = sum(not client.endings for _, client in self.requests)
         assert sum(here.values()) + self.replicas.waiting <= alive
         assert len(self.busy()) <= alive

@@ -384,7 +384,7 @@ def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> Non
         async with staged(handler, handler, unreachable_s=0.0) as stage:
             asked = asyncio.create_task(answer(stage))
             await stage.mocks[0].asked(1)
-            [request] = stage.gateway.proxy.upstream(stage.views[0]).requests
+            [request] = stage.gateway.proxy.upstream(stage.views[0].replica).requests
             # Turns of the loop.
             for _ in range(1000):
                 if request.answered:

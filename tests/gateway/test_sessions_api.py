@@ -138,8 +138,8 @@ def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> N
             view = stage.views[0]
             await until(
                 lambda: (
-                    view.trajectories is not None
-                    and sum(view.trajectories.measures["turns_per_session"].counts) == 1
+                    view.replica.trajectories is not None
+                    and sum(view.replica.trajectories.measures["turns_per_session"].counts) == 1
                 )
             )
             text = (await stage.ask(get("/metrics"))).body.decode()

@@ -9,7 +9,9 @@ from reports import replica_report
 
 from midstream.core.served_names import ServedNames
 from midstream.fleet.registry import Deployment
-from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
+from midstream.fleet.view import ReplicaView
 
 A = "accounts/local"
 
@@ -22,7 +24,7 @@ def answering(name: str):  # type: ignore[no-untyped-def]
 
 
 def usable(view: ReplicaView, **report: int) -> None:
-    view.hear(replica_report(replica=view.name, boot="b1", ready=True, **report))
+    view.replica.hear(replica_report(replica=view.name, boot="b1", ready=True, **report))
     view.admitted = True
 
 
@@ -30,7 +32,7 @@ async def add(stage: Stage, name: str, model: str) -> MockReplica:
     """One more deployment with one replica, which answers with the deployment's name."""
     mock = MockReplica(answering(name))
     await mock.start()
-    replicas = ReplicaSet([(f"{name}-replica-0", f"http://127.0.0.1:{mock.port}")])
+    replicas = ReplicaSet(DeploymentReplicas([(f"{name}-replica-0", f"http://127.0.0.1:{mock.port}")]))
     usable(replicas.views[0])
     names = ServedNames(f"{A}/models/{model}", f"{A}/deployments/{name}")
     stage.gateway.proxy.deployments.add(Deployment(names, replicas, reconciler(replicas)))
@@ -172,7 +174,7 @@ def test_a_session_that_a_swap_kept_out_begins_where_the_door_is_open() -> None:
 def test_a_deployment_without_replicas_is_unavailable_for_now() -> None:
     async def main() -> None:
         async with staged(respond_ok) as stage:
-            replicas = ReplicaSet()
+            replicas = ReplicaSet(DeploymentReplicas())
             names = ServedNames(f"{A}/models/other", f"{A}/deployments/b")
             stage.gateway.proxy.deployments.add(Deployment(names, replicas, reconciler(replicas)))
             answer = await stage.ask(post(body(model="other")))
@@ -209,7 +211,7 @@ def test_a_replica_that_leaves_finishes_its_streams_and_only_its_sessions_move()
             assert b"200 OK" in await client.reader.readuntil(b"data: 1\n\n\r\n")
             members = [(view.name, view.url) for view in stage.views]
             leaver = stage.views[1]
-            replicas.set_members(members, {"replica-1"})
+            replicas.facts.set_members(members, {"replica-1"})
             assert ([v.name for v in replicas.views], replicas.leaving) == (["replica-0"], (leaver,))
             for n, home in homes.items():
                 answer = await stage.ask(post(headers=f"X-Session-ID: {n}\r\n"))
@@ -218,10 +220,10 @@ def test_a_replica_that_leaves_finishes_its_streams_and_only_its_sessions_move()
                 assert answer.headers["x-midstream-route-reason"] == reason
             go_on.set()
             assert b"[DONE]" in await client.reader.readuntil(b"0\r\n\r\n")
-            assert leaver.in_flight == 0
-            replicas.set_members(members[:1])
+            assert leaver.replica.in_flight == 0
+            replicas.facts.set_members(members[:1])
             stage.gateway.proxy.check_replicas(0.0)
-            assert leaver not in stage.gateway.proxy.upstreams, "nothing of it is kept"
+            assert leaver.replica not in stage.gateway.proxy.upstreams, "nothing of it is kept"
 
     run(main)
 
@@ -233,13 +235,15 @@ def test_a_replica_that_joins_is_used_and_one_at_another_address_is_another() ->
             first = stage.views[0]
             mock = MockReplica(answering("two"))
             await mock.start()
-            replicas.set_members([(first.name, first.url), ("replica-1", f"http://127.0.0.1:{mock.port}/")])
+            replicas.facts.set_members(
+                [(first.name, first.url), ("replica-1", f"http://127.0.0.1:{mock.port}/")]
+            )
             assert (await stage.ask(post())).body == b"one", "nothing is known of the new one yet"
             usable(replicas.views[1])
             assert {(await stage.ask(post())).body for _ in range(4)} == {b"one", b"two"}
-            replicas.set_members([(first.name, f"http://127.0.0.1:{mock.port}")])
+            replicas.facts.set_members([(first.name, f"http://127.0.0.1:{mock.port}")])
             assert replicas.views[0] is not first
-            assert (first.standing, replicas.views[0].usable) == ("gone", False)
+            assert (first.replica.standing, replicas.views[0].usable) == ("gone", False)
             assert (await stage.ask(post())).status == 503
             mock.stop()
 
@@ -267,7 +271,7 @@ def test_each_model_says_how_long_its_context_is_where_trainers_look_for_it() ->
             )
             usable(stage.views[1], max_model_len=1024)
             assert await told() == {first: 1024, other: 8}, "what every replica of it takes"
-            stage.views[1].hear(None)
+            stage.views[1].replica.hear(None)
             assert await told() == {first: 4096, other: 8}
             mock.stop()
 

@@ -29,6 +29,7 @@ from midstream.core.versions import (
     constraint_of_headers,
     from_header,
 )
+from midstream.fleet.known_replica import OWN, KnownReplica
 from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.fleet.view import ReplicaView
 from midstream.ledger import Signalled
@@ -45,8 +46,9 @@ def order_of(*snapshots: str, ready: Iterable[str] = ()) -> SignalOrder:
 
 def view(snapshot: str, *, index: int = 0, usable: bool = True, **report: Any) -> ReplicaView:
     name = f"replica-{index}"
-    made = ReplicaView(index, name, f"http://127.0.0.1:{index + 1}")
-    made.hear(replica_report(replica=name, boot="b", ready=True, snapshot=snapshot, **report))
+    replica = KnownReplica(name, f"http://127.0.0.1:{index + 1}")
+    replica.hear(replica_report(replica=name, boot="b", ready=True, snapshot=snapshot, **report))
+    made = ReplicaView(replica, OWN)
     made.admitted = usable
     return made
 
@@ -376,8 +378,8 @@ def tell(stage: Stage, *signalled: str, ready: Sequence[str] = ()) -> None:
 def serve(stage: Stage, replica: int, snapshot: str, /, **more: Any) -> None:
     """The replica reports that it serves this."""
     one = stage.views[replica]
-    assert one.heard is not None
-    one.hear(changed(one.heard, snapshot=snapshot, **more))
+    assert one.replica.heard is not None
+    one.replica.hear(changed(one.replica.heard, snapshot=snapshot, **more))
     stage.gateway.proxy.deployments.default.replicas.look_again()
 
 
@@ -471,7 +473,7 @@ def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
     async def main() -> None:
         async with staged(Versioned("v1"), Versioned("v1")) as stage:
             serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2", resident=("base",))
-            stage.views[1].hear(None)
+            stage.views[1].replica.hear(None)
             tell(stage, "v1", "v2", ready=["v1"])
             for wait in ("0", "0.01"):
                 answer = await stage.ask(asking(snapshot="v2", snapshot_wait=wait))
@@ -841,7 +843,7 @@ def test_a_replica_whose_report_is_lost_while_a_connection_is_opened_is_still_as
             serve(stage, 0, "v1")
 
             def lost() -> None:
-                stage.views[0].hear(None)
+                stage.views[0].replica.hear(None)
 
             assert await served_when(stage, asking(snapshot="v1"), lost) == ("replica-0", "v1")
             assert mock.admitted == [Admitted("v1", pinned=True)]

@@ -21,7 +21,8 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import Desired, FileContent, SnapshotContent, Stage, SwapTiming, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import Death, Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.snapshots.store.listing import snapshot_fingerprint
@@ -38,7 +39,9 @@ class Server:
         for identity in ("a", "b", "x", "run 1/step-1"):
             self.write(identity)
         self.ledger = Ledger(url or sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
-        self.replicas = ReplicaSet([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(3)])
+        self.replicas = ReplicaSet(
+            DeploymentReplicas([(f"replica-{i}", f"http://127.0.0.1:{i + 1}") for i in range(3)])
+        )
         self.reconciler = Reconciler(self.ledger, self.replicas, DEPLOYMENT)
         names = ServedNames(MODEL, DEPLOYMENT)
         self.deployments = Deployments(Deployment(names, self.replicas, self.reconciler))
@@ -58,7 +61,7 @@ class Server:
     def report(self, index: int, admitted: bool = True, **fields: Any) -> None:
         view = self.replicas.views[index]
         given: dict[str, Any] = {"replica": view.name, "boot": f"boot{index}", "ready": True} | fields
-        view.hear(replica_report(**given))
+        view.replica.hear(replica_report(**given))
         view.admitted = admitted
 
     async def signal(self, body: Any, **headers: str) -> httpx.Response:
@@ -157,7 +160,7 @@ def test_the_first_signal_waits_until_it_is_known_which_boots_serve(
         await asyncio.wait({asked, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         assert not asked.done(), "after a reset there is a first one again"
-        server.replicas._learned()
+        server.replicas.on_learned()
         assert (await asked).status_code == 200
 
     serve(tmp_path, work)

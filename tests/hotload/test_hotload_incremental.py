@@ -158,7 +158,7 @@ def test_a_hint_reaches_every_replica_and_changes_nothing_that_is_desired(tmp_pa
     async def work(server: Server) -> None:
         replicas = [FakeReplica(), FakeReplica("503 Busy")]
         members = [(f"r{i}", await replica.start()) for i, replica in enumerate(replicas)]
-        server.replicas.set_members([*members, ("gone", "http://127.0.0.1:9")])
+        server.replicas.facts.set_members([*members, ("gone", "http://127.0.0.1:9")])
         body = {"identity": "a", "files": ["config.json"], **on("p")}
         for _ in range(2):
             response = await server.http.post(HINT_PATH, json=body, headers={"fireworks-model": MODEL})

@@ -20,7 +20,8 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import Stage, Transition
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.snapshots.identity import file_url_path
@@ -51,7 +52,9 @@ def test_a_published_snapshot_is_loaded_reported_and_a_failure_reaches_the_train
     bucket = tmp_path / "buck et"
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps({"model_type": "tiny"}))
-    replicas = ReplicaSet([("replica-0", "http://127.0.0.1:1"), ("replica-1", "http://127.0.0.1:2")])
+    replicas = ReplicaSet(
+        DeploymentReplicas([("replica-0", "http://127.0.0.1:1"), ("replica-1", "http://127.0.0.1:2")])
+    )
     ledger = Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
     with asyncio.Runner() as runner:
         runner.run(ledger.ensure_deployment(DEPLOYMENT, MODEL, bucket.as_uri(), "ASYNC"))
@@ -78,17 +81,20 @@ def test_a_published_snapshot_is_loaded_reported_and_a_failure_reaches_the_train
                 detail="model.safetensors: truncated" if fails else "",
             )
             assert (file_url_path(desired.url) / "model.safetensors").exists()
-            view.hear(
-                replica_report(
-                    replica=view.name,
-                    boot="b",
-                    ready=True,
-                    snapshot="base" if fails else desired.snapshot,
-                    generation=desired.generation,
-                    transitions=(moved,),
-                )
+            report = replica_report(
+                replica=view.name,
+                boot="b",
+                ready=True,
+                snapshot="base" if fails else desired.snapshot,
+                generation=desired.generation,
+                transitions=(moved,),
             )
+
+            async def hear() -> None:
+                view.replica.hear(report)
+
             served.append(view.name)
+            runner.run(hear())
             runner.run(reconciler.reconcile_once())
 
         http = httpx.Client(transport=InLoop(runner, app))

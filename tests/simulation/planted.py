@@ -185,7 +185,7 @@ def _places_leak() -> None:
         placed, here = self._at.placed, self._at.here
         before(self)
         if placed is not None and here is not None and self._status != 200:
-            placed.view.in_flight += 1
+            placed.view.replica.in_flight += 1
 
     ReplicaRoute.leave = leave  # type: ignore[method-assign]
 

@@ -519,7 +519,7 @@ class History:
                 raise Wrong(f"{rows} replicas, {listening} gateways listen: {json.dumps(said)[:1000]}")
             await asyncio.sleep(0.2)
         for process, proxy in self.world.proxies:
-            busy = [view for view, upstream in proxy.upstreams.items() if upstream.requests or view.in_flight]
+            busy = [one for one, upstream in proxy.upstreams.items() if upstream.requests or one.in_flight]
             if process.alive and busy:
                 raise Wrong(f"{process} has requests on {busy}, and nobody asked for anything")
         for process, replica in self.world.replicas:

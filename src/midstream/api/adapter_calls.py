@@ -21,7 +21,7 @@ from midstream.api.updates import Update, Updates, only
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, serves
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotMissing
 from midstream.core.scopes import SIGNAL
-from midstream.fleet.policies import names_of
+from midstream.core.served_names import names_of
 from midstream.fleet.registry import Deployment, Deployments
 
 INSTEAD = "write the adapter into the deployment's bucket, or one of gateway.allowed_buckets, and name its directory"

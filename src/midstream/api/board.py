@@ -121,8 +121,8 @@ class Board:
         seen: dict[_Part, int] = {}
         for deployment in self._deployments:
             for view in deployment.replicas.views:
-                if view.heard is not None:
-                    self._learn_of(deployment, view.name, view.heard, seen)
+                if view.replica.heard is not None:
+                    self._learn_of(deployment, view.name, view.replica.heard, seen)
         # One that is not heard now may be heard again.
         heard = {key.replica for key in seen}
         self._seen = seen | {key: seq for key, seq in self._seen.items() if key.replica not in heard}
@@ -183,7 +183,7 @@ class Board:
         replicas: dict[str, ReplicaSample] = {}
         for deployment in self._deployments:
             for view in deployment.replicas.views:
-                if (report := view.heard) is not None:
+                if (report := view.replica.heard) is not None:
                     replicas[view.name] = self._of_replica(deployment, view, report)
         self._boots = {name: boot for name, boot in self._boots.items() if name in replicas}
         siblings = self._metrics.siblings()
@@ -197,7 +197,7 @@ class Board:
         known = self._boots.get(view.name)
         if known is None or known[0] != report.boot:
             known = self._boots[view.name] = (report.boot, 0 if known is None else known[1] + 1)
-        first = view.trajectories.measures.get(_FIRST_TOKEN) if view.trajectories else None
+        first = view.replica.trajectories.measures.get(_FIRST_TOKEN) if view.replica.trajectories else None
         engine = report.engine
         used = engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else 0.0
         return (
@@ -282,7 +282,7 @@ class Board:
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for one in shown:
             for view in one.replicas.views:
-                for policy in view.heard.others if view.heard else ():
+                for policy in view.replica.heard.others if view.replica.heard else ():
                     row = rows.setdefault(
                         (one.name, policy.policy),
                         {
@@ -311,7 +311,7 @@ def _rewards(deployment: Deployment) -> list[dict[str, Any]]:
     """Mean rewards by the snapshot that sampled what was rewarded, over all replicas, the first rewarded first."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for view in _views(deployment):
-        for one in view.trajectories.rewards if view.trajectories else ():
+        for one in view.replica.trajectories.rewards if view.replica.trajectories else ():
             found = sums.setdefault((one.policy, one.name, one.snapshot), [one.first_at, 0, 0.0])
             found[:] = min(found[0], one.first_at), found[1] + one.count, found[2] + one.sum
     ordered = sorted(sums.items(), key=lambda item: item[1][0])
@@ -342,12 +342,12 @@ def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "name": view.name,
         "deployment": deployment.name,
         "usable": view.usable,
-        "standing": view.standing,
-        "in_flight": view.in_flight,
-        "own": view.own,
-        "error": deployment.troubles.get(view.name) or view.last_words or None,
+        "standing": view.replica.standing,
+        "in_flight": view.replica.in_flight,
+        "own": view.replica.own,
+        "error": deployment.troubles.get(view.name) or view.replica.last_words or None,
     }
-    report = view.heard
+    report = view.replica.heard
     if report is None:
         return about | {"stage": "unreachable", "snapshot": None}
     engine, own = report.engine, report.own

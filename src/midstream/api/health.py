@@ -64,7 +64,7 @@ def _of_deployment(deployment: Deployment) -> DeploymentHealth:
         model=deployment.model,
         wanted=deployment.wanted,
         usable=sum(view.usable for view in views),
-        elsewhere=sum(view.usable and not view.own for view in views),
+        elsewhere=sum(view.usable and not view.replica.own for view in views),
         failed=sorted(deployment.troubles),
     )
 
@@ -78,6 +78,6 @@ def _of_replica(view: ReplicaView) -> ReplicaHealth:
         usable=view.usable,
         snapshot=report.own.snapshot if report else None,
         stage=report.own.stage if report else None,
-        in_flight=view.in_flight,
+        in_flight=view.replica.in_flight,
         engine=engine_of(report),
     )

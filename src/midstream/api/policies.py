@@ -28,8 +28,8 @@ from midstream.core.endpoints import ONE_DEPLOYMENT, PAGE_AFTER, Endpoint, numbe
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE, HEADER_TENANT
 from midstream.core.scopes import PUBLISH_ONE, READ_ONE
+from midstream.core.served_names import names_of
 from midstream.core.types import BASE_SNAPSHOT, Desired
-from midstream.fleet.policies import names_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, whole_number
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger

@@ -19,7 +19,8 @@ from midstream.core.reports import Reported
 from midstream.core.types import Stage
 from midstream.fleet.reconcile import failure, serves
 from midstream.fleet.registry import Deployment
-from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.view import ReplicaView
 from midstream.ledger import DeploymentState
 
 #: Stages on the wire, in the order a replica goes through them; also how far from ready one is.
@@ -45,7 +46,11 @@ def replica_rows(state: DeploymentState, deployment: Deployment) -> list[answers
     if not views:
         views = [view for view in replicas.views if view.report is not None] or replicas.views
         made_way = replicas.by_demand and state.proven
-    rows = [(view.index, _replica_row(state, view, troubles.get(view.name), made_way)) for view in views]
+    rows = []
+    for view in views:
+        # What a replica said before it fell silent is shown with the deployment's own weights.
+        words = "" if deployment.policy else view.replica.last_words
+        rows.append((view.replica.index, _replica_row(state, view, troubles.get(view.name), words, made_way)))
     rows += [(len(views), _absent_row(state, name, troubles.get(name))) for name in deployment.absent]
     rows.sort(key=lambda at: (READY_ORDER.index(at[1].loading_state.stage), at[1].readiness, at[0]))
     return [row for _, row in rows]
@@ -58,14 +63,14 @@ def unloaded(replicas: ReplicaSet) -> list[str]:
 
 
 def _replica_row(
-    state: DeploymentState, view: ReplicaView, trouble: str | None, made_way: bool
+    state: DeploymentState, view: ReplicaView, trouble: str | None, words: str, made_way: bool
 ) -> answers.HotLoadRow:
     report = view.report
     stage, target, error = loading_state(state, report)
     if made_way and error is None:
         stage = "unloaded"
-    if report is None and view.last_words:
-        error = f"{error}: {view.last_words}"
+    if report is None and words:
+        error = f"{error}: {words}"
     # A replica that never served has failed to load and cannot start for one reason, which is shown once.
     if trouble is not None and trouble != error:
         error = trouble if error is None else f"{error}: {trouble}"

@@ -387,7 +387,7 @@ class TrainerApi:
 
 
 def _reports(deployment: Deployment) -> list[ReplicaReport]:
-    return [view.heard for view in deployment.replicas.views if view.heard is not None]
+    return [replica.heard for replica in deployment.replicas.facts.members if replica.heard is not None]
 
 
 def _check_resets(deployment: Deployment) -> None:

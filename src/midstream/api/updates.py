@@ -121,7 +121,7 @@ class Updates:
 def proved_later(deployment: Deployment) -> Callable[[HotLoadRow, Desired], bool]:
     """Tells of a replica's row whether the replica serves the snapshot, and can prove it only after the pause that it is in."""
     host = deployment.host or deployment
-    reports = [view.heard for view in host.replicas.views if view.heard is not None]
+    reports = [replica.heard for replica in host.replicas.facts.members if replica.heard is not None]
     frozen = {
         report.replica
         for report in reports

@@ -61,3 +61,16 @@ class ServedNames(msgspec.Struct, frozen=True):
         if wanted == "":
             raise InvalidRequest(f"{param}: the snapshot named after @ must not be empty", param=param)
         return wanted
+
+
+def names_of(deployment: ServedNames, policy: str) -> ServedNames:
+    """What a policy is called: as a model, and as a part of its deployment."""
+    return ServedNames(
+        f"{deployment.account}/models/{policy}", f"{deployment.deployment}{POLICY_INFIX}{policy}"
+    )
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(deployment, policy) of a row's name; the policy is "" for a deployment's own row."""
+    deployment, _, policy = name.partition(POLICY_INFIX)
+    return deployment, policy

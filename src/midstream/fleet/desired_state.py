@@ -24,13 +24,14 @@ from types import MappingProxyType
 import msgspec
 
 from midstream.core.errors import NotFound, ReplicaUnavailable
+from midstream.core.served_names import split_name
 from midstream.core.types import BASE_SNAPSHOT
+from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.membership import Resolver, entries_of_row, merged
-from midstream.fleet.policies import PolicyReplicas, split_name
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replicas import Member
 from midstream.fleet.tally import GatewayReport, Siblings
-from midstream.fleet.view import ReplicaEntry, ReplicaView
+from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import Changes, DeploymentRow, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class DesiredState:
         settings: Mapping[str, ReplicaEntry] = MappingProxyType({}),
         poll_s: float = 1.0,
         monotonic: Callable[[], float] = time.monotonic,
-        busy: Callable[[ReplicaView], bool] = lambda view: view.in_flight > 0,
+        busy: Callable[[KnownReplica], bool] = lambda replica: replica.in_flight > 0,
     ) -> None:
         """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run.
         busy: whether there are, or may be, requests on a replica. settings: what those say of single replicas; the URLs among
@@ -244,9 +245,8 @@ class DesiredState:
 
     async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow | None) -> None:
         """The row goes once no replica has the policy: one of the same name is not taken for it."""
-        assert isinstance(policy.replicas, PolicyReplicas)
         policy.replicas.ending = True
-        if self._running is None or not policy.replicas.all_heard(policy.host.wanted):
+        if self._running is None or not policy.replicas.facts.all_heard(policy.host.wanted):
             # A replica that is not heard may have it.
             return
         # What is on its way arrives before the end does.
@@ -256,7 +256,7 @@ class DesiredState:
         except ReplicaUnavailable as error:
             logger.info("%s is ended later: %s", policy.name, error)
             return
-        if row is not None and not policy.replicas.held:
+        if row is not None and not policy.replicas.is_held:
             await self._end(policy, row)
 
     def _take_up_policies(self) -> None:
@@ -339,10 +339,10 @@ class DesiredState:
         except NotFound:
             # Another gateway was faster.
             pass
-        if isinstance(deployment.replicas, PolicyReplicas):
+        if deployment.policy:
             deployment.replicas.close()
         else:
-            deployment.replicas.set_members(())
+            deployment.replicas.facts.set_members(())
         self._deployments.remove(deployment)
         self._created.pop(deployment.name, None)
         logger.info("deployment %s is deleted", deployment.name)
@@ -369,44 +369,42 @@ class DesiredState:
         members += [
             Member(name, url, weights.get(name, 1.0), own=False) for name, url in sorted(elsewhere.items())
         ]
-        for view in self._finishing(deployment, elsewhere):
-            members.append(Member(view.name, view.url, view.weight, own=False))
-            leaving.add(view.name)
-        deployment.replicas.set_members(members, leaving)
-        return [
-            *names,
-            *(view.name for view in self._draining(deployment) if view.name not in order and view.own),
-        ]
+        for replica in self._finishing(deployment, elsewhere):
+            members.append(Member(replica.name, replica.url, replica.weight, own=False))
+            leaving.add(replica.name)
+        deployment.replicas.facts.set_members(members, leaving)
+        draining = [one for one in self._draining(deployment) if one.own]
+        return [*names, *(replica.name for replica in draining if replica.name not in order)]
 
-    def _finishing(self, deployment: Deployment, elsewhere: Mapping[str, str]) -> list[ReplicaView]:
+    def _finishing(self, deployment: Deployment, elsewhere: Mapping[str, str]) -> list[KnownReplica]:
         """Replicas of others that are gone from the list and have requests left, and time for them."""
         now = self._monotonic()
-        replicas = deployment.replicas
+        facts = deployment.replicas.facts
         gone = [
-            view
-            for view in (*replicas.views, *replicas.leaving)
-            if not view.own and view.name not in elsewhere
+            replica
+            for replica in (*facts.members, *facts.leaving)
+            if not replica.own and replica.name not in elsewhere
         ]
         kept = []
-        for view in gone:
-            since = self._leaving_since.setdefault(view.name, now)
-            if self._busy(view) and now - since < deployment.drain_s:
-                kept.append(view)
+        for replica in gone:
+            since = self._leaving_since.setdefault(replica.name, now)
+            if self._busy(replica) and now - since < deployment.drain_s:
+                kept.append(replica)
             else:
-                del self._leaving_since[view.name]
+                del self._leaving_since[replica.name]
         return kept
 
-    def _draining(self, deployment: Deployment) -> list[ReplicaView]:
+    def _draining(self, deployment: Deployment) -> list[KnownReplica]:
         """Those that leave and have requests left, and time for them."""
         now = self._monotonic()
-        leaving = deployment.replicas.leaving
-        for view in deployment.replicas.views:
-            self._leaving_since.pop(view.name, None)
+        facts = deployment.replicas.facts
+        for replica in facts.members:
+            self._leaving_since.pop(replica.name, None)
         kept = []
-        for view in leaving:
-            since = self._leaving_since.setdefault(view.name, now)
-            if self._busy(view) and now - since < deployment.drain_s:
-                kept.append(view)
+        for replica in facts.leaving:
+            since = self._leaving_since.setdefault(replica.name, now)
+            if self._busy(replica) and now - since < deployment.drain_s:
+                kept.append(replica)
         return kept
 
 

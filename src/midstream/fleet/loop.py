@@ -48,9 +48,10 @@ from midstream.fleet.reconcile import (
     target_of,
     waits_staged,
 )
-from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.fleet.switch_turns import TURN_S_MAX, SwitchTurn, next_turn
+from midstream.fleet.view import ReplicaView
 from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,9 @@ from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Nothing, serves
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import CHANGE_ONE, OBSERVE, ScopeNeed
 from midstream.fleet.access import grant_of
+from midstream.fleet.known_replica import Standing
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.view import ReplicaEntry, ReplicaView, Standing
+from midstream.fleet.view import ReplicaEntry, ReplicaView
 from midstream.ledger import DeploymentRow, Ledger
 
 logger = logging.getLogger(__name__)
@@ -260,10 +261,10 @@ def _shown(deployment: Deployment, view: ReplicaView) -> Replica:
     return Replica(
         name=view.name,
         url=view.url,
-        weight=view.weight,
+        weight=view.replica.weight,
         drain=deployment.entries.get(view.name, ReplicaEntry()).drain,
-        standing=view.standing,
+        standing=view.replica.standing,
         usable=view.usable,
-        in_flight=view.in_flight,
+        in_flight=view.replica.in_flight,
         snapshot=view.report.own.snapshot if view.report else None,
     )

@@ -4,6 +4,7 @@ Always holds:
 - A pause that its trainer does not end ends after PAUSE_S_MAX.
 - A boot joins only once it is paused as the ledger has it.
 - A replica's pause that the ledger does not know is ended by a greater serial.
+- A policy pauses with its deployment. What its replicas report of pauses is the deployment's alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 
+from midstream.core.reports import ReplicaReport
+from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import Pause
 from midstream.fleet.view import ReplicaView
 from midstream.ledger import Ledger, LedgerUnavailable
@@ -30,6 +33,7 @@ class Pauses:
     ) -> None:
         self._ledger = ledger
         self._deployment = deployment
+        self._of_policy = POLICY_INFIX in deployment
         self._poll_s = poll_s
         self._monotonic = monotonic
         self.current = Pause()
@@ -58,8 +62,8 @@ class Pauses:
     async def outdo(self, views: Collection[ReplicaView]) -> bool:
         """Outdo a pause of a replica that outlived an older ledger. Returns whether a replica is ahead of the ledger until
         this was stored, and read."""
-        pause = self.current
-        seen = max((view.heard.pause.serial for view in views if view.heard is not None), default=0)
+        pause, reports = self.current, [self._heard(view) for view in views]
+        seen = max((report.pause.serial for report in reports if report is not None), default=0)
         if seen <= pause.serial:
             return False
         with contextlib.suppress(LedgerUnavailable):
@@ -68,19 +72,24 @@ class Pauses:
         return True
 
     def lets_join(self, view: ReplicaView) -> bool:
-        return self.current.mode is None or (view.heard is not None and not self.lags(view))
+        return self.current.mode is None or (self._heard(view) is not None and not self.lags(view))
 
     def lags(self, view: ReplicaView) -> bool:
         """Whether the replica reports an older pause."""
-        return view.heard is not None and view.heard.pause.serial < self.current.serial
+        heard = self._heard(view)
+        return heard is not None and heard.pause.serial < self.current.serial
 
     def due(self, view: ReplicaView) -> bool:
         """Whether the replica is to be sent the current pause now."""
-        if view.heard is None or not self.lags(view):
+        heard = self._heard(view)
+        if heard is None or not self.lags(view):
             return False
-        now, boot = self._monotonic(), view.heard.boot
+        now, boot = self._monotonic(), heard.boot
         *last, last_at = self._sent.get(view.name, ("", None, float("-inf")))
         if last == [boot, self.current] and now - last_at < self._poll_s:
             return False
         self._sent[view.name] = (boot, self.current, now)
         return True
+
+    def _heard(self, view: ReplicaView) -> ReplicaReport | None:
+        return None if self._of_policy else view.replica.heard

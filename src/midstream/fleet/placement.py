@@ -45,15 +45,22 @@ _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
+class Counted(Protocol):
+    """Where the requests on a replica are counted."""
+
+    @property
+    def load(self) -> int: ...
+
+
 class Placeable(Protocol):
-    """What placement needs to know of a usable replica. load: requests on it; weight: above 0, its part of the work."""
+    """What placement needs to know of a usable replica. weight: above 0, its part of the work."""
 
     @property
     def name(self) -> str: ...
     @property
     def weight(self) -> float: ...
     @property
-    def load(self) -> int: ...
+    def replica(self) -> Counted: ...
 
 
 M = TypeVar("M", bound=Placeable)
@@ -66,6 +73,10 @@ class Candidate:
     name: str
     load: int
     weight: float = 1.0
+
+    @property
+    def replica(self) -> Candidate:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,7 @@ class Fleet(Generic[M]):
 
     def __init__(self, members: Iterable[M]) -> None:
         self.members: tuple[M, ...] = tuple(sorted(members, key=lambda member: member.name))
+        self._replicas = [member.replica for member in self.members]
         self._weights = [member.weight for member in self.members]
         self._all = sum(self._weights)
         self._even = len(set(self._weights)) <= 1
@@ -170,7 +182,7 @@ class Fleet(Generic[M]):
         return self.members[place], Decision(replica, "prefix", why)
 
     def _loads(self) -> list[int]:
-        return list(map(_load, self.members))
+        return list(map(_load, self._replicas))
 
     def _emptier(self, best: Sequence[_Ranked], sessions: Mapping[str, int]) -> _Ranked:
         """The second one only if it has clearly fewer sessions: small differences are what one gateway knows before another."""

@@ -21,7 +21,7 @@ from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.prefixes import PrefixTable
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.signal_order import SignalOrder
 from midstream.fleet.view import ReplicaEntry
@@ -64,7 +64,7 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.of is None:
             # A policy's sessions are its deployment's.
-            self.replicas.on_sessions = self._hear_sessions
+            self.replicas.facts.on_sessions = self._hear_sessions
         self.reconciler.order = self.order
 
     @property
@@ -117,6 +117,11 @@ class Deployment:
         }
         return down | self.problems
 
+    def lives_on(self, replica: str) -> bool:
+        """Whether sessions may stay on the replica: it is usable for the deployment's own weights."""
+        view = self.host.replicas.named(replica)
+        return view is not None and view.usable
+
     def _hear_sessions(self, replica: str, told: SessionsReport) -> None:
         if told.boot is not None:
             self.sessions.begin(replica, told.boot)
@@ -138,7 +143,7 @@ class Deployment:
         """Hear the replicas and keep them at what is desired, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             if self.of is None:
-                tasks.create_task(self.replicas.run(), name=f"events of {self.name}")
+                tasks.create_task(self.replicas.facts.run(), name=f"events of {self.name}")
             tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
 
 

@@ -2,26 +2,24 @@
 
 Owns: who belongs to the deployment now, one long-lived `GET /replica/events` per replica, and delivery of a Desired.
 Always holds:
-- A view is one replica at one address for as long as it is known. One that leaves is heard until it is gone, takes no new
-  request, and is not the reconciler's business any more.
-- A view's report is the last whole report heard. It becomes None when the replica proves dead: its event stream broke and no
-  process listens. It becomes None, too, when the replica is silent for `silence_s`, or sends a line that is no report of it.
-  When a broken event stream cannot be opened again, that happens `grace_s` after it broke.
+- A KnownReplica is one replica at one address for as long as it is known. One that leaves is heard until it is gone, takes no
+  new request, and is not the reconciler's business any more.
+- What is heard of a replica is its last whole report. It becomes None when the replica proves dead: its event stream broke and
+  no process listens. It becomes None, too, when the replica is silent for `silence_s`, or sends a line that is no report of
+  it. When a broken event stream cannot be opened again, that happens `grace_s` after it broke.
 - One broken connection alone moves no session.
 - Requests that fail on a replica before it answers, several in a row, suspend it until it answers a probe.
-- A new boot of a replica is not admitted until the reconciler (loop.py) admits it.
-- While a view is `learning`, after the gateway's start, replicas may still have to say which sessions they hold. A replica
-  says so before its first report. Learning ends when every member is usable, and in any case after `learn_s`.
+- Replicas say which sessions they hold before their first report. They have `learn_s` for that, from the gateway's start on.
 - The token that replicas ask for is sent to replicas only, and shown nowhere.
-- Subscribers are called after changes, at most once per turn of the event loop, never from within a change.
+- Each policy of the deployment, its own weights among them, has a set of views (replica_set.py). A set learns of every change
+  that concerns its policy, at once. A change of one policy's report is passed to that policy and to the own weights alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -29,15 +27,12 @@ import msgspec
 from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.measures import Trajectories
-from midstream.core.reports import ReplicaReport, Reported
+from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
 from midstream.core.sessions import SessionsReport
-from midstream.core.types import Desired, Hint, Pause
-from midstream.fleet.holding import Holding
-from midstream.fleet.placement import Fleet
+from midstream.core.types import POLICIES_MAX, Desired, Hint, Pause
+from midstream.fleet.known_replica import OWN, KnownReplica, PolicyKey, last_words
 from midstream.fleet.subscription import Lines, Subscription, token_header
-from midstream.fleet.view import ReplicaView as ReplicaView
-from midstream.fleet.view import last_words
 from midstream.http.call import CallFailed, call, open_stream
 
 logger = logging.getLogger(__name__)
@@ -66,15 +61,35 @@ class Member(NamedTuple):
 Listener = Callable[[str, SessionsReport], None]
 
 
-class Follower(Protocol):
-    def follow(self) -> None:
-        """Something is new."""
+class Views(Protocol):
+    """What one policy sees of the replicas (replica_set.py)."""
+
+    def usable_beside(self, replica: KnownReplica) -> bool:
+        """Whether another one is usable."""
+
+    def on_members(self) -> None:
+        """Other replicas belong to the deployment, or they stand otherwise."""
+
+    def on_report(self, replica: KnownReplica) -> None:
+        """Its report of the policy is another one."""
+
+    def on_suspended(self, replica: KnownReplica) -> None:
+        """It is suspended, or is not any more."""
+
+    def look_again(self) -> None:
+        """Something else changed."""
+
+    def on_room(self) -> None:
+        """Whether the replicas have room for all policies is another answer."""
+
+    def on_learned(self) -> None:
+        """What replicas may still have to say is not waited for any more."""
 
 
-class ReplicaSet(Holding):
+class DeploymentReplicas:
     """The replicas of one deployment. Use from one event loop.
 
-    views: the members, in order. leaving: those that finish what they have and then go.
+    members: in order. leaving: those that finish what they have and then go.
     """
 
     def __init__(
@@ -91,90 +106,45 @@ class ReplicaSet(Holding):
         """`replicas`: of set_members, which see.
 
         grace_s: how long a report outlives its event stream while nothing proves the replica dead. learn_s: how long after the
-        start of `run` it may be `learning`. token: the secret that replicas ask for, if they do.
+        start of `run` replicas may have to say which sessions they hold. token: the secret that replicas ask for, if they do.
         """
-        self.views: tuple[ReplicaView, ...] = ()
-        self.leaving: tuple[ReplicaView, ...] = ()
+        self.members: tuple[KnownReplica, ...] = ()
+        self.leaving: tuple[KnownReplica, ...] = ()
         self._silence_s = silence_s
         self._backoff = backoff
         self._call_timeout_s = call_timeout_s
         self._grace_s = grace_s
-        self._learn_s = learn_s
-        self.learning = learn_s > 0
+        self.learn_s = learn_s
         # Called with each report of sessions.
         self.on_sessions: Listener = lambda replica, told: None
-        # Notified at once of every change, of use or of a report: the owner of the policies.
-        self.followers: list[Follower] = []
         self._header = token_header(token)
-        self._named: dict[str, ReplicaView] = {}
-        self._fleet: Fleet[ReplicaView] | None = None
-        self._waiting: dict[Callable[[], None], None] = {}
-        self._waiting_for_use: dict[Callable[[], None], None] = {}
-        # The callbacks of those who wait are due.
-        self._use_is_news = False
-        self._waking: asyncio.Handle | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self._notice: asyncio.Handle | None = None
-        self._subscriptions: dict[ReplicaView, Subscription] = {}
+        self._views: dict[PolicyKey, Views] = {}
+        #: Whether every replica has room for every policy.
+        self.room_for_all = True
+        self._curious: dict[PolicyKey, None] = {}
+        self._subscriptions: dict[KnownReplica, Subscription] = {}
         # Set while it runs.
         self._tasks: asyncio.TaskGroup | None = None
         self.set_members(replicas)
 
     def __repr__(self) -> str:
-        reachable = sum(view.report is not None for view in self.views)
-        usable = sum(view.usable for view in self.views)
-        return f"ReplicaSet({len(self.views)} replicas, {reachable} reachable, {usable} usable)"
+        reachable = sum(replica.heard is not None for replica in self.members)
+        return f"DeploymentReplicas({len(self.members)} replicas, {reachable} reachable, {len(self._views)} policies)"
 
-    @property
-    def fleet(self) -> Fleet[ReplicaView]:
-        """Those that take new work now; those that are usable when none does (a synchronous swap on every replica)."""
-        if self._fleet is None:
-            usable = [view for view in self.views if view.usable]
-            self._fleet = Fleet([view for view in usable if view.admitting] or usable)
-        return self._fleet
+    def join(self, policy: PolicyKey, views: Views) -> None:
+        """Pass every change on to the views of a policy."""
+        self._views[policy] = views
+        views.on_members()
+        self._spread()
 
-    def named(self, name: str) -> ReplicaView | None:
-        """A member by its name."""
-        return self._named.get(name)
+    def leave(self, policy: PolicyKey) -> None:
+        self._curious.pop(policy, None)
+        del self._views[policy]
+        self._spread()
 
-    def wait(self, callback: Callable[[], None], *, any_report: bool = True) -> None:
-        """Call `callback` once, after the next change of who is usable for what, of any report (there are many), or of
-        `learning`."""
-        (self._waiting if any_report else self._waiting_for_use)[callback] = None
-
-    def look_again(self) -> None:
-        """Something else changed that waiting requests may wait for."""
-        self._wake()
-
-    def wait_no_more(self, callback: Callable[[], None]) -> None:
-        self._waiting.pop(callback, None)
-        self._waiting_for_use.pop(callback, None)
-
-    async def change(self, timeout_s: float, *, any_report: bool = True) -> None:
-        """Returns after the next change, as of `wait`, or after `timeout_s`."""
-        changed = asyncio.Event()
-        self.wait(changed.set, any_report=any_report)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await changed.wait()
-        finally:
-            self.wait_no_more(changed.set)
-
-    async def learned(self) -> None:
-        """Returns when it is not `learning`."""
-        while self.learning:
-            changed = asyncio.Event()
-            self.wait(changed.set, any_report=False)
-            try:
-                await changed.wait()
-            finally:
-                self.wait_no_more(changed.set)
-
-    @property
-    def waiting(self) -> int:
-        """How many wait."""
-        return len(self._waiting) + len(self._waiting_for_use)
+    def tell_next(self, policy: PolicyKey) -> None:
+        """The policy's views are to look again after the next change of any replica."""
+        self._curious[policy] = None
 
     def set_members(
         self, replicas: Sequence[tuple[str, str] | Member], leaving: Collection[str] = ()
@@ -184,176 +154,183 @@ class ReplicaSet(Holding):
         leaving: names of those that take no new requests. Whoever is not listed is gone. The same list changes nothing; a
         known name at another address is another replica.
         """
-        known = {(view.name, view.url): view for view in self._subscriptions}
-        stay: list[ReplicaView] = []
-        leave: list[ReplicaView] = []
+        known = {(replica.name, replica.url): replica for replica in self._subscriptions}
+        stay: list[KnownReplica] = []
+        leave: list[KnownReplica] = []
+        same = True
         for member in (Member(*replica) for replica in replicas):
-            view = known.pop((member.name, member.url.rstrip("/")), None) or self._met(member)
-            if view.weight != member.weight:
-                view.weight = member.weight
-                self._fleet = None
-            (leave if member.name in leaving else stay).append(view)
-        if (tuple(stay), tuple(leave)) == (self.views, self.leaving) and not known:
+            found = known.pop((member.name, member.url.rstrip("/")), None) or self._met(member)
+            same = same and found.weight == member.weight
+            found.weight = member.weight
+            (leave if member.name in leaving else stay).append(found)
+        if same and (tuple(stay), tuple(leave)) == (self.members, self.leaving) and not known:
             return
-        for index, view in enumerate(stay):
-            # Control did not look after it meanwhile.
-            if view.standing != "member":
-                view.admitted = False
-            view.index, view.standing = index, "member"
-        for view in leave:
-            view.standing = "leaving"
-        self.views, self.leaving = tuple(stay), tuple(leave)
-        self._named = {view.name: view for view in stay}
-        self._fleet = None
-        for view in known.values():
-            self._part(view)
+        for index, found in enumerate(stay):
+            found.index, found.standing = index, "member"
+        for found in leave:
+            found.standing = "leaving"
+        self.members, self.leaving = tuple(stay), tuple(leave)
+        for found in known.values():
+            self._part(found)
+        for views in tuple(self._views.values()):
+            views.on_members()
         self._changed()
 
-    def _met(self, member: Member) -> ReplicaView:
-        view = ReplicaView(
-            0, member.name, member.url.rstrip("/"), member.weight, self._use_changed, member.own
+    def _met(self, member: Member) -> KnownReplica:
+        replica = KnownReplica(
+            member.name, member.url.rstrip("/"), member.weight, member.own, self._has_reported
         )
-        self._subscriptions[view] = Subscription()
+        self._subscriptions[replica] = Subscription()
         if self._tasks is not None:
-            self._listen(self._tasks, view)
-        return view
+            self._listen(self._tasks, replica)
+        return replica
 
-    def _part(self, view: ReplicaView) -> None:
-        view.standing = "gone"
-        subscription = self._subscriptions.pop(view)
+    def _part(self, replica: KnownReplica) -> None:
+        replica.standing = "gone"
+        subscription = self._subscriptions.pop(replica)
         subscription.calm()
         if subscription.watch is not None:
             subscription.watch.cancel()
-        view.hear(None)
+        replica.hear(None)
 
-    def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every change of any report or of reachability."""
-        self._callbacks.append(callback)
+    def all_heard(self, wanted: int) -> bool:
+        """Whether all replicas that there should be have reported."""
+        known = (*self.members, *self.leaving)
+        return len(self.members) >= wanted and all(replica.heard is not None for replica in known)
 
-    async def send_desired(self, view: ReplicaView, desired: Desired) -> None:
+    async def send_desired(self, replica: KnownReplica, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
-        await self.post(view, "/replica/desired", msgspec.json.encode(desired), 202)
+        await self.post(replica, "/replica/desired", msgspec.json.encode(desired), 202)
 
-    async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
+    async def send_pause(self, replica: KnownReplica, pause: Pause) -> None:
         """Tell a replica whether to generate. Raises ReplicaUnavailable when it did not take it."""
-        await self.post(view, "/replica/pause", msgspec.json.encode(pause), 202)
+        await self.post(replica, "/replica/pause", msgspec.json.encode(pause), 202)
 
-    async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
+    async def post(self, replica: KnownReplica, path: str, body: bytes, expected: int) -> bytes:
         """A replica's answer. Raises ReplicaUnavailable when its status is another than expected."""
         try:
-            answer = await call(view.url, "POST", path, body, self._call_timeout_s, self._header)
+            answer = await call(replica.url, "POST", path, body, self._call_timeout_s, self._header)
         except CallFailed as error:
-            raise ReplicaUnavailable(f"{view.name}: {error}") from error
+            raise ReplicaUnavailable(f"{replica.name}: {error}") from error
         if answer.status != expected:
-            raise ReplicaUnavailable(f"{view.name} answered {answer.status}: {answer.message}")
+            raise ReplicaUnavailable(f"{replica.name} answered {answer.status}: {answer.message}")
         return answer.body
 
-    async def send_hint(self, view: ReplicaView, hint: Hint) -> bool:
+    async def send_hint(self, replica: KnownReplica, hint: Hint) -> bool:
         """Tell a replica of files that will be asked for; whether it took note."""
         body = msgspec.json.encode(hint)
         try:
-            answer = await call(view.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header)
+            answer = await call(
+                replica.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header
+            )
         except CallFailed as error:
-            logger.info("%s did not get the hint at files of %s: %s", view.name, hint.snapshot, error)
+            logger.info("%s did not get the hint at files of %s: %s", replica.name, hint.snapshot, error)
             return False
         return answer.status == 202
 
-    def refused(self, view: ReplicaView) -> None:
+    def refused(self, replica: KnownReplica) -> None:
         """The data path was refused a connection: without an event stream either, the replica is dead."""
-        subscription = self._subscriptions.get(view)
+        subscription = self._subscriptions.get(replica)
         if subscription is not None and not subscription.connected:
-            self._lost(view)
+            self._lost(replica)
 
-    def replaced(self, view: ReplicaView, boot: str) -> bool:
+    def replaced(self, replica: KnownReplica, boot: str) -> bool:
         """An answer of the replica said that this boot of it is gone. True if that boot reported last: no request is
         sent there before the replica has reported again."""
-        if view.report is None or view.report.boot != boot:
+        if replica.heard is None or replica.heard.boot != boot:
             return False
         logger.info(
             "%s restarts; it takes requests again once it has reported",
-            view.name,
-            extra={"replica": view.name},
+            replica.name,
+            extra={"replica": replica.name},
         )
-        self._lost(view)
+        self._lost(replica)
         return True
 
-    def failed(self, view: ReplicaView) -> None:
+    def failed(self, replica: KnownReplica) -> None:
         """A request failed on it before it answered. After several in a row it is suspended until a probe succeeds, unless no
         other is usable."""
-        view.failures += 1
-        others = any(other.usable for other in self.views if other is not view)
-        if view.failures < FAILURES_MAX or view.suspended or not others or self._tasks is None:
+        replica.failures += 1
+        own = self._views.get(OWN)
+        others = own is not None and own.usable_beside(replica)
+        if replica.failures < FAILURES_MAX or replica.suspended or not others or self._tasks is None:
             return
         logger.warning(
             "%s failed %d requests in a row and is suspended",
-            view.name,
-            view.failures,
-            extra={"replica": view.name},
+            replica.name,
+            replica.failures,
+            extra={"replica": replica.name},
         )
-        view.suspended = True
-        self._tasks.create_task(self._probe(view), name=f"probe of {view.name}")
+        self._suspend(replica, True)
+        self._tasks.create_task(self._probe(replica), name=f"probe of {replica.name}")
 
-    async def _probe(self, view: ReplicaView) -> None:
+    async def _probe(self, replica: KnownReplica) -> None:
         """Until it answers."""
-        while view.standing != "gone":
+        while replica.standing != "gone":
             await asyncio.sleep(self._backoff.last_s)
             try:
-                answer = await call(view.url, "GET", "/health", None, self._call_timeout_s, self._header)
+                answer = await call(replica.url, "GET", "/health", None, self._call_timeout_s, self._header)
             except CallFailed:
                 continue
             if answer.status == 200:
                 break
-        view.failures = 0
-        view.suspended = False
-        logger.info("%s answers again", view.name, extra={"replica": view.name})
+        replica.failures = 0
+        self._suspend(replica, False)
+        logger.info("%s answers again", replica.name, extra={"replica": replica.name})
 
     async def run(self) -> None:
         """Watch all event streams, of those that join meanwhile too, until cancelled."""
-        learned = asyncio.get_running_loop().call_later(self._learn_s, self._learned)
+        learned = asyncio.get_running_loop().call_later(self.learn_s, self._learned)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                for view in self._subscriptions:
-                    self._listen(tasks, view)
+                for replica in self._subscriptions:
+                    self._listen(tasks, replica)
                 await asyncio.Event().wait()
         finally:
             self._tasks = None
             learned.cancel()
-            # Nobody will say anything any more.
+            # No replica will say anything any more.
             self._learned()
 
-    def _listen(self, tasks: asyncio.TaskGroup, view: ReplicaView) -> None:
-        self._subscriptions[view].watch = tasks.create_task(self._watch(view), name=f"events of {view.name}")
+    def _listen(self, tasks: asyncio.TaskGroup, replica: KnownReplica) -> None:
+        self._subscriptions[replica].watch = tasks.create_task(
+            self._watch(replica), name=f"events of {replica.name}"
+        )
 
-    async def _watch(self, view: ReplicaView) -> None:
+    async def _watch(self, replica: KnownReplica) -> None:
         failures = 0
         try:
             while True:
                 heard = False
                 try:
-                    reason, heard = await self._follow(view)
+                    reason, heard = await self._follow(replica)
                 except CallFailed as error:
                     reason = str(error)
                     if isinstance(error.__cause__, ConnectionRefusedError):
-                        self._lost(view)
-                self._doubt(view)
+                        self._lost(replica)
+                self._doubt(replica)
                 level = logging.WARNING if heard else logging.DEBUG
                 logger.log(
-                    level, "event stream of %s lost: %s", view.name, reason, extra={"replica": view.name}
+                    level,
+                    "event stream of %s lost: %s",
+                    replica.name,
+                    reason,
+                    extra={"replica": replica.name},
                 )
                 failures = 1 if heard else failures + 1
                 await asyncio.sleep(self._backoff.pause_s(failures))
         finally:
-            self._lost(view)
+            self._lost(replica)
 
-    async def _follow(self, view: ReplicaView) -> tuple[str, bool]:
+    async def _follow(self, replica: KnownReplica) -> tuple[str, bool]:
         """Read one event stream to its end. Why it ended, and whether it ever said anything."""
-        lines = Lines(lambda line: self._heard(view, line))
+        lines = Lines(lambda line: self._heard(replica, line))
         timeout_s = min(self._call_timeout_s, self._silence_s)
         stream = await open_stream(
-            view.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
+            replica.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
         )
-        self._subscriptions[view].stream = stream
+        self._subscriptions[replica].stream = stream
         try:
             seen, quiet_checks = 0, 0
             while quiet_checks < SILENCE_CHECKS:
@@ -363,109 +340,88 @@ class ReplicaSet(Holding):
                     return reason, lines.count > 0
                 quiet_checks = 0 if lines.count > seen else quiet_checks + 1
                 seen = lines.count
-            words = "" if view.heard is None else last_words(view.heard)
-            self._lost(view)
-            view.last_words = words
+            words = "" if replica.heard is None else last_words(replica.heard)
+            self._lost(replica)
+            replica.last_words = words
             return f"silent for {self._silence_s:g} s; {words}", lines.count > 0
         finally:
             stream.abort()
 
-    def _heard(self, view: ReplicaView, line: bytes) -> None:
+    def _heard(self, replica: KnownReplica, line: bytes) -> None:
         try:
             if line.startswith(OF_A_KIND):
-                self._told(view, msgspec.json.decode(line, type=SessionsReport | Trajectories))
+                self._told(replica, msgspec.json.decode(line, type=SessionsReport | Trajectories))
                 return
-            subscription = self._subscriptions[view]
-            if line == subscription.line and view.report is not None:
+            subscription = self._subscriptions[replica]
+            if line == subscription.line and replica.heard is not None:
                 # A report repeated to show that the replica lives may be long.
                 subscription.calm()
                 return
             report = msgspec.json.decode(line, type=ReplicaReport)
-            if not view.own:
-                report = msgspec.structs.replace(report, replica=view.name)
-            if report.replica != view.name:
-                raise ValueError(f"{view.url} is {report.replica}, expected {view.name}")
+            if not replica.own:
+                report = msgspec.structs.replace(report, replica=replica.name)
+            if report.replica != replica.name:
+                raise ValueError(f"{replica.url} is {report.replica}, expected {replica.name}")
         except (*NOT_JSON, ValueError):
             # Another process answers there now: the replica that was heard before is lost.
-            self._lost(view)
+            self._lost(replica)
             raise
         subscription.calm()
         subscription.line = line
-        if report.boot != subscription.boot:
-            subscription.boot = report.boot
-            view.admitted = False
-        if report != view.heard:
-            before = _serving(view.report)
-            view.hear(report)
-            self._changed(use=_serving(view.report) != before)
+        if report != replica.heard:
+            replica.hear(report)
 
-    def _told(self, view: ReplicaView, told: SessionsReport | Trajectories) -> None:
+    def _told(self, replica: KnownReplica, told: SessionsReport | Trajectories) -> None:
         if isinstance(told, SessionsReport):
-            self.on_sessions(view.name, told)
+            self.on_sessions(replica.name, told)
         else:
-            view.trajectories = told
+            replica.trajectories = told
 
-    def _doubt(self, view: ReplicaView) -> None:
+    def _doubt(self, replica: KnownReplica) -> None:
         """The event stream is gone: the report goes too, unless another one comes in time."""
-        subscription = self._subscriptions[view]
-        if view.report is not None and subscription.doubt is None:
-            subscription.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, view)
+        subscription = self._subscriptions[replica]
+        if replica.heard is not None and subscription.doubt is None:
+            subscription.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, replica)
 
-    def _lost(self, view: ReplicaView) -> None:
-        if (subscription := self._subscriptions.get(view)) is not None:
+    def _lost(self, replica: KnownReplica) -> None:
+        if (subscription := self._subscriptions.get(replica)) is not None:
             subscription.calm()
-        if view.report is not None:
-            view.hear(None)
-            self._changed()
+        if replica.heard is not None:
+            replica.hear(None)
 
-    def _use_changed(self) -> None:
-        """Who is usable is another than before."""
-        self._fleet = None
-        if self.learning and self.views and all(view.usable for view in self.views):
-            self.learning = False
-        self._tell_followers()
-        self._wake()
+    def _has_reported(self, replica: KnownReplica, news: Collection[PolicyKey] | None) -> None:
+        """The views of every policy look at it; with `news`, those of these policies and of the own weights."""
+        every: Iterable[PolicyKey] = self._views if news is None else (OWN, *news)
+        concerned = [self._views[policy] for policy in dict.fromkeys(every) if policy in self._views]
+        for views in concerned:
+            views.on_report(replica)
+        self._changed()
 
-    def _tell_followers(self) -> None:
-        for follower in self.followers:
-            follower.follow()
+    def _suspend(self, replica: KnownReplica, suspended: bool) -> None:
+        replica.suspended = suspended
+        for views in tuple(self._views.values()):
+            views.on_suspended(replica)
+        self._changed()
+
+    def _changed(self) -> None:
+        """What depends on all replicas may be another answer."""
+        self._spread()
+        curious, self._curious = self._curious, {}
+        for policy in curious:
+            self._views[policy].look_again()
+
+    def _spread(self) -> None:
+        most = [
+            replica.policies_max
+            for replica in (*self.members, *self.leaving)
+            if replica.policies_max is not None
+        ]
+        room_for_all = len(self._views) - (OWN in self._views) <= min(most, default=POLICIES_MAX)
+        if room_for_all is not self.room_for_all:
+            self.room_for_all = room_for_all
+            for views in tuple(self._views.values()):
+                views.on_room()
 
     def _learned(self) -> None:
-        self.learning = False
-        self._wake()
-
-    def _wake(self, *, use: bool = True) -> None:
-        if not (self._waiting or (use and self._waiting_for_use)):
-            return
-        self._use_is_news = self._use_is_news or use
-        if self._waking is None:
-            self._waking = asyncio.get_running_loop().call_soon(self._call_waiting)
-
-    def _call_waiting(self) -> None:
-        self._waking = None
-        waiting, self._waiting = self._waiting, {}
-        if self._use_is_news:
-            self._use_is_news = False
-            waiting |= self._waiting_for_use
-            self._waiting_for_use = {}
-        for callback in waiting:
-            callback()
-
-    def _changed(self, *, use: bool = True) -> None:
-        self._tell_followers()
-        self._wake(use=use)
-        if self._notice is None and self._callbacks:
-            self._notice = asyncio.get_running_loop().call_soon(self._notify)
-
-    def _notify(self) -> None:
-        self._notice = None
-        for callback in self._callbacks:
-            callback()
-
-
-def _serving(report: Reported | None) -> tuple[object, ...]:
-    """What it is of use for, now and soon."""
-    if report is None:
-        return ()
-    own = report.own
-    return own.snapshot, own.resident, own.pinnable, own.stage, own.target
+        for views in tuple(self._views.values()):
+            views.on_learned()

@@ -19,8 +19,7 @@ class Subscription:
     watch: asyncio.Task[None] | None = None
     # The last event stream.
     stream: ResponseStream | None = None
-    # The last boot that was heard, and its last report as it came.
-    boot: str | None = None
+    # The last report as it came.
     line: bytes = b""
     # The timer that ends the report's grace.
     doubt: asyncio.TimerHandle | None = None

@@ -24,15 +24,15 @@ from midstream.api.hotload import hotload_apis
 from midstream.api.reference import ReferenceApi
 from midstream.core.errors import ConfigError, NotFound
 from midstream.core.private import UMASK
-from midstream.core.served_names import ServedNames
+from midstream.core.served_names import ServedNames, names_of
 from midstream.core.supervision import Accepting, Listening
 from midstream.core.types import TransitionType
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi, Resolver, entries_of_settings
-from midstream.fleet.policies import PolicyReplicas, names_of
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
 from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
@@ -267,7 +267,8 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
 
 
 def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployment:
-    replicas = ReplicaSet(token=spec.token, learn_s=LEARN_S, silence_s=spec.settings.replica_silence_s)
+    facts = DeploymentReplicas(token=spec.token, learn_s=LEARN_S, silence_s=spec.settings.replica_silence_s)
+    replicas = ReplicaSet(facts)
     return Deployment(
         ServedNames(row.model, row.name),
         replicas,
@@ -278,7 +279,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
 
 
 def _policy(ledger: Ledger, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
-    replicas = PolicyReplicas(of.replicas, policy, row.created_at)
+    replicas = ReplicaSet(of.replicas.facts, policy, row.created_at)
     # Policies switch by themselves: no replica waits for another one's turn.
     reconciler = Reconciler(ledger, replicas, row.name, signalled_at_once=True)
     names = names_of(of.names, policy)

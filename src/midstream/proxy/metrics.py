@@ -224,7 +224,7 @@ class GatewayMetrics:
             )
         sessions = sum(len(d.sessions) for d in self._deployments)
         yield _samples("midstream_gateway_sessions", [((), sessions)])
-        yield self._per_view("midstream_gateway_in_flight", lambda view: view.in_flight)
+        yield self._per_view("midstream_gateway_in_flight", lambda view: view.replica.in_flight)
         yield self._per_view("midstream_gateway_replica_up", lambda view: view.report is not None)
         yield self._per_view("midstream_gateway_replica_usable", lambda view: view.usable)
 
@@ -246,7 +246,7 @@ class GatewayMetrics:
         return [(d, view) for d in self._deployments for view in d.replicas.views]
 
     def _replicas(self) -> Iterator[Metric]:
-        heard = [(d, view, view.heard) for d, view in self._views() if view.heard is not None]
+        heard = [(d, view, view.replica.heard) for d, view in self._views() if view.replica.heard is not None]
         for name, value in _REPORTED.items():
             yield _samples(name, [((view.name,), value(report)) for _, view, report in heard])
         behind = [((view.name,), d.order.behind(report.own.snapshot)) for d, view, report in heard]
@@ -264,9 +264,9 @@ class GatewayMetrics:
     def _heard_trajectories(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:
         """A replica that is heard but has measured nothing yet shows zeros: Prometheus sees no increase from nothing to one."""
         return [
-            (d, view, view.trajectories or _NOTHING)
+            (d, view, view.replica.trajectories or _NOTHING)
             for d, view in self._views()
-            if view.trajectories is not None or view.report is not None
+            if view.replica.trajectories is not None or view.report is not None
         ]
 
     def _measured(self) -> Iterator[Metric]:

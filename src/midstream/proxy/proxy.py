@@ -7,7 +7,7 @@ Always holds:
   passed over for that request alone.
 - With one deployment no body is looked into for its model, unless the key is for some deployments only.
 - A request for inference reaches a replica only of a deployment that its key may sample from.
-- `in_flight` of a view counts exactly the requests that are on it.
+- `in_flight` of a replica counts exactly the requests that are on it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from midstream.core.tracing import Tracer
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
+from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.placement import Decision, Fleet, sticky
 from midstream.fleet.prefixes import PrefixTable, PromptBeginnings
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.sessions import body_model
 from midstream.fleet.subscription import token_header
 from midstream.fleet.view import ReplicaView
@@ -78,7 +79,7 @@ class Proxy:
         before the requests on it are given up. clock: what durations are measured with.
         """
         self.deployments = deployments
-        self.upstreams: dict[ReplicaView, Upstream] = {}
+        self.upstreams: dict[KnownReplica, Upstream] = {}
         self._token = (replica_token or "").encode()
         self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
         self.clock = clock
@@ -107,8 +108,8 @@ class Proxy:
 
     def check_replicas(self, now: float) -> None:
         """Give up the requests on replicas that have been unreachable for long. Call it regularly."""
-        for view, upstream in list(self.upstreams.items()):
-            if view.report is not None:
+        for replica, upstream in list(self.upstreams.items()):
+            if replica.heard is not None:
                 upstream.unheard_since = None
                 continue
             if upstream.unheard_since is None:
@@ -117,9 +118,9 @@ class Proxy:
                 # The list says who was there: each one leaves as it is given up.
                 together = list(upstream.requests)
                 for request in together:
-                    request.give_up(_silent(view, self._unreachable_s), together)
-            if view.standing == "gone" and not upstream.requests:
-                del self.upstreams[view]
+                    request.give_up(_silent(replica, self._unreachable_s), together)
+            if replica.standing == "gone" and not upstream.requests:
+                del self.upstreams[replica]
                 upstream.pool.close()
 
     def close(self) -> None:
@@ -182,10 +183,10 @@ class Proxy:
             return meant(self.deployments, grant, (SAMPLE,), find, deployment, asked or model)
         return find()
 
-    def upstream(self, view: ReplicaView) -> Upstream:
-        found = self.upstreams.get(view)
+    def upstream(self, replica: KnownReplica) -> Upstream:
+        found = self.upstreams.get(replica)
         if found is None:
-            found = self.upstreams[view] = Upstream(self._pool_to(view.url))
+            found = self.upstreams[replica] = Upstream(self._pool_to(replica.url))
         return found
 
     def routes_at(self, view: ReplicaView) -> list[Any]:
@@ -212,8 +213,6 @@ class Proxy:
         lives = None if session is None else deployment.sessions.lives(session)
         home = None if lives is None else lives[0]
         at_home = None if home is None else replicas.named(home)
-        # A policy may not be loaded yet where its session lives.
-        stays = at_home is not None and at_home.replica.usable
         if at_home is not None and not at_home.usable:
             at_home = None
         if at_home is not None and at_home.name not in tried and (eligible is None or eligible(at_home)):
@@ -235,7 +234,8 @@ class Proxy:
                 return None
             placed = Placed(*found)
             if session is not None:
-                stays = stays or at_home is not None
+                # A policy may not be loaded yet where its session lives.
+                stays = at_home is not None or (home is not None and deployment.lives_on(home))
                 placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
         if prompt is not None:
             prefixes.learn(prompt, placed.view.name)
@@ -243,7 +243,7 @@ class Proxy:
         # A session that is placed or moves is worth a line; a turn that goes home, or a request without a session, is not.
         level = logging.INFO if placed.stamp else logging.DEBUG
         if logger.isEnabledFor(level):
-            _log(level, session, placed.view, placed.decision)
+            _log(level, session, placed.view.replica, placed.decision)
         return placed
 
     def _follow(
@@ -297,13 +297,13 @@ class Upstream:
         return f"Upstream({len(self.requests)} requests, {self.pool})"
 
 
-def _log(level: int, session: Session | None, view: ReplicaView, decision: Decision) -> None:
+def _log(level: int, session: Session | None, at: KnownReplica, decision: Decision) -> None:
     key = "-" if session is None else session[1]
     # It is a client's. What could end a line, or hide a part of it, is shown as an escape.
     if not key.isprintable():
         key = key.encode("unicode_escape").decode()
-    named = {"replica": view.name, "session": None if session is None else session[1]}
-    logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, view.url, view.index, extra=named)
+    named = {"replica": at.name, "session": None if session is None else session[1]}
+    logger.log(level, "Hash key '%s' mapped to worker: %s (index=%d)", key, at.url, at.index, extra=named)
     logger.debug("Placement of '%s': %s: %s", key, decision.reason, decision.explanation)
 
 
@@ -325,9 +325,9 @@ def _others(
     ]
 
 
-def _silent(view: ReplicaView, lasts_s: float) -> str:
-    said = f"nothing was heard of {view.name} for {lasts_s:g} s"
-    return f"{said}; {view.last_words}" if view.last_words else said
+def _silent(replica: KnownReplica, lasts_s: float) -> str:
+    said = f"nothing was heard of {replica.name} for {lasts_s:g} s"
+    return f"{said}; {replica.last_words}" if replica.last_words else said
 
 
 def _decoded(value: bytes | None) -> str | None:

@@ -203,7 +203,7 @@ class ReplicaRoute(Route):
         if self._rest is not None:
             return None
         home = self._home()
-        return home.name if home is not None and home.replica.usable else None
+        return home.name if home is not None and self._deployment.lives_on(home.name) else None
 
     def _may_learn(self) -> bool:
         """A replica may yet say that it holds the session, or become usable."""

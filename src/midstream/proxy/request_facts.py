@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from midstream.core.reports import Reported
 from midstream.core.types import Session
 from midstream.core.wires import UserField
+from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.prefixes import PromptBeginnings
 from midstream.fleet.view import ReplicaView
 from midstream.proxy.request_state import RequestEvent, RequestPhase, Ruling, ruling
@@ -43,13 +44,13 @@ class ClientAsked:
 class Sending:
     """The replica that was chosen last, and the request as it is counted there.
 
-    replica: the view that counts the request. report: what the replica had reported when the request came there; a report
+    replica: counts the request. report: what the replica had reported when the request came there; a report
     that comes while it connects was not judged. boot: the boot that the request is meant for. here: the request, while it is
     on the replica.
     """
 
     placed: Placed | None = None
-    replica: ReplicaView
+    replica: KnownReplica
     report: Reported | None = None
     boot = ""
     here: AtReplica | None = None

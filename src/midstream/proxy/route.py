@@ -21,7 +21,7 @@ from midstream.http.message import Request
 from midstream.proxy.request_state import RequestEvent, RequestPhase
 
 if TYPE_CHECKING:
-    from midstream.fleet.replicas import ReplicaSet
+    from midstream.fleet.replica_set import ReplicaSet
     from midstream.proxy.poison import Losses
     from midstream.proxy.proxy import AtReplica, Proxy
     from midstream.proxy.resume import ResumeLog

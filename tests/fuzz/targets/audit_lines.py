@@ -17,7 +17,8 @@ import msgspec
 from midstream.core.config import KeySettings
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.auth import Authenticator
 from midstream.http.message import Request
 from midstream.proxy import audit
@@ -50,7 +51,7 @@ class Lines(logging.Handler):
 
 def log() -> audit.AuditLog:
     if not _logs:
-        deployments = Deployments(Deployment(NAMES, ReplicaSet(), _NoReconciler()))  # type: ignore[arg-type]
+        deployments = Deployments(Deployment(NAMES, ReplicaSet(DeploymentReplicas()), _NoReconciler()))  # type: ignore[arg-type]
         keys = [KeySettings(key=SECRET, tenant="t", scopes=("operate",))]
         _logs.append(audit.AuditLog(Authenticator(keys), deployments, lambda: _CLOCK))
     return _logs[0]

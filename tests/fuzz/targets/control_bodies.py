@@ -20,12 +20,13 @@ from midstream.api.signals import NamedDirectory, SignalBody, source_url
 from midstream.api.updates import Updates
 from midstream.core.endpoints import endpoints_of
 from midstream.core.errors import Conflict
+from midstream.core.served_names import names_of
 from midstream.core.types import Pause
 from midstream.core.wires import TRAINER_REFUSED
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.policies import names_of
 from midstream.fleet.registry import DEPLOYMENT_HEADER, Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import SignalResult
 from targets.control_side import NAMES, Call, ControlSide, check_refusal, decoded, fields_of, side
 from targets.target import Target, check, controlled
@@ -66,7 +67,7 @@ class Gateway(ControlSide):
 
     def __init__(self) -> None:
         super().__init__()
-        replicas = ReplicaSet([])
+        replicas = ReplicaSet(DeploymentReplicas([]))
         reconciler = Reconciler(self.ledger, replicas, NAMES.deployment)
         deployments = Deployments(Deployment(NAMES, replicas, reconciler))
         api = policies.PoliciesApi(self.ledger, deployments, self._changed, self._take)

@@ -23,7 +23,8 @@ from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi, ReplicaBody
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import DeploymentRow
 from targets.control_side import (
@@ -96,7 +97,7 @@ class DeploymentSide(ControlSide):
         await self._fill()
 
     def _run_time(self, row: DeploymentRow) -> Deployment:
-        replicas = ReplicaSet()
+        replicas = ReplicaSet(DeploymentReplicas())
         reconciler = Reconciler(self.ledger, replicas, row.name)
         return Deployment(ServedNames(row.model, row.name), replicas, reconciler, wanted=replica_count(row))
 

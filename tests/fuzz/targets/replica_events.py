@@ -20,13 +20,14 @@ from midstream.core.measures import BUCKETS_S, TURN_MEASURES, Distribution, Traj
 from midstream.core.reports import PolicyReport
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import EngineCard, SnapshotCheck, Stage, Transition
+from midstream.fleet.known_replica import last_words
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.policies import PolicyReplicas
 from midstream.fleet.reconcile import failure, serves, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import Member, ReplicaSet
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas, Member
 from midstream.fleet.subscription import Lines
-from midstream.fleet.view import ReplicaView, last_words
+from midstream.fleet.view import ReplicaView
 from targets.control_side import NAMES, Call, ControlSide, decoded, side
 from targets.target import Target, check, controlled, outcome, pieces
 
@@ -45,7 +46,7 @@ class EventSide(ControlSide):
 
     def __init__(self) -> None:
         super().__init__()
-        replicas = ReplicaSet()
+        replicas = ReplicaSet(DeploymentReplicas())
         self._shown = Deployment(NAMES, replicas, Reconciler(self.ledger, replicas, NAMES.deployment))
         deployments = Deployments(self._shown)
         self.serve(deployments, hotload_apis(self.ledger, deployments))
@@ -54,12 +55,12 @@ class EventSide(ControlSide):
         )
 
     async def heard(self, name: str, parts: Iterable[bytes]) -> tuple[Heard, Exception | None]:
-        replicas = ReplicaSet()
-        replicas.set_members([Member(name, "http://10.0.0.7:9000", own=name == OWN)])
+        replicas = ReplicaSet(DeploymentReplicas())
+        replicas.facts.set_members([Member(name, "http://10.0.0.7:9000", own=name == OWN)])
         # Hears what the replica says of its policy.
-        PolicyReplicas(replicas, "red", POLICY_MADE)
+        ReplicaSet(replicas.facts, "red", POLICY_MADE)
         heard = Heard(Deployment(NAMES, replicas, self._shown.reconciler))
-        lines = Lines(lambda line: replicas._heard(heard.view, line))
+        lines = Lines(lambda line: replicas.facts._heard(heard.view.replica, line))
         _, refused = outcome((*NOT_JSON, ValueError), lambda: [lines.feed(part) for part in parts])
         return heard, refused
 
@@ -72,8 +73,8 @@ class EventSide(ControlSide):
             if call.path != "/metrics":
                 decoded(answer)
         report = heard.view.report
-        if report is not None and heard.view.heard is not None:
-            last_words(heard.view.heard)
+        if report is not None and heard.view.replica.heard is not None:
+            last_words(heard.view.replica.heard)
             serving_generation(report)
             state = await self.ledger.state(NAMES.deployment)
             fleet_of(state, [report])
@@ -86,13 +87,13 @@ class Heard:
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.told: list[SessionsReport] = []
-        on_sessions = deployment.replicas.on_sessions
+        on_sessions = deployment.replicas.facts.on_sessions
 
         def tell(replica: str, told: SessionsReport) -> None:
             self.told.append(told)
             on_sessions(replica, told)
 
-        deployment.replicas.on_sessions = tell
+        deployment.replicas.facts.on_sessions = tell
 
     @property
     def view(self) -> ReplicaView:
@@ -101,7 +102,13 @@ class Heard:
     def __repr__(self) -> str:
         homes = sorted(self.deployment.sessions._homes.items())
         return repr(
-            (self.view.heard, self.view.trajectories, self.told, homes, self.deployment.sessions.counts)
+            (
+                self.view.replica.heard,
+                self.view.replica.trajectories,
+                self.told,
+                homes,
+                self.deployment.sessions.counts,
+            )
         )
 
 
@@ -117,11 +124,11 @@ async def check_stream(server: EventSide, control: int, stream: bytes) -> None:
     cut, again = await server.heard(name, pieces(stream, control))
     check(repr(whole) == repr(cut), "another thing is heard when it comes in pieces", whole, cut)
     check(type(refused) is type(again), "another end when it comes in pieces", refused, again)
-    report, counts = whole.view.heard, whole.deployment.sessions.counts
+    report, counts = whole.view.replica.heard, whole.deployment.sessions.counts
     check(refused is None or report is None, "a replica is heard that says no report", report, refused)
     check(report is None or report.replica == name, "a report of another replica", report)
     check(sum(counts.values()) <= len(whole.deployment.sessions), "sessions are counted twice", counts)
-    for said in (report, *whole.told, whole.view.trajectories):
+    for said in (report, *whole.told, whole.view.replica.trajectories):
         if said is not None:
             written = msgspec.json.encode(said)
             read = msgspec.json.decode(written, type=type(said))

@@ -19,9 +19,11 @@ from midstream.client.records import sequences_of
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.headers import HEADER_RECORDS, HEADER_SESSION, HEADER_TENANT
 from midstream.core.traces import METADATA_BYTES_MAX, RewardGiven
+from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.fleet.replicas import ReplicaSet, ReplicaView
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
 from targets.control_side import NAMES, Call, ControlSide, check_refusal, decoded, fields_of, side
 from targets.target import Target, check, controlled
 from targets.wire_replica import WireReplica
@@ -46,17 +48,17 @@ LIST, GET, END, TRACE, REWARD, REWARD_S, RESPONSE, REMOVE, ITEMS = range(len(CAL
 _UNSEEN = frozenset(range(0x21)) | frozenset(range(0x7F, 0x100)) | frozenset(b"?#")
 
 
-class InProcess(ReplicaSet):
+class InProcess(DeploymentReplicas):
     """Its replicas answer without a socket."""
 
     def __init__(self, replicas: dict[str, WireReplica]) -> None:
         super().__init__([(name, f"http://{name}:1") for name in replicas])
         self._apps = replicas
 
-    async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
-        answer = await self._apps[view.name].answer(path, body, {})
+    async def post(self, replica: KnownReplica, path: str, body: bytes, expected: int) -> bytes:
+        answer = await self._apps[replica.name].answer(path, body, {})
         if answer.status != expected:
-            raise ReplicaUnavailable(f"{view.name} answered {answer.status}: {answer.body!r}")
+            raise ReplicaUnavailable(f"{replica.name} answered {answer.status}: {answer.body!r}")
         return answer.body
 
 
@@ -64,7 +66,7 @@ class SessionSide(ControlSide):
     def __init__(self) -> None:
         super().__init__()
         self.replicas = {name: WireReplica(name, self.loop) for name in ("r0", "r1")}
-        replicas = InProcess(self.replicas)
+        replicas = ReplicaSet(InProcess(self.replicas))
         reconciler = Reconciler(self.ledger, replicas, NAMES.deployment)
         self.serve(Deployments(Deployment(NAMES, replicas, reconciler)))
         #: The id of a stored response.

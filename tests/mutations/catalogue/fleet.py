@@ -29,17 +29,17 @@ FLEET = (
     ),
     Mutation(
         "policy_that_made_way_loaded_again",
-        "fleet/policies.py",
-        "                # What makes way from here on is not asked for any more.\n"
-        "                self._asked.pop(view.name, None)\n",
-        "                pass\n",
+        "fleet/replica_set.py",
+        "            # What makes way from here on is not asked for any more.\n"
+        "            view.asked_until = 0.0\n",
+        "            pass\n",
         "A policy that made way is not loaded again before there is demand for it.",
         ("gateway/test_policy_placement.py",),
     ),
     Mutation(
         "every_replica_told_of_every_policy",
-        "fleet/policies.py",
-        "return [view for view in self.views if _is_resident(view) or self.is_asked(view.name)]",
+        "fleet/replica_set.py",
+        "return [view for view in self.views if view.held or _is_asked(view)]",
         "return self.views",
         "Where not all policies have room, a replica is told of those alone that it is to hold.",
         ("gateway/test_policy_placement.py",),
@@ -62,9 +62,9 @@ FLEET = (
     ),
     Mutation(
         "failed_replica_asked_again_at_once",
-        "fleet/policies.py",
-        '            return "failed"',
-        '            return "absent"',
+        "fleet/replica_set.py",
+        '        return "failed"',
+        '        return "absent"',
         "A replica that failed with a policy is not asked for it again at once.",
         ("gateway/test_policy_placement.py::test_a_policy_that_fails_on_one_replica_is_tried_on_another",),
     ),

@@ -87,9 +87,9 @@ GATEWAY = (
     ),
     Mutation(
         "restarted_replica_stays_admitted",
-        "fleet/replicas.py",
-        "            subscription.boot = report.boot\n            view.admitted = False",
-        "            subscription.boot = report.boot",
+        "fleet/view.py",
+        "            self._boot, self._admitted = report.boot, False",
+        "            self._boot = report.boot",
         "A replica that started anew gets no requests before it is admitted again.",
         ("gateway/test_replicas.py",),
     ),
@@ -184,8 +184,8 @@ GATEWAY = (
     Mutation(
         "leaving_replica_takes_new_requests",
         "fleet/replicas.py",
-        "(leave if member.name in leaving else stay).append(view)",
-        "(leave if view.weight < 0 else stay).append(view)",
+        "(leave if member.name in leaving else stay).append(found)",
+        "(leave if found.weight < 0 else stay).append(found)",
         "A replica that leaves takes no new requests.",
         ("gateway/test_several_deployments.py",),
     ),

@@ -73,9 +73,9 @@ TINKER = (
     ),
     Mutation(
         "ended_policy_told_again",
-        "fleet/policies.py",
-        "        if not self.ending:\n",
-        "        if True:\n",
+        "fleet/replica_set.py",
+        "        if self.ending:\n            # A replica",
+        "        if False:\n            # A replica",
         "A replica that has forgotten a policy is not told of it again.",
         ("control/test_policy_ends.py",),
     ),

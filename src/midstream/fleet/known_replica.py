@@ -1,0 +1,165 @@
+"""What the gateway knows of one replica at one address, whatever the policy.
+
+Always holds:
+- Each fact of a replica stands here once. What a policy sees of it is derived (view.py).
+- A request counts on the replica itself, so all policies see its load.
+- A change of one policy's report is news of that policy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from midstream.core.measures import Trajectories
+from midstream.core.reports import NOT_HELD, PolicyReport, ReplicaReport, Reported
+from midstream.core.types import Stage
+
+Standing = Literal["member", "leaving", "gone"]
+#: A policy's name, and when it was made: another one may get the name later.
+PolicyKey = tuple[str, float]
+#: The deployment's own weights.
+OWN: PolicyKey = ("", 0.0)
+
+
+class KnownReplica:
+    """One replica at one address.
+
+    index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
+    heard: its last report; None: unreachable. in_flight: requests this gateway has on it now. weight: its part of new work.
+    suspended: it fails requests, though it is heard. trajectories: what its turns were like. own: started by our supervisor.
+    """
+
+    __slots__ = (
+        "_in_flight",
+        "_on_report",
+        "_policies",
+        "_reported",
+        "failures",
+        "heard",
+        "index",
+        "last_words",
+        "load",
+        "name",
+        "own",
+        "policies_max",
+        "room",
+        "standing",
+        "suspended",
+        "trajectories",
+        "url",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        weight: float = 1.0,
+        own: bool = True,
+        on_report: Callable[[KnownReplica, Collection[PolicyKey] | None], None] = lambda replica, news: None,
+    ) -> None:
+        """on_report: is called after each report, with the policies of which it says something new; None: with all."""
+        self.index = 0
+        self.name = name
+        self.url = url
+        self.weight = weight
+        self.own = own
+        self.standing: Standing = "member"
+        self.suspended = False
+        # What the replica reported of itself before it fell silent. Empty: it is heard.
+        self.last_words = ""
+        # Requests on it: this gateway's, or all that it reported if those are more.
+        self.load = 0
+        # Requests in a row that failed on it before it answered one.
+        self.failures = 0
+        self.trajectories: Trajectories | None = None
+        self.heard: ReplicaReport | None = None
+        # How many policies it holds at once, as it last said.
+        self.policies_max: int | None = None
+        # Policies that could be loaded beside those that are, and those that could make way.
+        self.room = (0, 0)
+        self._policies: dict[PolicyKey, PolicyReport] = {}
+        self._reported = 0
+        self._in_flight = 0
+        self._on_report = on_report
+
+    def __repr__(self) -> str:
+        return f"KnownReplica({self.name}, {self.url}, {self.standing}, {self.in_flight} in flight)"
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, count: int) -> None:
+        self.count(count - self._in_flight)
+
+    def count(self, more: int) -> None:
+        """So many more requests of this gateway are on it."""
+        self._in_flight = count = self._in_flight + more
+        self.load = count if count > self._reported else self._reported
+
+    def hear(self, report: ReplicaReport | None) -> None:
+        """The replica reports of itself; None: it is not heard any more."""
+        before, self.heard = self.heard, report
+        self._reported = 0 if report is None else report.in_flight
+        self.in_flight = self._in_flight
+        held, said = self._policies, () if report is None else report.policies
+        self._policies = {_key(one): one for one in said}
+        if report is not None:
+            self.last_words = ""
+            self.policies_max = report.policies_max
+        others = [one for one in said if one.policy]
+        idle = sum(one.in_flight == 0 and one.stage in (Stage.IDLE, Stage.ERROR) for one in others)
+        self.room = (max(0, (self.policies_max or 0) - len(others)), idle)
+        if _of_boot(before) != _of_boot(report):
+            self._on_report(self, None)
+        else:
+            keys = held.keys() | self._policies.keys()
+            news = {key for key in keys if held.get(key) != self._policies.get(key)}
+            self._on_report(self, news)
+
+    def about(self, policy: PolicyKey) -> Reported | None:
+        """What it says of a policy; None: it is not heard."""
+        return None if self.heard is None else self.heard.about(self._policies.get(policy, NOT_HELD))
+
+    def holds(self, policy: PolicyKey) -> bool:
+        """Whether it has the policy in any stage. It always has its own weights."""
+        return policy == OWN or policy in self._policies
+
+    def reports(self, policy: PolicyKey) -> bool:
+        """Whether it said in its last report that it has the policy, whatever was learned since."""
+        said = () if self.heard is None else self.heard.policies
+        return any(_key(one) == policy for one in said)
+
+    def forget(self, policy: PolicyKey) -> None:
+        """It does not hold the policy, whatever it reported last."""
+        self._policies.pop(policy, None)
+
+
+def _key(report: PolicyReport) -> PolicyKey:
+    return (report.policy, report.made) if report.policy else OWN
+
+
+def _of_boot(report: ReplicaReport | None) -> tuple[object, ...]:
+    """What every policy sees of a report."""
+    if report is None:
+        return ()
+    return report.boot, report.alive, report.card, report.max_model_len
+
+
+def last_words(report: ReplicaReport) -> str:
+    """What a replica that is not heard any more was about, as it last said."""
+    engine = report.engine
+    said = [
+        f"{report.in_flight} requests on it",
+        f"{engine.running} running and {engine.waiting} waiting in its engine",
+    ]
+    if report.long_texts:
+        said.append(f"{report.long_texts} long texts being read")
+    if report.stalled_s:
+        said.append(f"its event loop had stood still for {report.stalled_s:g} s")
+    if report.engine_silent_s:
+        said.append(f"its engine had been silent for {report.engine_silent_s} s")
+    return "when it was last heard: " + ", ".join(said)
