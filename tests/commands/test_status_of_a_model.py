@@ -1,0 +1,39 @@
+"""`midstream status --deployment MODEL`: a deployment may be named by its model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from midstream.client import ServerClient
+from midstream.client.status import read_status
+from midstream.commands.status import _look, render
+
+ROW = {
+    "current_snapshot_identity": "step-1",
+    "readiness": True,
+    "loading_state": {"stage": "done", "target_snapshot_identity": "step-1"},
+    "midstream": {"replica": "replica-0", "reachable": True},
+}
+
+
+def server() -> ServerClient:
+    """One with a deployment `d` of another name than its model. The header of the status calls finds it by both."""
+
+    def policies(name: str, **_: Any) -> list[dict[str, Any]]:
+        raise AssertionError(f"{name} is no deployment")
+
+    made = SimpleNamespace(
+        snapshots=SimpleNamespace(status=lambda **_: read_status({"replicas": [ROW]})),
+        metrics=lambda **_: "",
+        deployments=SimpleNamespace(
+            all=lambda **_: [{"name": "accounts/a/deployments/d"}], policies=policies
+        ),
+    )
+    return cast(ServerClient, made)
+
+
+def test_a_model_names_its_deployment() -> None:
+    drawn = _look(server(), render, "tiny-moe")
+    assert "replica-0" in drawn
+    assert "step-1" in drawn
