@@ -63,4 +63,6 @@ def _media_range(text: str) -> tuple[str, float] | None:
 
 def _printable(value: str) -> str:
     """What a header can hold: a snapshot may be called anything."""
+    if value.isascii() and value.isprintable():
+        return value
     return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in value)

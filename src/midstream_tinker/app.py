@@ -422,7 +422,8 @@ class _Front:
         if future is None:
             message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
             raise TinkerRefusal(410, message, "request_id")
-        await self._wait(request, future)
+        if not future.done:
+            await self._wait(request, future)
         outcome = future.outcome
         if outcome is None:
             return answered(answers.TryAgain(request_id=future.request_id), 408)
@@ -434,8 +435,6 @@ class _Front:
 
     async def _wait(self, request: Request, future: Future) -> None:
         """Until it has ended, the client has left, or for poll_s."""
-        if future.done:
-            return
         tasks = (
             asyncio.create_task(self._futures.wait(future, self._poll_s)),
             asyncio.create_task(_left(request)),

@@ -120,11 +120,15 @@ async def body_of(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
         raise TinkerRefusal(400, f"bodies in {encoding} are not read here", "content-encoding")
     parts: list[bytes] = []
     size = 0
+    # Starlette ends a body with an empty part.
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise TinkerRefusal(413, f"the body has more than {limit >> 20} MiB")
-        parts.append(part)
+        if part:
+            parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
     return await beside.run(size, lambda: b"".join(parts))
 
 

@@ -266,8 +266,10 @@ def decode(body: bytes, into: type[_T]) -> _T:
         raise TinkerRefusal(400, "the body is nested too deeply") from error
     for name in ("user_metadata", "optimizer_params"):
         notes = getattr(made, name, None)
+        if notes is None:
+            continue
         _check_notes(notes, name)
-        if notes is not None and len(msgspec.json.encode(notes)) > MAX_NOTES_BYTES:
+        if len(msgspec.json.encode(notes)) > MAX_NOTES_BYTES:
             raise TinkerRefusal(400, f"{name} is longer than {MAX_NOTES_BYTES} bytes", name)
     return made
 
