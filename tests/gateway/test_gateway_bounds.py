@@ -124,6 +124,19 @@ def test_a_body_has_to_bring_so_much_in_each_window(
         assert b"at least 1000 bytes are expected in 10 s (min_body_rate)" in clock.written
 
 
+@FRAMINGS
+def test_what_comes_of_a_body_with_its_head_counts_in_the_first_window(
+    framed: Callable[[bytes], bytes],
+) -> None:
+    whole = framed(b"x" * 1001)
+    rest = len(b"x") + (len(b"\r\n0\r\n\r\n") if framed is chunked else 0)
+    clock = Clock(LIMITS)
+    clock.connection.data_received(whole[:-rest])
+    clock.comes(whole[-rest:], 12.0)
+    assert clock.written == b""
+    assert [len(request.body) for request in clock.served] == [1001]
+
+
 def test_a_body_behind_a_request_that_is_served_has_time() -> None:
     clock = Clock(LIMITS)
     clock.connection.data_received(plain(b"first") + plain(b"second")[:-1])
@@ -132,6 +145,13 @@ def test_a_body_behind_a_request_that_is_served_has_time() -> None:
     clock.comes(b"d", 9.0)
     assert [request.body for request in clock.served] == [b"first", b"second"]
     assert clock.written == b""
+
+
+def test_what_comes_of_a_body_in_the_read_of_the_request_before_it_is_counted() -> None:
+    clock = Clock(LIMITS)
+    clock.connection.data_received(plain(b"x" * 10) + plain(b"x" * 20)[:-10])
+    assert [request.body for request in clock.served] == [b"x" * 10]
+    assert clock.budget.held_bytes == 10
 
 
 @FRAMINGS

@@ -169,18 +169,22 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         if self._queue:
             self._pump()
         elif self._exchange is None and not self._deaf:
-            if self._in_message and not (begun and self._head_done == had_head):
-                # Its head or its body has begun, and with it another time limit.
+            begins = self._in_message and not (begun and self._head_done == had_head)
+            if begins:
+                # A head or a body has begun, and with it another time limit.
                 self.deadline = _NEVER
             self._wait_for_request()
+            if begins:
+                # What came of the body with its head counts in its first window.
+                self._arrived_before = 0
 
     # -- the reader's calls
 
     def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
-        if self._exchange is None and not self._queue:
-            # A whole body becomes an exchange before anything else is read.
-            self._roomless_bytes = length
-        else:
+        alone = self._exchange is None and not self._queue
+        # A whole body becomes an exchange before anything else is read.
+        self._roomless_bytes = length if alone else 0
+        if not alone:
             self._count_held()
         tenant = self._service.check_head(method, target, first)
         # A request without a key leaves the connection, and what is under way on it, with its tenant.
@@ -255,7 +259,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         if self._in_message and not self._deaf:
             if (
                 self._head_done
-                and self._arrived() >= self._arrived_before + self._limits.body_bytes_per_window
+                and self._body_bytes >= self._arrived_before + self._limits.body_bytes_per_window
             ):
                 self._time_body()
                 return
@@ -372,12 +376,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _time_body(self) -> None:
         """A window begins."""
-        self._arrived_before = self._arrived()
+        self._arrived_before = self._body_bytes
         self.deadline = self._now() + self._limits.body_window_s
-
-    def _arrived(self) -> int:
-        """Bytes of the body under way."""
-        return self._body_bytes
 
     def _too_slow(self) -> RequestTimeout:
         limits = self._limits
