@@ -31,7 +31,7 @@ LINES_MAX = {
     "launch": 3800,
     "ledger": 2420,
     "midstream": 150,
-    "midstream_kernels": 1470,
+    "midstream_kernels": 1485,
     "midstream_tinker": 7380,
     "models": 260,
     "proxy": 4100,

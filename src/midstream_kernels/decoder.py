@@ -28,7 +28,7 @@ from midstream_kernels.adapters import (
     StepAdapters,
 )
 from midstream_kernels.build import KernelsUnavailable, kernels
-from midstream_kernels.memory import big, copied, give_back
+from midstream_kernels.memory import address_of, big, copied, give_back
 from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
 from midstream_kernels.port import Batch, Factors
 
@@ -80,10 +80,13 @@ class _Experts:
 
 @dataclass(frozen=True)
 class _Layer:
+    """head_norms_at: the addresses of q_norm and k_norm."""
+
     input_norm: torch.Tensor
     qkv: Map
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    head_norms_at: tuple[int | None, int | None]
     window: int
     out: Map
     post_norm: torch.Tensor
@@ -145,12 +148,15 @@ class CpuDecoder:
         self, batch: Batch, cache: PackedCache, rows: np.ndarray
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """See engine/embedded/loading.Decoder. Raises RuntimeError for a position beyond those of the decoder."""
-        highest, table = int(batch.positions.max()), len(self.cos)
+        highest, table = int(batch.positions.max()), self.cos.shape[0]
         if highest >= table:
             # The kernels would read past the end of the table.
             raise RuntimeError(f"position {highest} in a model with {table} positions")
         spans, groups = _in_groups(batch)
         tokens = len(batch.positions)
+        # Every layer reads these.
+        where = address_of(batch.positions), address_of(batch.slots)
+        tables = address_of(spans), len(spans), address_of(groups)
         if tokens > self._scratch.tokens:
             self._scratch = _Scratch(self, tokens)
         scratch = self._scratch
@@ -160,13 +166,13 @@ class CpuDecoder:
         torch.index_select(self._embedding, 0, torch.from_numpy(batch.ids), out=scratch.residual[:tokens])
         routes = np.empty((tokens, self.moe_layers, self.top_k), self._route_dtype)
         self.router_ties = np.zeros(tokens, np.uint8)
-        routes_at, ties_at = routes.ctypes.data, self.router_ties.ctypes.data
+        routes_at, ties_at = address_of(routes), address_of(self.router_ties)
         route_bytes = self.top_k * routes.itemsize
         moe_layer = 0
         for number, layer in enumerate(self.layers):
             of_layer = None if adapters is None else adapters.layers[number]
             kv = cache.keys[number].data_ptr(), cache.values[number].data_ptr()
-            self._attend(layer, batch, spans, groups, *kv, of_layer)
+            self._attend(layer, tokens, where, tables, *kv, of_layer)
             self._normalise(scratch.residual, None, layer.post_norm, tokens, scratch.normed)
             if isinstance(layer.feed_forward, Mlp):
                 self._mlp(layer.feed_forward, tokens, of_layer)
@@ -215,29 +221,27 @@ class CpuDecoder:
     def _attend(
         self,
         layer: _Layer,
-        batch: Batch,
-        spans: np.ndarray,
-        groups: np.ndarray,
+        tokens: int,
+        where: tuple[int, int],
+        tables: tuple[int, int, int],
         keys: int,
         values: int,
         adapters: LayerAdapters | None,
     ) -> None:
-        scratch, call, tokens = self._scratch, self.kernels, len(batch.positions)
+        scratch, call = self._scratch, self.kernels
         shape = (self.heads, self.kv_heads, self.head_dim)
         self._normalise(scratch.residual, None, layer.input_norm, tokens, scratch.normed)
         self._linear(layer.qkv, scratch.normed_at, tokens, STORE, scratch.qkv_at, layer.qkv.n)
         if adapters is not None:
             self._adapt(adapters, QKV, scratch.normed_at, self.hidden, scratch.qkv_at, layer.qkv.n)
         call.prepare(
-            *(scratch.qkv_at, tokens, *shape, _pointer(layer.q_norm), _pointer(layer.k_norm)),
-            *(self.head_layout.own, self.eps),
+            *(scratch.qkv_at, tokens, *shape, *layer.head_norms_at, self.head_layout.own, self.eps),
             *(self.cos.data_ptr(), self.sin.data_ptr(), 2 * self.cos.shape[1]),
-            *(batch.positions.ctypes.data, batch.slots.ctypes.data, keys, values, self.threads),
+            *(*where, keys, values, self.threads),
         )
         call.attention(
             *(scratch.qkv_at, layer.qkv.n, scratch.attended_at, *shape, keys, values),
-            *(spans.ctypes.data, len(spans), groups.ctypes.data),
-            *(layer.window, self.scale, self.threads),
+            *(*tables, layer.window, self.scale, self.threads),
         )
         self._linear_to_residual(layer.out, scratch.attended_at, tokens, OUT, adapters)
 
@@ -298,13 +302,12 @@ class CpuDecoder:
         )
 
     def _linear(self, linear: Map, x: int, tokens: int, mode: int, out: int, width: int) -> None:
-        weight, bias = linear.weight.data_ptr(), _pointer(linear.bias)
-        self.kernels.linear(x, weight, bias, tokens, linear.n, linear.k, mode, out, width, self.threads)
+        self.kernels.linear(x, *linear.at, tokens, linear.n, linear.k, mode, out, width, self.threads)
 
     def _normalise(
         self, x: torch.Tensor, rows: np.ndarray | None, weight: torch.Tensor, count: int, out: torch.Tensor
     ) -> None:
-        chosen = None if rows is None else rows.ctypes.data
+        chosen = None if rows is None else address_of(rows)
         args = (x.data_ptr(), chosen, weight.data_ptr(), count, self.hidden, self.eps, out.data_ptr())
         self.kernels.rms_norm(*args, self.threads)
 
@@ -314,11 +317,14 @@ class CpuDecoder:
         windows = {"none": None, "config": getattr(config, "sliding_window", None)}
         window = windows.get(window_at, getattr(attention, "sliding_window", None))
         dense = hasattr(mlp, "gate_proj")
+        q_norm = head.widened(_floats(attention.q_norm.weight)) if hasattr(attention, "q_norm") else None
+        k_norm = head.widened(_floats(attention.k_norm.weight)) if hasattr(attention, "k_norm") else None
         return _Layer(
             input_norm=_floats(layer.input_layernorm.weight),
             qkv=packer.linear([attention.q_proj, attention.k_proj, attention.v_proj], head.rows(heads)),
-            q_norm=head.widened(_floats(attention.q_norm.weight)) if hasattr(attention, "q_norm") else None,
-            k_norm=head.widened(_floats(attention.k_norm.weight)) if hasattr(attention, "k_norm") else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            head_norms_at=(_pointer(q_norm), _pointer(k_norm)),
             window=window or 0,
             out=packer.linear([attention.o_proj], widen=head.widened),
             post_norm=_floats(layer.post_attention_layernorm.weight),

@@ -22,12 +22,13 @@ LANES = 16
 
 @dataclass(frozen=True)
 class Map:
-    """The packed weight of a linear map with n outputs and k inputs."""
+    """The packed weight of a linear map with n outputs and k inputs. at: the addresses of weight and bias."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     n: int
     k: int
+    at: tuple[int, int | None]
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Packer:
             bias = torch.zeros(-(-n // PANEL) * PANEL)
             own = torch.cat(parts)
             bias[:n] = own if order is None else own[order].masked_fill_(order < 0, 0.0)
-        return Map(self.pack(weights, order), bias, n, k)
+        packed = self.pack(weights, order)
+        return Map(packed, bias, n, k, (packed.data_ptr(), None if bias is None else bias.data_ptr()))
 
     def mlp(self, mlp: Any) -> Mlp:
         order = gate_up_order(mlp.gate_proj.out_features)

@@ -9,6 +9,7 @@ import torch
 
 from midstream_kernels.build import kernels
 from midstream_kernels.decoder import SUFFIX
+from midstream_kernels.memory import address_of
 
 #: One entry per row: token, log-probability, sampling log-probability, best alternatives, bits of near ties.
 Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]]], list[int]]
@@ -70,10 +71,10 @@ class CpuSampler:
         values = np.empty((count, most), dtype=np.float32)
         ties = np.empty(count, dtype=np.uint8)
         kernels(SUFFIX[logits.dtype]).sample(
-            *(logits.data_ptr(), count, vocab, temperatures.ctypes.data, filters.ctypes.data),
-            *(counters.ctypes.data, wanted.ctypes.data, near_tie, tokens.ctypes.data),
-            *(raw.ctypes.data, sampling.ctypes.data, ties.ctypes.data),
-            *(most, ids.ctypes.data, values.ctypes.data, self._threads),
+            *(logits.data_ptr(), count, vocab, address_of(temperatures), address_of(filters)),
+            *(address_of(counters), address_of(wanted), near_tie, address_of(tokens)),
+            *(address_of(raw), address_of(sampling), address_of(ties)),
+            *(most, address_of(ids), address_of(values), self._threads),
         )
         top: list[list[tuple[int, float]]] = [[] for _ in top_logprobs]
         if most:
