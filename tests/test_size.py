@@ -24,7 +24,7 @@ LINES_MAX = {
     "commands": 2520,
     "core": 4275,
     "dashboard": 10,
-    "engine": 9160,
+    "engine": 9175,
     "fleet": 4405,
     "http": 2192,
     "integrations": 930,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from midstream.core.types import SamplingParams
@@ -64,9 +65,7 @@ class StepBatch:
         return (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)[:end]
 
 
-# Not frozen: the engine makes one for every token, and freezing doubles the cost.
-@dataclass(slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct):
     """What the sampler needs to know of one sequence.
 
     position: of the token to be sampled; the first prompt token has position 0. history: prompt and generated tokens.

@@ -38,7 +38,7 @@ ENGINE = (
     Mutation(
         "label_of_the_admission",
         "engine/embedded/core.py",
-        "sampled.sampling_logprobs[i],\n                self.snapshots[seq.now],",
+        "sampled.sampling_logprobs[i],\n                self.snapshots[epoch],",
         "sampled.sampling_logprobs[i],\n                self.snapshots[seq.epoch],",
         "A token is labelled with the snapshot whose pass gave its logits, not with the one its request began under.",
         ("engine/test_core.py::test_a_swap_labels_each_token_with_the_weights_that_made_it",),

@@ -21,19 +21,22 @@ from midstream.engine.step import Sampled, SampleRow, StepBatch
 def pack(works: list[StepWork], block_size: int) -> StepBatch:
     firsts = np.array([w.first for w in works])
     sizes = np.array([w.last for w in works]) - firsts
-    blocks = np.fromiter(chain.from_iterable(w.seq.blocks for w in works), dtype=np.int32)
-    offsets = _starts(np.array([len(w.seq.blocks) for w in works]))
+    tables = [w.seq.blocks for w in works]
+    blocks = np.fromiter(chain.from_iterable(tables), dtype=np.int32)
+    offsets = _starts(np.array([len(table) for table in tables]))
     rows = _starts(sizes)
-    sequence = np.repeat(np.arange(len(works)), sizes)
+    sequence = np.arange(len(works)).repeat(sizes)
     positions = np.arange(len(sequence)) + (firsts - rows)[sequence]
     block = blocks[offsets[sequence] + positions // block_size]
     slots = block * np.int64(block_size) + positions % block_size
     write_from = np.array([w.write_from for w in works])
+    spans = np.empty((len(works), 4), dtype=np.int32)
+    spans[:, 0], spans[:, 1], spans[:, 2], spans[:, 3] = rows, sizes, firsts, offsets
     return StepBatch(
-        ids=np.fromiter(chain.from_iterable(w.seq.tokens[w.first : w.last] for w in works), dtype=np.int64),
+        ids=np.fromiter(chain.from_iterable([w.seq.tokens[w.first : w.last] for w in works]), dtype=np.int64),
         positions=positions,
         slots=np.where(positions >= write_from[sequence], slots, SCRATCH_SLOT),
-        spans=np.stack((rows, sizes, firsts, offsets), axis=1).astype(np.int32),
+        spans=spans,
         blocks=blocks,
         block_size=block_size,
     )
@@ -53,7 +56,7 @@ def alone(ids: np.ndarray, block_size: int) -> StepBatch:
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
-    starts: np.ndarray = np.cumsum(sizes) - sizes
+    starts: np.ndarray = sizes.cumsum() - sizes
     return starts
 
 
@@ -80,7 +83,7 @@ def rows_needed(works: list[StepWork]) -> LogitRows:
     ends: list[tuple[StepWork, int]] = []
     row = 0
     for work in works:
-        seq, first, last, _ = work
+        seq, first, last = work.seq, work.first, work.last
         # A decode scores no prompt token.
         if first < seq.prompt_len - 1:
             unscored = max(first, seq.first_scored - 1)

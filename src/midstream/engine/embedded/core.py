@@ -301,7 +301,7 @@ class EngineCore:
         for work in works:
             if work.seq not in broken:
                 for own, holder in self.scheduler.advance(work):
-                    self._scores.copy(own, holder, work.seq.now)
+                    self._scores.copy(own, holder, work.epoch)
         return self._report(rows, sampled, broken, routes)
 
     def _keep_scores(
@@ -311,7 +311,7 @@ class EngineCore:
         targets = [work.seq.tokens[position + 1] for work, position, _ in scores]
         tops = [work.seq.request.top_logprobs for work, _, _ in scores]
         scored = self._sampler.score(logits, targets, tops)
-        slots = np.array([self._slot(work.seq, position + 1) for work, position, _ in scores])
+        slots = np.array(self._slots([(work.seq, position + 1) for work, position, _ in scores]))
         at = [row for _, _, row in scores]
         taken = None if routes is None else routes[at]
         ties, epochs = self.runner.router_ties[at], self.runner.epochs[at]
@@ -329,8 +329,8 @@ class EngineCore:
         kept = [(seq, seq.last_sampled) for seq in sequences if seq.last_sampled is not None]
         if not kept:
             return
-        slots = [self._slot(seq, len(seq.tokens) - 1) for seq, _ in kept]
-        logprobs, ordinals, routes, ties = zip(*(last for _, last in kept), strict=True)
+        slots = self._slots([(seq, len(seq.tokens) - 1) for seq, _ in kept])
+        logprobs, ordinals, routes, ties = zip(*[last for _, last in kept], strict=True)
         self._scores.write(
             np.array(slots),
             np.array(logprobs),
@@ -361,7 +361,7 @@ class EngineCore:
                 continue
             assert sampled is not None
             route = None if packed is None else packed[row * width : (row + 1) * width]
-            event = self._event(seq, sampled, i, route, int(router_ties[row]))
+            event = self._event(work, sampled, i, route, int(router_ties[row]))
             outputs.append((seq.request.request_id, event))
         return outputs
 
@@ -374,48 +374,44 @@ class EngineCore:
         """The last event of a choice that no token may continue."""
         assert seq.matcher is not None
         logger.info("%s/%d has come to a dead end: %s", seq.request.request_id, seq.index, seq.matcher.error)
-        announced = seq.announced
-        prompt, cached = (None, None) if announced else self._announce(seq)
-        kv_snapshots, kv_files = self._provenance.spans(seq, "dead_end")
-        renamed = self._provenance.renamed(seq) if seq.request.want_kv_snapshots else ()
-        self._finish(seq)
-        return GenerationEvent(
-            index=seq.index,
-            prompt=prompt,
-            cached_tokens=cached,
-            queued_s=None if announced else seq.queued_s,
-            finish="dead_end",
-            kv_snapshots=kv_snapshots,
-            kv_files=kv_files,
-            renamed=renamed,
-        )
+        return self._full_event(seq, (), "dead_end")
 
     def _event(
-        self, seq: Sequence, sampled: Sampled, i: int, route: bytes | None, router_tie: int
+        self, work: StepWork, sampled: Sampled, i: int, route: bytes | None, router_tie: int
     ) -> GenerationEvent:
-        """The next event of `seq`, from sample i of this step. Its pass took `route`."""
+        """The next event of the work's sequence, from sample i of this step. Its pass took `route`."""
+        seq, epoch = work.seq, work.epoch
         request = seq.request
         finish: FinishReason | None = "length"
         tokens: tuple[TokenRecord, ...] = ()
-        announced = seq.announced
-        prompt, cached = (None, None) if announced else self._announce(seq)
         if request.sampling.max_tokens > 0:
             record = TokenRecord(
                 sampled.tokens[i],
                 sampled.logprobs[i],
                 sampled.sampling_logprobs[i],
-                self.snapshots[seq.now],
+                self.snapshots[epoch],
                 route if request.want_routes else None,
-                _alternatives(sampled.top[i]),
+                _alternatives(top) if (top := sampled.top[i]) else (),
                 sampled.near_ties[i] | router_tie,
             )
-            tokens, finish = (record,), self._append(seq, record, route, router_tie)
-        kv_reported = not request.want_kv_snapshots or seq.reported_epoch == seq.now
-        if announced and finish is None and kv_reported:
+            seq.tokens.append(record.token_id)
+            seq.last_sampled = (record.logprob, epoch, route, router_tie)
+            self._generated_tokens += 1
+            tokens, finish = (record,), self._end_after(seq, record.token_id)
+        kv_reported = not request.want_kv_snapshots or seq.reported_epoch == epoch
+        if seq.announced and finish is None and kv_reported:
             # Nearly all events end here.
             return GenerationEvent(index=seq.index, tokens=tokens)
+        return self._full_event(seq, tokens, finish)
+
+    def _full_event(
+        self, seq: Sequence, tokens: tuple[TokenRecord, ...], finish: FinishReason | None
+    ) -> GenerationEvent:
+        """An event with all that the sequence has to report: the first and the last one, and after a change of its KV."""
+        announced = seq.announced
+        prompt, cached = (None, None) if announced else self._announce(seq)
         kv_snapshots, kv_files = self._provenance.spans(seq, finish)
-        renamed = self._provenance.renamed(seq) if request.want_kv_snapshots else ()
+        renamed = self._provenance.renamed(seq) if seq.request.want_kv_snapshots else ()
         if finish is not None:
             self._finish(seq)
         return GenerationEvent(
@@ -430,14 +426,6 @@ class EngineCore:
             renamed=renamed,
         )
 
-    def _append(
-        self, seq: Sequence, record: TokenRecord, route: bytes | None, router_tie: int
-    ) -> FinishReason | None:
-        seq.tokens.append(record.token_id)
-        seq.last_sampled = (record.logprob, seq.now, route, router_tie)
-        self._generated_tokens += 1
-        return self._end_after(seq, record.token_id)
-
     def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
         """How the sequence ends after its newest token, if it does. The matcher has not seen the token yet."""
         sampling = seq.request.sampling
@@ -445,7 +433,7 @@ class EngineCore:
             return "stop"
         if seq.matcher is not None and seq.matcher.accept(token):
             return "stop"
-        return "length" if seq.generated >= sampling.max_tokens else None
+        return "length" if len(seq.tokens) - seq.prompt_len >= sampling.max_tokens else None
 
     def _announce(self, seq: Sequence) -> tuple[tuple[TokenRecord, ...] | None, int | None]:
         """Prompt records and the number of cached prompt tokens, for the first event of a choice."""
@@ -461,12 +449,14 @@ class EngineCore:
 
     def _prompt_records(self, seq: Sequence) -> tuple[TokenRecord, ...]:
         first = max(seq.prompt_len - seq.request.prompt_records, 0)
+        positions = range(first, seq.prompt_len)
+        slots = self._slots([(seq, position) for position in positions])
         records = []
-        for position in range(first, seq.prompt_len):
+        for position, slot in zip(positions, slots, strict=True):
             if position == 0:
                 records.append(TokenRecord(seq.tokens[0], 0.0, None, self.snapshots[seq.now]))
                 continue
-            logprob, ordinal, route, router_tie = self._scores.read(self._slot(seq, position))
+            logprob, ordinal, route, router_tie = self._scores.read(slot)
             assert ordinal != NO_SNAPSHOT, f"prompt position {position} was not scored"
             top, rank = seq.prompt_tops.get(position, ((), 0))
             records.append(
@@ -490,10 +480,11 @@ class EngineCore:
             if self.store.spare:
                 self.store.sweep()
 
-    def _slot(self, seq: Sequence, position: int) -> int:
+    def _slots(self, places: SequenceOf[tuple[Sequence, int]]) -> list[int]:
+        """Where the KV of these positions lies. places: (sequence, position)."""
         size = self.pool.block_size
-        return seq.blocks[position // size] * size + position % size
+        return [seq.blocks[position // size] * size + position % size for seq, position in places]
 
 
 def _alternatives(pairs: SequenceOf[tuple[int, float]]) -> tuple[TopLogprob, ...]:
-    return tuple(TopLogprob(token, value) for token, value in pairs) if pairs else ()
+    return tuple(TopLogprob(token, value) for token, value in pairs)

@@ -32,24 +32,28 @@ class ModelRunner:
         self.written = np.zeros(0, dtype=np.int64)
         self.epochs = np.zeros(0, dtype=np.int32)
         self.router_ties = np.zeros(0, dtype=np.uint8)
+        # Entered for each pass.
+        self._inference = torch.inference_mode()
 
     @property
     def model(self) -> LoadedModel:
         return self.weights.serving.model
 
-    @torch.inference_mode()
     def forward(
         self, works: list[StepWork], logit_rows: Sequence[int]
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Run the tokens of `works`, decodes first; see loading.Decoder. logit_rows: indices of tokens in the batch."""
         rows = np.array(logit_rows, dtype=np.int64)
-        of_work = [self.weights.of(work.seq.now) for work in works]
-        sizes = np.array([work.size for work in works])
-        self.epochs = np.repeat(np.array([work.seq.now for work in works], dtype=np.int32), sizes)
-        if all(weights.model is of_work[0].model for weights in of_work):
-            logits, routes, self.written, self.router_ties = self._pass(works, of_work, rows)
-            return logits, routes
-        return self._several(works, of_work, rows, sizes)
+        epochs = [work.epoch for work in works]
+        sizes = np.array([work.last - work.first for work in works])
+        self.epochs = np.array(epochs, dtype=np.int32).repeat(sizes)
+        held = {epoch: self.weights.of(epoch) for epoch in dict.fromkeys(epochs)}
+        of_work = [held[epoch] for epoch in epochs]
+        with self._inference:
+            if len({id(weights.model) for weights in held.values()}) == 1:
+                logits, routes, self.written, self.router_ties = self._pass(works, of_work, rows)
+                return logits, routes
+            return self._several(works, of_work, rows, sizes)
 
     def _pass(
         self, works: list[StepWork], of_work: list[Weights], rows: np.ndarray
@@ -57,7 +61,7 @@ class ModelRunner:
         """One pass of one model: logits, routes, slots, router ties."""
         decoder = of_work[0].model.decoder
         batch = pack(works, self.block_size)
-        if any(weights.adapter is not None for weights in of_work):
+        if [weights for weights in of_work if weights.adapter is not None]:
             batch = replace(batch, adapters=tuple(weights.adapter for weights in of_work))
         logits, routes = decoder.forward(batch, self.cache, rows)
         return logits, routes, batch.slots, decoder.router_ties

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from midstream.core.config import EngineSettings
-from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
+from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P
 from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
 from midstream_kernels import CpuSampler, KernelsUnavailable
 
@@ -35,10 +35,10 @@ class Sampler:
         kernel = self._kernel
         if kernel is None or not kernel.takes(logits):
             return sample(logits, rows)
-        plain = [i for i, row in enumerate(rows) if row.mask is None and not _has_penalty(row.params)]
-        if len(plain) == len(rows):
+        others = sorted({*_penalised_rows(rows), *_masked_rows(rows)})
+        if not others:
             return _drawn(kernel, logits, rows)
-        others = sorted(set(range(len(rows))) - set(plain))
+        plain = sorted(set(range(len(rows))) - set(others))
         zeros = [0.0] * len(rows)
         merged = Sampled([0] * len(rows), zeros, [*zeros], [[] for _ in rows], [0] * len(rows))
         parts = [(others, sample(logits[others], [rows[i] for i in others]))]
@@ -134,7 +134,7 @@ def _top(raw: torch.Tensor, counts: Sequence[int]) -> list[list[tuple[int, float
 
 def _penalised(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Repetition penalty over prompt and output (Keskar et al., 2019), OpenAI presence/frequency over output, bias."""
-    changed = [i for i, r in enumerate(rows) if _has_penalty(r.params)]
+    changed = _penalised_rows(rows)
     if not changed:
         return scores
     scores = scores.clone()
@@ -163,7 +163,7 @@ def _add(scores: torch.Tensor, amounts: Mapping[int, float]) -> None:
 
 def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """Minus infinity where a row's grammar or limits forbid the token. Rows without a mask stay as they are."""
-    masks = {i: r.mask for i, r in enumerate(rows) if r.mask is not None}
+    masks = _masked_rows(rows)
     if not masks:
         return scores
     # A tokenizer may know more tokens than the model has logits, and limits know those of the logits.
@@ -180,13 +180,20 @@ def _masked(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return scores
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1.0
+def _penalised_rows(rows: Sequence[SampleRow]) -> list[int]:
+    return [
+        i
+        for i, row in enumerate(rows)
+        if (params := row.params).repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
         or params.logit_bias
-    )
+    ]
+
+
+def _masked_rows(rows: Sequence[SampleRow]) -> dict[int, bytes]:
+    """By row, its mask."""
+    return {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
 
 
 @dataclass(frozen=True)

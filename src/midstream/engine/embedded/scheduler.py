@@ -25,7 +25,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
@@ -106,13 +108,17 @@ class Sequence:
         return max(1, self.prompt_len - self.request.prompt_records)
 
 
-class StepWork(NamedTuple):
-    """Compute positions first..last-1 of a sequence. Those below `write_from` have KV already and write to scratch."""
+class StepWork(msgspec.Struct, frozen=True, eq=False):
+    """Compute positions first..last-1 of a sequence. Those below `write_from` have KV already and write to scratch.
+
+    epoch: of the weights that compute it, which change only between steps.
+    """
 
     seq: Sequence
     first: int
     last: int
     write_from: int
+    epoch: int
 
     @property
     def size(self) -> int:
@@ -193,7 +199,7 @@ class Scheduler:
         waiting = len(self.waiting)
         decodes: list[StepWork] = []
         prefills: list[StepWork] = []
-        budget = self._budget
+        budget, block_size = self._budget, self.pool.block_size
         # Running sequences in prefill.
         unfinished = []
         for seq in tuple(self.running):
@@ -201,12 +207,12 @@ class Scheduler:
                 continue
             if len(seq.tokens) - seq.cursor > 1:
                 unfinished.append(seq)
-            elif budget > 0 and self._has_room(seq, 1):
+            elif budget > 0 and (seq.cursor < len(seq.blocks) * block_size or self._has_room(seq, 1)):
                 decodes.append(_work(seq, 1))
                 budget -= 1
         if decodes:
             budget = min(budget, self._prefill_budget)
-        if len(self.waiting) == waiting and self._admit_urgent():
+        if waiting and len(self.waiting) == waiting and self._admit_urgent():
             unfinished.append(self.running[-1])
             waiting -= 1
         for seq in sorted(unfinished, key=lambda seq: not seq.request.urgent):
@@ -229,8 +235,8 @@ class Scheduler:
         return [w for w in works if w.seq.blocks] if preempted else works
 
     def _admit_urgent(self) -> bool:
-        """Admit a waiting urgent request, even above the limit of running sequences."""
-        if not self.waiting or not self.waiting[0].request.urgent:
+        """Admit an urgent request if one is the first to wait, even above the limit of running sequences."""
+        if not self.waiting[0].request.urgent:
             return False
         while not self._admit(self.waiting[0]):
             if not self.frozen or not self.running:
@@ -244,8 +250,8 @@ class Scheduler:
         seq, size = work.seq, self.pool.block_size
         seq.cursor = work.last
         if work.last > seq.computed:
-            if not seq.written or seq.written[-1][1] != seq.now:
-                seq.written.append((seq.computed, seq.now))
+            if not seq.written or seq.written[-1][1] != work.epoch:
+                seq.written.append((seq.computed, work.epoch))
             seq.computed = work.last
         duplicates: list[tuple[int, int]] = []
         for number in range(len(seq.path), seq.computed // size):
@@ -441,4 +447,4 @@ def _piece(seq: Sequence, beside: list[StepWork]) -> int:
 
 
 def _work(seq: Sequence, size: int) -> StepWork:
-    return StepWork(seq, seq.cursor, seq.cursor + size, seq.computed)
+    return StepWork(seq, seq.cursor, seq.cursor + size, seq.computed, seq.now)
