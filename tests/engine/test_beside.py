@@ -200,23 +200,22 @@ class Steps:
     def __init__(self) -> None:
         self.log: list[object] = []
         self.busy = True
-        self.retired: list[Any] = []
-        self.store = SimpleNamespace(drop=None)
+        self.store = SimpleNamespace(drop=None, retired=[])
 
     def stage(self, directory: Path) -> Any:
         return None
 
     def commit(self, snapshot: str, *_: object) -> SwapTiming:
         self.log.append("commit")
-        self.retired.append("old")
+        self.store.retired.append("old")
         return SwapTiming(snapshot=snapshot, pause_ms=0.0, streams_crossed=1)
 
     def prepare_grammar(self, grammar: str) -> None:
         raise AssertionError("no request has a grammar")
 
     def take_retired(self) -> list[Any]:
-        retired, self.retired = self.retired, []
-        return retired
+        retired, self.store.retired = self.store.retired, []
+        return list(retired)
 
     def weights(self, policy: str) -> list[Any]:
         return ["weights"]

@@ -35,6 +35,7 @@ from midstream.core.types import (
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, follower_of
+from midstream.engine.embedded.limits import TokenFollower
 from midstream.engine.embedded.loading import (
     batch_invariant,
     cache_tokens,
@@ -144,7 +145,7 @@ class EngineCore:
         sequences = self._sequences[request.request_id] = [leader, *followers]
         ends: list[Output] = []
         for sequence in sequences:
-            sequence.matcher = follower_of(request, self._constraints, self.runner.model.config.vocab_size)
+            sequence.matcher = self._follower(request)
             finish = None
             for token in request.emitted_of(sequence.index):
                 finish = self._end_after(sequence, token)
@@ -265,7 +266,7 @@ class EngineCore:
             if not 0 <= min(ids) <= max(ids) < vocab:
                 return f"prompt token ids must be 0 to {vocab - 1}"
         try:
-            follower_of(request, self._constraints, vocab)
+            self._follower(request)
         except ValueError as error:
             return f"the grammar cannot be used: {error}"
         longest = len(request.prompt) + request.sampling.max_tokens
@@ -274,10 +275,15 @@ class EngineCore:
             return f"prompt plus max_tokens is {longest} tokens, but the model's context is {context}"
         return self.scheduler.check_fits(request)
 
-    def knows_grammar(self, request: GenerateRequest) -> bool:
-        """Whether `add` compiles nothing for this request."""
-        constraints, grammar = self._constraints, request.grammar
-        return grammar is None or constraints is None or constraints.knows(grammar)
+    def _follower(self, request: GenerateRequest) -> TokenFollower | None:
+        """What follows a choice of the request from its start. Raises ValueError. Most requests have nothing to follow."""
+        if request.grammar is None and not request.sampling.limited:
+            return None
+        return follower_of(request, self._constraints, self.runner.model.config.vocab_size)
+
+    def knows_grammar(self, grammar: str) -> bool:
+        """Whether `add` compiles nothing for a request with this grammar."""
+        return self._constraints is None or self._constraints.knows(grammar)
 
     def prepare_grammar(self, grammar: str) -> None:
         """Compile a grammar for a later `add`. May run on another thread."""

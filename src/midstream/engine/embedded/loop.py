@@ -64,8 +64,10 @@ class EngineLoop:
         while True:
             for command in self._channel.receive(self._wait_s()):
                 self._handle(command)
-            self._add_compiled()
-            self._answer(self._stager.take())
+            if self._grammars.waiting:
+                self._add_compiled()
+            if self._stager.busy:
+                self._answer(self._stager.take())
             while not self._digests.empty():
                 self._digest_calls -= 1
                 self._channel.send(self._digests.get())
@@ -99,7 +101,8 @@ class EngineLoop:
         """Begin the waiting jobs, once the steps after a switch are done or there is no step to do."""
         if self._calm > 0 and self._core.busy:
             return
-        self._retire()
+        if self._core.store.retired:
+            self._retire()
         for job in self._jobs:
             self._background.submit(job)
         self._jobs.clear()
@@ -107,18 +110,18 @@ class EngineLoop:
     def _wait_s(self) -> float:
         if self._core.busy:
             return 0.0
-        busy = self._stager.busy or self._digest_calls or self._grammars.busy
+        busy = self._stager.busy or self._digest_calls or self._grammars.waiting
         return 0.001 if busy else STATS_INTERVAL_S
 
     def _handle(self, command: m.Command) -> None:
         match command:
             case m.Generate(request):
-                if self._core.knows_grammar(request):
+                if request.grammar is None or self._core.knows_grammar(request.grammar):
                     self._add(request)
                 else:
                     self._grammars.put(request)
             case m.Abort(request_id, index):
-                if self._grammars.holds(request_id):
+                if request_id in self._grammars.waiting:
                     self._grammars.abort(request_id, index)
                 else:
                     self._core.abort(request_id, index)

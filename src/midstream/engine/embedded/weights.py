@@ -62,6 +62,7 @@ class WeightStore:
     if the name means other weights now. renamed: policy, name and label of each such change, in order. files: by commit,
     what its files are; "": not known.
 
+    retired: models and adapters that `take_retired` will return.
     in_use: the commits that sequences stay with, as it is at the moment it is asked.
     """
 
@@ -78,7 +79,7 @@ class WeightStore:
         # The base weights, while something holds them, and the adapters that are being read for them.
         self._base: LoadedModel | None = base
         self._coming: set[int] = set()
-        self._retired: list[Retired] = []
+        self.retired: list[Retired] = []
 
     def __repr__(self) -> str:
         held = {epoch: f"{self._owner[epoch]}@{self.labels[epoch]}" for epoch in self._held}
@@ -118,7 +119,7 @@ class WeightStore:
         held = [*self._held.values(), *self._staged.values()]
         if not self._coming and base is not None and not any(weights.model is base for weights in held):
             self._base = None
-            self._retired.append(base)
+            self.retired.append(base)
 
     def set_staged(self, weights: Weights | None, policy: str = "") -> None:
         """Set what `commit` will serve. What was staged for the policy before is retired."""
@@ -181,7 +182,7 @@ class WeightStore:
             self._retire(self._held.pop(epoch))
 
     def take_retired(self) -> list[Retired]:
-        retired, self._retired = self._retired, []
+        retired, self.retired = self.retired, []
         return retired
 
     def _retire(self, weights: Weights | None) -> None:
@@ -189,14 +190,14 @@ class WeightStore:
             return
         others = [*self._held.values(), *self._staged.values()]
         if weights.adapter is not None and not any(o.adapter is weights.adapter for o in others):
-            self._retired.append(weights.adapter)
+            self.retired.append(weights.adapter)
         if any(o.model is weights.model for o in others):
             return
         if weights.model is self._base:
             if self._coming:
                 return
             self._base = None
-        self._retired.append(weights.model)
+        self.retired.append(weights.model)
 
 
 def _finite(tensor: torch.Tensor) -> bool:
