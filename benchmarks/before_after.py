@@ -1,7 +1,7 @@
-"""One benchmark of two checkouts, in turns: what a change did to rollout, swaps or deltas.
+"""One benchmark of two checkouts, in turns: what a change did to rollout or deltas.
 
 Each checkout runs its own copy of the benchmark against its own sources; the Python environment is this one's.
-The gateway's and the engine's benchmarks have `--before` themselves: there both servers run at the same time.
+The benchmarks of the gateway, the engine, swaps and turns have `--before` themselves: this one's copy asks both servers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ HERE = Path(__file__).resolve().parents[1]
 # The script and its arguments for one round.
 BENCHES = {
     "rollout": ("rollout.py", "--rounds", "1", "--ways", "affinity", "no keys"),
-    "swaps": ("swaps.py", "--rounds", "1", "--swaps", "5", "--engines", "midstream"),
     "delta": ("delta.py", "--rounds", "3"),
 }
 

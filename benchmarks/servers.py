@@ -29,6 +29,8 @@ VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
 PR_SET_PDEATHSIG = 1
 READY = re.compile(r"midstream ready on http://127\.0\.0\.1:(\d+)")
 TOKEN = "bench-engine"
+#: The name of `[replica] token` in checkouts from before decision 0094.
+FLAT_TOKEN = "replica_token"
 TICKS = os.sysconf("SC_CLK_TCK")
 CONTEXT = 4096
 BLOCK = 16
@@ -162,12 +164,16 @@ class Midstream(Server):
 
     name = "midstream"
 
+    def token_setting(self) -> str:
+        """The lines of the configuration that give the replica its token."""
+        return f'[replica]\ntoken = "{TOKEN}"\n'
+
     def command(self) -> list[str]:
         state = self.log.with_suffix("")
         state.mkdir()
         config = state / "midstream.toml"
         config.write_text(
-            f'[replica]\ntoken = "{TOKEN}"\n[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n'
+            f"{self.token_setting()}[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n"
             f'device = "{self.model.device}"\n'
         )
         return [
@@ -214,6 +220,12 @@ class MidstreamBefore(Midstream):
 
     def environment(self) -> dict[str, str]:
         return source_of(self.checkout)
+
+    def token_setting(self) -> str:
+        """In the form that the checkout's settings have. Before decision 0094 they had no sections for components."""
+        assert self.checkout is not None
+        settings = (self.checkout / "src" / "midstream" / "core" / "config.py").read_text()
+        return f'{FLAT_TOKEN} = "{TOKEN}"\n' if f" {FLAT_TOKEN}:" in settings else super().token_setting()
 
     def endpoints(self) -> dict[str, Endpoint]:
         return {f"{column}, before": endpoint for column, endpoint in super().endpoints().items()}

@@ -2,7 +2,8 @@
 
 Owns: `make bench-swap`. Each round starts one engine at a time, alternating: midstream (`serve` with one embedded replica; a
 full snapshot signalled, fetched, verified, staged, committed and checked under the streams) and vLLM (its own server:
-pause keeping requests, `reload_weights` of the same directory, resume). Two models: 10 MB and 1 GB of bfloat16.
+pause keeping requests, `reload_weights` of the same directory, resume). Two models: 10 MB and 1 GB of bfloat16. With
+--before, the other engine is midstream of another commit.
 
 A step is the median time between two tokens of a stream while nothing is loaded. Reported per model and engine:
     engine_pause_ms        what the engine says about itself (midstream only)
@@ -33,9 +34,9 @@ from typing import Any
 import httpx
 from dense_model import VOCABULARY, write_dense
 from engine import vllm_versions
-from hardware import provenance, write_result
+from hardware import commit_of, provenance, write_result
 from loadgen import Load, Stream, events, request_bytes, take_priority
-from servers import VLLM_PYTHON, Midstream, Model, Server, Vllm
+from servers import VLLM_PYTHON, Midstream, MidstreamBefore, Model, Server, Vllm
 
 from midstream.client import SnapshotPublisher, snapshot_of
 from midstream.models.tiny_moe import write_tiny_moe
@@ -181,7 +182,7 @@ def midstream_swaps(
             assert last_swap["snapshot"] == identity
             loading = {f"{name}_s": [last_swap[f"{name}_ms"] / 1e3] for name in ("fetch", "stage", "check")}
             made.append({**run, "engine_pause_ms": [last_swap["pause_ms"]], **loading})
-            say(f"{model.name} midstream {identity}: {shown(made[-1])}")
+            say(f"{model.name} {server.name} {identity}: {shown(made[-1])}")
     return made
 
 
@@ -254,14 +255,27 @@ def main() -> int:
     parser.add_argument("--swaps", type=int, default=5, help="in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/swaps.json")
+    parser.add_argument(
+        "--before",
+        metavar="DIR",
+        type=Path,
+        help="a checkout of another commit, measured beside this one alone; --write: results/swaps-before.json",
+    )
     options = parser.parse_args()
+    if options.before is not None:
+        MidstreamBefore.checkout = options.before.resolve()
+        options.engines = [Midstream.name, MidstreamBefore.name]
     if "vllm" in options.engines and not VLLM_PYTHON.exists():
         parser.error(f"{VLLM_PYTHON} is missing; `make bench-swap` makes it")
     take_priority()
     # The thread that swaps must not keep the one that looks at the clock waiting.
     sys.setswitchinterval(0.0005)
     runs: dict[tuple[str, str], list[dict[str, list[float]]]] = {}
-    kinds = {"midstream": (Midstream, midstream_swaps), "vllm": (VllmDevelopment, vllm_swaps)}
+    kinds = {
+        "midstream": (Midstream, midstream_swaps),
+        "midstream-before": (MidstreamBefore, midstream_swaps),
+        "vllm": (VllmDevelopment, vllm_swaps),
+    }
     with tempfile.TemporaryDirectory(prefix="bench-swap-") as folder:
         models = write_models(options.models, Path(folder), options.device)
         for round_number, (name, (model, directories)) in itertools.product(
@@ -284,13 +298,16 @@ def main() -> int:
         bytes=sizes,
         device=options.device,
     )
+    if options.before is not None:
+        result["configuration"]["before"] = commit_of(options.before)
     if "vllm" in options.engines:
         result["versions"]["vllm environment"] = vllm_versions()
     result["lines"] = [
         {"model": name, "engine": engine, **summary(made)} for (name, engine), made in runs.items()
     ]
     if options.write:
-        say(f"wrote {write_result('swaps', result)}")
+        name = "swaps" if options.before is None else "swaps-before"
+        say(f"wrote {write_result(name, result)}")
     print(json.dumps(result["lines"], indent=2))
     return 0
 
