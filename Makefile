@@ -27,6 +27,8 @@
 # make calls   how many Python functions a gateway calls for a turn and for a streamed chat, JSON (BENCH_ARGS="--functions": which)
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
+# make bench-tiers  the minutes of test-fast, of test and of each share of CI, one after the other, JSON; more than an hour
+#                   (BENCH_ARGS="--runs test-fast test" for a part)
 # make bench-policies  one replica with 1, 8 and 64 adapters beside the base weights, and hot loads of adapters under streams, JSON;
 #                      then 10 and 10,000 policies on a PostgreSQL of its own: idle gateways, lists, making them
 # make docs         the documents as a site, in site/; broken links end it
@@ -80,7 +82,7 @@ PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 WHEEL_MACHINE ?= $(shell uname -m)
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm docs screenshots gpu-check simulate fuzz soak calls ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -248,6 +250,9 @@ walk: setup
 
 calls: setup
 	cd benchmarks && ../$(BIN)/python calls.py $(BENCH_ARGS)
+
+bench-tiers: setup
+	cd benchmarks && ../$(BIN)/python tier_minutes.py --write $(BENCH_ARGS)
 
 bench-engine: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python engine.py --write $(BENCH_ARGS)

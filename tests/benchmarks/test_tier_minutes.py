@@ -1,0 +1,58 @@
+"""Minutes of tiers: what CI's shares are, and what pytest says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_minutes import TIERS, counts, merged, shares
+
+ROOT = Path(__file__).parents[2]
+
+LOG = """\
+tests/engine/test_blocks.py::test_books_in_3s PASSED
+=================== short test summary info ===================
+FAILED tests/a.py::test_one - AssertionError: 5 passed in the morning
+= 1 failed, 812 passed, 30 skipped, 5 deselected, 2 warnings in 1234.56s (0:20:34) =
+make[1]: Leaving directory
+"""
+
+
+def test_the_shares_of_ci_are_read_from_its_script() -> None:
+    found = shares((ROOT / ".ci" / "run").read_text())
+    assert len(found) == len(set(found)) == 6
+    assert "test-vllm" in found
+    assert all(word.startswith(("test-", "SHARE=")) for share in found for word in share.split())
+    with pytest.raises(AssertionError, match="no shares"):
+        shares("make test\n")
+
+
+def test_the_counts_are_those_of_pytests_last_line() -> None:
+    assert counts(LOG) == {"failed": 1, "passed": 812, "skipped": 30, "deselected": 5, "warning": 2}
+
+
+def test_the_counts_of_several_pytest_runs_are_added_up() -> None:
+    quiet = "7 passed, 1 warning in 0.52s\n"
+    assert counts(LOG + quiet + "1 error in 59.99s\n") == {
+        "failed": 1,
+        "passed": 819,
+        "skipped": 30,
+        "deselected": 5,
+        "warning": 3,
+        "error": 1,
+    }
+    assert counts("make: *** [Makefile:183: test-fast] Error 2\n") == {}
+
+
+def test_runs_that_were_not_measured_keep_their_last_row() -> None:
+    def row(run: str, wall_min: float) -> dict[str, Any]:
+        return {"run": run, "wall_min": wall_min}
+
+    known = [*TIERS, "test-vllm"]
+    older = [row("test-vllm", 5.0), row("test", 20.0), row("test-of-old", 9.0)]
+    assert merged(older, [row("test", 19.0), row("test-fast", 3.0)], known) == [
+        row("test-fast", 3.0),
+        row("test", 19.0),
+        row("test-vllm", 5.0),
+    ]
