@@ -60,7 +60,9 @@ class Stand:
         self.now = BEGUN
         self.replicas = ReplicaSet(DeploymentReplicas([(name, f"http://{name}") for name in REPLICAS]))
         names = ServedNames("accounts/local/models/tiny-moe", NAME)
-        self.deployment = Deployment(names, self.replicas, reconciler(self.replicas))
+        # Its reconciler hears no report: that takes a loop.
+        idle = reconciler(ReplicaSet(DeploymentReplicas()))
+        self.deployment = Deployment(names, self.replicas, idle)
         self.deployments = Deployments(self.deployment)
         self.metrics = GatewayMetrics(self.deployments)
         #: Once it is served, only the server's thread looks at the board.
