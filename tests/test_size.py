@@ -22,7 +22,7 @@ LINES_MAX = {
     "apidocs": 10,
     "client": 3620,
     "commands": 2520,
-    "core": 4275,
+    "core": 4280,
     "dashboard": 10,
     "engine": 9175,
     "fleet": 4405,
@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7380,
     "models": 260,
     "proxy": 4100,
-    "replica": 15320,
+    "replica": 15400,
     "snapshots": 4530,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.

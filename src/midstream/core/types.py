@@ -140,7 +140,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def choices(self) -> tuple[int, ...]:
         """The choices that are to be generated."""
-        return tuple(i for i in range(self.n) if not self.emitted or self.emitted[i] is not None)
+        if not self.emitted:
+            return tuple(range(self.n))
+        return tuple(i for i in range(self.n) if self.emitted[i] is not None)
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
         return (self.emitted[choice] or ()) if self.emitted else ()

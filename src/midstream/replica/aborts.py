@@ -44,9 +44,10 @@ class Called:
         """Nothing is left to be generated."""
         return self.ended == self._all
 
-    def let_in(self, running: Endable, whole: Collection[str], each: Mapping[str, Collection[int]]) -> None:
-        """whole, each: more names. A name of some choices is no name of all."""
-        self._each |= each
+    def let_in(self, work: Work, running: Endable, whole: Collection[str]) -> None:
+        """whole: more names. A name of some choices is no name of all."""
+        if work.wire.choice_names is not None:
+            self._each |= names_of_choices(work, min(whole, key=len))
         self._running, self._whole = running, self._whole | (set(whole) - self._each.keys())
         if self.ended:
             running.abort(self.ended)
@@ -65,7 +66,7 @@ class Called:
 
 def called_as(work: Work, request_id: str) -> Called:
     """A request that its client has not heard of yet. request_id: its header's, or empty."""
-    each = names_of_choices(work, None)
+    each = {} if work.wire.choice_names is None else names_of_choices(work, None)
     # Of several prompts with names, the first one's is the response's id.
     whole = {request_id, work.checked.response_id or ""} - each.keys()
     return Called(whole, each, len(work.prompts) * work.checked.n)

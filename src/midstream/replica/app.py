@@ -32,7 +32,7 @@ from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.traces import RewardAsked
-from midstream.core.tracing import SpanRecord
+from midstream.core.tracing import SpanRecord, Tracer
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd
 from midstream.core.wires import PREFIX, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
@@ -191,13 +191,14 @@ class InferenceExchange(TaskExchange):
             # As its clients look for it.
             self._fixed["request-id"] = self._fixed["x-request-id"]
 
-    async def _run(self) -> None:
+    def start(self) -> None:
         tracer = self._replica.tracer
-        if tracer is None:
-            await super()._run()
-            return
+        run = self._run() if tracer is None else self._traced(tracer)
+        self._task = asyncio.get_running_loop().create_task(run)
+
+    async def _traced(self, tracer: Tracer) -> None:
         try:
-            await super()._run()
+            await self._run()
         except asyncio.CancelledError:
             self._failed = self._failed or ClientLeft
             raise
@@ -213,19 +214,16 @@ class InferenceExchange(TaskExchange):
     async def _answer(self) -> None:
         policy, boot = self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
         with self._replica.serves(policy, boot) as service:
-            await self._answer_from(service)
-
-    async def _answer_from(self, service: Service) -> None:
-        async with self._admitted(service) as generation:
-            self._generation = generation
-            if generation.ignored:
-                self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
-            if generation.checked.stream:
-                await generation.stream(self)
-                self._end()
-            else:
-                data = await generation.plain()
-                self._whole(200, data, generation.headers(done=True))
+            async with self._admitted(service) as generation:
+                self._generation = generation
+                if generation.ignored:
+                    self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
+                if generation.checked.stream:
+                    await generation.stream(self)
+                    self._end()
+                else:
+                    data = await generation.plain()
+                    self._whole(200, data, generation.headers(done=True))
 
     def _admitted(self, service: Service) -> AbstractAsyncContextManager[Generation]:
         return service.admitted(GENERATING[self._wire.name], self._request.body, self._headers)

@@ -56,7 +56,8 @@ class Namespaces:
     def admit(self, session: Session | None) -> int:
         """The namespace of a request being admitted; pins its session. Without a session it is like a new one."""
         now = self._clock()
-        self._forget_idle(now)
+        if self._pins:
+            self._forget_idle(now)
         if session is None:
             return self._current
         namespace, _ = self._pins.get(session, (self._current, now))

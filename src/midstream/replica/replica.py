@@ -32,7 +32,7 @@ from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
 from midstream.replica.policies import ServedPolicies
-from midstream.replica.policy import Bounds, PolicyParts, ServedPolicy
+from midstream.replica.policy import Bounds, PolicyParts
 from midstream.replica.service import REAL, KeptAcrossBoots, Outside, Service
 from midstream.replica.sessions import Sessions
 from midstream.replica.spans import trace_swap
@@ -110,15 +110,12 @@ class Replica:
         self.policies = ServedPolicies(
             self._parts(bounds, Files(source, Hints(source.prefetch), base_directory))
         )
+        #: The deployment's own policy.
+        self.own = self.policies.own
         engine.on_death(self._on_death)
 
     def __repr__(self) -> str:
         return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.own!r})"
-
-    @property
-    def own(self) -> ServedPolicy:
-        """The deployment's own policy."""
-        return self.policies.own
 
     def keep_records(self, journal: Journal) -> None:
         """The records of turns and rewards go into it. To be called before `start`."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+from functools import partial
 
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import ConnectionLimits
@@ -37,7 +38,7 @@ class ReplicaServer:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ClientConnection(self._app, LIMITS, loop), sock=self._sock
+            partial(ClientConnection, self._app, LIMITS, loop), sock=self._sock
         )
         self._timeouts = asyncio.create_task(self._check_timeouts(), name="client timeouts")
 

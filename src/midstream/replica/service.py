@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -27,6 +28,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_HISTORY,
+    HEADER_PLACED,
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
@@ -34,7 +36,13 @@ from midstream.core.headers import (
 )
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
 from midstream.core.served_names import HEADER_MODEL
-from midstream.core.session_keys import named_in_body, named_in_headers, session_key
+from midstream.core.session_keys import (
+    SESSION_BODY_FIELDS,
+    SESSION_HEADERS,
+    named_in_body,
+    named_in_headers,
+    session_key,
+)
 from midstream.core.traces import RecordsKept, records_kept
 from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.core.versions import (
@@ -44,8 +52,9 @@ from midstream.core.versions import (
     constraint_of_body,
     from_header,
 )
+from midstream.engine.base import Engine
 from midstream.replica import gate
-from midstream.replica.aborts import Called, called_as, names_of_choices
+from midstream.replica.aborts import Called, called_as
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
@@ -59,8 +68,8 @@ from midstream.replica.request.checked import (
     sampling_for,
 )
 from midstream.replica.request.fields import bad_tokens
-from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume
-from midstream.replica.request.schema import ChatBody, CompletionBody
+from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume, lacks_any
+from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation, Surroundings, Work
 from midstream.replica.response.measured import Timings
@@ -81,6 +90,10 @@ from midstream.replica.wire.base import Read, Wire
 _Made = TypeVar("_Made")
 
 HEADER_ISOLATION = "x-prompt-cache-isolation-key"
+#: What may name a session: headers, and these values of a request.
+_SESSION_HEADERS = frozenset((HEADER_SESSION, *SESSION_HEADERS))
+_NAMES_SESSION = attrgetter(*SESSION_BODY_FIELDS)
+_HISTORY_HEADERS = frozenset((HEADER_HISTORY, HEADER_RECORDS))
 
 
 @dataclass(frozen=True)
@@ -132,10 +145,15 @@ class Service(Surroundings):
     random_seed: Callable[[], int]
     #: The requests that wait at the gate or are inside, as clients may call them.
     called: dict[Called, None] = field(default_factory=dict)
-    _reader: PromptReader = field(init=False)
 
     def __post_init__(self) -> None:
         self._reader = PromptReader(self.text, self.info, self.kept.jobs)
+        #: The names of the model that ask for no snapshot.
+        self._plain_names = {name for name in self.names.accepted() if "@" not in name and "#" not in name}
+        #: There are requests that the engine cannot serve, by its card.
+        self._lacks_any = lacks_any(self.info)
+        #: The engine refuses more than its card says.
+        self._engine_judges = type(self.engine).refuses is not Engine.refuses
 
     def abort(self, ids: Collection[str] | None = None, *, held: bool = True) -> int:
         """Ends requests and choices with what they have; None: all of them. held: also those that wait at the gate.
@@ -155,34 +173,29 @@ class Service(Surroundings):
         resume: of a stream to continue; it was let in before, so its choices are not counted against the bound.
         """
         shelf = Shelf(self.kept.responses, headers.get(HEADER_TENANT, ""), resume is not None)
-        reads = partial(_read_from, wire, shelf)
         # A stream that was let in continues, whatever the setting says by now.
         passes_over = resume is not None or headers.get(HEADER_UNKNOWN_FIELDS) == "ignore"
-        read = await self._reader.beside(body, partial(_read_as, reads, passes_over), headers)
+        if passes_over or len(body) > LONG_BODY:
+            read = await self._reader.beside(body, partial(_read, wire, shelf, passes_over), headers)
+        else:
+            read = wire.read(body, shelf)
         try:
-            async with self._admitted(wire, read, len(body), headers, resume) as generation:
-                yield generation
+            timings = Timings(self.monotonic())
+            asked = self._asked(read.body, headers, judged=resume is not None)
+            timeout_s = headers.get(gate.HEADER_DRAIN_TIMEOUT)
+            limit_s = None if timeout_s is None else gate.wait_timeout_s(timeout_s)
+            ready = await self._ready(wire, read, len(body), headers, resume, asked)
+            called = called_as(ready.work, headers.get("x-request-id", ""))
+            self.called[called] = None
+            try:
+                await self.gate.enter(limit_s, ready.counted, lambda: called.over)
+                async with self._inside(ready, read, headers, asked, timings, called) as generation:
+                    yield generation
+            finally:
+                del self.called[called]
         except InvalidRequest as error:
             wire.rename(error, read.details)
             raise
-
-    @asynccontextmanager
-    async def _admitted(
-        self, wire: Wire, given: Read, body_size: int, headers: Mapping[str, str], resume: Resume | None
-    ) -> AsyncIterator[Generation]:
-        timings = Timings(self.monotonic())
-        asked = self._asked(given.body, headers, judged=resume is not None)
-        timeout_s = gate.wait_timeout_s(headers.get(gate.HEADER_DRAIN_TIMEOUT))
-        ready = await self._ready(wire, given, body_size, headers, resume, asked)
-        work = ready.work
-        called = called_as(work, headers.get("x-request-id", ""))
-        self.called[called] = None
-        try:
-            await self.gate.enter(timeout_s, ready.counted, lambda: called.over)
-            async with self._inside(ready, given, headers, asked, timings, called) as generation:
-                yield generation
-        finally:
-            del self.called[called]
 
     @asynccontextmanager
     async def _inside(
@@ -190,7 +203,7 @@ class Service(Surroundings):
         ready: _Ready,
         given: Read,
         headers: Mapping[str, str],
-        asked: Asked,
+        asked: Asked | None,
         timings: Timings,
         called: Called,
     ) -> AsyncIterator[Generation]:
@@ -199,29 +212,29 @@ class Service(Surroundings):
         self.check_boot(headers.get(HEADER_BOOT))
         timings.admitted = self.monotonic()
         # No await from here until the request counts as inside: gate, snapshot and salt belong to the same moment.
-        begins = asked.check(self.serving(), self.pins)
-        older = None if begins == self.serving() else begins
+        serving = self.serving()
+        begins = serving if asked is None else asked.check(serving, self.pins)
+        older = None if begins == serving else begins
         # KV under the salt of an older snapshot is its own, so of age 0.
         age_max = None if older else self.namespaces.kv_age_max
         salt = self._salt(work.checked, session, headers, older)
-        fixed = begins if asked.pinned and self.pins.several else None
+        pinned = nullcontext() if asked is None or not asked.pinned else self.pins.hold(asked, begins)
+        fixed = begins if self.pins.several and asked is not None and asked.pinned else None
         requests = [replace(r, salt=salt, kv_age_max=age_max, snapshot=fixed) for r in work.requests]
-        pinned = self.pins.hold(asked, begins) if asked.pinned else nullcontext()
+        stamp = stamp_of(headers) if HEADER_PLACED in headers else None
         inside = self.gate.admitted(ready.choices)
         async with pinned:
-            with inside, self.kept.sessions.turn(session, stamp_of(headers)) as turn:
-                resumable = given.resumable and can_be_resumed(work.checked) and self.info.card.has("resume")
+            with inside, self.kept.sessions.turn(session, stamp) as turn:
+                resumable = HEADER_RESUMABLE in headers and given.resumable and self.info.card.has("resume")
                 generation = Generation(
                     self,
                     dataclasses.replace(work, requests=requests),
                     timings,
-                    resumable=resumable and headers.get(HEADER_RESUMABLE) is not None,
+                    resumable=resumable and can_be_resumed(work.checked),
                     continued=ready.continued,
                     histories=ready.histories,
                 )
-                called.let_in(
-                    generation, generation.ids, names_of_choices(work, min(generation.ids, key=len))
-                )
+                called.let_in(work, generation, generation.ids)
                 try:
                     yield generation
                 finally:
@@ -234,27 +247,35 @@ class Service(Surroundings):
         body_size: int,
         headers: Mapping[str, str],
         resume: Resume | None,
-        asked: Asked,
+        asked: Asked | None,
     ) -> _Ready:
         """The request, checked and tokenized, as it waits at the gate. Raises MidstreamError."""
         parsed = given.body
         checked = check(parsed, self.info, given.prompt_from, cumulative=given.cumulative)
-        self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
-        check_needs(checked, parsed, self.info)
+        if checked.text.special:
+            self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
+        if self._lacks_any:
+            check_needs(checked, parsed, self.info)
         if resume is not None:
             check_resume(self.info)
-        session = session_of(checked, headers)
+        session = None
+        if _NAMES_SESSION(checked) != (None, None, None) or not _SESSION_HEADERS.isdisjoint(headers):
+            session = session_of(checked, headers)
         tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
         count = check_room(checked, parsed, self.info, self.text)
-        histories = self._histories(checked, session, given, headers, count, resumed=resume is not None)
+        histories: Sequence[History] = ()
+        if session is not None or given.thread is not None or not _HISTORY_HEADERS.isdisjoint(headers):
+            histories = self._histories(checked, session, given, headers, count, resumed=resume is not None)
         unread = self._reader.unread(parsed, checked, body_size, histories)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
         counted = choices if continued is None else 0
         self.gate.check(counted)
-        if self.gate.door is gate.Door.OPEN:
+        if asked is not None and self.gate.door is gate.Door.OPEN:
             asked.check(self.serving(), self.pins)
-        answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
+        answer = None
+        if checked.constrained or checked.tools is not None:
+            answer = await self._grammar(checked, tool_format, headers.get(HEADER_TENANT, ""))
         known = continued is not None and not given.whole
         prompts = [] if known else await self._reader.prompts(unread, headers)
         seed = self.random_seed() if checked.seed is None else checked.seed
@@ -263,8 +284,10 @@ class Service(Surroundings):
         for history, prompt in zip(histories, prompts, strict=bool(histories)):
             history.settled(prompt)
         records = histories[0].records if histories else "none"
-        eos = self.info.eos_token_ids
-        answers = [behind_thinking(checked, answer, prompt, self.text, eos) for prompt in prompts]
+        answers: Sequence[str | None] = [None] * len(prompts)
+        if answer is not None:
+            eos = self.info.eos_token_ids
+            answers = [behind_thinking(checked, answer, prompt, self.text, eos) for prompt in prompts]
         requests = self._requests(checked, prompts, seed, answers, records)
         own = (tool_format, given.ignored, given.whole)
         work = Work(wire, given.details, checked, prompts, requests, seed, *own)
@@ -313,11 +336,15 @@ class Service(Surroundings):
             History(*own, policy, records, held, begins=begins, model=self.names.model) for _ in range(count)
         ]
 
-    def _asked(self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool) -> Asked:
-        """The snapshot that the request asks for. A resumed stream was judged when it began."""
-        named = self.names.wanted(
-            self.names.model if body.model is None else body.model, headers.get(HEADER_MODEL, "")
-        )
+    def _asked(
+        self, body: CompletionBody | ChatBody, headers: Mapping[str, str], *, judged: bool
+    ) -> Asked | None:
+        """The snapshot that the request asks for; None: any. A resumed stream was judged when it began."""
+        model, header = self.names.model if body.model is None else body.model, headers.get(HEADER_MODEL, "")
+        demands = body.midstream is not None or HEADER_ADMITTED in headers or "@" in header
+        if not demands and model in self._plain_names:
+            return None
+        named = self.names.wanted(model, header)
         constraint = constraint_of_body(body.midstream).with_(VersionConstraint(named))
         given = headers.get(HEADER_ADMITTED)
         admitted = None if given is None else from_header(given, Admitted)
@@ -351,17 +378,19 @@ class Service(Surroundings):
         # A retry carries the same x-request-id again.
         engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
-        named = self.text.marker_ids(checked.stops) if checked.tools is None and not any(answers) else ()
-        bad = bad_tokens(checked.sampling.bad_words, self.text.encode_rendered)
+        stops, words = checked.stops, checked.sampling.bad_words
+        named = self.text.marker_ids(stops) if stops and checked.tools is None and not any(answers) else ()
+        bad = bad_tokens(words, self.text.encode_rendered) if words else ()
+        scores = checked.prompt_from is not None or (checked.logprobs is not None and checked.echo != 0)
         requests = [
             GenerateRequest(
                 request_id=f"{engine_id}-{index}",
                 prompt=prompt.token_ids,
-                sampling=_ending_at(sampling_for(checked, prompt, index, seed, self.info), named, bad),
+                sampling=sampling_for(checked, prompt, index, seed, self.info),
                 n=checked.n,
                 want_routes=checked.routes or routes,
                 top_logprobs=max(checked.top_logprobs, checked.prompt_logprobs or 0),
-                prompt_records=scored_tokens(checked, prompt),
+                prompt_records=scored_tokens(checked, prompt) if scores else 0,
                 want_kv_snapshots=checked.perf_metrics or records != "none",
                 want_logprobs=checked.logprobs is not None
                 or checked.prompt_from is not None
@@ -373,7 +402,9 @@ class Service(Surroundings):
             )
             for index, prompt in enumerate(prompts)
         ]
-        for request in requests:
+        if named or bad:
+            requests = [replace(r, sampling=_ending_at(r.sampling, named, bad)) for r in requests]
+        for request in requests if self._engine_judges else ():
             problem = self.engine.refuses(request)
             if problem is not None:
                 raise InvalidRequest(problem, param=problem.partition(":")[0])
@@ -388,30 +419,26 @@ class Service(Surroundings):
             return os.urandom(16)
         owner = (headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, ""))
         namespace = self.namespaces.admit(session) if older is None else self.namespaces.resets
-        own = self.pins.salt_of(older)
+        own = "" if older is None else self.pins.salt_of(older)
         return cache_salt(namespace, *owner, (self.policy or self.names.model) + own)
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
     """The session that the gateway names, or would name if the request had come through one."""
     given = headers.get(HEADER_SESSION)
-    named = chain(
-        named_in_headers(headers), named_in_body(checked.prompt_cache_key, checked.session_id, checked.user)
-    )
-    key = unquote(given) if given else session_key(named)
+    if given:
+        key: str | None = unquote(given)
+    else:
+        key = session_key(chain(named_in_headers(headers), named_in_body(*_NAMES_SESSION(checked))))
     return None if key is None else (headers.get(HEADER_TENANT, ""), key)
 
 
-def _read_as(reads: Callable[[bytes], Read], passes_over: bool, body: bytes) -> Read:
+def _read(wire: Wire, shelf: Shelf, passes_over: bool, body: bytes) -> Read:
     """passes_over: unknown fields."""
     if not passes_over:
-        return reads(body)
-    read, ignored = read_known(reads, body)
+        return wire.read(body, shelf)
+    read, ignored = read_known(lambda known: wire.read(known, shelf), body)
     return read._replace(ignored=ignored)
-
-
-def _read_from(wire: Wire, shelf: Shelf, body: bytes) -> Read:
-    return wire.read(body, shelf)
 
 
 def _ending_at(

@@ -25,6 +25,8 @@ COMPLETION_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 MAX_CHOICES_IN_ALL = 1024
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+#: The fields of a message beside its content that are looked at.
+_TEXTS = frozenset((*FIELDS, "name", "refusal"))
 
 Kind = Literal["completion", "chat"]
 LogprobsFormat = Literal["content", "legacy"]
@@ -74,6 +76,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None
     user: str | None
     answer: AnswerForm
+    #: The whole answer must match something, whatever tools say.
+    constrained: bool
     #: What the answer must match holds for thinking, too.
     constrain_reasoning: bool
     #: None: no tool may be called.
@@ -97,11 +101,6 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         """The schema of the JSON that the answer must be."""
         return self.answer.schema
 
-    @property
-    def constrained(self) -> bool:
-        """The whole answer must match something, whatever tools say."""
-        return self.answer.schema is not None or self.answer.rule is not None
-
 
 def check(
     body: CompletionBody | ChatBody,
@@ -114,47 +113,46 @@ def check(
     kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
     echo = _echo(body)
     max_tokens = _max_tokens(body, kind)
-    prompt_logprobs = fields.scored_prompt(body)
-    if prompt_logprobs is not None:
-        prompt_from = 0
+    prompt_logprobs = None
+    if body.prompt_logprobs is not None:
+        prompt_logprobs, prompt_from = fields.scored_prompt(body), 0
     if max_tokens == 0 and echo == 0 and prompt_from is None:
         raise InvalidRequest("max_tokens: must be at least 1 unless the prompt is echoed", param="max_tokens")
     logprobs, top = _logprobs(body, kind)
-    answer = fields.answer(body)
-    tools = plan_tools(body) if isinstance(body, ChatBody) else None
+    answer = fields.answer(body) if fields.FORMS(body) != (None, None) else fields.NO_FORM
+    tools = plan_tools(body) if isinstance(body, ChatBody) and fields.TOOLS(body) != (None, None) else None
     constrained = answer.schema is not None or answer.rule is not None
-    # The model's own end tokens end such an answer anyway, where its grammar does. Clients that render always send them.
-    ends = sorted(set(body.stop_token_ids or ()) - set(info.eos_token_ids))
-    if ends and (constrained or (tools is not None and tools.constrained)):
-        raise _only_end_tokens(ends)
+    if body.stop_token_ids and (constrained or (tools is not None and tools.constrained)):
+        _check_end_tokens(body.stop_token_ids, info)
     return Checked(
         kind=kind,
         model=body.model,
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        stops=_stops(body.stop),
+        stops=() if body.stop is None else _stops(body.stop),
         max_tokens=max_tokens,
-        overflow_is_error=_overflow_is_error(body),
-        sampling=_sampling(body, info, fields.limits(body, info, answer, max_tokens)),
+        overflow_is_error=body.context_length_exceeded_behavior is not None and _overflow_is_error(body),
+        sampling=_sampling(body, info, answer, max_tokens),
         seed=body.seed,
         logprobs=logprobs,
         top_logprobs=top,
         echo=echo,
-        routes=_routes(body, logprobs, info),
+        routes=fields.ROUTES(body) != (None, None) and _routes(body, logprobs, info),
         token_ids=bool(body.return_token_ids),
         raw_output=bool(body.raw_output),
         perf_metrics=bool(body.perf_metrics_in_response),
         prompt_cache=body.prompt_cache_max_len != 0,
-        isolation_key=fields.isolation_key(body),
+        isolation_key=fields.isolation_key(body) if fields.ISOLATION(body) != (None, None) else None,
         prompt_cache_key=body.prompt_cache_key,
         session_id=body.session_id,
         user=body.user,
         answer=answer,
+        constrained=constrained,
         constrain_reasoning=bool(body.constrain_reasoning),
         tools=tools,
         listed_tools=(body.tools or None) if isinstance(body, ChatBody) else None,
-        text=fields.text_options(body),
+        text=fields.PLAIN_TEXT if fields.TEXT[kind](body) in fields.NO_TEXT else fields.text_options(body),
         template=fields.prompt_options(body),
         prompt_logprobs=prompt_logprobs,
         prompt_from=prompt_from,
@@ -164,11 +162,11 @@ def check(
     )
 
 
-def _only_end_tokens(ends: list[int]) -> InvalidRequest:
-    message = (
-        f"stop_token_ids: only the model's end tokens can end an answer that must match a schema, got {ends}"
-    )
-    return InvalidRequest(message, param="stop_token_ids")
+def _check_end_tokens(asked: list[int], info: ModelInfo) -> None:
+    """The model's own end tokens end such an answer anyway, where its grammar does. Clients that render always send them."""
+    if ends := sorted(set(asked) - set(info.eos_token_ids)):
+        message = f"stop_token_ids: only the model's end tokens can end an answer that must match a schema, got {ends}"
+        raise InvalidRequest(message, param="stop_token_ids")
 
 
 def _echo(body: InferenceBody) -> int | None:
@@ -180,13 +178,13 @@ def _echo(body: InferenceBody) -> int | None:
 
 
 def _max_tokens(body: InferenceBody, kind: Kind) -> int | None:
-    given = [value for value in (body.max_completion_tokens, body.max_tokens) if value is not None]
-    if len(given) == 2 and given[0] != given[1]:
+    given, other = body.max_completion_tokens, body.max_tokens
+    if given is not None and other is not None and given != other:
         message = "max_completion_tokens: must equal max_tokens when both are given"
         raise InvalidRequest(message, param="max_completion_tokens")
-    if given:
-        return given[0]
-    return None if kind == "chat" else COMPLETION_MAX_TOKENS
+    if given is None:
+        given = other
+    return COMPLETION_MAX_TOKENS if given is None and kind == "completion" else given
 
 
 def _logprobs(body: InferenceBody, kind: Kind) -> tuple[LogprobsFormat | None, int]:
@@ -248,7 +246,12 @@ def _overflow_is_error(body: InferenceBody) -> bool:
     return behavior == "error"
 
 
-def _sampling(body: InferenceBody, info: ModelInfo, limits: fields.TokenLimits) -> SamplingParams:
+def _sampling(
+    body: InferenceBody, info: ModelInfo, answer: AnswerForm, max_tokens: int | None
+) -> SamplingParams:
+    limits = fields.NO_LIMITS
+    if body.min_tokens or body.bad_words or body.allowed_token_ids is not None:
+        limits = fields.limits(body, info, answer, max_tokens)
     bias = body.logit_bias or {}
     for token in bias:
         if not 0 <= token < info.vocab_size:
@@ -291,7 +294,7 @@ def sampling_for(checked: Checked, prompt: Prompt, index: int, seed: int, info: 
         checked.sampling,
         max_tokens=made,
         min_tokens=min(checked.sampling.min_tokens, made),
-        seed=seed_of_prompt(seed, index),
+        seed=seed_of_prompt(seed, index) if index else seed,
     )
 
 
@@ -386,7 +389,8 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
         expected = ", ".join(_ROLES)
         raise InvalidRequest(f"{where}.role: must be one of {expected}, got {role!r}", param="messages")
     content = message.get("content")
-    _check_texts(message, where)
+    if not _TEXTS.isdisjoint(message):
+        _check_texts(message, where)
     if isinstance(content, list):
         return {
             **message,

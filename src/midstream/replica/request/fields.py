@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -62,6 +63,27 @@ class TokenLimits(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+
+
+#: What a body asks for that gives none of the fields in question.
+PLAIN_TEXT, NO_FORM, NO_LIMITS = TextOptions(), AnswerForm(), TokenLimits()
+_OF_TEXT = (
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "return_tokens_as_token_ids",
+)
+#: By the kind of a body: the values of the fields that `text_options` reads; and what they are if none is given.
+TEXT = {
+    "completion": attrgetter(*_OF_TEXT),
+    "chat": attrgetter(*_OF_TEXT, "separate_reasoning", "include_reasoning"),
+}
+NO_TEXT = ((None,) * 4, (None,) * 6)
+#: The values of the fields that `answer` reads, `plan_tools`, `wants_routes` and `isolation_key`.
+FORMS = attrgetter("response_format", "structured_outputs")
+TOOLS = attrgetter("tools", "tool_choice")
+ROUTES = attrgetter("include_routing_matrix", "return_routed_experts")
+ISOLATION = attrgetter("prompt_cache_isolation_key", "cache_salt")
 
 
 def text_options(body: InferenceBody) -> TextOptions:

@@ -97,6 +97,12 @@ REQUEST_NEEDS = (
 )
 
 
+def lacks_any(info: ModelInfo) -> bool:
+    """Whether there is a need that the engine does not meet."""
+    card = declared(info)
+    return any(not card.has(need.feature) for need in REQUEST_NEEDS)
+
+
 def check_needs(checked: Checked, body: InferenceBody, info: ModelInfo) -> None:
     """Raises InvalidRequest, which names the field, the engine and the feature, for the first need that is not met."""
     card = declared(info)

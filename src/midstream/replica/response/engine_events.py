@@ -31,10 +31,10 @@ class EngineEvents:
         #: Of all prompts.
         self.open = n * len(requests)
         #: Choices that a trainer ended.
-        self._aborted: set[int] = set()
+        self.aborted: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"EngineEvents({self.open} choices open, {len(self._aborted)} aborted)"
+        return f"EngineEvents({self.open} choices open, {len(self.aborted)} aborted)"
 
     def ended(self, choice: int, *, unknown: bool) -> None:
         """The choice has a finish reason. unknown: of which the engine knows nothing, such as a stop string."""
@@ -46,7 +46,7 @@ class EngineEvents:
 
     def abort(self, choices: Collection[int]) -> None:
         """End the open ones of these choices with what they have, and the finish reason `abort`."""
-        self._aborted.update(choices)
+        self.aborted.update(choices)
         for prompt, request in enumerate(self.requests):
             ended = [index for index in range(self._n) if self.is_aborted(prompt * self._n + index)]
             if self._open[prompt] and len(ended) == self._n:
@@ -56,16 +56,12 @@ class EngineEvents:
                     self._engine.abort(request.request_id, index)
 
     def is_aborted(self, choice: int) -> bool:
-        return choice in self._aborted
-
-    @property
-    def any_aborted(self) -> bool:
-        return bool(self._aborted)
+        return choice in self.aborted
 
     def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Raises EngineDied, StreamLost."""
         live = [prompt for prompt, choices in enumerate(self._open) if choices]
-        if live == [0] and not self._aborted:
+        if live == [0] and not self.aborted:
             # The first prompt's choices have the numbers that they have in the request.
             return _closable(self._engine.generate(self.requests[0]))
         return self._generate(live[0]) if len(live) == 1 else self._merged(live)

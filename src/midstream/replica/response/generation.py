@@ -154,13 +154,14 @@ class Generation:
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
         self._parts = Parts(checked, work.prompts, service.text.vocabulary, keeps=keeps)
-        branches = branches_of(histories)
-        if branches is not None and continued is None:
-            self._encoder.seam = branch_seam(branches)
+        if opening.branch is not None and continued is None:
+            self._encoder.seam = branch_seam(opening.branch)
 
     def _opening(self, resumable: bool) -> Opening:
         work, prompts = self._work, self._work.prompts
-        continues = not work.whole or any(history.continues for history in self._histories)
+        continues = not work.whole
+        if self._histories:
+            continues = continues or any(history.continues for history in self._histories)
         drawn, own = uuid.uuid4().hex, work.checked.response_id
         return Opening(
             f"{work.wire.id_prefix}{own or drawn}",
@@ -171,7 +172,7 @@ class Generation:
             # Clients may give every turn of a trajectory one id.
             "" if own is None else drawn,
             within=prompts[0].within,
-            branch=branches_of(self._histories),
+            branch=branches_of(self._histories) if self._histories else None,
         )
 
     # -- what others ask
@@ -191,7 +192,7 @@ class Generation:
 
     def headers(self, *, done: bool) -> dict[str, str]:
         """The metrics known by now as response headers."""
-        metrics = self._measured.metrics(done=done, aborted=self._engine.any_aborted)
+        metrics = self._measured.metrics(done=done, aborted=bool(self._engine.aborted))
         return {f"fireworks-{name}": str(value) for name, value in metrics.items()}
 
     @property
@@ -259,7 +260,7 @@ class Generation:
         return self._encoder.whole(parts, snapshot, self._extras())
 
     def _extras(self) -> Extras:
-        measured, aborted = self._measured, self._engine.any_aborted
+        measured, aborted = self._measured, bool(self._engine.aborted)
         metrics = measured.metrics(done=True, aborted=aborted) if self.checked.perf_metrics else UNSET
         counts = measured.counts(self._choices, aborted=aborted)
         return Extras(counts, metrics, self._prompt_records, measured.took_s)

@@ -113,7 +113,9 @@ class SwapDriver:
         self._history: SwapHistory
         self._wake = asyncio.Event()
         self._turn = asyncio.Event()
-        self._quiet: asyncio.TimerHandle | None = None
+        #: A switch is so near that changes should not be told.
+        self.quiet = False
+        self._quiet_ends: asyncio.TimerHandle | None = None
         self._at_work = False
         self.machine = machine
         #: Of the engine; set before `run`.
@@ -131,11 +133,6 @@ class SwapDriver:
     def swaps(self) -> tuple[SwapTiming, ...]:
         """The last ones of this boot, SWAPS_REPORTED at most, oldest first."""
         return tuple(self._swaps)
-
-    @property
-    def quiet(self) -> bool:
-        """True while a switch is so near that changes should not be told."""
-        return self._quiet is not None
 
     @property
     def resting(self) -> bool:
@@ -385,10 +382,11 @@ class SwapDriver:
 
     def _begin_quiet(self, desired: Desired) -> None:
         if desired.transition == "ASYNC" and not self.machine.held:
-            self._quiet = asyncio.get_running_loop().call_later(QUIET_S, self._end_quiet)
+            self.quiet = True
+            self._quiet_ends = asyncio.get_running_loop().call_later(QUIET_S, self._end_quiet)
 
     def _end_quiet(self) -> None:
-        if self._quiet is not None:
-            self._quiet.cancel()
-            self._quiet = None
+        if self._quiet_ends is not None:
+            self._quiet_ends.cancel()
+            self.quiet, self._quiet_ends = False, None
             self._on_change()

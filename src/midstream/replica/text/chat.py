@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from midstream.core.errors import ConfigError, ContextExceeded, InvalidRequest
 from midstream.replica.text import messageformat, reasoning_tags
 from midstream.replica.text.messageformat import MessageFormat
 from midstream.replica.text.reasoning_tags import ReasoningFormat
+from midstream.replica.text.text_jobs import Leave
 from midstream.replica.text.token_bound import tokens_at_least, utf8_size
 from midstream.replica.text.toolformat import PROBE_TOOL, TemplateTools, examine
 from midstream.replica.text.vocabulary import Vocabulary
@@ -30,6 +31,8 @@ PIECE_CHARACTERS = 2**16
 #: Times the context. Cutting a text into pieces never doubles its tokens.
 SURELY_OVER = 2
 _SOME_TEXT = "probe"
+#: Whatever the template, it shows messages of these roles as they are if they have no field but their content.
+PLAIN_ROLES = ("user", "assistant")
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -153,11 +156,13 @@ class TextModel:
         generation_prompt: bool = True,
         continued: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        plain: bool = False,
     ) -> str:
         """The prompt text of a chat, ending where the assistant's turn begins. Raises InvalidRequest.
 
-        continued: it ends inside the last message. variables: more that the template may ask for. What the template leaves out
-        is in the text as MessageFormat says; what it cannot show is the caller's to refuse (MessageFormat.check).
+        continued: it ends inside the last message. variables: more that the template may ask for. plain: the template shows the
+        messages as they are. What it leaves out is in the text as MessageFormat says; what it cannot show is the caller's to
+        refuse (MessageFormat.check).
         """
         if continued and (behind := self._begun(messages[-1])) is not None:
             before = self.render(messages[:-1], tools, variables=variables)
@@ -168,7 +173,7 @@ class TextModel:
                 + ("" if before.rstrip().endswith(form.opening) else form.opening + form.after_open)
                 + behind
             )
-        shown = self.message_format(tools=tools is not None).shown(messages)
+        shown = messages if plain else self.message_format(tools=tools is not None).shown(messages)
         return self._rendered(
             shown, tools, generation_prompt=generation_prompt, continued=continued, variables=variables
         )
@@ -261,18 +266,17 @@ class TextModel:
             )
             raise ContextExceeded(where, least, context, param=param, why=why)
 
-    def check_pieces(
-        self, text: str, where: str, param: str, context: int, between: Callable[[], None]
-    ) -> None:
+    def check_pieces(self, text: str, where: str, param: str, context: int, leave: Leave | None) -> None:
         """Raises InvalidRequest if the text is far too long for the context, without tokenizing more of it than shows that.
 
-        The pieces' tokens are not those of the whole text, but nearly as many. between: called between two pieces.
+        The pieces' tokens are not those of the whole text, but nearly as many. leave: asked between two pieces.
         """
         if len(text) <= max(PIECE_CHARACTERS, 4 * context):
             return
         tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
-            between()
+            if leave is not None:
+                leave.check()
             tokens += len(self.encode_rendered(text[start : start + PIECE_CHARACTERS]))
             if tokens > SURELY_OVER * context:
                 why = f"the text has over {SURELY_OVER * context} tokens"
