@@ -200,11 +200,8 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _first_model(options: argparse.Namespace) -> str:
     """Raises ConfigError when nothing is served; PublishError."""
-    server = connect(options)
-    try:
+    with connect(options) as server:
         models = server.get("/v1/models", retry_s=0)["data"]
-    finally:
-        server.close()
     asked = options.deployment
     names = [
         str(row["id"])

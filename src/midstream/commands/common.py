@@ -7,11 +7,12 @@ one line and exit code 1. With --watch on a terminal a picture is drawn over its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce
 from urllib.parse import urlsplit
 
@@ -53,14 +54,17 @@ def default_server_words() -> str:
     return f"(default: ${SERVER_VARIABLE}, or {DEFAULT_SERVER})"
 
 
-def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> ServerClient:
+@contextlib.contextmanager
+def connect(options: argparse.Namespace, request_timeout_s: float = 30.0) -> Iterator[ServerClient]:
     """Raises ConfigError when the address is not one."""
-    return ServerClient(
+    server = ServerClient(
         address(options),
         deployment=options.deployment,
         api_key=api_key(options),
         request_timeout_s=request_timeout_s,
     )
+    with contextlib.closing(server):
+        yield server
 
 
 def given_url(options: argparse.Namespace) -> str | None:

@@ -101,9 +101,8 @@ def _kept(url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _served(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[str, Any]]:
-    server = connect(options)
     asking = _Patient(leave_out=options.all, line=line)
-    try:
+    with connect(options) as server:
         listed = options.session or asking.heard(
             lambda without: list(server.sessions.keys(retry_s=0, without=without))
         )
@@ -114,8 +113,6 @@ def _served(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[st
                 # Of those that were listed, one may have been closed meanwhile, and one of completions has no turns.
                 if not options.all or error.status != _NOT_FOUND:
                     raise
-    finally:
-        server.close()
 
 
 def _trace(server: ServerClient, key: str, without: Collection[str]) -> dict[str, Any]:

@@ -28,19 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ledger(options: argparse.Namespace) -> int:
-    server = connect(options)
+    with connect(options) as server:
 
-    def look() -> str:
-        answer = server.deployments.ledger(full_deployment_name(server, options.deployment), retry_s=0)
-        if not options.json:
-            return render(answer)
-        # One line for each look of --watch, so that a program can separate them.
-        return json.dumps(answer, indent=None if options.watch else 2)
+        def look() -> str:
+            answer = server.deployments.ledger(full_deployment_name(server, options.deployment), retry_s=0)
+            if not options.json:
+                return render(answer)
+            # One line for each look of --watch, so that a program can separate them.
+            return json.dumps(answer, indent=None if options.watch else 2)
 
-    try:
         return show(look, options)
-    finally:
-        server.close()
 
 
 def render(ledger: dict[str, Any]) -> str:

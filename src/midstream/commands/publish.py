@@ -134,7 +134,7 @@ def _publish(options: argparse.Namespace) -> int:
         ) as publisher,
     ):
         # An address without a server is an error before any file is written.
-        _check_server(options)
+        publisher.server.snapshots.status(retry_s=0)
         done = publisher.publish(
             identity,
             directory,
@@ -156,25 +156,14 @@ def _work_dir(options: argparse.Namespace) -> Path:
     return place if options.policy is None else place / f"policy-{quote(options.policy, safe='')}"
 
 
-def _check_server(options: argparse.Namespace) -> None:
-    server = connect(options)
-    try:
-        server.snapshots.status(retry_s=0)
-    finally:
-        server.close()
-
-
 def _bucket(options: argparse.Namespace) -> str:
     """The URL that was given, else the deployment's own."""
     if options.bucket is not None:
         return str(options.bucket)
-    server = connect(options)
-    try:
+    with connect(options) as server:
         # A name that is none is a wrong argument.
         full_deployment_name(server, options.deployment)
         return server.deployments.own_bucket(retry_s=0)
-    finally:
-        server.close()
 
 
 def as_json(done: Published) -> dict[str, Any]:

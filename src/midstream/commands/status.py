@@ -39,11 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     draw = as_json if options.json else render
-    server = connect(options)
-    try:
+    with connect(options) as server:
         return show(lambda: _look(server, draw, options.deployment), options)
-    finally:
-        server.close()
 
 
 def _look(

@@ -45,9 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _top(options: argparse.Namespace) -> int:
     if not options.interval >= INTERVAL_S_MIN:
         raise ValueError(f"--interval must be at least {INTERVAL_S_MIN}, got {options.interval:g}")
-    server = connect(options, request_timeout_s=REQUEST_TIMEOUT_S)
-    observer = Observer(server, options.deployment)
-    try:
+    with connect(options, request_timeout_s=REQUEST_TIMEOUT_S) as server:
+        observer = Observer(server, options.deployment)
         if options.json:
             print(json.dumps(summary(*_two_looks(observer, options.interval))))
             return 0
@@ -64,8 +63,6 @@ def _top(options: argparse.Namespace) -> int:
             return 0
         with contextlib.suppress(KeyboardInterrupt):
             _live(observer, options.interval, Console())
-    finally:
-        server.close()
     return 0
 
 
