@@ -1,8 +1,8 @@
 """The Tinker API as an ASGI app: sessions, sampling, training and the futures of submissions.
 
 Owns: the long poll. Always holds: a submission is answered at once with a request id. A refused one leaves no gap in its
-model's counting. retrieve_future holds an unfinished one for POLL_S and then answers 408. It never answers a 5xx: the SDK would
-ask again without a pause.
+model's counting, and a session ends after the submissions that came before its finish are in their turns. retrieve_future holds
+an unfinished submission for POLL_S and then answers 408. It never answers a 5xx: the SDK would ask again without a pause.
 """
 
 from __future__ import annotations
