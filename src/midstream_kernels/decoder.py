@@ -28,7 +28,7 @@ from midstream_kernels.adapters import (
     StepAdapters,
 )
 from midstream_kernels.build import KernelsUnavailable, kernels
-from midstream_kernels.memory import address_of, big, copied, give_back
+from midstream_kernels.memory import big, copied, give_back
 from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
 from midstream_kernels.port import Batch, Factors
 
@@ -437,6 +437,12 @@ def _rope_tables(module: Any, positions: int, dtype: torch.dtype) -> tuple[torch
 def _floats(weight: torch.Tensor) -> torch.Tensor:
     # A copy in any case: the memory of the weight is freed.
     return weight.data.to(torch.float32, copy=True).contiguous()
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where an array begins in memory. `array.ctypes.data` makes two objects to say so."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

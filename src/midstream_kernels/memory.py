@@ -28,12 +28,6 @@ def big(words: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.int32, count=words)
 
 
-def address_of(array: np.ndarray) -> int:
-    """Where an array begins in memory. `array.ctypes.data` makes two objects to say so."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor in `big` memory, made on this thread alone."""
     tensor = tensor.contiguous()

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from midstream_kernels.build import kernels
-from midstream_kernels.decoder import SUFFIX
-from midstream_kernels.memory import address_of
+from midstream_kernels.decoder import SUFFIX, address_of
 
 #: One entry per row: token, log-probability, sampling log-probability, best alternatives, bits of near ties.
 Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]]], list[int]]
