@@ -126,7 +126,7 @@ def _half_chunks_pass() -> None:
 
 def _sessions_are_forgotten() -> None:
     """No session has a home."""
-    SessionTable.home = lambda self, session: None  # type: ignore[method-assign]
+    SessionTable.lives = lambda self, session: None  # type: ignore[method-assign]
 
 
 def _everybody_is_admitted() -> None:
