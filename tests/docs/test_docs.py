@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def test_every_path_that_the_architecture_names_is_there() -> None:
     known |= {p.name for p in (ROOT / "tests").rglob("*.py")}
     tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
     assert sorted(named - known - tests) == []
+
+
+def test_no_two_decisions_have_one_number() -> None:
+    numbers = Counter(file.name.partition("-")[0] for file in (ROOT / "docs" / "decisions").iterdir())
+    assert [number for number, count in numbers.items() if count > 1] == []
 
 
 def test_every_module_says_what_it_is() -> None:
