@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from midstream.client import ServerClient
 from midstream.client.status import read_status
 from midstream.commands.status import _look, render
@@ -33,7 +35,8 @@ def server() -> ServerClient:
     return cast(ServerClient, made)
 
 
-def test_a_model_names_its_deployment() -> None:
-    drawn = _look(server(), render, "tiny-moe")
+@pytest.mark.parametrize("model", ["tiny-moe", "accounts/a/models/tiny-moe"])
+def test_a_model_names_its_deployment(model: str) -> None:
+    drawn = _look(server(), render, model)
     assert "replica-0" in drawn
     assert "step-1" in drawn

@@ -57,6 +57,9 @@ def _look(
 
 
 def _policies(server: ServerClient, deployment: str | None) -> Policies:
+    """Of the deployment by its own name: a model's name does not say which one it is."""
+    if deployment is not None and "/models/" in deployment:
+        return ()
     try:
         name = full_deployment_name(server, deployment)
     except ConfigError:
