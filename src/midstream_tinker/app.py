@@ -33,7 +33,7 @@ from midstream_tinker.answers import Submitted, given
 from midstream_tinker.futures import JSON, PROTOBUF, Future, Futures
 from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.runs import Runs
-from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, body_of, caller, get, post
+from midstream_tinker.serving import EITHER, SAMPLES, TRAINS, body_of, caller, endpoint_of, get, post
 from midstream_tinker.store import SamplingSession, Store, no_session
 from midstream_tinker.trainer.types import ForwardBackward
 from midstream_tinker.types import (
@@ -91,21 +91,18 @@ class TrainingPort(Protocol):
 _B = TypeVar("_B", bound=TinkerBody)
 
 #: What is submitted in JSON alone.
-SUBMISSIONS = {
-    endpoint.path: endpoint
-    for endpoint in (
-        post("create_model", TRAINS, "Submits the making of a model to be trained.", CreateModelBody),
-        post("load_weights", TRAINS, "Submits the loading of a checkpoint.", LoadWeightsBody),
-        post("optim_step", TRAINS, "Submits an optimizer's step.", OptimStepBody),
-        post("save_weights", TRAINS, "Submits the saving of a training state.", SaveWeightsBody),
-        post(
-            "save_weights_for_sampler",
-            TRAINS,
-            "Submits the publishing of weights to be sampled.",
-            SaveWeightsForSamplerBody,
-        ),
-    )
-}
+SUBMISSIONS = (
+    post("create_model", TRAINS, "Submits the making of a model to be trained.", CreateModelBody),
+    post("load_weights", TRAINS, "Submits the loading of a checkpoint.", LoadWeightsBody),
+    post("optim_step", TRAINS, "Submits an optimizer's step.", OptimStepBody),
+    post("save_weights", TRAINS, "Submits the saving of a training state.", SaveWeightsBody),
+    post(
+        "save_weights_for_sampler",
+        TRAINS,
+        "Submits the publishing of weights to be sampled.",
+        SaveWeightsForSamplerBody,
+    ),
+)
 
 
 def tinker_app(
@@ -140,7 +137,7 @@ def tinker_app(
     }
 
     def check(request: Request, endpoint: Endpoint) -> None:
-        serving.check_scope(authenticator, request, endpoint.need, served.deployment)
+        serving.check_scope(authenticator, request, endpoint, served.deployment)
 
     app = Starlette(
         routes=routes_of((front, runs), check, read_body), exception_handlers=handlers, lifespan=lifespan
@@ -315,9 +312,9 @@ class _Front:
 
     # -- training
 
-    @serves(*SUBMISSIONS.values())
+    @serves(*SUBMISSIONS)
     async def _submit(self, request: Request) -> Submitted:
-        into: Any = SUBMISSIONS[request.scope["path"]].body
+        into: Any = endpoint_of(request).body
         return await self._submitted(request, lambda sent: decode(sent, into), addressee)
 
     @serves(
@@ -342,7 +339,7 @@ class _Front:
             decoded, to, limit = codec.forward_backward, codec.addressee, serving.MAX_TRAINING_BYTES
         else:
             decoded, to, limit = json_losses.forward_backward, addressee, serving.MAX_JSON_LOSS_BYTES
-        without_gradients = request.scope["path"].endswith("/forward")
+        without_gradients = endpoint_of(request).path.endswith("/forward")
 
         def read(sent: bytes) -> ForwardBackward:
             body = decoded(sent)

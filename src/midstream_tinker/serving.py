@@ -26,6 +26,8 @@ from midstream_tinker.refusals import TinkerRefusal
 PREFIX = "/api/v1"
 #: Where a request's ASGI scope has its TinkerCaller.
 CALLER = "tinker_caller"
+#: Where it has the Endpoint that it is to. A path may match a route by more letters than the endpoint's own.
+ENDPOINT = "tinker_endpoint"
 #: On the default deployment, which the front is of.
 SAMPLES, TRAINS = ScopeNeed((SAMPLE,), "meant"), ScopeNeed((PUBLISH,), "meant")
 EITHER = ScopeNeed((SAMPLE, PUBLISH), "meant")
@@ -80,10 +82,15 @@ def caller(request: Request) -> TinkerCaller:
     return found
 
 
-def check_scope(
-    authenticator: Authenticator, request: Request, need: ScopeNeed | None, deployment: str
-) -> None:
-    """Whether the caller may do what needs this, at the front of this deployment. Raises Unauthorized, Forbidden."""
+def endpoint_of(request: Request) -> Endpoint:
+    """As check_scope was given it."""
+    found: Endpoint = request.scope[ENDPOINT]
+    return found
+
+
+def check_scope(authenticator: Authenticator, request: Request, endpoint: Endpoint, deployment: str) -> None:
+    """Whether the caller may ask this of the front of this deployment. Raises Unauthorized, Forbidden."""
+    request.scope[ENDPOINT], need = endpoint, endpoint.need
     if need is None:
         return
     who, grant = _known(authenticator, request)

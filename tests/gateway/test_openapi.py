@@ -286,7 +286,7 @@ def test_every_body_that_the_tinker_front_decodes_is_told() -> None:
     """A handler whose refusals come in their turn decodes its body itself, by the record; so does a poll."""
     handled = [one for api in (_Front, Runs) for one in bound(api) if one.reads is None]
     told = {one.endpoint.body for one in handled} - {None, LossesBody}
-    assert told == {one.body for one in SUBMISSIONS.values()} | {RetrieveBody}
+    assert told == {one.body for one in SUBMISSIONS} | {RetrieveBody}
 
 
 def test_every_json_answer_of_the_tinker_front_has_a_type() -> None:

@@ -27,6 +27,7 @@ from midstream_tinker.types import (
     CreateModelBody,
     CreateSamplingSessionBody,
     DrawnSequence,
+    OptimStepBody,
     SampleBody,
     SampleResult,
     Served,
@@ -535,17 +536,35 @@ def test_training_requests_reach_their_port_with_the_callers_key() -> None:
                 "kind": "snapshot",
             },
         }
+        read_into = {endpoint.path: endpoint.body for endpoint in SUBMISSIONS}
         for path, body in bodies.items():
             answered = await front.post(path, body | {"type": path})
             assert answered.status_code == 200, answered.text
             assert answered.json()["request_id"] == front.played.submitted[-1].request_id
             assert answered.json().get("model_id") == body.get("model_id")
             assert front.played.calls[-1][:2] == ("submit", KEY)
-            assert type(front.played.calls[-1][2]) is SUBMISSIONS[f"/api/v1/{path}"].body
+            assert type(front.played.calls[-1][2]) is read_into[f"/api/v1/{path}"]
         created = front.played.calls[0][2]
         assert isinstance(created, CreateModelBody)
         assert created.lora_config.rank == 0
         assert front.played.calls[2][2].adam_params.learning_rate == 0.5
+
+    play(test)
+
+
+def test_a_line_break_behind_a_path_is_no_error_of_the_server() -> None:
+    """Starlette takes the path as the route's. What a request is for is not read from the path again."""
+
+    async def test(front: Front) -> None:
+        step = {"model_id": "m", "seq_id": 2, "adam_params": {"learning_rate": 0.5}}
+        answered = await front.post("optim_step%0A", step)
+        assert answered.status_code == 200, answered.text
+        assert isinstance(front.played.calls[-1][2], OptimStepBody)
+        headers = {"content-type": PROTOBUF}
+        sent = forward_backward_body()
+        refused = await front.client.post("/api/v1/forward%0A", content=sent, headers=headers)
+        failed = (await front.retrieve(refused.json()["request_id"])).json()
+        assert "a pass without gradients" in failed["error"]
 
     play(test)
 
