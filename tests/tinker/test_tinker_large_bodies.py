@@ -207,8 +207,9 @@ def test_a_finish_that_overtakes_a_large_request_waits_until_it_has_its_turn(
             finish = asyncio.create_task(client.post(f"/api/v1/sessions/{made.session}/finish", json={}))
             await seen.wait()
             # A finish of another key waits for none of it.
+            theirs = made.store.create_session(tenant_of("another")).id
             other = await client.post(
-                f"/api/v1/sessions/{made.session}/finish", json={}, headers={"X-API-Key": "another"}
+                f"/api/v1/sessions/{theirs}/finish", json={}, headers={"X-API-Key": "another"}
             )
             assert other.status_code == 200
             assert not finish.done()
