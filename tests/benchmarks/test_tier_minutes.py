@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_minutes import TIERS, counts, merged, shares
+from tier_minutes import ENVIRONMENTS, TIERS, counts, merged, shares
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +28,19 @@ def test_the_shares_of_ci_are_read_from_its_script() -> None:
     assert all(word.startswith(("test-", "SHARE=")) for share in found for word in share.split())
     with pytest.raises(AssertionError, match="no shares"):
         shares("make test\n")
+
+
+def test_no_environment_is_installed_while_a_run_is_measured() -> None:
+    def installed(*words: str) -> set[str]:
+        # As on a fresh machine.
+        planned = ["make", "-n", "-B", *words]
+        done = subprocess.run(planned, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        return set(re.findall(r"-m venv (\S+)", done.stdout))
+
+    runs = (*TIERS, *shares((ROOT / ".ci" / "run").read_text()))
+    needed = set[str]().union(*(installed(*run.split()) for run in runs))
+    assert needed - installed(*ENVIRONMENTS) == set()
+    assert ".venv-vllm" in needed
 
 
 def test_the_counts_are_those_of_pytests_last_line() -> None:
