@@ -1,4 +1,4 @@
-"""How large the house is: lines by package, class names that mean several things, files that a request passes.
+"""How large the house is: lines by package, class names that mean several things, files and calls of a request.
 
 Each number is a bound. Lower it when there is less. A change that needs more raises it here, and says why in docs/decisions/.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -42,6 +44,9 @@ LINES_MAX = {
 NAMES_TWICE_MAX = 8
 #: `make walk` measures them (benchmarks/walk.py).
 FILES_MAX = {"chat": 65, "tinker sample": 93, "hot load": 110}
+#: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for
+#: what the event loop does beside requests.
+CALLS_MAX = {"turn": 87, "turn, session in a header": 85, "without a session": 83, "streamed chat": 172}
 
 
 def sources() -> list[Path]:
@@ -78,3 +83,13 @@ def test_a_request_passes_no_more_files_than_it_may() -> None:
     walks = json.loads(WALKS.read_text())["walks"]
     assert {name: walk["files"] for name, walk in walks.items() if walk["files"] > FILES_MAX[name]} == {}
     assert walks.keys() == FILES_MAX.keys()
+
+
+def test_a_gateway_calls_no_more_functions_per_request_than_it_may() -> None:
+    """The count does not depend on the machine."""
+    command = [sys.executable, str(WALKS.parents[1] / "calls.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    counted = {name: calls["of midstream"] for name, calls in json.loads(done.stdout)["per request"].items()}
+    assert counted.keys() == CALLS_MAX.keys()
+    assert {name: count for name, count in counted.items() if count > CALLS_MAX[name]} == {}
