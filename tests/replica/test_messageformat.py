@@ -12,8 +12,12 @@ from chat_templates import STYLES, TEMPLATES, tools_of
 from replica_fakes import MODEL, FakeEngine, byte_tokenizer, running, write_tokenizer
 
 from midstream.core.errors import InvalidRequest
-from midstream.replica.request.checked import check_messages
+from midstream.core.types import ModelInfo
+from midstream.replica.prompting import PromptReader
+from midstream.replica.request.checked import check, check_messages
+from midstream.replica.request.schema import ChatBody
 from midstream.replica.text.chat import TextModel
+from midstream.replica.text.text_jobs import TextJobs
 from midstream.replica.text.tools import prepare_history
 
 _TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -43,6 +47,7 @@ LOSSY = {
     f"{_CALLS}{{%- endif %}}{_TURN}{{%- endfor %}}",
     "another name for thinking": f"{{%- for m in messages %}}{{{{ m.reasoning }}}}{_TURN}{{%- endfor %}}",
 }
+INFO = ModelInfo(max_model_len=8192, vocab_size=259)
 TEXTS = LOSSY | {name: (TEMPLATES / f"{name}.jinja").read_text() for name in STYLES}
 
 
@@ -51,9 +56,11 @@ def model_of(template: str) -> TextModel:
 
 
 def rendered(text: TextModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    given = prepare_history(check_messages(messages), text.tools.arguments)
-    text.message_format(tools=tools is not None).check(given)
-    return text.render(given, tools)
+    """As a request without a session is rendered. Raises InvalidRequest."""
+    body = ChatBody(messages=messages, tools=tools)
+    (prompt,) = PromptReader(text, INFO, TextJobs()).unread(body, check(body, INFO), 0).read(None)
+    assert prompt.text is not None
+    return prompt.text
 
 
 class Writer:
