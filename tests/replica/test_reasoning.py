@@ -121,8 +121,9 @@ def test_reasoning_has_its_own_field_plain_and_streamed_and_can_stay_in_the_cont
             choice = (await ask()).json()["choices"][0]
             assert choice["message"] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
             assert [e["token_id"] for e in choice["logprobs"]["content"]] == list(engine.reply)
-            kept = (await ask(separate_reasoning=False)).json()["choices"][0]["message"]
-            assert kept == {"role": "assistant", "content": said}
+            for wish in ("separate_reasoning", "include_reasoning"):
+                kept = (await ask(**{wish: False})).json()["choices"][0]["message"]
+                assert kept == {"role": "assistant", "content": said}
             events = [event for event in sse((await ask(stream=True)).text) if event != "[DONE]"]
             deltas = [event["choices"][0]["delta"] for event in events]
             assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"

@@ -596,8 +596,9 @@ def test_a_snapshot_named_in_the_model_must_be_the_one_that_serves(tmp_path: Pat
             await here.http.post("/v1/completions", json={"model": BASE, "prompt": "a"})
         ).status_code == 200
         await here.swapped("v1")
-        with pytest.raises(openai.ConflictError, match=f"snapshot 'base' is not serving; {MODEL}@v1 is"):
-            await here.sdk.completions.create(model=BASE, prompt="a")
+        for model, headers in ((BASE, {}), (MODEL, {"fireworks-model": BASE})):
+            with pytest.raises(openai.ConflictError, match=f"snapshot 'base' is not serving; {MODEL}@v1 is"):
+                await here.sdk.completions.create(model=model, prompt="a", extra_headers=headers)
         with pytest.raises(openai.NotFoundError, match="model 'gpt-4' is not served here"):
             await here.sdk.completions.create(model="gpt-4", prompt="a")
 
