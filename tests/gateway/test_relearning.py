@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from gateway_harness import Message, Peer, post, run
+from reports import replica_report
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
 from midstream.fleet.replica_set import ReplicaSet
@@ -254,5 +255,19 @@ def test_who_waits_for_what_replicas_hold_waits_no_longer_than_anybody_listens()
             running.cancel()
             await asyncio.wait([running])
             await asked
+
+    run(main)
+
+
+def test_learning_ends_when_only_usable_replicas_are_left() -> None:
+    async def main() -> None:
+        members = [(f"replica-{number}", f"http://127.0.0.1:{number + 1}") for number in range(2)]
+        replicas = ReplicaSet(DeploymentReplicas(members, learn_s=1000.0))
+        for view in replicas.views:
+            view.replica.hear(replica_report(view.name))
+        replicas.views[0].admitted = True
+        assert replicas.learning
+        replicas.facts.set_members(members[:1])
+        assert not replicas.learning
 
     run(main)

@@ -271,12 +271,12 @@ class ReplicaSet:
         )
         self._view_of = {view.replica: view for view in (*self.views, *self.leaving)}
         self._named = {view.name: view for view in self.views}
-        self._fleet = None
         for view in back:
             # No reconciler looked after it meanwhile.
             view.admitted = False
         for view in self._view_of.values():
             view.settle()
+        self._use_changed()
         self._changed()
 
     def on_report(self, replica: KnownReplica) -> None:
