@@ -447,3 +447,20 @@ def test_a_signal_loads_a_policy_that_nobody_holds(tmp_path: Path) -> None:
             await until(lambda: holder.held["p0"].snapshot == "p0-3")
 
     run(main)
+
+
+def test_demand_for_a_policy_that_is_gone_disturbs_no_report() -> None:
+    async def main() -> None:
+        facts = DeploymentReplicas([("replica-0", "http://127.0.0.1:1")])
+        own, policies = ReplicaSet(facts), [ReplicaSet(facts, name, 1.0) for name in ("p", "q")]
+        [replica] = facts.members
+        replica.hear(replica_report(policies_max=0))
+        gone = policies[0]
+        assert gone.by_demand
+        gone.close()
+        # A request that waited looks again.
+        gone.ask()
+        replica.hear(replica_report(policies_max=0, in_flight=1))
+        assert own.views[0].report is not None
+
+    run(main)

@@ -76,7 +76,8 @@ class ReplicaSet:
         return f"ReplicaSet({policy}{len(self.views)} replicas, {reachable} reachable, {usable} usable)"
 
     def close(self) -> None:
-        """The policy is gone."""
+        """The policy is gone. Requests may still wait for it."""
+        self.ending = True
         self.facts.leave(self._key)
         self.views = self.leaving = ()
         self._view_of, self._named, self._fleet = {}, {}, None
