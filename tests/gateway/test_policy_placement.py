@@ -464,3 +464,20 @@ def test_demand_for_a_policy_that_is_gone_disturbs_no_report() -> None:
         assert own.views[0].report is not None
 
     run(main)
+
+
+def test_a_policy_that_failed_its_check_stays_known_when_its_replica_refuses_requests() -> None:
+    async def main() -> None:
+        members = [(f"replica-{number}", f"http://127.0.0.1:{number + 1}") for number in range(2)]
+        facts = DeploymentReplicas(members)
+        policy = ReplicaSet(facts, "p", 1.0)
+        bad = PolicyReport(policy="p", made=1.0, snapshot="s", sound=False, error="differs")
+        first, second = facts.members
+        first.hear(replica_report(first.name, policies=(bad,)))
+        policy.mark_missing(policy.views[0])
+        second.hear(replica_report(second.name))
+        report = policy.views[0].report
+        assert report is not None
+        assert report.own == bad
+
+    run(main)
