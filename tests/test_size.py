@@ -27,7 +27,7 @@ LINES_MAX = {
     "core": 4280,
     "dashboard": 10,
     "engine": 9175,
-    "fleet": 4405,
+    "fleet": 4410,
     "http": 2192,
     "integrations": 930,
     "launch": 3800,

@@ -11,7 +11,7 @@ from gateway_harness import run
 from reports import replica_report
 
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.reports import ReplicaReport
+from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.retry import Backoff
 from midstream.core.types import Desired, EngineStats
 from midstream.fleet.replica_set import ReplicaSet
@@ -184,6 +184,24 @@ def test_one_broken_connection_does_not_make_the_replica_unreachable() -> None:
             await watched.until(lambda: watched.view.replica.heard == report(snapshot="s1"))
             assert watched.view.usable
             assert watched.calls == 2, "nobody was told of a loss"
+
+    run(main)
+
+
+def test_a_report_repeated_after_a_refusal_says_again_what_the_replica_holds() -> None:
+    async def main() -> None:
+        async with EventServer() as server, Watched(server) as watched:
+            policy = ReplicaSet(watched.set.facts, "red", 5.0)
+            policy.subscribe(watched._on_change)
+            held = PolicyReport(policy="red", made=5.0, snapshot="red-1", generation=1)
+            await server.connected.wait()
+            server.send(report(policies=(held,)))
+            await watched.until(lambda: policy.views[0].held)
+            policy.mark_missing(policy.views[0])
+            assert not policy.views[0].held
+            # It is idle: its next report is the same, byte for byte.
+            server.send(report(policies=(held,)))
+            await watched.until(lambda: policy.views[0].held)
 
     run(main)
 

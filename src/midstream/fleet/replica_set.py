@@ -204,7 +204,7 @@ class ReplicaSet:
         """The replica refused a request because it does not hold the policy. Its next report says what it holds."""
         # It refuses so, too, where weights failed their check, and its report says that already.
         if self.policy and view.held and view.report is not None and view.report.ready:
-            view.replica.forget(self._key)
+            self.facts.forget(view.replica, self._key)
             view.hear()
             self._changed()
 

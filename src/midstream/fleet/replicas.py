@@ -368,8 +368,13 @@ class DeploymentReplicas:
             raise
         subscription.calm()
         subscription.line = line
-        if report != replica.heard:
-            replica.hear(report)
+        replica.hear(report)
+
+    def forget(self, replica: KnownReplica, policy: PolicyKey) -> None:
+        """It does not hold the policy, whatever it reported last. Its next report counts, even if it is the same."""
+        replica.forget(policy)
+        if (subscription := self._subscriptions.get(replica)) is not None:
+            subscription.line = b""
 
     def _told(self, replica: KnownReplica, told: SessionsReport | Trajectories) -> None:
         if isinstance(told, SessionsReport):
