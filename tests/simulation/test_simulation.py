@@ -54,16 +54,6 @@ FOUND_AT_ONCE = frozenset(
 )
 
 
-#: Their seeds have moved. To search for new ones takes hundreds of histories, so `make simulate ARGS=--prove` alone does.
-UNFOUND = frozenset(
-    {
-        "half_chunks_pass",
-        "another_boot_is_as_good",
-        "ended_under_its_requests",
-    }
-)
-
-
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Path]:
     """Checkpoints for all runs: making them takes 7 s of a core, twice as long as a history."""
@@ -108,9 +98,7 @@ def test_a_seed_is_one_history(bed: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "fault", [name if name in FOUND_AT_ONCE else variant(name) for name in PLANTED if name not in UNFOUND]
-)
+@pytest.mark.parametrize("fault", [name if name in FOUND_AT_ONCE else variant(name) for name in PLANTED])
 def test_a_planted_fault_is_found(bed: Path, fault: str) -> None:
     """The seed that found it last is tried first. A change of the histories may move a find to another seed."""
     (said,) = simulate(bed, "--plant", fault, "--seeds", "0:200", "--processes", "1", "--prove").splitlines()
