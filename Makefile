@@ -9,7 +9,7 @@
 # make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
 # make wheel  the sdist and a wheel with compiled kernels in dist/ (WHEEL_MACHINE=aarch64 needs Debian's g++-aarch64-linux-gnu)
 # make test-package  the wheel on a machine without a compiler, and deploy/ under the linters of its formats; 4 minutes
-# make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 minutes, 8 GB
+# make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 to 10 minutes, 8 GB
 # make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
 # make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 3 to 5 minutes
 # make test   what proves every promise: real processes, the real SDKs; 10 to 25 minutes on 2 cores
