@@ -261,12 +261,12 @@ def test_the_order_is_that_of_last_signals_however_it_was_learnt(
     signals: list[str], data: st.DataObject
 ) -> None:
     numbered = [Signalled(name, number, False) for number, name in enumerate(signals, 1)]
-    order, told = SignalOrder(), SignalOrder()
+    order, learnt = SignalOrder(), SignalOrder()
     order.learn(data.draw(st.permutations(numbered)))
-    told.learn(order.told())
+    learnt.learn(order.signals())
     last = sorted(set(signals), key=lambda name: len(signals) - signals[::-1].index(name))
     names = [BASE_SNAPSHOT, *last]
-    for one in (order, told):
+    for one in (order, learnt):
         positions = [one.position(name) for name in names]
         assert None not in positions
         assert positions == sorted(positions, key=lambda position: position or 0)
@@ -372,7 +372,7 @@ class Versioned:
 
 def tell(stage: Stage, *signalled: str, ready: Sequence[str] = ()) -> None:
     order = stage.gateway.proxy.deployments.default.order
-    order.learn(order_of(*signalled, ready=ready).told())
+    order.learn(order_of(*signalled, ready=ready).signals())
 
 
 def serve(stage: Stage, replica: int, snapshot: str, /, **more: Any) -> None:

@@ -34,8 +34,8 @@ def guarded(apis: Iterable[object], deployments: Deployments, *, keyed: bool) ->
     """The routes of the gateway's APIs, each behind what it needs. keyed: API keys are in use."""
 
     def check(request: Request, endpoint: Endpoint) -> None:
-        told = request.headers.get(HEADER_SCOPES, "") if keyed else None
-        grant = EVERYTHING if told is None else parse_grant(told.split())
+        scopes = request.headers.get(HEADER_SCOPES, "") if keyed else None
+        grant = EVERYTHING if scopes is None else parse_grant(scopes.split())
         request.scope[_STATE] = grant
         if endpoint.need is not None:
             check_need(endpoint.need, grant, request, deployments)

@@ -73,7 +73,7 @@ class Reconciler:
     ) -> None:
         """`deployment`: its full name; the ledger must have it. `poll_s` is also the pause before a message is repeated.
 
-        told: its owner calls `signalled` after each change of the ledger that concerns the deployment.
+        signalled_at_once: its owner calls `signalled` after each change of the ledger that concerns the deployment.
         """
         self._one_by_one = swap_order == "one-by-one"
         self._turn: SwitchTurn | None = None

@@ -122,12 +122,12 @@ class Deployment:
         view = self.host.replicas.named(replica)
         return view is not None and view.usable
 
-    def _hear_sessions(self, replica: str, told: SessionsReport) -> None:
-        if told.boot is not None:
-            self.sessions.begin(replica, told.boot)
-        for session, stamp in told.held:
+    def _hear_sessions(self, replica: str, report: SessionsReport) -> None:
+        if report.boot is not None:
+            self.sessions.begin(replica, report.boot)
+        for session, stamp in report.held:
             self.sessions.learn(session, replica, stamp)
-        for session in told.closed:
+        for session in report.closed:
             self.sessions.forget(session, replica)
 
     def signalled(self, desired: Desired | None = None) -> None:

@@ -116,7 +116,7 @@ class DeploymentReplicas:
         self._grace_s = grace_s
         self.learn_s = learn_s
         # Called with each report of sessions.
-        self.on_sessions: Listener = lambda replica, told: None
+        self.on_sessions: Listener = lambda replica, report: None
         self._header = token_header(token)
         self._views: dict[PolicyKey, Views] = {}
         #: Whether every replica has room for every policy.
@@ -350,7 +350,7 @@ class DeploymentReplicas:
     def _heard(self, replica: KnownReplica, line: bytes) -> None:
         try:
             if line.startswith(OF_A_KIND):
-                self._told(replica, msgspec.json.decode(line, type=SessionsReport | Trajectories))
+                self._hear_of_kind(replica, msgspec.json.decode(line, type=SessionsReport | Trajectories))
                 return
             subscription = self._subscriptions[replica]
             if line == subscription.line and replica.heard is not None:
@@ -376,11 +376,11 @@ class DeploymentReplicas:
         if (subscription := self._subscriptions.get(replica)) is not None:
             subscription.line = b""
 
-    def _told(self, replica: KnownReplica, told: SessionsReport | Trajectories) -> None:
-        if isinstance(told, SessionsReport):
-            self.on_sessions(replica.name, told)
+    def _hear_of_kind(self, replica: KnownReplica, report: SessionsReport | Trajectories) -> None:
+        if isinstance(report, SessionsReport):
+            self.on_sessions(replica.name, report)
         else:
-            replica.trajectories = told
+            replica.trajectories = report
 
     def _doubt(self, replica: KnownReplica) -> None:
         """The event stream is gone: the report goes too, unless another one comes in time."""

@@ -51,7 +51,7 @@ class SignalOrder:
         if self._ready < position <= generation:
             self._ready = position
 
-    def told(self) -> tuple[Signalled, ...]:
+    def signals(self) -> tuple[Signalled, ...]:
         """All that is known, for `learn`, in order."""
         known = ((self._names[generation], generation) for generation in self._sorted[1:])
         return tuple(Signalled(name, at, at <= self._ready) for name, at in known)

@@ -272,18 +272,18 @@ class ReplicaRoute(Route):
 
     def span_attributes(self) -> dict[str, Attribute]:
         deployment = self._deployment
-        told: dict[str, Attribute] = {
+        attributes: dict[str, Attribute] = {
             "midstream.deployment": deployment.host.name,
             "gen_ai.request.model": deployment.model,
         }
         if deployment.policy:
-            told["midstream.policy"] = deployment.policy
+            attributes["midstream.policy"] = deployment.policy
         if self._asked.session is not None:
-            told["midstream.session"] = self._asked.session[1]
+            attributes["midstream.session"] = self._asked.session[1]
         if (placed := self._at.placed) is not None:
-            told["midstream.replica"] = placed.view.name
-            told["midstream.route_reason"] = placed.decision.reason
-        return told
+            attributes["midstream.replica"] = placed.view.name
+            attributes["midstream.route_reason"] = placed.decision.reason
+        return attributes
 
     # -- what a replica answers
 

@@ -239,15 +239,15 @@ class Pins:
             sound = machine.sound and machine.checked and not doubted
             self._stays[machine.serving] = _Stay(machine.loaded, sound)
             self._used(machine.serving)
-        self._trim(told=False)
+        self._trim(engine_knows=False)
 
     def _used(self, snapshot: str) -> None:
         if snapshot in self._stays:
             self._stays.move_to_end(snapshot)
 
-    def _trim(self, *, told: bool = True) -> None:
-        """Release the least recently used snapshots without pinned requests, until the others have room. told: the
-        engine knows of all that stay."""
+    def _trim(self, *, engine_knows: bool = True) -> None:
+        """Release the least recently used snapshots without pinned requests, until the others have room.
+        engine_knows: the engine has the list of all that stay."""
         residency, pinned = self._residency, set(self._held.values())
         kept = {name for name in self._stays if name in pinned}
         newest = [name for name, stay in reversed(self._stays.items()) if stay.sound]
@@ -257,6 +257,6 @@ class Pins:
         gone = [name for name in self._stays if name not in kept]
         for name in gone:
             del self._stays[name]
-        if gone or not told:
+        if gone or not engine_knows:
             self._retain(tuple(self._stays))
             self._on_change()

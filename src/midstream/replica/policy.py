@@ -83,7 +83,7 @@ class PolicyParts:
 @dataclass(frozen=True)
 class Terms:
     """What differs between policies. key: what the engine calls it. unsound: the refusal while weights that failed their check
-    serve. transitions_reported, swaps_told: stage changes and timings that a report has."""
+    serve. transitions_reported, swaps_reported: stage changes and timings that a report has."""
 
     names: ServedNames
     key: str
@@ -92,7 +92,7 @@ class Terms:
     residency: Residency
     unsound: type[ReplicaUnavailable]
     transitions_reported: int
-    swaps_told: int
+    swaps_reported: int
 
 
 def deployments_own(parts: PolicyParts) -> Terms:
@@ -251,7 +251,7 @@ class ServedPolicy:
             pinnable=self.pins.coming is None,
             check=self.driver.check,
             contents=self.driver.contents,
-            swaps=self.driver.swaps[-self._terms.swaps_told :],
+            swaps=self.driver.swaps[-self._terms.swaps_reported :],
             transitions=tuple(machine.transitions)[-self._terms.transitions_reported :],
             resident=self.pins.resident(machine.serving),
         )

@@ -135,7 +135,7 @@ REPLICA = (
     Mutation(
         "engine_is_not_told_before_a_switch",
         "replica/pins.py",
-        "self._trim(told=False)",
+        "self._trim(engine_knows=False)",
         "self._trim()",
         "The engine knows what stays before it switches.",
         (

@@ -1,7 +1,7 @@
 """What a choice says, in words of our own: the one form in which every wire gets events of streams and whole responses. Pure.
 
-Always holds: a whole choice is the sum of the pieces that its stream would have told. What each dialect calls an EndReason and
-TokenCounts is in wire/dialects.py.
+Always holds: a whole choice is the sum of the pieces of its stream. What each dialect calls an EndReason and TokenCounts
+is in wire/dialects.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ending(msgspec.Struct, frozen=True):
 class ChoicePart(msgspec.Struct, frozen=True):
     """What one event tells of a choice, or all of the choice in a whole response.
 
-    snapshot: of the tokens, or of the last one. piece: the pieces as one. first: nothing of the choice was told before.
+    snapshot: of the tokens, or of the last one. piece: the pieces as one. first: no part of the choice was sent before.
     ending: None while more comes.
     """
 
@@ -109,7 +109,7 @@ class Parts:
         self._prompts = prompts
         self._vocabulary = vocabulary
         self._keeps = keeps
-        #: The choices of which something was told.
+        #: The choices that have a part already.
         self._begun: set[int] = set()
         #: By choice, what it said so far, where it is kept.
         self._said: dict[int, list[Piece]] = {}

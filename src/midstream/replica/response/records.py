@@ -43,14 +43,14 @@ NEAR_TIE_NAMES = [
 LOGPROB_MIN = -9999.0
 
 
-class KvTold(Protocol):
+class KvFields(Protocol):
     """An object of a response that tells which snapshots computed the KV of a choice."""
 
     kv_snapshots: list[SnapshotSpan] | UnsetType
     earlier_kv_snapshots: list[EarlierKv] | UnsetType
 
 
-class SeamTold(Protocol):
+class SeamFields(Protocol):
     """An object of a response that tells the seam of a resumed stream, and why the request continues no turn."""
 
     resumed: dict[str, Any] | UnsetType
@@ -60,7 +60,7 @@ class SeamTold(Protocol):
 class RecordEncoder:
     """Tells records as the request asked for them: what the encoders of all wires share."""
 
-    #: Told with the next event: the seam of a resumed stream, or why the request continues no turn.
+    #: The next event has it: the seam of a resumed stream, or why the request continues no turn.
     seam: dict[str, Any] | UnsetType = UNSET
     #: Prompt tokens with reused KV, by prompt, for prompts that the engine has reported.
     cached: Mapping[int, int] = MappingProxyType({})
@@ -99,20 +99,20 @@ class RecordEncoder:
             completion_logprobs=self.content(tokens) if self._checked.logprobs else None,
         )
 
-    def tell_seam(self, told: SeamTold) -> None:
+    def tell_seam(self, fields: SeamFields) -> None:
         """Tells it, once."""
         if self.seam is not UNSET:
-            told.resumed, told.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
+            fields.resumed, fields.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
             self.seam = UNSET
 
-    def tell_kv(self, told: KvTold, ending: Ending) -> None:
+    def tell_kv(self, fields: KvFields, ending: Ending) -> None:
         """Tells it where the request asked for it."""
         if not self._checked.perf_metrics:
             return
         if ending.kv:
-            told.kv_snapshots = spans(ending.kv)
+            fields.kv_snapshots = spans(ending.kv)
         if ending.earlier_kv:
-            told.earlier_kv_snapshots = [EarlierKv(tokens, spans(kv)) for tokens, kv in ending.earlier_kv]
+            fields.earlier_kv_snapshots = [EarlierKv(tokens, spans(kv)) for tokens, kv in ending.earlier_kv]
 
     def logprobs(self, tokens: Sequence[Scored]) -> Logprobs | None:
         if self._checked.logprobs == "content":

@@ -41,7 +41,7 @@ class Continued:
             raise CannotResume("this kind of request cannot be resumed")
         self._lost = resume.lost
         self._exact = resume.exact
-        self._told = ResumeLogReader(resume.state)
+        self._log = ResumeLogReader(resume.state)
         self._choices = choices
         #: The snapshot that must have computed all KV.
         self._snapshot: str | None = None
@@ -51,18 +51,18 @@ class Continued:
         self._proved: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"Continued({self._told!r}, exact={self._exact})"
+        return f"Continued({self._log!r}, exact={self._exact})"
 
     @property
     def opening(self) -> Opening:
-        return self._told.opening
+        return self._log.opening
 
     @property
     def exact(self) -> bool:
         return self._exact
 
     def events(self) -> Iterable[tuple[int, GenerationEvent]]:
-        return self._told.events(self._choices)
+        return self._log.events(self._choices)
 
     def prompts(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts of the stream: those that the body gives here, unless the stream had others and says which.
@@ -78,10 +78,10 @@ class Continued:
     def check_snapshot(self, serving: str, files: str, finished: Collection[int]) -> None:
         """Raises CannotResume unless the KV of what is unfinished can be computed again as it was. files: of what serves, see
         resumption.Step."""
-        self._snapshot = self._told.snapshot(finished) if self._exact else None
+        self._snapshot = self._log.snapshot(finished) if self._exact else None
         if self._snapshot not in (None, serving):
             raise CannotResume(f"its KV is of snapshot {self._snapshot!r}, and {serving!r} serves here")
-        self._files = set() if self._snapshot is None else self._told.files(finished)
+        self._files = set() if self._snapshot is None else self._log.files(finished)
         self._check_files(files)
 
     def _check_files(self, files: str) -> None:

@@ -48,7 +48,7 @@ DRAIN_LOG_EVERY_S = 10.0
 SWAPS_REPORTED = 4
 #: A check that takes longer has failed.
 CHECK_S_MAX = 300.0
-#: From STAGED on, changes are not told for so long: telling them would compete with the engine's steps around the switch.
+#: From STAGED on, the replica reports no changes for so long: reports would compete with the engine's steps around the switch.
 QUIET_S = 0.25
 _EXPECTED = (SnapshotError, StagingFailed, NotSound, EngineDied, OSError)
 
@@ -113,7 +113,7 @@ class SwapDriver:
         self._history: SwapHistory
         self._wake = asyncio.Event()
         self._turn = asyncio.Event()
-        #: A switch is so near that changes should not be told.
+        #: A switch is so near that the replica should report no changes.
         self.quiet = False
         self._quiet_ends: asyncio.TimerHandle | None = None
         self._at_work = False
@@ -296,7 +296,7 @@ class SwapDriver:
                 await self._unpinned(desired)
                 self._move_door(Door.HELD)
             self._made(SwapEvent.COMMIT)
-            # As it was told last: a message that lets it go may say more than the one that asked for it.
+            # As the gateway asked for it last: a message that lets it go may say more than the one that asked for it.
             desired = self.machine.target or desired
             self._pins.switching(self.machine, desired)
             overwritten = self.meanings.switching(desired, contents, self.machine)

@@ -1,4 +1,4 @@
-"""Which bytes a snapshot's name meant, load after load of one boot, and how earlier ones are told once it means others. Pure.
+"""Which bytes a snapshot's name meant, load after load of one boot, and the labels of earlier ones once it means others. Pure.
 
 Always holds: two loads have one label only if their files are the same, byte for byte as far as that is known. What is loaded
 last under a name has the name itself. A label never stands for two contents.
@@ -58,7 +58,7 @@ class Meanings:
         return renamed
 
     def switched(self) -> None:
-        """The switch that was announced last has been made. What was told before it is of the files before it."""
+        """The switch that was announced last has been made. What the engine reported before it is of the files before it."""
         self._known = self._next
 
 

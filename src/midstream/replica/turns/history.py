@@ -306,8 +306,8 @@ class History:
             return
         added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
         record = self._record(choice, answer, created)
-        told = self._keys_of(answer)._replace(recorded=self.records != "none")
-        self._trees.add(self._session, self._parent, added, answer.tokens, told, record)
+        keys = self._keys_of(answer)._replace(recorded=self.records != "none")
+        self._trees.add(self._session, self._parent, added, answer.tokens, keys, record)
 
     def _keys_of(self, answer: _Answer) -> TurnKeys:
         if not self._keys:

@@ -297,7 +297,7 @@ class RenderedRequest(msgspec.Struct):
     features: None = None
 
 
-#: [logprob, token id, text]. The first prompt token that is told has no log-probability.
+#: [logprob, token id, text]. The first prompt token in an answer has no log-probability.
 Scores = tuple[float | None, int, str | None]
 
 
@@ -351,7 +351,7 @@ class CountAnswer(msgspec.Struct):
 
 
 class Answer(NamedTuple):
-    """whole: the type of an answer that is no stream; Any: it is not told. event: that of the data of one event of a stream, or
+    """whole: the type of an answer that is no stream; Any: not stated. event: that of the data of one event of a stream, or
     what it is, in words; None: it has no stream."""
 
     whole: Any

@@ -44,9 +44,9 @@ class Read(NamedTuple):
 class Encoder(Protocol):
     """The responses of one request."""
 
-    #: Told with the next event: the seam of a resumed stream.
+    #: The next event has it: the seam of a resumed stream.
     seam: dict[str, Any] | UnsetType
-    #: Prompt tokens whose KV was reused, by prompt, as soon as the engine has told of them.
+    #: Prompt tokens whose KV was reused, by prompt, as soon as the engine has reported it.
     cached: Mapping[int, int]
     #: Whether the end of a choice repeats what it said.
     keeps: bool

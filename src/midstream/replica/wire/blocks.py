@@ -5,8 +5,8 @@ Always holds:
 - A whole response has the blocks that its stream would have: it is made of the same steps, without their bytes.
 - No record of a token is lost. In a stream it is in the `midstream` of the delta that shows its text or call; where a token
   shows nothing, of an empty delta of the block that is open, and where none is open, of an event of its own.
-- Where nothing is told of PING_TOKENS tokens that show nothing, an empty event comes.
-- Every such object names the snapshot of its tokens. A seam is told once, in the next object.
+- After PING_TOKENS tokens without any event, an empty event comes.
+- Every such object names the snapshot of its tokens. The next object has the seam, and no other.
 - What an event says depends on those before it alone, so that a resumed stream goes on with the events that it would have had.
 """
 
@@ -41,19 +41,19 @@ class OpenBlock(Struct):
 
 
 class BlockEncoder(RecordEncoder, ABC):
-    """A wire.base.Encoder of one answer. told_logprobs: the request asked for them in `midstream`."""
+    """A wire.base.Encoder of one answer. with_logprobs: `midstream` has them where the request asked for them."""
 
-    #: The events of tokens without a block, and of tokens of which nothing is told.
+    #: The events of tokens without a block, and of tokens without records.
     silent_event: str
     ping_event: str
 
     def __init__(
-        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, *, told_logprobs: bool = True
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, *, with_logprobs: bool = True
     ) -> None:
         super().__init__(checked, head, vocabulary)
-        self._told_logprobs = told_logprobs and checked.logprobs is not None
-        #: Whether each token is told of.
-        self._records = checked.token_ids or self._told_logprobs
+        self._with_logprobs = with_logprobs and checked.logprobs is not None
+        #: Whether each token has records in `midstream`.
+        self._has_records = checked.token_ids or self._with_logprobs
         #: Nothing is written: the client has it already, or gets it whole.
         self._quiet = False
         self._events = 0
@@ -137,7 +137,7 @@ class BlockEncoder(RecordEncoder, ABC):
         for call in piece.calls:
             data += self._show("call", call.arguments, piece.snapshot, tokens, call)
             tokens = ()
-        if tokens and self._records:
+        if tokens and self._has_records:
             data += self._silent(piece.snapshot, tokens)
         self._unshown = 0 if self._events > before else self._unshown + len(tokens)
         if self._unshown < PING_TOKENS:
@@ -167,7 +167,7 @@ class BlockEncoder(RecordEncoder, ABC):
         """Tokens that show nothing."""
         if self._open is not None:
             return self._delta(self._open, "", snapshot, tokens)
-        return self._emit(self.silent_event, midstream=self._told(snapshot, tokens))
+        return self._emit(self.silent_event, midstream=self._records_of(snapshot, tokens))
 
     def _close(self, ending: Ending | None = None) -> bytes:
         if self._open is None:
@@ -186,36 +186,36 @@ class BlockEncoder(RecordEncoder, ABC):
 
     # -- records
 
-    def _told(self, snapshot: str, tokens: tuple[Scored, ...]) -> Records:
-        told = Records(snapshot)
+    def _records_of(self, snapshot: str, tokens: tuple[Scored, ...]) -> Records:
+        records = Records(snapshot)
         if self._quiet:
-            return told
+            return records
         if self._checked.token_ids:
-            told.token_ids = [scored.record.token_id for scored in tokens]
-        if tokens and self._told_logprobs and (logprobs := self.logprobs(tokens)) is not None:
-            told.logprobs = logprobs
-        self.tell_seam(told)
-        return told
+            records.token_ids = [scored.record.token_id for scored in tokens]
+        if tokens and self._with_logprobs and (logprobs := self.logprobs(tokens)) is not None:
+            records.logprobs = logprobs
+        self.tell_seam(records)
+        return records
 
-    def _told_at_end(self, part: ChoicePart, ending: Ending, extras: Extras) -> Records:
+    def _records_at_end(self, part: ChoicePart, ending: Ending, extras: Extras) -> Records:
         """Of the event that ends a stream."""
-        told = Records(part.snapshot)
-        self.tell_seam(told)
-        self.tell_kv(told, ending)
-        told.perf_metrics = extras.perf_metrics
+        records = Records(part.snapshot)
+        self.tell_seam(records)
+        self.tell_kv(records, ending)
+        records.perf_metrics = extras.perf_metrics
         if ending.call_in_thinking:
-            told.call_in_thinking = True
+            records.call_in_thinking = True
         if ending.reason in UNNAMED:
-            told.finish_reason = ending.reason
-        return told
+            records.finish_reason = ending.reason
+        return records
 
-    def _told_whole(self, part: ChoicePart, ending: Ending, extras: Extras) -> Records:
+    def _records_of_whole(self, part: ChoicePart, ending: Ending, extras: Extras) -> Records:
         """Of a whole response."""
-        told = self._told_at_end(part, ending, extras)
-        told.snapshots = spans(ending.spans)
+        records = self._records_at_end(part, ending, extras)
+        records.snapshots = spans(ending.spans)
         if self._checked.token_ids:
-            told.prompt_token_ids = part.prompt.token_ids
-            told.token_ids = [scored.record.token_id for scored in ending.whole.tokens]
-        if self._told_logprobs and (logprobs := self.logprobs(ending.whole.tokens)) is not None:
-            told.logprobs = logprobs
-        return told
+            records.prompt_token_ids = part.prompt.token_ids
+            records.token_ids = [scored.record.token_id for scored in ending.whole.tokens]
+        if self._with_logprobs and (logprobs := self.logprobs(ending.whole.tokens)) is not None:
+            records.logprobs = logprobs
+        return records

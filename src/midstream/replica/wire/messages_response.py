@@ -54,12 +54,12 @@ class MessagesEncoder(BlockEncoder):
         cached = self.cached.get(0)
         usage = MessagesUsage(len(prompt.token_ids) - (cached or 0), 0, cached)
         message = MessagesAnswer(self._head.id, self.served(snapshot), [], usage)
-        told = Records(snapshot)
+        records = Records(snapshot)
         if self._checked.token_ids:
-            told.prompt_token_ids = prompt.token_ids
+            records.prompt_token_ids = prompt.token_ids
         # This event stands for the first token, and the first piece of a stream has one.
         self._unshown = -1
-        return self._emit("message_start", message=message, midstream=told)
+        return self._emit("message_start", message=message, midstream=records)
 
     def _begin(self, block: OpenBlock) -> bytes:
         return self._emit("content_block_start", index=self._closed, content_block=_content(block, "", "{}"))
@@ -76,8 +76,8 @@ class MessagesEncoder(BlockEncoder):
         if self._quiet:
             return self._emit(name)
         kind, field = _DELTAS[block.kind]
-        told = self._told(snapshot, tokens)
-        return self._emit(name, index=self._closed, delta={"type": kind, field: text}, midstream=told)
+        records = self._records_of(snapshot, tokens)
+        return self._emit(name, index=self._closed, delta={"type": kind, field: text}, midstream=records)
 
     def _end(self, block: OpenBlock, ending: Ending | None) -> bytes:
         said = "".join(block.said)
@@ -92,17 +92,17 @@ class MessagesEncoder(BlockEncoder):
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=messages_usage(extras.counts),
-            midstream=self._told_at_end(part, ending, extras),
+            midstream=self._records_at_end(part, ending, extras),
         )
 
     def _whole(self, part: ChoicePart, ending: Ending, extras: Extras) -> bytes:
         self._close(ending)
         assert extras.counts is not None
         usage = messages_usage(extras.counts)
-        told = self._told_whole(part, ending, extras)
+        records = self._records_of_whole(part, ending, extras)
         model = self.served(part.snapshot)
         return _encode(
-            MessagesAnswer(self._head.id, model, self._content, usage, *_stopped(ending), midstream=told)
+            MessagesAnswer(self._head.id, model, self._content, usage, *_stopped(ending), midstream=records)
         )
 
 

@@ -97,12 +97,12 @@ class OpenAIEncoder(RecordEncoder):
         return response
 
     def _tell_prompts(self, response: Response, prompts: Mapping[int, tuple[TokenRecord, ...]]) -> None:
-        told = {prompt: self.prompt_logprobs(records) for prompt, records in prompts.items()}
+        logprobs = {prompt: self.prompt_logprobs(records) for prompt, records in prompts.items()}
         if self._chat:
-            response.prompt_logprobs = told[0]
+            response.prompt_logprobs = logprobs[0]
         for choice in response.choices:
             if isinstance(choice, TextChoice):
-                choice.prompt_logprobs = told[choice.index // self._checked.n]
+                choice.prompt_logprobs = logprobs[choice.index // self._checked.n]
 
     # -- choices
 
@@ -149,8 +149,8 @@ class OpenAIEncoder(RecordEncoder):
                 choice.prompt_snapshots = snapshot_spans(ending.whole.echoed)
         self.tell_kv(choice, ending)
         if ending.call_in_thinking:
-            told = {} if self.seam is UNSET else self.seam
-            self.seam = told | {"call_in_thinking": [*told.get("call_in_thinking", ()), choice.index]}
+            seam = {} if self.seam is UNSET else self.seam
+            self.seam = seam | {"call_in_thinking": [*seam.get("call_in_thinking", ()), choice.index]}
 
 
 def _message(piece: Piece) -> ChatMessage:

@@ -1,7 +1,7 @@
 """Responses of OpenAI's Responses API: the items and the events that blocks are there.
 
 Always holds: events are numbered from 0 on, those that the client has from another replica, too. A response that is stored is
-stored as it was told.
+stored as it was sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONTENTS: dict[BlockKind, tuple[str, str]] = {
 
 class Details(NamedTuple):
     """echoed: what a response says of its request. places: of each chat message, the field that it came from, and the place in
-    it. logprobs: they are told with the text. records: they are told in `midstream`. keep: stores a response, by its id."""
+    it. logprobs: events have them with the text. records: `midstream` has them. keep: stores a response, by its id."""
 
     echoed: dict[str, Any]
     places: list[tuple[str, str]]
@@ -52,7 +52,7 @@ class ResponsesEncoder(BlockEncoder):
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
     ) -> None:
-        super().__init__(checked, head, vocabulary, told_logprobs=details.records)
+        super().__init__(checked, head, vocabulary, with_logprobs=details.records)
         self._details = details
         self._output: list[dict[str, Any]] = []
         #: The item of the block that is open, and log-probabilities of its text.
@@ -69,11 +69,11 @@ class ResponsesEncoder(BlockEncoder):
 
     def _start(self, snapshot: str, prompt: Prompt) -> bytes:
         begun = self._response(snapshot, "in_progress", None)
-        told = self._told(snapshot, ())
-        told.token_ids = UNSET
+        records = self._records_of(snapshot, ())
+        records.token_ids = UNSET
         if self._checked.token_ids:
-            told.prompt_token_ids = prompt.token_ids
-        data = self._emit("response.created", response=begun | {"midstream": told})
+            records.prompt_token_ids = prompt.token_ids
+        data = self._emit("response.created", response=begun | {"midstream": records})
         return data + self._emit("response.in_progress", response=begun)
 
     def _begin(self, block: OpenBlock) -> bytes:
@@ -111,8 +111,8 @@ class ResponsesEncoder(BlockEncoder):
         name = f"response.{_CONTENTS[block.kind][0]}.delta"
         if self._quiet:
             return self._emit(name)
-        told = self._told(snapshot, tokens)
-        return self._emit(name, delta=text, **self._place(block, entries), midstream=told)
+        records = self._records_of(snapshot, tokens)
+        return self._emit(name, delta=text, **self._place(block, entries), midstream=records)
 
     def _place(self, block: OpenBlock, entries: list[Entry]) -> dict[str, Any]:
         """The fields that say which item and which part of it an event is about."""
@@ -148,14 +148,14 @@ class ResponsesEncoder(BlockEncoder):
 
     def _finish(self, part: ChoicePart, ending: Ending, extras: Extras) -> bytes:
         data = self._end_items(ending)
-        told = self._told_at_end(part, ending, extras)
-        told.snapshots = spans(ending.spans)
-        status, response = self._finished(part, ending, extras, told)
+        records = self._records_at_end(part, ending, extras)
+        records.snapshots = spans(ending.spans)
+        status, response = self._finished(part, ending, extras, records)
         return data + self._emit(f"response.{status}", response=msgspec.Raw(response))
 
     def _whole(self, part: ChoicePart, ending: Ending, extras: Extras) -> bytes:
         self._end_items(ending)
-        return self._finished(part, ending, extras, self._told_whole(part, ending, extras))[1]
+        return self._finished(part, ending, extras, self._records_of_whole(part, ending, extras))[1]
 
     def _end_items(self, ending: Ending) -> bytes:
         data = b""
@@ -165,7 +165,9 @@ class ResponsesEncoder(BlockEncoder):
             data = self._begin(self._open)
         return data + self._close(ending)
 
-    def _finished(self, part: ChoicePart, ending: Ending, extras: Extras, told: Records) -> tuple[str, bytes]:
+    def _finished(
+        self, part: ChoicePart, ending: Ending, extras: Extras, records: Records
+    ) -> tuple[str, bytes]:
         """The status, and the response as JSON, which is kept if it is to be stored."""
         assert extras.counts is not None
         status = END_NAMES[ending.reason].responses
@@ -173,7 +175,7 @@ class ResponsesEncoder(BlockEncoder):
         response = self._response(part.snapshot, status, usage)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        data = _encode(response | {"midstream": told})
+        data = _encode(response | {"midstream": records})
         if self._details.keep is not None:
             self._details.keep(self._head.id, data)
         return status, data

@@ -82,8 +82,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Details(msgspec.Struct, frozen=True):
-    """rids: by choice; empty: the response's own id. logprobs_from: the first prompt token whose log-probability is told; None:
-    of no one. routes_from: the first position whose route is told; None: no routes. prompt: the field that it came in."""
+    """rids: by choice; empty: the response's own id. logprobs_from: the first prompt token that gets a log-probability; None:
+    none does. routes_from: the first position that gets a route; None: none does. prompt: the field that it came in."""
 
     prompt: str
     single: bool
@@ -206,7 +206,7 @@ def _salt(body: SglangGenerateBody) -> str | None:
 def _check_starts(
     body: SglangGenerateBody, prompts: list[Any], logprobs: int | None, routes: int | None
 ) -> None:
-    """What is told of a prompt begins in it, where its length is known."""
+    """What the answer has of a prompt begins in it, where its length is known."""
     if body.text is not None:
         return
     for field, start in (("logprob_start_len", logprobs), ("routed_experts_start_len", routes)):
@@ -280,16 +280,18 @@ class SGLangEncoder(RecordEncoder):
             cached_tokens=self.cached.get(part.index // self._checked.n, 0),
             weight_version=part.snapshot,
         )
-        told = Told(part.snapshot)
+        midstream = Told(part.snapshot)
         if details.logprobs:
-            meta.output_token_logprobs, told.sampling_logprobs = made.logprobs, made.sampling
-            told.logprob_of = ALLOWED if made.constrained else UNSET
+            meta.output_token_logprobs, midstream.sampling_logprobs = made.logprobs, made.sampling
+            midstream.logprob_of = ALLOWED if made.constrained else UNSET
             if self._checked.top_logprobs:
                 meta.output_top_logprobs = made.tops
         if self.seam is not UNSET:
-            told.branches = self.seam.get("branches", UNSET)
-            self.tell_seam(told)
-        answer = SglangAnswer(text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=told)
+            midstream.branches = self.seam.get("branches", UNSET)
+            self.tell_seam(midstream)
+        answer = SglangAnswer(
+            text="".join(made.text), output_ids=made.ids, meta_info=meta, midstream=midstream
+        )
         if not details.single:
             answer.index = part.index
         if part.first and details.prompt_ids:
@@ -299,13 +301,13 @@ class SGLangEncoder(RecordEncoder):
         return answer
 
     def _tell_ending(self, answer: SglangAnswer, part: ChoicePart, ending: Ending, extras: Extras) -> None:
-        meta, told, details = answer.meta_info, answer.midstream, self._details
+        meta, midstream, details = answer.meta_info, answer.midstream, self._details
         meta.finish_reason = _finish_reason(ending)
         meta.weight_versions = weight_versions(ending)
         meta.e2e_latency = round(extras.took_s, 6)
-        told.snapshots = spans(ending.spans)
-        told.perf_metrics = extras.perf_metrics
-        self.tell_kv(told, ending)
+        midstream.snapshots = spans(ending.spans)
+        midstream.perf_metrics = extras.perf_metrics
+        self.tell_kv(midstream, ending)
         records = extras.prompts.get(part.index // self._checked.n, ())
         if details.logprobs:
             self._tell_prompt(meta, part.prompt, records)

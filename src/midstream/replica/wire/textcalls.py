@@ -69,10 +69,10 @@ async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> d
     except InvalidRequest as error:
         raise InvalidRequest(str(error).replace("prompt:", "tokens:", 1), param="tokens") from error
     vocabulary, numbers = texts.text.vocabulary, [int(i) for i in ids]
-    told: dict[str, Any] = {"prompt": vocabulary.raw_text(numbers)}
+    answer: dict[str, Any] = {"prompt": vocabulary.raw_text(numbers)}
     if asked.return_token_texts:
-        told["token_texts"] = [vocabulary.label(i)[0] for i in numbers]
-    return told
+        answer["token_texts"] = [vocabulary.label(i)[0] for i in numbers]
+    return answer
 
 
 TOKENIZE = TextCall("tokenize", tokenize)

@@ -208,29 +208,29 @@ class GenerateEncoder(RecordEncoder):
         return GenerateAnswer(self._head.id, choices, self._mode)
 
     def _choice(self, part: ChoicePart, extras: Extras) -> GenerateChoice:
-        piece, told = part.piece, Told(part.snapshot)
-        self.tell_seam(told)
+        piece, midstream = part.piece, Told(part.snapshot)
+        self.tell_seam(midstream)
         ids = [scored.record.token_id for scored in piece.tokens]
-        choice = GenerateChoice(part.index, ids, midstream=told)
+        choice = GenerateChoice(part.index, ids, midstream=midstream)
         if self._details.text:
             choice.text = piece.text
         # The event at the end of a stream has no tokens of its own.
         if self._details.logprobs and (part.ending is None or not self._checked.stream):
             choice.logprobs = self.content(piece.tokens)
         if part.ending is not None:
-            self._tell_ending(choice, told, part.ending, part.prompt, extras)
+            self._tell_ending(choice, midstream, part.ending, part.prompt, extras)
         return choice
 
     def _tell_ending(
-        self, choice: GenerateChoice, told: Told, ending: Ending, prompt: Prompt, extras: Extras
+        self, choice: GenerateChoice, midstream: Told, ending: Ending, prompt: Prompt, extras: Extras
     ) -> None:
         choice.finish_reason = END_NAMES[ending.reason].openai
         choice.weight_versions = weight_versions(ending)
         choice.stop_reason = ending.stop_text if ending.stop_token is None else None
         if ending.stop_token in self._details.stops:
             choice.stop_reason = ending.stop_token
-        self.tell_kv(told, ending)
-        told.perf_metrics = extras.perf_metrics
+        self.tell_kv(midstream, ending)
+        midstream.perf_metrics = extras.perf_metrics
         carrier = self._details.routes.return_routed_experts
         start = self._details.routes.routed_experts_prompt_start
         if not carrier:
