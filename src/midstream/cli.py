@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"midstream {arguments[0]}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        said = advice([(error.name or "").partition(".")[0]])
-        if said is None:
+        hint = advice([(error.name or "").partition(".")[0]])
+        if hint is None:
             # It is midstream's own, or a bug: the traceback says where.
             raise
-        print(f"midstream {arguments[0]}: {said}", file=sys.stderr)
+        print(f"midstream {arguments[0]}: {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

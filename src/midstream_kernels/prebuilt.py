@@ -72,10 +72,10 @@ def features() -> frozenset[str]:
     return frozenset.intersection(*sets) if sets else frozenset()
 
 
-def choose(available: Collection[str], machine: str, has: frozenset[str]) -> str | None:
+def choose(available: Collection[str], machine: str, features: frozenset[str]) -> str | None:
     """The name of the fastest level in `available` for a processor that has these features; None when none fits."""
     fitting = (level for level in LEVELS if level.machine == machine and level.name in available)
-    return next((level.name for level in fitting if has.issuperset(level.needs.split())), None)
+    return next((level.name for level in fitting if features.issuperset(level.needs.split())), None)
 
 
 def load(source: Path, directory: Path) -> ctypes.CDLL | None:
@@ -109,7 +109,7 @@ def load(source: Path, directory: Path) -> ctypes.CDLL | None:
 def compile_all(source: Path, directory: Path, machine: str, compiler: str) -> None:
     """Compile every level of `machine` into `directory`, with the manifest. Raises OSError, subprocess.SubprocessError."""
     directory.mkdir(parents=True, exist_ok=True)
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     libraries = {}
     for level in _levels_of(machine):
         file = directory / f"{source.stem}-{level.name}.so"
@@ -118,7 +118,7 @@ def compile_all(source: Path, directory: Path, machine: str, compiler: str) -> N
         libraries[level.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest: dict[str, Any] = {
         "source": source_digest(source),
-        "compiler": said.splitlines()[0],
+        "compiler": version.splitlines()[0],
         "flags": FLAGS,
         "libraries": libraries,
     }

@@ -239,7 +239,7 @@ class _Front:
         await body_of(request)
         session_id = request.path_params["session_id"]
         if self._store.session(tenant, session_id) is not None:
-            for over in [over for over, whose in self._submitting.items() if whose == tenant]:
+            for over in [over for over, owner in self._submitting.items() if owner == tenant]:
                 await over.wait()
             await self._training.finish_session(tenant, session_id)
         # Also for an unknown session: the client is leaving, and an error would end it in a traceback.

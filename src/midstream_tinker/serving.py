@@ -93,11 +93,11 @@ def check_scope(authenticator: Authenticator, request: Request, endpoint: Endpoi
     request.scope[ENDPOINT], need = endpoint, endpoint.need
     if need is None:
         return
-    who, grant = _known(authenticator, request)
-    request.scope[CALLER] = who
+    caller, grant = _known(authenticator, request)
+    request.scope[CALLER] = caller
     if grant is not EVERYTHING and not grant.allows(need.scopes, deployment):
         error = forbidden(need.scopes, "the deployment of the Tinker API")
-        log_refusal(logger, request, who.tenant, error)
+        log_refusal(logger, request, caller.tenant, error)
         raise error
 
 

@@ -346,9 +346,9 @@ class TrainerApi:
             return pause
         now = (await self._ledger.state(deployment.name)).pause
         if now.mode != pause.mode:
-            does = "resumed" if now.mode is None else f"paused with {now.mode}"
+            act = "resumed" if now.mode is None else f"paused with {now.mode}"
             raise Conflict(
-                f"mode: another call {does} {deployment.name} before this pause was carried out", param="mode"
+                f"mode: another call {act} {deployment.name} before this pause was carried out", param="mode"
             )
         return now
 

@@ -267,8 +267,8 @@ def _answer(conversation: Conversation, prompt: str) -> None:
     except TurnRefused as error:
         print(f"\nmidstream chat: {plain(str(error))}", file=sys.stderr)
         return
-    said = f"[{answer.summary()}]"
-    print(f"\n{_DIM}{said}{_PLAIN}" if sys.stdout.isatty() else f"\n{said}")
+    summary = f"[{answer.summary()}]"
+    print(f"\n{_DIM}{summary}{_PLAIN}" if sys.stdout.isatty() else f"\n{summary}")
 
 
 def _shown(text: str) -> str:

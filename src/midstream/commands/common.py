@@ -45,8 +45,8 @@ def add_url_arguments(parser: argparse.ArgumentParser, of: str = "of the server"
     parser.set_defaults(url=None)
     if of:
         parser.add_argument("url", nargs="?", metavar="URL", help=f"{of} {default_server_words()}")
-    says = "the same as an option" if of else f"http://HOST:PORT {default_server_words()}"
-    parser.add_argument("--server", metavar="URL", help=says)
+    help_text = "the same as an option" if of else f"http://HOST:PORT {default_server_words()}"
+    parser.add_argument("--server", metavar="URL", help=help_text)
 
 
 def default_server_words() -> str:
@@ -179,14 +179,14 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def add_setting(
-    parser: argparse.ArgumentParser, option: str, setting: str, says: str, metavar: str | None = None
+    parser: argparse.ArgumentParser, option: str, setting: str, help_text: str, metavar: str | None = None
 ) -> None:
     """An option that gives a setting. Its type, its choices and its default are those of the setting."""
     default = reduce(getattr, setting.split("."), Settings())
     number = type(default) if isinstance(default, (int, float)) else None
     choices = choices_of(setting) or None
-    if default and "(default" not in says:
-        says += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    if default and "(default" not in help_text:
+        help_text += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
     parser.add_argument(
         option,
         dest=setting,
@@ -194,13 +194,13 @@ def add_setting(
         choices=choices,
         metavar=metavar or (None if choices else option.lstrip("-").upper()),
         action="append" if isinstance(default, tuple) and setting != "vllm.args" else "store",
-        help=says,
+        help=help_text,
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
     """What `serve` and `replica` share. address: the section that says where the command listens."""
-    for option, setting, says, metavar in (
+    for option, setting, help_text, metavar in (
         ("--model", "deployment.model", "built-in name or Hugging Face directory", None),
         ("--engine", "engine", "the built-in engine, or vLLM servers", None),
         ("--host", f"{address}.host", "address to listen on", None),
@@ -240,5 +240,5 @@ def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
         ("--log-level", "log.level", "the least that is logged", None),
         ("--log-format", "log.format", "of every process: for people, or one JSON object a line", None),
     ):
-        add_setting(parser, option, setting, says, metavar)
+        add_setting(parser, option, setting, help_text, metavar)
     parser.add_argument("--config", help="TOML file with any of the settings; options here win over it")

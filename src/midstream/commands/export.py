@@ -41,9 +41,9 @@ _Answer = TypeVar("_Answer")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=guarded(_export))
     add_server_arguments(parser, of="of the server, or of --records")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
-    which.add_argument("--all", action="store_true", help="every session that the server has")
+    sessions = parser.add_mutually_exclusive_group(required=True)
+    sessions.add_argument("--session", action="append", metavar="KEY", help="may be repeated")
+    sessions.add_argument("--all", action="store_true", help="every session that the server has")
     parser.add_argument(
         "--format", choices=tuple(FORMATS), default="jsonl", help="of each line (default: %(default)s)"
     )

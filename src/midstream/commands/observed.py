@@ -182,11 +182,11 @@ def _any(_labels: Mapping[str, str]) -> bool:
     return True
 
 
-def _sum(look: Look, name: str, which: Callable[[Mapping[str, str]], bool] = _any) -> float | None:
+def _sum(look: Look, name: str, matches: Callable[[Mapping[str, str]], bool] = _any) -> float | None:
     """The sum of a metric's samples; None when there are no metrics at all. A counter appears with its first event."""
     if not look.metrics:
         return None
-    return sum(value for labels, value in look.metrics.get(name, ()) if which(labels))
+    return sum(value for labels, value in look.metrics.get(name, ()) if matches(labels))
 
 
 def of_replica(metrics: Metrics, name: str, replica: str) -> float | None:

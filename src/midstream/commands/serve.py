@@ -83,8 +83,8 @@ OPTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_serve)
     common.add_arguments(parser, "gateway")
-    for option, setting, says, metavar in OPTIONS:
-        common.add_setting(parser, option, setting, says, metavar)
+    for option, setting, help_text, metavar in OPTIONS:
+        common.add_setting(parser, option, setting, help_text, metavar)
     parser.add_argument(
         "--no-tinker",
         dest="tinker.enabled",

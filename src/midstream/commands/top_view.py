@@ -119,7 +119,7 @@ def _replicas(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def _stage(row: Mapping[str, Any]) -> Text:
     stage = "not reachable" if row["snapshot"] is None else row["stage"]
-    said = f"{stage} {row['target']}" if row["target"] else stage
+    text = f"{stage} {row['target']}" if row["target"] else stage
     style = (
         _BAD
         if stage in ("error", "not reachable")
@@ -127,7 +127,7 @@ def _stage(row: Mapping[str, Any]) -> Text:
         if row["ready"] and not row["target"]
         else _BUSY
     )
-    return Text(plain(said if row["ready"] else f"{said}, not ready"), style=style)
+    return Text(plain(text if row["ready"] else f"{text}, not ready"), style=style)
 
 
 def _swap(swap: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -222,9 +222,9 @@ def _errors(seen: Mapping[str, Any]) -> Text:
     totals, errors = seen["totals"], seen["errors"]
     if totals["requests"] is None:
         return Text("\nno metrics: the key does not have the scope observe", style=_DIM)
-    said = ", ".join(f"{count} of status {status}" for status, count in errors.items()) or "none"
+    by_status = ", ".join(f"{count} of status {status}" for status, count in errors.items()) or "none"
     cut = totals["cut_responses"]
-    text = f"\nFailed requests: {said} in {_number(totals['requests'])}; responses cut short: {_number(cut)}"
+    text = f"\nFailed requests: {by_status} in {_number(totals['requests'])}; responses cut short: {_number(cut)}"
     return Text(text, style=_BAD if errors or cut else _DIM)
 
 

@@ -66,10 +66,10 @@ def _converted(values: dict[str, Any]) -> Settings:
     try:
         return msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        raise ConfigError(_said(str(error), values)) from error
+        raise ConfigError(_explain(str(error), values)) from error
 
 
-def _said(error: str, values: dict[str, Any]) -> str:
+def _explain(error: str, values: dict[str, Any]) -> str:
     """msgspec's message with the setting's name, its value if it broke a bound of ours, and what may have been meant."""
     path = re.search(r" - at `\$\.([^`]+)`$", error)
     steps = re.findall(r"[^.\[\]]+|\.\.\.", path[1]) if path else []
@@ -94,10 +94,10 @@ def _said(error: str, values: dict[str, Any]) -> str:
 def _unknown(name: str, section: list[str]) -> str:
     """Says which settings an unknown name may have meant, each with the section that it lies in."""
     where = ".".join(section)
-    said = f"unknown field `{name}` in [{where}]" if where else f"unknown field `{name}`"
+    message = f"unknown field `{name}` in [{where}]" if where else f"unknown field `{name}`"
     known, own = all_settings(), _fields(Settings, section)
     if where and name in known:
-        return f"{said}; {name} is written above the first [section]"
+        return f"{message}; {name} is written above the first [section]"
     meant: dict[str, list[str]] = {}
     for setting in known:
         for alias in {setting.rpartition(".")[2], setting.replace(".", "_")}:
@@ -105,22 +105,22 @@ def _unknown(name: str, section: list[str]) -> str:
     # A setting of the section itself is nearer than one elsewhere that has the same name.
     meant |= {one: [".".join([*section, one])] for one in own}
     if near := get_close_matches(name, meant, n=1):
-        return f"{said}; did you mean {' or '.join(meant[near[0]])}?"
-    return f"{said}; there are {', '.join(own)}" if section else said
+        return f"{message}; did you mean {' or '.join(meant[near[0]])}?"
+    return f"{message}; there are {', '.join(own)}" if section else message
 
 
 def _mistyped(error: str, path: re.Match[str] | None, names: list[str]) -> str:
     if path is None:
         return error
-    said = f"{path[1]}: {error[: path.start()]}"
+    message = f"{path[1]}: {error[: path.start()]}"
     if "Expected `object`" in error and (inner := _fields(Settings, names)):
-        return f"{said}; [{'.'.join(names)}] is a section with {', '.join(inner)}"
+        return f"{message}; [{'.'.join(names)}] is a section with {', '.join(inner)}"
     choices = _choices(_hint(Settings, names))
     if not choices:
-        return said
+        return message
     wrong = re.match(r"Invalid enum value '(.*)'", error)
     near = get_close_matches(wrong[1], choices, n=1) if wrong else []
-    return f"{said}; expected one of {', '.join(choices)}{f'; did you mean {near[0]}?' if near else ''}"
+    return f"{message}; expected one of {', '.join(choices)}{f'; did you mean {near[0]}?' if near else ''}"
 
 
 def _hint(hint: Any, names: list[str]) -> Any:

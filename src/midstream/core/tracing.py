@@ -81,7 +81,7 @@ def trace_of_signal(deployment: str, desired: Desired) -> bytes:
     """The id of the trace that has the swaps of all replicas to what one signal asked for. 16 bytes.
 
     Files, and when a policy was made, distinguish servers and runs that share a collector and have equal generations."""
-    said = (
+    fields = (
         desired.policy,
         desired.made,
         desired.generation,
@@ -89,5 +89,5 @@ def trace_of_signal(deployment: str, desired: Desired) -> bytes:
         desired.url,
         desired.fingerprint,
     )
-    made_of = "\0".join((deployment, *map(str, said)))
+    made_of = "\0".join((deployment, *map(str, fields)))
     return hashlib.sha256(made_of.encode()).digest()[:16]

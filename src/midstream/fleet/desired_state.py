@@ -313,12 +313,12 @@ class DesiredState:
     def _entries(self, deployment: Deployment, row: DeploymentRow) -> dict[str, ReplicaEntry]:
         if row.deleting:
             return {}
-        said = entries_of_row(row)
+        entries = entries_of_row(row)
         if deployment is self._deployments.default:
             resolved = {} if self.resolver is None else self.resolver.entries
-            return merged(resolved, self._settings, said)
+            return merged(resolved, self._settings, entries)
         weights = {name: entry for name, entry in self._settings.items() if entry.url is None}
-        return merged(weights, said)
+        return merged(weights, entries)
 
     def _start(self, deployment: Deployment) -> None:
         if self._tasks is not None and deployment.name not in self._run_tasks:

@@ -105,12 +105,12 @@ class KnownReplica:
         before, self.heard = self.heard, report
         self._reported = 0 if report is None else report.in_flight
         self.in_flight = self._in_flight
-        held, said = self._policies, () if report is None else report.policies
-        self._policies = {_key(one): one for one in said}
+        held, policies = self._policies, () if report is None else report.policies
+        self._policies = {_key(one): one for one in policies}
         if report is not None:
             self.last_words = ""
             self.policies_max = report.policies_max
-        others = [one for one in said if one.policy]
+        others = [one for one in policies if one.policy]
         idle = sum(one.in_flight == 0 and one.stage in (Stage.IDLE, Stage.ERROR) for one in others)
         self.room = (max(0, (self.policies_max or 0) - len(others)), idle)
         if _of_boot(before) != _of_boot(report):
@@ -130,8 +130,8 @@ class KnownReplica:
 
     def reports(self, policy: PolicyKey) -> bool:
         """Whether it said in its last report that it has the policy, whatever was learned since."""
-        said = () if self.heard is None else self.heard.policies
-        return any(_key(one) == policy for one in said)
+        policies = () if self.heard is None else self.heard.policies
+        return any(_key(one) == policy for one in policies)
 
     def forget(self, policy: PolicyKey) -> None:
         """It does not hold the policy, whatever it reported last."""
@@ -152,14 +152,14 @@ def _of_boot(report: ReplicaReport | None) -> tuple[object, ...]:
 def last_words(report: ReplicaReport) -> str:
     """What a replica that is not heard any more was about, as it last said."""
     engine = report.engine
-    said = [
+    parts = [
         f"{report.in_flight} requests on it",
         f"{engine.running} running and {engine.waiting} waiting in its engine",
     ]
     if report.long_texts:
-        said.append(f"{report.long_texts} long texts being read")
+        parts.append(f"{report.long_texts} long texts being read")
     if report.stalled_s:
-        said.append(f"its event loop had stood still for {report.stalled_s:g} s")
+        parts.append(f"its event loop had stood still for {report.stalled_s:g} s")
     if report.engine_silent_s:
-        said.append(f"its engine had been silent for {report.engine_silent_s} s")
-    return "when it was last heard: " + ", ".join(said)
+        parts.append(f"its engine had been silent for {report.engine_silent_s} s")
+    return "when it was last heard: " + ", ".join(parts)

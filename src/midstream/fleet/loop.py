@@ -466,14 +466,14 @@ class Reconciler:
         self, view: ReplicaView, message: Coroutine[Any, Any, None], what: str, snapshot: str | None
     ) -> bool:
         """Send a replica a message. Returns whether it arrived. The next pass compares, and sends what did not arrive."""
-        who = self._label(view.name)
+        label = self._label(view.name)
         try:
             await message
         except ReplicaUnavailable as error:
-            logger.info("%s did not get %s: %s", who, what, error, extra=_named(view, snapshot))
+            logger.info("%s did not get %s: %s", label, what, error, extra=_named(view, snapshot))
         # Any other error is a fault of this process. It is logged whole.
         except Exception:
-            logger.exception("%s did not get %s", who, what, extra=_named(view, snapshot))
+            logger.exception("%s did not get %s", label, what, extra=_named(view, snapshot))
         else:
             return True
         return False
@@ -489,12 +489,12 @@ def _named(view: ReplicaView, snapshot: str | None) -> dict[str, str | None]:
     return {"replica": view.name, "snapshot": snapshot}
 
 
-def _log_stages(view: ReplicaView, who: str, new: list[Transition]) -> None:
+def _log_stages(view: ReplicaView, label: str, new: list[Transition]) -> None:
     for moved in new:
         named = _named(view, moved.snapshot)
         if moved.stage is Stage.ERROR:
             logger.warning(
-                "%s failed to load snapshot %s: %s", who, moved.snapshot, moved.detail, extra=named
+                "%s failed to load snapshot %s: %s", label, moved.snapshot, moved.detail, extra=named
             )
         elif moved.stage is Stage.IDLE:
-            logger.info("%s serves snapshot %s", who, moved.snapshot, extra=named)
+            logger.info("%s serves snapshot %s", label, moved.snapshot, extra=named)

@@ -192,8 +192,8 @@ class MembershipApi:
         for other in self._deployments:
             if name in other.entries and (other is not deployment or other.entries[name].url):
                 known = grant_of(request).allows((OBSERVE,), other.name)
-                whose = other.name if known else "another deployment"
-                raise Conflict(f"url: {name} belongs to {whose} already", param="url")
+                owner = other.name if known else "another deployment"
+                raise Conflict(f"url: {name} belongs to {owner} already", param="url")
         entry = ReplicaEntry(body.url.rstrip("/"), body.weight, body.drain or False)
         await self._keep(deployment, name, entry)
         return self._answer(deployment, name)

@@ -106,19 +106,19 @@ class GRPOServer:
         """Publish the trainer's weights, of all its processes. In each it raises the errors of SnapshotPublisher.publish."""
         accelerator = self._trainer.accelerator
         weights, failure = self._weights(accelerator), None
-        said: list[Any] = ["", "", []]
+        outcome: list[Any] = ["", "", []]
         if accelerator.is_main_process:
             try:
                 self.run.publish(**weights)
-                said = ["", self.run.at_least, self.run.signalled]
+                outcome = ["", self.run.at_least, self.run.signalled]
             except (PublishError, ValueError, OSError) as error:
                 # The others wait for word, and end with it.
-                failure, said[0] = error, f"{type(error).__name__}: {error}"
+                failure, outcome[0] = error, f"{type(error).__name__}: {error}"
         if accelerator.num_processes > 1:
             from accelerate.utils import broadcast_object_list
 
-            broadcast_object_list(said, from_process=0)
-        problem, self._at_least, self._signalled = said
+            broadcast_object_list(outcome, from_process=0)
+        problem, self._at_least, self._signalled = outcome
         if problem:
             raise failure or PublishError(problem)
 

@@ -93,8 +93,8 @@ def check_installed(settings: Settings) -> None:
         return
     vllm = settings.vllm
     needs = extras.REPLICA if settings.engine == "vllm" else extras.EMBEDDED
-    if said := extras.advice(extras.missing(needs)):
-        raise ConfigError(f"the {settings.engine} engine {said}")
+    if hint := extras.advice(extras.missing(needs)):
+        raise ConfigError(f"the {settings.engine} engine {hint}")
     if settings.engine == "vllm" and not vllm.urls and not _has_vllm(vllm):
         raise ConfigError(
             f"--engine vllm: vLLM is not installed for {vllm.python or sys.executable}: pip install vllm there, or name the "

@@ -59,7 +59,7 @@ CATCH_UP_POLL_S = 0.02
 #: Requests of unknown sessions wait so long at most for replicas to say which sessions they hold.
 LEARN_S = 1.5
 #: The field of the default deployment with the settings of its last start.
-_SAID = "_settings"
+_START_SETTINGS = "_settings"
 
 
 async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
@@ -247,12 +247,12 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
     A setting that changed since the last start counts. One that did not leaves the value that the API was given since.
     """
     transition: TransitionType = "SYNC" if spec.transition == "sync" else "ASYNC"
-    said = {"replicas": spec.replicas, "transition": transition, "bucket": spec.bucket}
+    settings = {"replicas": spec.replicas, "transition": transition, "bucket": spec.bucket}
     before: Mapping[str, Any] = {}
     bucket = spec.bucket
     with contextlib.suppress(NotFound):
         known = await ledger.deployment(spec.deployment)
-        before = known.fields.get(_SAID) or {}
+        before = known.fields.get(_START_SETTINGS) or {}
         bucket = known.bucket_url if before.get("bucket") == spec.bucket else spec.bucket
     row = await ledger.ensure_deployment(spec.deployment, spec.model, bucket, None, spec.replicas)
     change: DeploymentChange = {}
@@ -260,9 +260,9 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
         change["replicas_min"] = change["replicas_max"] = spec.replicas
     if before.get("transition") != transition:
         change["transition"] = transition
-    if not change and before == said:
+    if not change and before == settings:
         return row
-    change["fields"] = {_SAID: said}
+    change["fields"] = {_START_SETTINGS: settings}
     return await ledger.update_deployment(row.name, **change)
 
 

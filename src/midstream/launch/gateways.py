@@ -45,7 +45,7 @@ class Gateways:
         self._ended, self._ended_boots = Tally(), set[str]()
         #: By name: the last message about the others that each got, and the last one it sent, since it last ended.
         self._sent: dict[str, Siblings] = {}
-        self._said: dict[str, Wanted] = {}
+        self._lists: dict[str, Wanted] = {}
         #: By name and pid, what each process said last that was replaced and finishes its requests.
         self._replaced: dict[tuple[str, int], Wanted] = {}
         self._up: set[str] = set()
@@ -145,33 +145,33 @@ class Gateways:
 
     def _siblings(self, name: str) -> Siblings:
         """The others, for the gateway of that name."""
-        said = {other: wanted for other, wanted in self._said.items() if other in self._up}
-        own = said.get(name, Wanted()).report
-        every = [wanted.report for wanted in (*said.values(), *self._replaced.values())]
+        lists = {other: wanted for other, wanted in self._lists.items() if other in self._up}
+        own = lists.get(name, Wanted()).report
+        every = [wanted.report for wanted in (*lists.values(), *self._replaced.values())]
         reports = [one for one in every if one is not None and one.boot not in self._ended_boots]
         return siblings_of(None if own is None else own.boot, reports, self._ended)
 
     def _hear(self, name: str, line: bytes) -> None:
-        if (said := _decoded(name, line)) is not None:
-            self._said[name] = said
+        if (wanted := _decoded(name, line)) is not None:
+            self._lists[name] = wanted
             self._changed()
 
     def _hear_replaced(self, name: str, pid: int, line: bytes | None) -> None:
         """line: None when that process has ended."""
         if line is None:
             self._count_ended(self._replaced.pop((name, pid), None))
-        elif (said := _decoded(name, line)) is not None:
-            self._replaced[name, pid] = said
-            self._drop_stale_report(name, said)
+        elif (wanted := _decoded(name, line)) is not None:
+            self._replaced[name, pid] = wanted
+            self._drop_stale_report(name, wanted)
         else:
             return
         self._changed()
 
-    def _drop_stale_report(self, name: str, said: Wanted) -> None:
+    def _drop_stale_report(self, name: str, wanted: Wanted) -> None:
         """The report of a replaced process is another process's for the one that has its name now."""
-        known = self._said.get(name)
-        if known is not None and None not in (known.report, said.report) and known.report == said.report:
-            self._said[name] = msgspec.structs.replace(known, report=None)
+        known = self._lists.get(name)
+        if known is not None and None not in (known.report, wanted.report) and known.report == wanted.report:
+            self._lists[name] = msgspec.structs.replace(known, report=None)
 
     def _is_up(self, name: str) -> None:
         self._up.add(name)
@@ -179,7 +179,7 @@ class Gateways:
 
     def _has_ended(self, name: str) -> None:
         self._up.discard(name)
-        self._count_ended(self._said.pop(name, None))
+        self._count_ended(self._lists.pop(name, None))
         self._changed()
 
     def _count_ended(self, wanted: Wanted | None) -> None:
@@ -192,9 +192,9 @@ class Gateways:
 
         The list of a gateway that has said nothing yet is unknown. While no list is known, the last union stays.
         """
-        said = [wanted for name, wanted in self._said.items() if name in self._up]
-        if said:
-            self._want(union([*said, *self._replaced.values()]))
+        lists = [wanted for name, wanted in self._lists.items() if name in self._up]
+        if lists:
+            self._want(union([*lists, *self._replaced.values()]))
         for member in self._members:
             if self._siblings(member.name) != self._sent.get(member.name):
                 member.tell(self._message(member.name, self._running()))

@@ -59,8 +59,8 @@ def model_directory(known: Mapping[str, Path], name: str, state_dir: Path) -> Pa
 def make_built_in(directory: Path, state_dir: Path) -> None:
     """Write the built-in model, if the directory is the built-in model's and does not exist."""
     if directory == built_in_directory(state_dir) and not directory.is_dir():
-        if said := extras.advice(extras.missing(("torch", "transformers", "tokenizers", "safetensors"))):
-            raise ConfigError(f"the built-in model {said}; or name a checkpoint with --model DIR")
+        if hint := extras.advice(extras.missing(("torch", "transformers", "tokenizers", "safetensors"))):
+            raise ConfigError(f"the built-in model {hint}; or name a checkpoint with --model DIR")
         logger.info("making the built-in model in %s, once for this state directory", directory)
         with importing():
             from midstream.models.tiny_moe import write_tiny_moe

@@ -202,7 +202,7 @@ class ChildProcess:
         #: Where it offers its listening sockets to a successor.
         self.offer: str | None = None
         #: The last line that it said after its answer.
-        self.said: bytes | None = None
+        self.last_line: bytes | None = None
         self._input, self._output = process.stdin, process.stdout
         self._listening: asyncio.Task[None] | None = None
 
@@ -239,14 +239,14 @@ class ChildProcess:
 
     async def accepting(self) -> list[bytes]:
         """Waits for Accepting, for at most TAKE_OVER_S; returns the lines before it. Raises StartFailed."""
-        said: list[bytes] = []
+        lines: list[bytes] = []
         try:
             async with asyncio.timeout(TAKE_OVER_S):
                 while line := await self._output.readline():
                     with contextlib.suppress(msgspec.DecodeError):
                         msgspec.json.decode(line, type=Accepting)
-                        return said
-                    said.append(line)
+                        return lines
+                    lines.append(line)
         except TimeoutError as error:
             raise StartFailed(f"{self.name} did not take over in {TAKE_OVER_S:g} s") from error
         raise StartFailed(f"{self.name} ended before it took over; its log says why")
@@ -369,17 +369,17 @@ class Child(Supervised):
                 answer = await life.ask(spec)
                 if self._greeting is not None:
                     life.tell(self._greeting())
-                said = await life.accepting()
+                lines = await life.accepting()
             except BaseException:
                 # Also when the server stops meanwhile: only this call knows the new process.
                 await life.end()
                 raise
-            if old.said is not None:
-                self.on_retiring(old.pid, old.said)
+            if old.last_line is not None:
+                self.on_retiring(old.pid, old.last_line)
             self._life, self._next = life, None
             retiring = self._retire(old, drain_s + RETIRE_GRACE_S)
             self._retiring[old] = asyncio.create_task(retiring, name=f"{self.name}, replaced")
-            for line in said:
+            for line in lines:
                 self._hear(life, line)
             self._is_up(life, answer)
         finally:
@@ -415,7 +415,7 @@ class Child(Supervised):
             life.listen(self._hear)
 
     def _hear(self, life: ChildProcess, line: bytes) -> None:
-        life.said = line
+        life.last_line = line
         if life in self._retiring:
             self.on_retiring(life.pid, line)
         elif life is self._life and self._on_line is not None:

@@ -98,7 +98,7 @@ class RayChild(Supervised):
         except (*UNWELL, ValueError) as error:
             await self._leave(elsewhere=True)
             kind = HostUnwell if _of_the_host(error) else StartFailed
-            raise kind(f"{self.name}: {_said(error)}") from error
+            raise kind(f"{self.name}: {_line(error)}") from error
         if answer.error is not None:
             await self._leave(elsewhere=True)
             raise StartFailed(f"{self.name}: {answer.error}")
@@ -141,7 +141,7 @@ class RayChild(Supervised):
                     await _result(self._actor.stop.remote(grace_s))
             except UNWELL as error:
                 # Also after the time limit: TimeoutError is an OSError.
-                logger.warning("%s on %s did not say that it ended: %s", self.name, self.place, _said(error))
+                logger.warning("%s on %s did not say that it ended: %s", self.name, self.place, _line(error))
         await self._leave()
 
     def kill(self) -> None:
@@ -164,13 +164,13 @@ class RayChild(Supervised):
         await _all_of(asyncio.to_thread(self._make_actor))
         where = _result(self._actor.where.remote())
         try:
-            said = await self._wait_for(where, on_waiting)
+            waited = await self._wait_for(where, on_waiting)
             address = where.result()
         finally:
             where.cancel()
         self.place = f"node {address}"
         self.host = self._fixed_host or address
-        if said:
+        if waited:
             on_waiting(f"{self.name}: starts on {self.place}")
 
     def _make_group(self) -> None:
@@ -195,15 +195,15 @@ class RayChild(Supervised):
 
     async def _wait_for(self, where: asyncio.Future[str], on_waiting: Callable[[str], None]) -> bool:
         """Waits until the actor is there. True if a reason for waiting was reported."""
-        said = ""
+        reason = ""
         timeout_s = PLACED_WITHIN_S
         while not (await asyncio.wait((where,), timeout=timeout_s))[0]:
             timeout_s = LOOK_AGAIN_S
-            if (why := await asyncio.to_thread(self._waits_for, self._group)) != said:
-                said = why
+            if (why := await asyncio.to_thread(self._waits_for, self._group)) != reason:
+                reason = why
                 logger.warning("%s", why)
                 on_waiting(why)
-        return bool(said)
+        return bool(reason)
 
     def _waits_for(self, group: Any) -> str:
         """Why it waits, in one line. In a thread."""
@@ -217,7 +217,7 @@ class RayChild(Supervised):
         return waiting_for(self.name, self._demand, resources, ray.available_resources())
 
     async def _lost(self, error: Exception) -> str:
-        how = f"is lost with its actor on {self.place}: {_said(error)}"
+        how = f"is lost with its actor on {self.place}: {_line(error)}"
         await self._leave()
         return how
 
@@ -245,7 +245,7 @@ class RayChild(Supervised):
             ray.kill(actor, no_restart=True)
         except UNWELL as error:
             # It goes with its group.
-            logger.warning("%s: its actor may still be there: %s", self.name, _said(error))
+            logger.warning("%s: its actor may still be there: %s", self.name, _line(error))
 
     async def _listen(self, actor: Any, on_line: Callable[[bytes], None]) -> None:
         seen = 0
@@ -285,7 +285,7 @@ async def _remove_given_up() -> None:
             except UNWELL as error:
                 # At the latest it goes with this process's job.
                 _given_up.append(group)
-                logger.warning("a placement group may still be there: %s", _said(error))
+                logger.warning("a placement group may still be there: %s", _line(error))
 
     if _given_up:
         await _all_of(remove())
@@ -313,7 +313,7 @@ def _result(reference: Any) -> asyncio.Future[Any]:
     return asyncio.wrap_future(reference.future())
 
 
-def _said(error: BaseException) -> str:
+def _line(error: BaseException) -> str:
     """The message in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "; ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines) or type(error).__name__

@@ -114,7 +114,7 @@ class RayLauncher:
         assert self._settings.records.bucket is not None
         root, url = str(records_root(self._settings)), self._settings.records.bucket
         whole = _on_every_node(
-            upload_stranded_on, root, url, said="records of replicas that are gone wait on nodes"
+            upload_stranded_on, root, url, failure="records of replicas that are gone wait on nodes"
         )
         return whole is not None and all(whole)
 
@@ -174,24 +174,24 @@ def _all_on_this_machine(else_: str) -> None:
 
 
 def _on_every_node(
-    function: Callable[..., T], *arguments: Any, said: str = "caches of nodes were not removed"
+    function: Callable[..., T], *arguments: Any, failure: str = "caches of nodes were not removed"
 ) -> list[T] | None:
-    """Run it on each node; what it returned on each. None: not on all of them. `said` is logged with the reason then."""
+    """Run it on each node; what it returned on each. None: not on all of them. `failure` is logged with the reason then."""
     try:
         running = [_on_node(node["NodeID"], function, *arguments) for node in ray.nodes() if node["Alive"]]
         done, late = ray.wait(running, num_returns=len(running), timeout=CLEAN_S) if running else ([], [])
     except UNWELL as error:
-        logger.warning("%s: %s", said, error)
+        logger.warning("%s: %s", failure, error)
         return None
     results: list[T] = []
     for reference in done:
         try:
             results.append(ray.get(reference))
         except UNWELL as error:
-            logger.warning("%s: %s", said, str(error).splitlines()[-1:])
+            logger.warning("%s: %s", failure, str(error).splitlines()[-1:])
     if late:
         logger.warning(
-            "%s: %d nodes have not done it within %s s; they may still do so", said, len(late), CLEAN_S
+            "%s: %d nodes have not done it within %s s; they may still do so", failure, len(late), CLEAN_S
         )
     return results if len(results) == len(running) else None
 

@@ -62,11 +62,11 @@ class Restarts:
         self._path = path
         self._restart = restart
         self._asked = asyncio.Event()
-        self._said = ServerFile(pid=os.getpid())
+        self._answer = ServerFile(pid=os.getpid())
         self._running = asyncio.create_task(self._run(), name="gateway restarts")
 
     def __repr__(self) -> str:
-        return f"Restarts({self._said})"
+        return f"Restarts({self._answer})"
 
     def ask(self) -> None:
         self._asked.set()
@@ -88,13 +88,13 @@ class Restarts:
                 logger.error("the gateway was not replaced: %s", error)
             else:
                 logger.info("the gateway was replaced; the old process finishes its requests")
-            self._said = ServerFile(pid=os.getpid(), restarts=self._said.restarts + 1, error=error)
+            self._answer = ServerFile(pid=os.getpid(), restarts=self._answer.restarts + 1, error=error)
             self._say()
 
     def _say(self) -> None:
         """The file is written in place, since the lock is on the file."""
         with self._path.open("r+b") as file:
-            file.write(msgspec.json.encode(self._said) + b"\n")
+            file.write(msgspec.json.encode(self._answer) + b"\n")
             file.truncate()
 
 

@@ -221,8 +221,8 @@ class Supervisor:
     def _ready(self, replicas: int) -> str:
         urls = ", ".join(self._urls())
         places = sorted((self.replicas.places() | self.gateways.places()).items())
-        said = f"midstream ready on {urls} ({replicas} replicas, model {self.model}, deployment {self.deployment})"
-        return said + "".join(f", {name} on {place}" for name, place in places)
+        line = f"midstream ready on {urls} ({replicas} replicas, model {self.model}, deployment {self.deployment})"
+        return line + "".join(f", {name} on {place}" for name, place in places)
 
     def _first(self) -> Wanted:
         """The replicas that the gateways will most likely ask for."""
@@ -276,11 +276,11 @@ class Supervisor:
 
     def _hear_front(self, line: bytes) -> None:
         try:
-            said = msgspec.json.decode(line, type=Stalled)
+            report = msgspec.json.decode(line, type=Stalled)
         except msgspec.DecodeError as error:
             logger.warning("the Tinker front said %r: %s", line[:200], error)
         else:
-            self.gateways.count(stalled("tinker", said.stalled_s))
+            self.gateways.count(stalled("tinker", report.stalled_s))
 
     def _urls(self) -> list[str]:
         """The URLs at which gateways listened last; one for those that share a port."""
@@ -347,14 +347,14 @@ class Supervisor:
         that waits for room is waited for. A replica of another deployment that cannot start does not delay this.
         """
         loop = asyncio.get_running_loop()
-        since, said, shown = loop.time(), ("", 0), -1
+        since, logged, shown = loop.time(), ("", 0), -1
         tls = unverified_tls() if self._settings.gateway.tls_cert is not None else None
         while True:
             if (why := self.replicas.failure(self.deployment)) is not None:
                 raise StartFailed(why)
             found = [await self._usable(url, tls) for url in self._urls()]
-            lacks = next((one for one in found if isinstance(one, str)), None)
-            if lacks is None:
+            problem = next((one for one in found if isinstance(one, str)), None)
+            if problem is None:
                 return int(found[0])
             if (loaded := self._loaded()) != shown and self.replicas:
                 logger.info("%d of %d replicas have loaded the model", loaded, len(self.replicas))
@@ -362,9 +362,9 @@ class Supervisor:
             waited_s = loop.time() - since
             late = waited_s >= NOT_READY_S
             level = logging.WARNING if late else logging.INFO
-            if (lacks, level) != said and (late or waited_s >= WAITING_S):
-                logger.log(level, "not ready yet: %s" if late else "waiting: %s", lacks)
-                said = (lacks, level)
+            if (problem, level) != logged and (late or waited_s >= WAITING_S):
+                logger.log(level, "not ready yet: %s" if late else "waiting: %s", problem)
+                logged = (problem, level)
             await asyncio.sleep(READY_POLL_S)
 
     def _loaded(self) -> int:

@@ -232,12 +232,12 @@ def _files(config: Json) -> dict[str, str]:
     version = {"transformers_version": metadata.version("transformers")}
     generation = {"do_sample": True} | {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     settings = _tokenizer_settings(config["max_position_embeddings"])
-    said = {
+    contents = {
         "config.json": config | version,
         "generation_config.json": generation | version,
         "tokenizer_config.json": settings | {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend"},
     }
-    files = {name: json.dumps(value, indent=2, sort_keys=True) + "\n" for name, value in said.items()}
+    files = {name: json.dumps(value, indent=2, sort_keys=True) + "\n" for name, value in contents.items()}
     return files | {"chat_template.jinja": CHAT_TEMPLATE, "tokenizer.json": _byte_level().to_str(pretty=True)}
 
 

@@ -65,7 +65,7 @@ _IN_PATH = tuple(
 _ADDONS = re.compile(r"/v1/accounts/[^/]+/deployedModels(/|\Z)")
 
 
-class _Said(msgspec.Struct):
+class _AuditedFields(msgspec.Struct):
     """What a line shows of a body. Any JSON value fits: the endpoint judges it."""
 
     identity: Any = None
@@ -96,7 +96,7 @@ class _Said(msgspec.Struct):
 _URLS = ("url", "lora_path")
 _PLACES = (*_URLS, "weight_dir", "model_path", "path")
 
-_said = msgspec.json.Decoder(_Said)
+_decoder = msgspec.json.Decoder(_AuditedFields)
 
 
 def write_to(where: str) -> None:
@@ -200,11 +200,11 @@ def _what(path: str, query: str, request: Request) -> dict[str, Any]:
         found["mode"] = asked["mode"][0]
     if HEADER_OVERWRITE.encode() in request.first:
         found["overwrite"] = _header(request.first, HEADER_OVERWRITE)
-    said = _in_body(request.body)
+    fields = _in_body(request.body)
     if not _ADDONS.match(path):
         # Elsewhere they are no fields of a body, and would speak over the path.
-        said = {name: value for name, value in said.items() if name not in ("model", "deployment")}
-    found |= said
+        fields = {name: value for name, value in fields.items() if name not in ("model", "deployment")}
+    found |= fields
     return {name: _shown(value) for name, value in found.items()}
 
 
@@ -213,15 +213,15 @@ def _in_body(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_BODY_BYTES:
         return {}
     try:
-        said = msgspec.structs.asdict(_said.decode(body))
+        fields = msgspec.structs.asdict(_decoder.decode(body))
     except NOT_JSON:
         return {}
     for name in _PLACES:
-        value = said[name]
+        value = fields[name]
         if isinstance(value, str) and (name in _URLS or "://" in value):
             # It may hold a password, and its query a signature.
-            said[name] = value.rpartition("@")[2].partition("?")[0]
-    return {name: value for name, value in said.items() if isinstance(value, str | int | float)}
+            fields[name] = value.rpartition("@")[2].partition("?")[0]
+    return {name: value for name, value in fields.items() if isinstance(value, str | int | float)}
 
 
 def _shown(value: Any) -> Any:

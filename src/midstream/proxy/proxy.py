@@ -326,8 +326,8 @@ def _others(
 
 
 def _silent(replica: KnownReplica, lasts_s: float) -> str:
-    said = f"nothing was heard of {replica.name} for {lasts_s:g} s"
-    return f"{said}; {replica.last_words}" if replica.last_words else said
+    message = f"nothing was heard of {replica.name} for {lasts_s:g} s"
+    return f"{message}; {replica.last_words}" if replica.last_words else message
 
 
 def _decoded(value: bytes | None) -> str | None:

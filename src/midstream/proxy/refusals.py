@@ -22,7 +22,7 @@ from midstream.proxy.heads import Headers
 from midstream.proxy.request_state import RequestEvent, RequestPhase
 
 #: By status: what a header says of the reason.
-_SAID: dict[int, dict[bytes, RequestEvent]] = {
+_BY_HEADER: dict[int, dict[bytes, RequestEvent]] = {
     ReplicaUnavailable.status: {
         HEADER_LOST.encode(): RequestEvent.ENGINE_LOST,
         HEADER_ANOTHER_BOOT.encode(): RequestEvent.OTHER_BOOT,
@@ -48,9 +48,9 @@ def answer(phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
     if status == 200:
         # Nearly all answers take this branch.
         return RequestEvent.CANNOT_RESUME if resuming and _CHUNKED not in headers else RequestEvent.HEAD
-    said = _SAID.get(status)
-    if said is not None:
+    events = _BY_HEADER.get(status)
+    if events is not None:
         for name, _ in headers:
-            if name in said:
-                return said[name]
+            if name in events:
+                return events[name]
     return _BY_STATUS.get(status, RequestEvent.CANNOT_RESUME if resuming else RequestEvent.HEAD)

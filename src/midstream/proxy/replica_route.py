@@ -110,19 +110,19 @@ class ReplicaRoute(Route):
 
     def start(self) -> None:
         request, proxy, asked = self._request, self._proxy, self._asked
-        said, named = request.first, asked.in_path
-        asked.wishes = wishes = not _WISHES.isdisjoint(said)
+        head, named = request.first, asked.in_path
+        asked.wishes = wishes = not _WISHES.isdisjoint(head)
         constraint = None
         if wishes:
-            asked.mode = failover_mode(said)
-            constraint = constraint_of_headers(said)
+            asked.mode = failover_mode(head)
+            constraint = constraint_of_headers(head)
         asked.resumable = asked.mode != "off" and not request.http10
         if wishes or not proxy.deployments.single or self._caller.grant is not EVERYTHING:
             self._deployment = proxy.deployment_of(request, self._caller.grant, asked.user_field)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
-        key = session_key(said, request.body, asked.user_field) if named is None else key_in_path(named, said)
-        follow = wishes and follows(said)
+        key = session_key(head, request.body, asked.user_field) if named is None else key_in_path(named, head)
+        follow = wishes and follows(head)
         if key is not None:
             asked.session = (self._caller.tenant, key)
         matters = follow or (key is None and len(request.body) > FIRST_BOUND)

@@ -179,8 +179,8 @@ class Route:
     def _own_lines(self) -> list[bytes]:
         """The caller's own x-midstream- headers that a signal may have."""
         given = self._request.first.get(_OVERWRITE)
-        said = [] if given is None else [_OVERWRITE + b": " + given]
-        return [*self._proxy.scopes_header(self._caller), *said]
+        lines = [] if given is None else [_OVERWRITE + b": " + given]
+        return [*self._proxy.scopes_header(self._caller), *lines]
 
     def _failed(self, error: MidstreamError) -> Judgement:
         return Judgement(RequestEvent.FAILED, error)

@@ -282,8 +282,8 @@ class TextExchange(TaskExchange):
     async def _answer(self) -> None:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in self._request.first.items()}
         with self._replica.serves(headers.get(HEADER_POLICY, ""), headers.get(HEADER_BOOT)) as service:
-            said = await self._call.answer(service, self._request.body, headers)
-            self._whole(200, msgspec.json.encode(said), {})
+            answer = await self._call.answer(service, self._request.body, headers)
+            self._whole(200, msgspec.json.encode(answer), {})
 
     def _fail(self, error: MidstreamError) -> None:
         error.shape = self._wire.errors

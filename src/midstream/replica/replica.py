@@ -291,9 +291,9 @@ class Replica:
         for policy in self.policies:
             policy.namespaces.forget(session)
         # Its turns outlive the engine, although the engine's end closes the session.
-        had = self.trees.of(session) is not None
+        had_turns = self.trees.of(session) is not None
         self.trees.close(session)
-        return self.sessions.close(session) or had
+        return self.sessions.close(session) or had_turns
 
     def report(self) -> ReplicaReport:
         info = self._info

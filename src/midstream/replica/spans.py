@@ -65,7 +65,7 @@ def request_span(
 def _measured(generation: Generation) -> dict[str, Attribute]:
     names, turn = generation.names, generation.turn
     snapshots = list(generation.labels)
-    said: dict[str, Attribute] = {
+    attributes: dict[str, Attribute] = {
         "gen_ai.request.model": names.model,
         "midstream.deployment": names.deployment,
         "midstream.snapshots": snapshots,
@@ -75,8 +75,8 @@ def _measured(generation: Generation) -> dict[str, Attribute]:
         "gen_ai.response.finish_reasons": turn.finishes,
     }
     if snapshots:
-        said["gen_ai.response.model"] = served_model_name(names.model, snapshots[-1])
-    return said
+        attributes["gen_ai.response.model"] = served_model_name(names.model, snapshots[-1])
+    return attributes
 
 
 def _engine(generation: Generation, begin_s: float, end_s: float, epoch_s: float) -> SpanRecord:

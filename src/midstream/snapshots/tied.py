@@ -37,8 +37,8 @@ def ties_head(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     Versions of transformers before 5 leave the field out where it is true. So without the field, a checkpoint without
     `lm_head.weight` is a tied one.
     """
-    said = says_tied(config)
-    return HEAD not in names if said is None else said
+    tied = says_tied(config)
+    return HEAD not in names if tied is None else tied
 
 
 def embedding_of(names: Iterable[str]) -> str | None:

@@ -34,7 +34,7 @@ _CLOCK = datetime(2026, 1, 1, tzinfo=UTC)
 KEYED, UNKNOWN = 64, 128
 _IN_PATH = {name for pattern in audit._IN_PATH for name in pattern.groupindex}
 _IN_QUERY = {"hard", "validateOnly", "replaceMergedAddon", "overwrite"}
-_NAMED = {*audit._Said.__struct_encode_fields__, *_IN_PATH, *_IN_QUERY}
+_NAMED = {*audit._AuditedFields.__struct_encode_fields__, *_IN_PATH, *_IN_QUERY}
 #: Fields that may name a URL.
 URLS = ("url", "lora_path", "model_path", "weight_dir", "path")
 _logs: list[audit.AuditLog] = []

@@ -22,8 +22,8 @@ ENGINE = (
     Mutation(
         "kernels_of_a_newer_processor",
         "midstream_kernels/prebuilt.py",
-        "if has.issuperset(level.needs.split())",
-        "if has.intersection(level.needs.split())",
+        "if features.issuperset(level.needs.split())",
+        "if features.intersection(level.needs.split())",
         "A processor runs only kernels whose instructions it has.",
         ("engine/test_cpu_prebuilt.py::test_a_processor_gets_the_fastest_level_that_it_runs",),
     ),

@@ -168,8 +168,8 @@ GATEWAY = (
     Mutation(
         "replica_of_a_replaced_gateway_let_go",
         "launch/gateways.py",
-        "self._want(union([*said, *self._replaced.values()]))",
-        "self._want(union(said))",
+        "self._want(union([*lists, *self._replaced.values()]))",
+        "self._want(union(lists))",
         "A replica stays while a gateway that was replaced has requests on it.",
         ("launch/test_gateways.py",),
     ),

@@ -45,8 +45,8 @@ def vllm_card(version: str, *, routes: bool, no_policies: str = NO_LORA) -> Engi
     no_policies: why it serves none; empty if it does.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
-    lacks = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
-    features = tuple(feature for feature in ENGINE_FEATURES if feature not in lacks)
+    missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
+    features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)
 
 

@@ -271,10 +271,10 @@ class VllmServer:
     async def _healthy(self) -> None:
         """Return when the server answers 200. Raises VllmServerFailed if it ends instead, or is closed meanwhile."""
         loop = asyncio.get_running_loop()
-        began = said = loop.time()
+        began = logged_at = loop.time()
         while True:
-            if (now := loop.time()) - said >= SAY_S:
-                said = now
+            if (now := loop.time()) - logged_at >= SAY_S:
+                logged_at = now
                 logger.info("%s", self._waits_for(now - began))
             if self._exit is not None and self._exit.done():
                 raise self._failed(f"{self._exit.result()} before it was ready")
@@ -314,8 +314,8 @@ class VllmServer:
         # One endpoint per flag.
         missing = {flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths}
         if missing:
-            said = "; ".join(f"no {path}: start it with {flag}" for flag, path in missing.items())
-            raise self._failed(f"the vLLM {self.version} at {self.url} has {said}")
+            gaps = "; ".join(f"no {path}: start it with {flag}" for flag, path in missing.items())
+            raise self._failed(f"the vLLM {self.version} at {self.url} has {gaps}")
         served = (await self._get("/v1/models", _Models)).data
         named = [model for model in served if model.id == self.served_name] or served
         if not named or named[0].max_model_len is None:

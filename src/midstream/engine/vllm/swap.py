@@ -122,9 +122,9 @@ class Control:
         clear = "true" if clear_cache else "false"
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, STEP_S_MAX)
         for _ in range(BARRIER):
-            said = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
-            if said.status != 200 or _read(said.body).get("is_paused") is not True:
-                raise CallFailed(f"vLLM says it is paused, and then {said.status} {said.body[:200]!r}")
+            answer = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
+            if answer.status != 200 or _read(answer.body).get("is_paused") is not True:
+                raise CallFailed(f"vLLM says it is paused, and then {answer.status} {answer.body[:200]!r}")
         # In this turn of the loop, everything that is readable by now is read.
         await asyncio.sleep(0)
 

@@ -409,9 +409,9 @@ def _check_texts(message: dict[str, Any], where: str) -> None:
     for name, value in given.items():
         if not isinstance(value, str):
             raise InvalidRequest(f"{where}.{name}: must be a string", param="messages")
-    said = {value: name for name, value in given.items() if name != "name"}
-    if len(said) > 1:
-        one, other = list(said.values())[:2]
+    names = {value: name for name, value in given.items() if name != "name"}
+    if len(names) > 1:
+        one, other = list(names.values())[:2]
         raise InvalidRequest(f"{where}.{other}: must equal {one} when both are given", param="messages")
     if message.get("refusal"):
         raise InvalidRequest(f"{where}.refusal: not supported; send its text as content", param="messages")

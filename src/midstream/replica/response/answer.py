@@ -111,13 +111,13 @@ class Parts:
         self._keeps = keeps
         #: The choices that have a part already.
         self._begun: set[int] = set()
-        #: By choice, what it said so far, where it is kept.
-        self._said: dict[int, list[Piece]] = {}
+        #: By choice, its pieces so far, where they are kept.
+        self._pieces: dict[int, list[Piece]] = {}
 
-    def said(self, index: int, piece: Piece) -> ChoicePart:
-        """What a choice said next. index: the number of the choice."""
+    def part(self, index: int, piece: Piece) -> ChoicePart:
+        """The next part of a choice. index: the number of the choice."""
         if self._keeps:
-            self._said.setdefault(index, []).append(piece)
+            self._pieces.setdefault(index, []).append(piece)
         first = index not in self._begun
         self._begun.add(index)
         return ChoicePart(index, self._prompts[index // self._n], piece.snapshot, (piece,), piece, first)
@@ -125,7 +125,7 @@ class Parts:
     def end(self, choice: Choice, snapshot: str) -> ChoicePart:
         """snapshot: of a choice without tokens."""
         index, snapshot = choice.index, choice.snapshot or snapshot
-        ending = self._ending(choice, self._said.get(index, ()), snapshot)
+        ending = self._ending(choice, self._pieces.get(index, ()), snapshot)
         first = index not in self._begun
         self._begun.add(index)
         nothing = Piece(snapshot, "", ())
@@ -139,7 +139,7 @@ class Parts:
             index, self._prompts[index // self._n], snapshot, pieces, ending.whole, True, ending
         )
 
-    def _ending(self, choice: Choice, said: Sequence[Piece], snapshot: str) -> Ending:
+    def _ending(self, choice: Choice, pieces: Sequence[Piece], snapshot: str) -> Ending:
         stop_text, stop_token = self._stopped_by(choice)
         return Ending(
             self._reason(choice, stop_text),
@@ -150,7 +150,7 @@ class Parts:
             choice.kv,
             choice.earlier_kv,
             choice.call_in_thinking,
-            joined(said, snapshot),
+            joined(pieces, snapshot),
         )
 
     def _reason(self, choice: Choice, stop_text: str | None) -> EndReason:

@@ -217,7 +217,7 @@ class Generation:
         def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
             data = b"" if log is None else log.write(choice.index, event, choice.finish is not None)
             for piece in pieces:
-                data += encoder.event(parts.said(choice.index, piece), NOTHING)
+                data += encoder.event(parts.part(choice.index, piece), NOTHING)
             if choice.finish is not None:
                 data += encoder.event(parts.end(choice, self._measured.snapshot), self._at_end())
             if data:
@@ -230,7 +230,7 @@ class Generation:
             self._service.check_boot()
             for choice, pieces in released:
                 for piece in pieces:
-                    encoder.replayed(parts.said(choice.index, piece))
+                    encoder.replayed(parts.part(choice.index, piece))
         await self._run(take, sink)
         tail = b""
         if self.checked.include_usage:
@@ -249,14 +249,14 @@ class Generation:
         return extras
 
     async def plain(self) -> bytes:
-        said: list[list[Piece]] = [[] for _ in self._choices]
+        by_choice: list[list[Piece]] = [[] for _ in self._choices]
 
         def take(choice: Choice, _: GenerationEvent, pieces: list[Piece]) -> None:
-            said[choice.index] += pieces
+            by_choice[choice.index] += pieces
 
         await self._run(take)
         snapshot = self._measured.snapshot
-        parts = [self._parts.whole(choice, said[choice.index], snapshot) for choice in self._choices]
+        parts = [self._parts.whole(choice, by_choice[choice.index], snapshot) for choice in self._choices]
         return self._encoder.whole(parts, snapshot, self._extras())
 
     def _extras(self) -> Extras:
@@ -295,8 +295,8 @@ class Generation:
                 prompt_records=0 if shown else request.prompt_records,
                 kv_age_max=0 if continued.exact else request.kv_age_max,
             )
-        had = self._measured.had = [choice.generated for choice in self._choices]
-        self._encoder.seam = continued.seam(had)
+        tokens_before = self._measured.tokens_before = [choice.generated for choice in self._choices]
+        self._encoder.seam = continued.seam(tokens_before)
         return released
 
     async def _run(

@@ -50,7 +50,7 @@ class Measured:
         #: The snapshots that tokens were labelled with, in their order, and when each first was.
         self.labels: dict[str, float] = {}
         #: The tokens of each choice that were generated elsewhere.
-        self.had: Sequence[int] = ()
+        self.tokens_before: Sequence[int] = ()
         #: What the request was like, from its end on.
         self.turn = TurnStats()
         self._final: dict[str, Any] | None = None
@@ -82,8 +82,8 @@ class Measured:
     def fill_in(self, turn: TurnStats, choices: Sequence[Choice]) -> None:
         """The turn, at the request's end."""
         self.turn = turn
-        had = self.had or [0] * len(choices)
-        made = [choice.generated - before for choice, before in zip(choices, had, strict=True)]
+        tokens_before = self.tokens_before or [0] * len(choices)
+        made = [choice.generated - before for choice, before in zip(choices, tokens_before, strict=True)]
         turn.prompt_tokens, turn.generated_tokens = sum(self._prompt_tokens), sum(made)
         turn.cached_tokens = sum(self.cached.values())
         turn.longest = max(made)

@@ -198,8 +198,8 @@ def reason(message: str) -> str:
     found = _COMPILE.search(message)
     if found is None:
         return message.partition("\n")[0].strip()
-    for says, why in _REASONS.items():
-        if says in found["why"]:
+    for pattern, why in _REASONS.items():
+        if pattern in found["why"]:
             return why
     detail = _REGEX_ERROR.search(found["rest"])
     return found["why"].rstrip(":") + (f": {detail['why']}" if detail else "")

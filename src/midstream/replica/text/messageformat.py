@@ -61,19 +61,19 @@ class MessageFormat:
 
     def _left_out(self, message: Message, begins: bool) -> tuple[str, str] | None:
         """The field, and what the template leaves out. begins: nothing but system messages stands before it."""
-        role, said = message["role"], str(message.get("content") or "").strip()
+        role, content = message["role"], str(message.get("content") or "").strip()
         if role in _NAMED and message.get("name") and role not in self.names:
             return "name", f"the names of {role} messages"
-        if role in _SYSTEM and said:
+        if role in _SYSTEM and content:
             if begins and self._role(role) == "system" and not self.system:
                 return "role", "system messages"
             if not begins and self._role(role) not in self.later:
                 return "role", "system messages that stand behind others"
-        if role == "tool" and said and not self.results:
+        if role == "tool" and content and not self.results:
             return "role", "the results of tools"
         if role != "assistant":
             return None
-        if said and message.get("tool_calls") and not self.beside_calls:
+        if content and message.get("tool_calls") and not self.beside_calls:
             return "content", "the text of a message that has tool calls"
         if reasoning_tags.of_message(message) and not self.thinking:
             return "reasoning_content", "the reasoning of answers"

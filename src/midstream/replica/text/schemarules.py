@@ -90,8 +90,8 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 def _combines(value: dict[str, Any]) -> bool:
     """Whether the library makes one schema of several here."""
-    said = value.keys() - _NOTES
-    return "allOf" in said or (len(said) > 1 and any(name in said for name in _COMBINE))
+    keywords = value.keys() - _NOTES
+    return "allOf" in keywords or (len(keywords) > 1 and any(name in keywords for name in _COMBINE))
 
 
 def _names(value: dict[str, Any]) -> set[str]:

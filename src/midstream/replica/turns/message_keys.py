@@ -47,8 +47,8 @@ def key_of_answer(before: Key, content: str, calls: Iterable[tuple[str, Any]]) -
 def thought_of(content: str, beside: str) -> str:
     """A digest of the thinking in an answer, which stands beside the content or within it; empty without any."""
     within, _ = _parted(content)
-    said = "\0".join(part for part in (beside.strip(), within) if part)
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if said else ""
+    text = "\0".join(part for part in (beside.strip(), within) if part)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() if text else ""
 
 
 def thoughts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
@@ -69,10 +69,10 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _parted(content: str) -> tuple[str, str]:
     """The thinking within an answer, without its tags, and what the answer says behind it."""
-    within, closed, said = content.rpartition("</think>")
+    within, closed, answer = content.rpartition("</think>")
     if not closed and content.lstrip().startswith(_OPEN):
-        within, said = content, ""
-    return within.strip().removeprefix(_OPEN).strip(), said.strip()
+        within, answer = content, ""
+    return within.strip().removeprefix(_OPEN).strip(), answer.strip()
 
 
 def digest(before: bytes, value: Any) -> Key:
@@ -98,7 +98,7 @@ def _identity_of(message: dict[str, Any]) -> Any:
 def _arguments(given: Any) -> Any:
     """What they say, however they are spaced, as text: they may hold half a surrogate pair."""
     try:
-        said = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given or {}
-        return json.dumps(said, sort_keys=True)
+        arguments = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given or {}
+        return json.dumps(arguments, sort_keys=True)
     except (ValueError, RecursionError):
         return str(given)

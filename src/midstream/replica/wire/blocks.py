@@ -33,11 +33,11 @@ BlockKind = Literal["thinking", "text", "call"]
 
 
 class OpenBlock(Struct):
-    """The block that is being shown. said: its text so far. call: of a block of this kind."""
+    """The block that is being shown. texts: its text so far. call: of a block of this kind."""
 
     kind: BlockKind
     call: ToolCall | None
-    said: list[str] = []
+    texts: list[str] = []
 
 
 class BlockEncoder(RecordEncoder, ABC):
@@ -159,7 +159,7 @@ class BlockEncoder(RecordEncoder, ABC):
             data = self._close()
             self._open = OpenBlock(kind, call)
             data += self._begin(self._open)
-        self._open.said.append(text)
+        self._open.texts.append(text)
         made_of, self._pending = self._pending, []
         return data + self._delta(self._open, text, snapshot, tokens, made_of)
 

@@ -80,8 +80,8 @@ class MessagesEncoder(BlockEncoder):
         return self._emit(name, index=self._closed, delta={"type": kind, field: text}, midstream=records)
 
     def _end(self, block: OpenBlock, ending: Ending | None) -> bytes:
-        said = "".join(block.said)
-        self._content.append(_content(block, said, said))
+        text = "".join(block.texts)
+        self._content.append(_content(block, text, text))
         return self._emit("content_block_stop", index=self._closed)
 
     def _finish(self, part: ChoicePart, ending: Ending, extras: Extras) -> bytes:

@@ -108,7 +108,7 @@ class OpenAIEncoder(RecordEncoder):
 
     def _choice(self, part: ChoicePart) -> AnyChoice:
         checked, piece = self._checked, part.piece
-        choice = self._said(part, piece)
+        choice = self._new_choice(part, piece)
         if checked.logprobs is not None:
             tokens = piece.echoed + piece.tokens
             if tokens or self._is_whole:
@@ -121,7 +121,7 @@ class OpenAIEncoder(RecordEncoder):
             self._tell_ending(choice, part.ending, part.prompt)
         return choice
 
-    def _said(self, part: ChoicePart, piece: Piece) -> AnyChoice:
+    def _new_choice(self, part: ChoicePart, piece: Piece) -> AnyChoice:
         if not self._chat:
             return TextChoice(index=part.index, text=piece.text)
         if self._is_whole:

@@ -131,7 +131,7 @@ class ResponsesEncoder(BlockEncoder):
 
     def _end(self, block: OpenBlock, ending: Ending | None) -> bytes:
         status = "completed" if ending is None else END_NAMES[ending.reason].responses
-        text, place = "".join(block.said), self._place(block, self._entries)
+        text, place = "".join(block.texts), self._place(block, self._entries)
         done = f"response.{_CONTENTS[block.kind][0]}.done"
         if block.call is not None:
             item = self._item | {"status": status, "arguments": text}

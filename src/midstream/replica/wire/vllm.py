@@ -176,8 +176,8 @@ class GenerateEncoder(RecordEncoder):
         self._mode = "text" if details.text else "tokens"
 
     def event(self, part: ChoicePart, extras: Extras) -> bytes:
-        tells = part.first or part.ending is not None or self._details.text or part.piece.tokens
-        if not tells:
+        has_event = part.first or part.ending is not None or self._details.text or part.piece.tokens
+        if not has_event:
             return b""
         response = self._answer([self._choice(part, extras)])
         if part.first and self._details.prompt_ids:

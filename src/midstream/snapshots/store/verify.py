@@ -43,8 +43,8 @@ def check_compatible(base: CheckpointSpec, new: CheckpointSpec, ignore: frozense
 
 def ties(base: CheckpointSpec, new: CheckpointSpec) -> bool:
     """True if the output layer is the embedding: as one of the two configurations says, else as the base's tensors show."""
-    said = next((one.config for one in (base, new) if says_tied(one.config)), base.config)
-    return ties_head(said, base.tensors)
+    config = next((one.config for one in (base, new) if says_tied(one.config)), base.config)
+    return ties_head(config, base.tensors)
 
 
 def _check_tied(base: CheckpointSpec, new: CheckpointSpec) -> None:
@@ -110,8 +110,8 @@ def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> N
     for name in sorted(base):
         b, n = base[name], new[name]
         if b.shape != n.shape:
-            has, expected = shown_value(list(n.shape)), shown_value(list(b.shape))
-            raise SnapshotIncompatible(f"tensor {shown(name)} has shape {has}, the base model {expected}")
+            shape, expected = shown_value(list(n.shape)), shown_value(list(b.shape))
+            raise SnapshotIncompatible(f"tensor {shown(name)} has shape {shape}, the base model {expected}")
         if b.dtype != n.dtype:
             # Trainers often keep float32 weights of what is served in bfloat16.
             meant = f"; publish the weights as {_DTYPE_NAMES[b.dtype]}" if b.dtype in _DTYPE_NAMES else ""
