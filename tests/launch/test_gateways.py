@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from midstream.core.measures import Distribution
 from midstream.core.supervision import Listening
 from midstream.fleet.desired_state import Running, RunningReplica, Wanted, WantedReplica
 from midstream.fleet.tally import STALLS, GatewayReport, Siblings, Tally, stalled
@@ -27,7 +28,7 @@ def counted(boot: str, requests: int, *, changes: int = 0, ready: bool = True) -
     tally = Tally(
         requests=[("completions", 200, requests)],
         counters={"routes": {"new": requests}},
-        histograms={"total_s": {"completions": ([requests, 1], 0.5)}},
+        histograms={"total_s": {"completions": Distribution([requests, 1], 0.5)}},
     )
     return GatewayReport(boot=boot, listening=True, ready=ready, changes=changes, tally=tally)
 
@@ -286,7 +287,7 @@ def test_each_gateway_is_told_what_the_others_counted_and_how_many_are_ready() -
         assert two.siblings.tally.requests == [("completions", 200, 5)]
         three.says("a", report=counted("b3", 1, changes=1))
         assert two.siblings.tally.counters == {"routes": {"new": 6}}
-        assert two.siblings.tally.histograms == {"total_s": {"completions": ([6, 2], 1.0)}}
+        assert two.siblings.tally.histograms == {"total_s": {"completions": Distribution([6, 2], 1.0)}}
         assert (one.siblings.changes, three.siblings.changes) == (1, 0)
         said = len(one.told)
         three.says("a", report=counted("b3", 1, changes=1))
@@ -336,7 +337,7 @@ def test_every_gateway_shows_the_stalls_of_processes_that_are_no_gateways() -> N
             bed.gateways.count(stalled(process, seconds))
         for member in bed.members:
             stalls = member.siblings.tally.histograms[STALLS]
-            assert {process: (sum(counts), total) for process, (counts, total) in stalls.items()} == {
+            assert {process: (sum(one.counts), one.sum) for process, one in stalls.items()} == {
                 "tinker": (2, 2.07),
                 "supervisor": (1, 0.3),
             }

@@ -11,18 +11,18 @@ from collections.abc import Iterable
 
 import msgspec
 
-from midstream.core.measures import BUCKETS_S
+from midstream.core.measures import BUCKETS_S, Distribution
 
 #: The histogram of stalled event loops, by process, in the buckets of BUCKETS_S.
 STALLS = "stall_s"
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the data path. requests: (path class, status, how many). Of a histogram: its counts and its sum."""
+    """Counts of the data path. requests: (path class, status, how many)."""
 
     requests: list[tuple[str, int, int]] = []
     counters: dict[str, dict[str, int]] = {}
-    histograms: dict[str, dict[str, tuple[list[int], float]]] = {}
+    histograms: dict[str, dict[str, Distribution]] = {}
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,17 +52,17 @@ def merged(tallies: Iterable[Tally]) -> Tally:
     """The sum."""
     requests: Counter[tuple[str, int]] = Counter()
     counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    histograms: defaultdict[str, dict[str, tuple[list[int], float]]] = defaultdict(dict)
+    histograms: defaultdict[str, dict[str, Distribution]] = defaultdict(dict)
     for tally in tallies:
         for path, status, count in tally.requests:
             requests[path, status] += count
         for name, counts in tally.counters.items():
             counters[name].update(counts)
         for name, paths in tally.histograms.items():
-            for path, (counts_of, total) in paths.items():
-                known, so_far = histograms[name].get(path, ([0] * len(counts_of), 0.0))
-                added = [a + b for a, b in zip(known, counts_of, strict=True)]
-                histograms[name][path] = (added, so_far + total)
+            for path, one in paths.items():
+                known = histograms[name].get(path, Distribution([0] * len(one.counts)))
+                counts_of = [a + b for a, b in zip(known.counts, one.counts, strict=True)]
+                histograms[name][path] = Distribution(counts_of, known.sum + one.sum)
     return Tally(
         requests=[(path, status, count) for (path, status), count in requests.items()],
         counters={name: dict(counts) for name, counts in counters.items()},
@@ -74,7 +74,7 @@ def stalled(process: str, seconds: float) -> Tally:
     """One stall of that process's event loop."""
     counts = [0] * (len(BUCKETS_S) + 1)
     counts[bisect_left(BUCKETS_S, seconds)] = 1
-    return Tally(histograms={STALLS: {process: (counts, seconds)}})
+    return Tally(histograms={STALLS: {process: Distribution(counts, seconds)}})
 
 
 def siblings_of(own: str | None, reports: Iterable[GatewayReport], ended: Tally) -> Siblings:

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -91,36 +92,19 @@ _VLLM_MEASURED = {
     "vllm:request_generation_tokens": "generated_tokens",
 }
 _STALLS_OF_REPLICA = "event_loop_stall_seconds"
-_NOTHING = Trajectories(
-    measures={name: Distribution([0] * (len(bounds) + 1)) for name, bounds in MEASURES.items()},
-    counts={name: dict.fromkeys(values, 0) for name, values in COUNTS.items()},
-)
+_NOTHING = Trajectories.none()
 #: A tool call ends where the model stopped.
 _VLLM_FINISHES = {"tool_calls": "stop"}
 
 
-class Histogram:
-    """How many durations fell into each bucket, and their sum."""
+class Histogram(Distribution):
+    """How many durations fell into each bucket of BUCKETS_S, and their sum in seconds."""
 
-    __slots__ = ("counts", "sum_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.sum_s = 0.0
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
 
     def observe(self, seconds: float) -> None:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
-        self.sum_s += seconds
-
-    def add(self, counts: Sequence[int], sum_s: float) -> None:
-        """What another one counted."""
-        self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
-        self.sum_s += sum_s
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, count at or below it), as Prometheus wants them."""
-        bounds = [*map(str, BUCKETS_S), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+        self.sum += seconds
 
 
 class GatewayMetrics:
@@ -176,7 +160,7 @@ class GatewayMetrics:
             requests=[(path, status, count) for (path, status), count in self.requests.items()],
             counters={name: dict(counts) for name, counts in self._counters.items()},
             histograms={
-                name: {path: (list(one.counts), one.sum_s) for path, one in histograms.items()}
+                name: {path: Distribution([*one.counts], one.sum) for path, one in histograms.items()}
                 for name, histograms in self._histograms.items()
             },
         )
@@ -193,8 +177,8 @@ class GatewayMetrics:
         for name, counts in tally.counters.items():
             total._counters[name].update(counts)
         for name, histograms in tally.histograms.items():
-            for path, (buckets, sum_s) in histograms.items():
-                total._histograms[name][path].add(buckets, sum_s)
+            for path, one in histograms.items():
+                total._histograms[name][path] = Histogram(one.counts, one.sum)
         return total
 
     async def exposition(self) -> bytes:
@@ -278,16 +262,16 @@ class GatewayMetrics:
         ):
             for name, measure in names.items():
                 found = [(labels(d, view), own[measure]) for d, view, own in measured if measure in own]
-                yield _distributions(name, measure, found)
+                yield _distributions(name, MEASURES[measure], found)
 
     def _stalls(self, of_others: Mapping[str, Histogram]) -> HistogramMetricFamily:
         """Stalls of replicas as they reported them, and of all other processes of the server."""
-        stalls = {process: Distribution(one.counts, one.sum_s) for process, one in of_others.items()}
+        stalls: dict[str, Distribution] = {**of_others}
         for _, view, measured in self._heard_trajectories():
             if _STALLS_OF_REPLICA in measured.measures:
                 stalls[view.name] = measured.measures[_STALLS_OF_REPLICA]
         found = [((process,), one) for process, one in stalls.items()]
-        return _distributions("midstream_event_loop_stall_seconds", _STALLS_OF_REPLICA, found)
+        return _distributions("midstream_event_loop_stall_seconds", MEASURES[_STALLS_OF_REPLICA], found)
 
     def _ended(self) -> Iterator[Metric]:
         """How turns and swaps ended, as replicas counted."""
@@ -345,22 +329,20 @@ def _samples(name: str, values: Iterable[tuple[Sequence[str], float]]) -> Metric
     return family
 
 
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """(upper bound, count at or below it), as Prometheus wants them."""
+    return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True))
+
+
 def _distributions(
-    name: str, measure: str, found: Iterable[tuple[Sequence[str], Distribution]]
+    name: str, bounds: Sequence[float], found: Iterable[tuple[Sequence[str], Distribution]]
 ) -> HistogramMetricFamily:
     _, help_text, labels = FAMILIES[name]
     family = HistogramMetricFamily(name, help_text, labels=labels)
-    bounds = [*map(str, MEASURES[measure]), "+Inf"]
     for given, one in found:
-        # Pairs of an upper bound and the count at or below it.
-        buckets = list(zip(bounds, map(float, accumulate(one.counts)), strict=True))
-        family.add_metric(given, buckets, one.sum)
+        family.add_metric(given, cumulative(bounds, one.counts), one.sum)
     return family
 
 
 def _durations(name: str, histograms: Mapping[str, Histogram]) -> HistogramMetricFamily:
-    _, help_text, labels = FAMILIES[name]
-    family = HistogramMetricFamily(name, help_text, labels=labels)
-    for path, histogram in histograms.items():
-        family.add_metric([path], histogram.cumulative(), histogram.sum_s)
-    return family
+    return _distributions(name, BUCKETS_S, (((path,), one) for path, one in histograms.items()))
