@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from midstream.api.hotload import HOT_LOAD_PATH
 from midstream.core.config import KeySettings
 from midstream.core.wires import CHANGES_BY_GET, WIRES
 from midstream.http.appserver import AppServer
+from midstream.http.auth import Authenticator, Caller
 from midstream.proxy import audit
 
 LINE_MAX = 40_000
@@ -66,6 +67,36 @@ def test_every_route_that_changes_something_has_a_line_whoever_calls_it(lines: A
     run(main)
     assert [(line["method"], line["path"], line["status"]) for line in lines()] == told
     assert {200, 401, 403} <= {status for *_, status in told}
+
+
+def test_a_key_is_looked_up_once_for_all_that_a_request_needs_it_for(
+    lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up, caller = [], Authenticator.caller
+
+    def counting(self: Authenticator, headers: Mapping[bytes, bytes]) -> Caller:
+        looked_up.append(headers)
+        return caller(self, headers)
+
+    monkeypatch.setattr(Authenticator, "caller", counting)
+
+    calls = (
+        post(b'{"minReplicaCount": 1}', ONE, "x-api-key: k\r\n").replace(b"POST", b"PATCH", 1),
+        post(b"x" * 101, ONE, "x-api-key: k\r\n"),
+        post(b"{}", "/v1/completions", "x-api-key: k\r\n"),
+    )
+    statuses = []
+
+    async def main() -> None:
+        async with staged(respond_ok, max_body_bytes=100, api_keys=("k",)) as stage:
+            for call in calls:
+                before = len(looked_up)
+                statuses.append((await stage.ask(call)).status)
+                assert len(looked_up) == before + 1, call
+
+    run(main)
+    assert statuses == [404, 413, 200]
+    assert {line["key"] for line in lines()} == {hashlib.sha256(b"k").hexdigest()[:12]}
 
 
 @asynccontextmanager

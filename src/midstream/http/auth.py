@@ -21,7 +21,7 @@ FINGERPRINT_CHARS = 12
 
 
 class Caller(NamedTuple):
-    """fingerprint: the first hexadecimal digits of the key's SHA-256, which stand for the key in the audit log."""
+    """fingerprint: stands for the key in the audit log: how its SHA-256 begins; "unknown": not a valid key; "-": no keys."""
 
     tenant: str
     grant: Grant
@@ -30,7 +30,7 @@ class Caller(NamedTuple):
 
 # Every caller, where keys are not in use.
 ANYBODY = Caller("", EVERYTHING)
-NOBODY = Caller("", NOTHING)
+NOBODY = Caller("", NOTHING, "unknown")
 
 
 class Authenticator:

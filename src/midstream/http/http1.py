@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, cast
 import httptools
 
 from midstream.core.errors import InvalidRequest, MidstreamError, RequestTimeout
+from midstream.http.auth import Caller
 from midstream.http.budget import Budget, Share
 from midstream.http.heap import LARGE, heap
 from midstream.http.message import ConnectionLimits, Request, error_response
@@ -60,9 +61,8 @@ class HttpService(Protocol):
 
     def connected(self, client: ClientConnection) -> None: ...
     def disconnected(self, client: ClientConnection) -> None: ...
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
-        """The tenant that sends it; None: no tenant in particular. Raise MidstreamError to refuse it before its body is
-        read."""
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> Caller | None:
+        """Who sends it; None: it needs no key. Raise MidstreamError to refuse it before its body is read."""
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         """Raise MidstreamError to refuse a request; its connection stays open."""
@@ -186,10 +186,10 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._roomless_bytes = length if alone else 0
         if not alone:
             self._count_held()
-        tenant = self._service.check_head(method, target, first)
+        self._caller = caller = self._service.check_head(method, target, first)
         # A request without a key leaves the connection, and what is under way on it, with its tenant.
-        if tenant is not None and tenant != self._share.tenant:
-            self._share.is_of(tenant)
+        if caller is not None and caller.tenant != self._share.tenant:
+            self._share.is_of(caller.tenant)
         if length:
             self._share.check_room(length)
 

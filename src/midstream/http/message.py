@@ -12,11 +12,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from midstream.core.errors import (
-    InvalidRequest,
-    MidstreamError,
-    UnsupportedEncoding,
-)
+from midstream.core.errors import InvalidRequest, MidstreamError, UnsupportedEncoding
+from midstream.http.auth import Caller
 
 #: Headers that are about one connection, and are not passed on.
 HOP_BY_HOP = frozenset(
@@ -39,6 +36,8 @@ class Request:
     body: bytes
     http10: bool
     keep_alive: bool
+    #: As the check of its head found it; None: that check asked for no key.
+    caller: Caller | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -22,6 +22,7 @@ from midstream.core.errors import (
     MidstreamError,
     PayloadTooLarge,
 )
+from midstream.http.auth import Caller
 from midstream.http.message import ConnectionLimits, Request, check_framing, split_absolute_form
 
 # Bytes that a chunk may have beside its data, for its size and its line ends.
@@ -42,6 +43,7 @@ class RequestReader(ABC):
         self._in_message = False
         # A body of this length needs no room if it comes in the read of its head.
         self._roomless_bytes = 0
+        self._caller: Caller | None
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
         # One buffer, however small the pieces are. It gives its bytes away without a copy, which a bytearray cannot.
@@ -118,6 +120,7 @@ class RequestReader(ABC):
         self._first = {}
         self._body, self._body_bytes = b"", 0
         self._http10 = False
+        self._caller = None
 
     # -- the parser's calls
 
@@ -183,15 +186,12 @@ class RequestReader(ABC):
         if self._offers_upgrade:
             return
         self._in_message = self._owes_continue = False
+        body = self._body if isinstance(self._body, bytes) else self._body.getvalue()
+        alive = not self._http10 and self._parser.should_keep_alive()
         request = Request(
-            self._parser.get_method(),
-            self._target,
-            self._headers,
-            self._first,
-            self._body if isinstance(self._body, bytes) else self._body.getvalue(),
-            self._http10,
-            not self._http10 and self._parser.should_keep_alive(),
+            self._parser.get_method(), self._target, self._headers, self._first, body, self._http10, alive
         )
+        request.caller = self._caller
         # An idle connection holds no body.
         self._start_message()
         self._take_request(request)
@@ -201,9 +201,8 @@ class RequestReader(ABC):
         """The request that is being read, without its body; None before its head is complete."""
         if not self._in_message or not self._head_done:
             return None
-        return Request(
-            self._parser.get_method(), self._target, self._headers, self._first, b"", self._http10, False
-        )
+        method, target = self._parser.get_method(), self._target
+        return Request(method, target, self._headers, self._first, b"", self._http10, False, self._caller)
 
     # -- limits
 

@@ -23,12 +23,12 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from midstream.core.decoding import NOT_JSON
-from midstream.core.errors import MidstreamError, Unauthorized
+from midstream.core.errors import MidstreamError
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.private import private_file
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
-from midstream.http.auth import Authenticator
+from midstream.http.auth import Caller
 from midstream.http.bodies import MAX_BODY_BYTES
 from midstream.http.message import Request
 
@@ -38,7 +38,6 @@ logger.setLevel(logging.INFO)
 
 # Of each text of a client's.
 SHOWN_CHARS = 200
-NOBODY_KNOWN = "unknown"
 _READS = (b"GET", b"HEAD")
 _FRONT = "/api/v1/"
 #: Calls of the Tinker API that only read, or that come many times in a training step.
@@ -128,15 +127,15 @@ class AuditLog:
 
     def __init__(
         self,
-        authenticator: Authenticator,
         deployments: Deployments,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._authenticator = authenticator
         self._deployments = deployments
         self._now = now
 
-    def answered(self, request: Request, client: str, status: int, made: str | None = None) -> None:
+    def answered(
+        self, request: Request, caller: Caller, client: str, status: int, made: str | None = None
+    ) -> None:
         """A request that is not inference was answered. made: the name that the server gave to what it made."""
         if logger.disabled:
             return
@@ -150,12 +149,11 @@ class AuditLog:
             return
         what = _what(path, query, request)
         deployment = made or what.pop("deployment", None) or self._meant(path, request.first)
-        key, tenant = self._caller_of(request.first)
         line = {
             "time": self._now().isoformat(timespec="milliseconds"),
             "request": _header(request.first, "x-request-id") or "-",
-            "key": key,
-            "tenant": tenant,
+            "key": caller.fingerprint,
+            "tenant": caller.tenant or "-",
             "client": client,
             "method": request.method.decode("latin-1"),
             "path": _cut(target),
@@ -164,14 +162,6 @@ class AuditLog:
             "status": status,
         }
         logger.info("%s", json.dumps(line, ensure_ascii=True))
-
-    def _caller_of(self, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
-        """The key's fingerprint, and the tenant."""
-        try:
-            caller = self._authenticator.caller(headers)
-        except Unauthorized:
-            return NOBODY_KNOWN, "-"
-        return caller.fingerprint, caller.tenant or "-"
 
     def _meant(self, path: str, headers: Mapping[bytes, bytes]) -> str:
         if path.startswith(_FRONT):

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _TOKEN, _POLICY = HEADER_TOKEN.encode(), HEADER_POLICY.encode()
 _IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore"], list[bytes]()
-_SUPERVISOR = Caller("", Grant(frozenset({(OBSERVE, None)})))
+_SUPERVISOR = NOBODY._replace(grant=Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
 
@@ -93,7 +93,7 @@ class Proxy:
         self.suspects = Suspects()
         self.dropped_headers = _NOT_FORWARDED
         self.auth = Authenticator(settings.api_keys)
-        self.audit = AuditLog(self.auth, deployments)
+        self.audit = AuditLog(deployments)
         # A credential goes no further than the check.
         if self.auth.required:
             self.dropped_headers |= frozenset(CREDENTIALS)
@@ -134,7 +134,7 @@ class Proxy:
     # -- for routes
 
     def caller(self, request: Request) -> Caller:
-        """The caller of a request, after its head was checked (service.py)."""
+        """The caller of a request whose head was not checked for a key (service.py)."""
         try:
             return self.auth.caller(request.first)
         except Unauthorized:

@@ -117,19 +117,19 @@ class ReplicaRoute(Route):
             asked.mode = failover_mode(head)
             constraint = constraint_of_headers(head)
         asked.resumable = asked.mode != "off" and not request.http10
-        if wishes or not proxy.deployments.single or self._caller.grant is not EVERYTHING:
-            self._deployment = proxy.deployment_of(request, self._caller.grant, asked.user_field)
+        if wishes or not proxy.deployments.single or self.caller.grant is not EVERYTHING:
+            self._deployment = proxy.deployment_of(request, self.caller.grant, asked.user_field)
         if constraint is not None:
             self._versions = self._judge_of(constraint)
         key = session_key(head, request.body, asked.user_field) if named is None else key_in_path(named, head)
         follow = wishes and follows(head)
         if key is not None:
-            asked.session = (self._caller.tenant, key)
+            asked.session = (self.caller.tenant, key)
         matters = follow or (key is None and len(request.body) > FIRST_BOUND)
         if matters and proxy.follows_prefixes and len(self._deployment.replicas.views) > 1:
-            asked.prompt = read_prompt(self._caller.tenant, request.body, short=follow)
+            asked.prompt = read_prompt(self.caller.tenant, request.body, short=follow)
         if proxy.suspects.sizes:
-            self.losses = Losses.known(proxy.suspects, self._caller.tenant, request)
+            self.losses = Losses.known(proxy.suspects, self.caller.tenant, request)
 
     def place(self) -> Judgement:
         deployment, versions, tried = self._deployment, self._versions, self._tries.replicas
@@ -393,8 +393,8 @@ class ReplicaRoute(Route):
             return self._stream_lost(phase, reason)
         if phase in RESUMING:
             return self._unreachable(phase, reason, lost=phase in SEEN)
-        others = ((one.route._caller.tenant, one.route._request) for one in together)
-        obvious = is_the_largest(self._caller.tenant, self._request, others)
+        others = ((one.route.caller.tenant, one.route._request) for one in together)
+        obvious = is_the_largest(self.caller.tenant, self._request, others)
         if not answering:
             return self._unreachable(phase, reason, lost=phase in SEEN, obvious=obvious)
         error = self._note_lost_replica(phase, obvious=obvious)
@@ -477,7 +477,7 @@ class ReplicaRoute(Route):
         routes = proxy.routes_at(view)
         beside = [route.losses for route in routes if route is not self and route.losses is not None]
         if self.losses is None:
-            self.losses = Losses(proxy.suspects, self._caller.tenant, self._request)
+            self.losses = Losses(proxy.suspects, self.caller.tenant, self._request)
         return self.losses.add(
             ReplicaBoot(view.name, self._at.boot), beside, begun=phase in ANSWERED, obvious=obvious
         )

@@ -365,7 +365,7 @@ class ProxiedRequest:
             self._proxy.metrics.requests[self.route.path_class, status] += 1
         if self.route.audited:
             made = next((value.decode("latin-1") for name, value in headers if name == _MADE), None)
-            self._proxy.audit.answered(self._request, self._client.peer, status, made)
+            self._proxy.audit.answered(self._request, self.route.caller, self._client.peer, status, made)
 
 
 _ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], None]] = {

@@ -16,7 +16,6 @@ from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, Repl
 from midstream.core.headers import HEADER_OVERWRITE, HEADER_TENANT
 from midstream.core.tracing import Attribute
 from midstream.core.wires import TRAINER_HEALTH
-from midstream.http.auth import ANYBODY
 from midstream.http.message import Request
 from midstream.proxy.request_state import RequestEvent, RequestPhase
 
@@ -93,7 +92,7 @@ class Route:
     def __init__(self, proxy: Proxy, request: Request) -> None:
         self._proxy = proxy
         self._request = request
-        self._caller = proxy.caller(request) if proxy.auth.required else ANYBODY
+        self.caller = request.caller or proxy.caller(request)
         self.pool = proxy.control
         # What is sent; the rest of a stream is asked for by another request than the client's.
         self.target, self.body = request.target, request.body
@@ -127,8 +126,8 @@ class Route:
         lines = self._own_lines()
         if b"x-request-id" not in self._request.first:
             lines.append(b"x-request-id: " + self._proxy.request_id())
-        if self._caller.tenant:
-            lines.append(_TENANT + b": " + self._caller.tenant.encode())
+        if self.caller.tenant:
+            lines.append(_TENANT + b": " + self.caller.tenant.encode())
         return lines
 
     def response_lines(self) -> list[bytes]:
@@ -180,7 +179,7 @@ class Route:
         """The caller's own x-midstream- headers that a signal may have."""
         given = self._request.first.get(_OVERWRITE)
         lines = [] if given is None else [_OVERWRITE + b": " + given]
-        return [*self._proxy.scopes_header(self._caller), *lines]
+        return [*self._proxy.scopes_header(self.caller), *lines]
 
     def _failed(self, error: MidstreamError) -> Judgement:
         return Judgement(RequestEvent.FAILED, error)

@@ -17,7 +17,7 @@ from midstream.core.errors import MidstreamError, Unauthorized
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.scopes import EVERYTHING, SAMPLE, forbidden
 from midstream.core.wires import WIRES_OF_TARGETS, is_read_in_session, split_session, wire_of
-from midstream.http.auth import ANYBODY
+from midstream.http.auth import ANYBODY, Caller
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
@@ -65,12 +65,12 @@ class GatewayService:
         if self._empty is not None and not self.clients and not self._empty.done():
             self._empty.set_result(None)
 
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> Caller | None:
         path = target.partition(b"?")[0]
         if path in _OPEN and not _has_body(headers):
             return None
         if not self._proxy.auth.required:
-            return ANYBODY.tenant
+            return ANYBODY
         try:
             caller = self._proxy.auth.caller(headers)
         except Unauthorized as error:
@@ -81,7 +81,7 @@ class GatewayService:
         inference = grant is not EVERYTHING and wire_of(split_session(path)[1]) is not None
         if inference and not grant.anywhere((SAMPLE,)):
             raise forbidden((SAMPLE,), "any deployment")
-        return caller.tenant
+        return caller
 
     def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         if request is None or not is_probe(request):
@@ -90,7 +90,8 @@ class GatewayService:
             return
         wire = wire_of(split_session(request.target)[1].partition(b"?")[0])
         if wire is None:
-            self._proxy.audit.answered(request, client.peer, error.status)
+            caller = request.caller or self._proxy.caller(request)
+            self._proxy.audit.answered(request, caller, client.peer, error.status)
         else:
             error.shape = wire.errors
 

@@ -147,10 +147,9 @@ class ReplicaApp:
         """Wait until no client connection is open."""
         await self._all_left.wait()
 
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None:
         if self._token and not hmac.compare_digest(headers.get(_TOKEN, b""), self._token):
             raise Unauthorized("this replica answers its gateway only")
-        return None
 
     def refused(self, error: MidstreamError, request: Request | None, client: ClientConnection) -> None:
         log.debug("refused: %s", error)

@@ -15,11 +15,12 @@ from datetime import UTC, datetime
 import msgspec
 
 from midstream.core.config import KeySettings
+from midstream.core.errors import Unauthorized
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
-from midstream.http.auth import Authenticator
+from midstream.http.auth import NOBODY, Authenticator
 from midstream.http.message import Request
 from midstream.proxy import audit
 from targets.control_side import NAMES
@@ -37,6 +38,7 @@ _IN_QUERY = {"hard", "validateOnly", "replaceMergedAddon", "overwrite"}
 _NAMED = {*audit._AuditedFields.__struct_encode_fields__, *_IN_PATH, *_IN_QUERY}
 #: Fields that may name a URL.
 URLS = ("url", "lora_path", "model_path", "weight_dir", "path")
+_keys = Authenticator([KeySettings(key=SECRET, tenant="t", scopes=("operate",))])
 _logs: list[audit.AuditLog] = []
 
 
@@ -52,8 +54,7 @@ class Lines(logging.Handler):
 def log() -> audit.AuditLog:
     if not _logs:
         deployments = Deployments(Deployment(NAMES, ReplicaSet(DeploymentReplicas()), _NoReconciler()))  # type: ignore[arg-type]
-        keys = [KeySettings(key=SECRET, tenant="t", scopes=("operate",))]
-        _logs.append(audit.AuditLog(Authenticator(keys), deployments, lambda: _CLOCK))
+        _logs.append(audit.AuditLog(deployments, lambda: _CLOCK))
     return _logs[0]
 
 
@@ -87,8 +88,12 @@ def run(data: bytes) -> None:
         headers.insert(0, (b"x-api-key", b"sk-nobody"))
     first = dict(reversed(headers))
     method = METHODS[control % len(METHODS)]
+    try:
+        caller = _keys.caller(first)
+    except Unauthorized:
+        caller = NOBODY
     with listening() as said:
-        log().answered(Request(method, target, headers, first, body, False, True), "1.2.3.4", 200)
+        log().answered(Request(method, target, headers, first, body, False, True), caller, "1.2.3.4", 200)
     check(len(said) <= 1, "several lines", said)
     if not said:
         path = target.decode("latin-1").partition("?")[0]

@@ -87,8 +87,7 @@ class Service:
     def connected(self, client: ClientConnection) -> None: ...
     def disconnected(self, client: ClientConnection) -> None: ...
 
-    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> str | None:
-        return None
+    def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> None: ...
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         self.requests.append(request)
