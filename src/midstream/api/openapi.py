@@ -32,7 +32,6 @@ from midstream.core.scopes import SCOPES
 from midstream.core.session_keys import MAX_KEY_BYTES, SESSION_HEADERS
 from midstream.core.traces import RecordsKept
 from midstream.core.wires import SESSION_BASES, WIRES, is_read_in_session
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER
 
 Json = dict[str, Any]
 Bodies = Mapping[str, type[msgspec.Struct]]
@@ -108,8 +107,8 @@ class StreamError(msgspec.Struct):
 _SESSION_WORDS = "The session. The first of these headers that is given counts, before fields of the body."
 #: Which deployment is meant.
 _MEANT = (
-    _text(DEPLOYMENT_HEADER, "The deployment that is meant."),
-    _text(MODEL_HEADER, "The deployment, by its model; `MODEL@SNAPSHOT` asks for a snapshot."),
+    _text(h.HEADER_DEPLOYMENT, "The deployment that is meant."),
+    _text(h.HEADER_MODEL, "The deployment, by its model; `MODEL@SNAPSHOT` asks for a snapshot."),
 )
 #: Of every path of inference.
 _PLACED = (

@@ -19,10 +19,11 @@ from midstream.api.answers import HotLoadRow
 from midstream.api.signals import NamedDirectory, SignalBody
 from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
+from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
 from midstream.core.scopes import OBSERVE, PUBLISH
 from midstream.core.types import Desired, SnapshotFiles, Stage
 from midstream.fleet.access import grant_of, shown_only
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.ledger import Ledger, SignalResult
 from midstream.snapshots.identity import check_identity
 
@@ -140,17 +141,17 @@ def proved_later(deployment: Deployment) -> Callable[[HotLoadRow, Desired], bool
 def only(deployments: Deployments, request: Request) -> Deployment:
     """The deployment that the headers name, else the only one there is. Raises InvalidRequest, NotFound."""
     headers = request.headers
-    if deployments.several and not (headers.get(DEPLOYMENT_HEADER) or headers.get(MODEL_HEADER)):
+    if deployments.several and not (headers.get(HEADER_DEPLOYMENT) or headers.get(HEADER_MODEL)):
         shown = shown_only(grant_of(request), (PUBLISH, OBSERVE), deployments)
         names = ", ".join(one.name for one in shown)
         raise InvalidRequest(
-            f"{DEPLOYMENT_HEADER}: this server has several deployments; name one in this header: {names}",
-            param=DEPLOYMENT_HEADER,
+            f"{HEADER_DEPLOYMENT}: this server has several deployments; name one in this header: {names}",
+            param=HEADER_DEPLOYMENT,
         )
     found = deployments.named(headers)
     if found.policy:
         raise InvalidRequest(
-            f"{DEPLOYMENT_HEADER}: {found.policy!r} is a policy, and this call is for all of {found.host.name}",
-            param=DEPLOYMENT_HEADER,
+            f"{HEADER_DEPLOYMENT}: {found.policy!r} is a policy, and this call is for all of {found.host.name}",
+            param=HEADER_DEPLOYMENT,
         )
     return found

@@ -1,6 +1,6 @@
-"""The headers between gateways and replicas, which no client may send.
+"""Names of headers: those between gateways and replicas, and those that clients send.
 
-Always holds: a gateway drops any of them that a client sends. docs/security.md says who may set them.
+Always holds: a gateway drops any of the former that a client sends. docs/security.md says who may set them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ HEADER_PLACED = "x-midstream-placed"
 # The control app answers it to the data path: the name of what it made, for the audit log.
 HEADER_MADE = "x-midstream-made"
 
+# Clients send them: the deployment that is meant, and its model. A response names the deployment.
+HEADER_DEPLOYMENT = "fireworks-deployment"
+HEADER_MODEL = "fireworks-model"
 # Clients send it: a signal's files replace what the identity meant.
 HEADER_OVERWRITE = "x-midstream-overwrite"
 # Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;

@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from midstream.core.errors import InvalidRequest, NotFound
+from midstream.core.headers import HEADER_MODEL
 
-HEADER_MODEL = "fireworks-model"
 #: In the full name of a policy, between its deployment's name and its own.
 POLICY_INFIX = "/policies/"
 

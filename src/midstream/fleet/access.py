@@ -17,9 +17,9 @@ from starlette.routing import BaseRoute
 
 from midstream.core.endpoints import Endpoint
 from midstream.core.errors import Forbidden, InvalidRequest, NotFound
-from midstream.core.headers import HEADER_SCOPES, HEADER_TENANT
+from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL, HEADER_SCOPES, HEADER_TENANT
 from midstream.core.scopes import EVERYTHING, NOTHING, Grant, ScopeNeed, forbidden, parse_grant
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployment, Deployments
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.routes import log_refusal, routes_of
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def check_need(need: ScopeNeed, grant: Grant, request: Request, deployments: Dep
             raise forbidden(need.scopes, f"deployment {_cut(name)!r}")
         if need.on == "meant" and not grant.everywhere(need.scopes):
             headers = request.headers
-            named = headers.get(DEPLOYMENT_HEADER) or None, headers.get(MODEL_HEADER) or None
+            named = headers.get(HEADER_DEPLOYMENT) or None, headers.get(HEADER_MODEL) or None
             meant(deployments, grant, need.scopes, lambda: deployments.named(headers), *named)
     except Forbidden as error:
         log_refusal(logger, request, request.headers.get(HEADER_TENANT, ""), error)
@@ -91,7 +91,7 @@ def meant(
         found = find()
     except (NotFound, InvalidRequest):
         if deployment is not None and grant.allows(scopes, deployment.strip().partition("@")[0]):
-            raise NotFound(f"{resource} is not served here", param=DEPLOYMENT_HEADER) from None
+            raise NotFound(f"{resource} is not served here", param=HEADER_DEPLOYMENT) from None
         raise forbidden(scopes, resource) from None
     if not grant.allows(scopes, found.host.name):
         raise forbidden(scopes, resource)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from midstream.core.errors import InvalidRequest, NotFound
+from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
 from midstream.core.served_names import POLICY_INFIX, ServedNames, split_model
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
@@ -26,9 +27,6 @@ from midstream.fleet.sessions import SessionTable
 from midstream.fleet.signal_order import SignalOrder
 from midstream.fleet.view import ReplicaEntry
 from midstream.ledger import Signalled
-
-DEPLOYMENT_HEADER = "fireworks-deployment"
-MODEL_HEADER = "fireworks-model"
 
 
 @dataclass(eq=False)
@@ -252,7 +250,7 @@ class Deployments:
 
         Raises NotFound, and InvalidRequest when a model's name fits several.
         """
-        deployment, model = headers.get(DEPLOYMENT_HEADER), headers.get(MODEL_HEADER)
+        deployment, model = headers.get(HEADER_DEPLOYMENT), headers.get(HEADER_MODEL)
         return self.decide(deployment or None, model or None) or self.default
 
     def decide(self, deployment: str | None, model: str | None) -> Deployment | None:
@@ -261,11 +259,11 @@ class Deployments:
         Raises NotFound, also when the deployment named does not serve the model named, and InvalidRequest.
         """
         if deployment is not None:
-            found = self.find(deployment, param=DEPLOYMENT_HEADER)
+            found = self.find(deployment, param=HEADER_DEPLOYMENT)
             if model is not None and _resource(model) not in found.names.accepted():
-                raise NotFound(f"{found.name} serves {found.model}, not {model}", param=MODEL_HEADER)
+                raise NotFound(f"{found.name} serves {found.model}, not {model}", param=HEADER_MODEL)
             return found
-        return None if model is None else self.find(model, param=MODEL_HEADER)
+        return None if model is None else self.find(model, param=HEADER_MODEL)
 
     def find(self, name: str, *, param: str) -> Deployment:
         """By any of its names, in full or bare, with or without #deployment and @snapshot. Raises NotFound, InvalidRequest."""
@@ -280,7 +278,7 @@ class Deployments:
             return called[0]
         if (exact := self._by_name.get(resource)) is not None:
             return exact
-        if param == DEPLOYMENT_HEADER:
+        if param == HEADER_DEPLOYMENT:
             bare = [d for d in called if d.name.rpartition("/")[2] == resource]
             if len(bare) == 1:
                 return bare[0]

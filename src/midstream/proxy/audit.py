@@ -24,10 +24,10 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import MidstreamError
-from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL, HEADER_OVERWRITE
 from midstream.core.private import private_file
 from midstream.core.wires import CHANGES_BY_GET
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
+from midstream.fleet.registry import Deployments
 from midstream.http.auth import Caller
 from midstream.http.bodies import MAX_BODY_BYTES
 from midstream.http.message import Request
@@ -166,7 +166,7 @@ class AuditLog:
     def _meant(self, path: str, headers: Mapping[bytes, bytes]) -> str:
         if path.startswith(_FRONT):
             return self._deployments.default.name
-        deployment, model = _header(headers, DEPLOYMENT_HEADER), _header(headers, MODEL_HEADER)
+        deployment, model = _header(headers, HEADER_DEPLOYMENT), _header(headers, HEADER_MODEL)
         if path.startswith("/v1/accounts/"):
             return "-"
         try:

@@ -23,7 +23,13 @@ from typing import Any, Protocol
 
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
-from midstream.core.headers import HEADER_POLICY, HEADER_TOKEN, HEADER_UNKNOWN_FIELDS
+from midstream.core.headers import (
+    HEADER_DEPLOYMENT,
+    HEADER_MODEL,
+    HEADER_POLICY,
+    HEADER_TOKEN,
+    HEADER_UNKNOWN_FIELDS,
+)
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
 from midstream.core.tracing import Tracer
 from midstream.core.types import Session
@@ -47,6 +53,7 @@ from midstream.proxy.poison import Suspects
 logger = logging.getLogger(__name__)
 
 _TOKEN, _POLICY = HEADER_TOKEN.encode(), HEADER_POLICY.encode()
+_DEPLOYMENT, _MODEL = HEADER_DEPLOYMENT.encode(), HEADER_MODEL.encode()
 _IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore"], list[bytes]()
 _SUPERVISOR = NOBODY._replace(grant=Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
@@ -164,12 +171,12 @@ class Proxy:
         Raises Forbidden, NotFound, and InvalidRequest when its model's name fits several.
         """
         headers, default = request.first, self.deployments.default
-        named = b"fireworks-deployment" in headers or b"fireworks-model" in headers
+        named = _DEPLOYMENT in headers or _MODEL in headers
         if grant is EVERYTHING and not named and self.deployments.single:
             # Nearly all requests take this branch.
             return default
-        deployment = _decoded(headers.get(b"fireworks-deployment"))
-        model = _decoded(headers.get(b"fireworks-model"))
+        deployment = _decoded(headers.get(_DEPLOYMENT))
+        model = _decoded(headers.get(_MODEL))
         limited = grant is not EVERYTHING and not grant.everywhere((SAMPLE,))
         in_body = deployment is None and model is None and (limited or not self.deployments.single)
         asked = body_model(request.body, user) if in_body else None

@@ -26,14 +26,20 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable, RequestLostReplicas
-from midstream.core.headers import HEADER_BOOT, HEADER_FOLLOW_PREFIX, HEADER_HISTORY, HEADER_RECORDS
+from midstream.core.headers import (
+    HEADER_BOOT,
+    HEADER_DEPLOYMENT,
+    HEADER_FOLLOW_PREFIX,
+    HEADER_HISTORY,
+    HEADER_MODEL,
+    HEADER_RECORDS,
+)
 from midstream.core.resumption import HEADER_FAILOVER, PATH_RESUME
 from midstream.core.scopes import EVERYTHING
 from midstream.core.tracing import Attribute
 from midstream.core.versions import CONSTRAINT_HEADERS, NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.prefixes import FIRST_BOUND, follows, read_prompt
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
@@ -76,7 +82,7 @@ _BOOT = HEADER_BOOT.encode()
 _WISHES = frozenset(
     name.encode()
     for name in (
-        *(DEPLOYMENT_HEADER, MODEL_HEADER, *CONSTRAINT_HEADERS),
+        *(HEADER_DEPLOYMENT, HEADER_MODEL, *CONSTRAINT_HEADERS),
         *(HEADER_FAILOVER, HEADER_FOLLOW_PREFIX, HEADER_HISTORY, HEADER_RECORDS),
     )
 )

@@ -21,8 +21,9 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import SnapshotNotServed
+from midstream.core.headers import HEADER_MODEL
 from midstream.core.reports import Reported
-from midstream.core.served_names import HEADER_MODEL, ServedNames
+from midstream.core.served_names import ServedNames
 from midstream.core.types import Stage
 from midstream.core.versions import (
     HEADER_ADMITTED,

@@ -27,7 +27,13 @@ from midstream.core.errors import (
     StreamGivenUp,
     Unauthorized,
 )
-from midstream.core.headers import HEADER_BOOT, HEADER_IGNORED_FIELDS, HEADER_POLICY, HEADER_TOKEN
+from midstream.core.headers import (
+    HEADER_BOOT,
+    HEADER_DEPLOYMENT,
+    HEADER_IGNORED_FIELDS,
+    HEADER_POLICY,
+    HEADER_TOKEN,
+)
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
@@ -184,7 +190,7 @@ class InferenceExchange(TaskExchange):
         self._fixed = {
             "x-request-id": self._headers.get("x-request-id") or uuid.uuid4().hex,
             "fireworks-backend-host": replica.name,
-            "fireworks-deployment": replica.names.deployment,
+            HEADER_DEPLOYMENT: replica.names.deployment,
         }
         if wire.errors == "anthropic":
             # As its clients look for it.

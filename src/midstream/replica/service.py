@@ -28,6 +28,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_HISTORY,
+    HEADER_MODEL,
     HEADER_PLACED,
     HEADER_RECORDS,
     HEADER_SESSION,
@@ -35,7 +36,6 @@ from midstream.core.headers import (
     HEADER_UNKNOWN_FIELDS,
 )
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
-from midstream.core.served_names import HEADER_MODEL
 from midstream.core.session_keys import (
     SESSION_BODY_FIELDS,
     SESSION_HEADERS,

@@ -20,11 +20,12 @@ from midstream.api.signals import NamedDirectory, SignalBody, source_url
 from midstream.api.updates import Updates
 from midstream.core.endpoints import endpoints_of
 from midstream.core.errors import Conflict
+from midstream.core.headers import HEADER_DEPLOYMENT
 from midstream.core.served_names import names_of
 from midstream.core.types import Pause
 from midstream.core.wires import TRAINER_REFUSED
 from midstream.fleet.loop import Reconciler
-from midstream.fleet.registry import DEPLOYMENT_HEADER, Deployment, Deployments
+from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import SignalResult
@@ -134,7 +135,7 @@ def run(data: bytes) -> None:
     control, rest = controlled(data)
     call = CALLS[control % 128 % len(CALLS)]
     query, _, body = rest.partition(b"\n")
-    headers = {DEPLOYMENT_HEADER: "d"} if control >= 128 else {}
+    headers = {HEADER_DEPLOYMENT: "d"} if control >= 128 else {}
     server, same = side(Gateway), False
     server.taken.clear()
     try:

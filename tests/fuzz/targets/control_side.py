@@ -18,8 +18,9 @@ import msgspec
 
 from midstream.api.app import control_app
 from midstream.core.decoding import NOT_JSON
+from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
 from midstream.core.served_names import ServedNames
-from midstream.fleet.registry import DEPLOYMENT_HEADER, MODEL_HEADER, Deployments
+from midstream.fleet.registry import Deployments
 from midstream.ledger import Ledger, database, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from targets.snapshot_files import directory
@@ -122,7 +123,7 @@ def check_refusal(call: Call, body: bytes, told: Any) -> None:
         check(message.startswith("the body "), "a refusal that names no field", message)
         return
     root = re.split(r"[.\[]", param)[0]
-    known = {*call.query, DEPLOYMENT_HEADER, MODEL_HEADER, *call.fields, *given(body)}
+    known = {*call.query, HEADER_DEPLOYMENT, HEADER_MODEL, *call.fields, *given(body)}
     check(root in known or param in known, "a field that this call has not", param, message)
 
 
