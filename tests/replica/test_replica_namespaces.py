@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.core.types import ResetPromptCache
-from midstream.replica.namespaces import Namespaces, Session, cache_salt
+from midstream.core.types import ResetPromptCache, Session
+from midstream.replica.namespaces import Namespaces, cache_salt
 
 OLD: Session = ("", "old")
 NEW: Session = ("", "new")

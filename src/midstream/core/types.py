@@ -432,7 +432,7 @@ class PolicyEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINE_SILENT_FROM_S = 5
 
-# (tenant, key): equal keys of two tenants are different sessions.
+# (tenant, key): equal keys of two tenants are different sessions. "": the only tenant.
 Session = tuple[str, str]
 
 

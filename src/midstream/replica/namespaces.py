@@ -20,13 +20,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from midstream.core.types import ResetPromptCache
+from midstream.core.types import ResetPromptCache, Session
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S_MAX = 3600.0
-
-#: Tenant ("" for the only one) and session key: equal keys of two tenants are two sessions.
-Session = tuple[str, str]
 
 
 class Namespaces:

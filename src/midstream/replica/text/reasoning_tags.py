@@ -45,12 +45,13 @@ _TAG_AFTER = re.compile(rf"(?P<space>\s*)(?P<tag>{_TAG})(?P<after>\s*)")
 
 
 def examine(render: Render) -> ReasoningFormat | None:
-    plain = _try(render, [_USER, {"role": "assistant", "content": _ANSWER}], False)
+    plain = try_render(render, [_USER, {"role": "assistant", "content": _ANSWER}], False)
     found = _in_history(render, plain)
     return found if found is not None else _in_prompt(render, plain)
 
 
-def _try(render: Render, messages: list[dict[str, Any]], begins: bool) -> str:
+def try_render(render: Render, messages: list[dict[str, Any]], begins: bool) -> str:
+    """Empty where the template refuses."""
     try:
         return render(messages, begins)
     except InvalidRequest:
@@ -60,7 +61,7 @@ def _try(render: Render, messages: list[dict[str, Any]], begins: bool) -> str:
 def _in_history(render: Render, plain: str) -> ReasoningFormat | None:
     """The tags around the reasoning of an earlier answer."""
     message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
-    before, thought, rest = _try(render, [_USER, message], False).partition(_THOUGHT)
+    before, thought, rest = try_render(render, [_USER, message], False).partition(_THOUGHT)
     opened, closed = _TAG_BEFORE.search(before), _TAG_AFTER.match(rest)
     if not thought or opened is None or closed is None:
         return None
@@ -73,7 +74,7 @@ def _in_history(render: Render, plain: str) -> ReasoningFormat | None:
 def _in_prompt(render: Render, plain: str) -> ReasoningFormat | None:
     """A tag that the generation prompt leaves open, if the template removes what an earlier answer has between it and its
     counterpart."""
-    opened = _TAG_BEFORE.search(_try(render, [_USER], True))
+    opened = _TAG_BEFORE.search(try_render(render, [_USER], True))
     if opened is None:
         return None
     opening, space = opened["tag"], opened["space"]
@@ -81,7 +82,7 @@ def _in_prompt(render: Render, plain: str) -> ReasoningFormat | None:
     if not _is_own(found, plain):
         return None
     content = f"{opening}{_THOUGHT}{found.closing}{_ANSWER}"
-    rendered = _try(render, [_USER, {"role": "assistant", "content": content}, _USER], False)
+    rendered = try_render(render, [_USER, {"role": "assistant", "content": content}, _USER], False)
     return found if _ANSWER in rendered and _THOUGHT not in rendered else None
 
 

@@ -11,14 +11,11 @@ example. A closing is found by probing, once for a template and a set of tools.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from midstream.core.errors import InvalidRequest
 from midstream.replica.text import reasoning_tags
-
-#: Renders messages. generation_prompt: as the request has it for a whole conversation, False for a part.
-Render = Callable[[list[dict[str, Any]], bool], str]
+from midstream.replica.text.reasoning_tags import Render, try_render
 
 #: Private-use characters: no template trims, splits or escapes them.
 MARK = "\ue0f0\ue0f5\ue0f1"
@@ -34,7 +31,7 @@ class Closings(NamedTuple):
 
 def closings_of(render: Render) -> Closings | None:
     """None: the template shows no mark."""
-    last = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}]))
+    last = _behind(try_render(render, [_USER, {"role": "assistant", "content": MARK}], False))
     return None if last is None else Closings(last, _closing_within(render) or last)
 
 
@@ -52,7 +49,7 @@ def text_behind(
     behind = _behind(render(marked, True))
     calls = ""
     if messages[at].get("tool_calls"):
-        own = _behind(_tried(render, marked[: at + 1]))
+        own = _behind(try_render(render, marked[: at + 1], False))
         calls = own.removesuffix(last) if own is not None and own.endswith(last) else "\0"
     if behind is not None and behind.startswith(calls):
         return behind[len(calls) :]
@@ -60,8 +57,8 @@ def text_behind(
 
 
 def _closing_within(render: Render) -> str | None:
-    behind = _behind(_tried(render, [_USER, {"role": "assistant", "content": MARK}, _USER]))
-    one, two = _tried(render, [_USER]), _tried(render, [_USER, _USER])
+    behind = _behind(try_render(render, [_USER, {"role": "assistant", "content": MARK}, _USER], False))
+    one, two = try_render(render, [_USER], False), try_render(render, [_USER, _USER], False)
     if behind is None or not one or not two.startswith(one):
         return None
     turn = two[len(one) :]
@@ -79,17 +76,10 @@ def _behind(rendered: str) -> str | None:
 
 
 def _difference(render: Render, messages: Sequence[dict[str, Any]], at: int, closing: str) -> str | None:
-    part, whole = _tried(render, list(messages[: at + 1])), render(list(messages), True)
+    part, whole = try_render(render, list(messages[: at + 1]), False), render(list(messages), True)
     if not part or not part.endswith(closing) or not whole.startswith(part):
         return None
     return closing + whole[len(part) :]
-
-
-def _tried(render: Render, messages: list[dict[str, Any]]) -> str:
-    try:
-        return render(messages, False)
-    except InvalidRequest:
-        return ""
 
 
 def without_end(text: str, closing: str, end: str, markers: Iterable[str]) -> str:

@@ -26,7 +26,8 @@ from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.text import reasoning_tags
 from midstream.replica.text.chat import TextModel
-from midstream.replica.turns.continuing import Render, text_behind, without_end
+from midstream.replica.text.reasoning_tags import Render
+from midstream.replica.turns.continuing import text_behind, without_end
 from midstream.replica.turns.message_keys import (
     Key,
     calls_of,

@@ -28,7 +28,8 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.measures import Rewarded
 from midstream.core.traces import REWARDS_MAX, Reward
 from midstream.core.types import FinishReason, Session
-from midstream.replica.turns.continuing import Closings, Render, closings_of
+from midstream.replica.text.reasoning_tags import Render
+from midstream.replica.turns.continuing import Closings, closings_of
 from midstream.replica.turns.message_keys import Key, digest
 from midstream.replica.turns.rewards import Rewards
 
