@@ -15,10 +15,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer, Verdict
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer
 from midstream.core.retry import Backoff
-from midstream.http.call import CallFailed, Lost, call
-from midstream_tinker.trainer.types import WorkFailed
+from midstream.http.call import CallFailed, call, until_answered
+from midstream_tinker.trainer.types import Category, WorkFailed
 
 logger = logging.getLogger(__name__)
 
@@ -82,48 +83,8 @@ class Completions:
 
         Raises WorkFailed, and NotServed when `comes_back` says that waiting for the snapshot is in vain.
         """
-        # Waited in all, and since the server gave a sign of life.
-        waited_s = silent_s = 0.0
-        failures = losses = 0
-        while True:
-            began, asked_s = self._now(), 0.0
-            try:
-                answer = await self._send(body, headers)
-            except Lost as error:
-                # The server worked on the request until then.
-                problem, silent_s, losses = str(error), 0.0, losses + 1
-            except CallFailed as error:
-                problem, spent_s = str(error), self._now() - began
-                waited_s, silent_s = waited_s + spent_s, silent_s + spent_s
-            else:
-                if answer.status == 200:
-                    return answer
-                problem, asked_s = self._not_done(answer, comes_back), _asked_s(answer)
-                spent_s = self._now() - began
-                waited_s += spent_s
-                silent_s = silent_s + spent_s if answer.outcome == "absent" else 0.0
-            failures += 1
-            # Many samples may wait for one server, so pauses grow whatever it asks for.
-            wait_s = max(asked_s, BACKOFF.pause_s(failures)) * random.uniform(0.75, 1.25)
-            waited_s, silent_s = waited_s + wait_s, silent_s + wait_s
-            if waited_s > self._busy_s or silent_s > self._unreachable_s or losses > LOSSES_MAX:
-                raise WorkFailed(f"the server could not serve the sample: {problem}", "server")
-            logger.debug("a sample is sent again in %.2f s: %s", wait_s, problem)
-            await self._sleep(wait_s)
-
-    def _not_done(self, answer: HttpAnswer, comes_back: Callable[[NotServed], bool]) -> str:
-        """Why it is to be tried again. Raises what is final."""
-        message = answer.message or f"the server answered {answer.status}"
-        if answer.outcome in ("busy", "absent"):
-            return message
-        if answer.status == 409:
-            not_served = NotServed(message, _refusal(answer))
-            if comes_back(not_served):
-                return message
-            raise not_served
-        if answer.status == 404:
-            raise NotThere(message)
-        raise WorkFailed(message.removesuffix(_HINT), "user" if 400 <= answer.status < 500 else "server")
+        attempts = _SampleAttempts(self._unreachable_s, self._busy_s, comes_back, self._now)
+        return await until_answered(attempts, lambda: self._send(body, headers), self._sleep)
 
     async def _send(self, body: bytes, headers: Mapping[str, str]) -> HttpAnswer:
         """Raises CallFailed when there is no connection, Lost when it ended before the response did."""
@@ -132,6 +93,77 @@ class Completions:
         given = {"connection": "close", **headers}
         lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
         return await call(self.url, "POST", PATH, body, None, lines, connect_s=CONNECT_S, tls=self._tls)
+
+
+class _SampleAttempts(CallAttempts):
+    """Attempts for one sample. unreachable_s: the most time without a sign of life of the server. busy_s: the most time in all.
+    Both in seconds, of requests and pauses. comes_back: whether the snapshot that a refusal asks for may be served yet."""
+
+    def __init__(
+        self,
+        unreachable_s: float,
+        busy_s: float,
+        comes_back: Callable[[NotServed], bool],
+        now: Callable[[], float],
+    ) -> None:
+        super().__init__(BACKOFF)
+        self._unreachable_s = unreachable_s
+        self._busy_s = busy_s
+        self._comes_back = comes_back
+        self._now = now
+        self._began = now()
+        # Waited in all, and since the server gave a sign of life.
+        self._waited_s = self._silent_s = 0.0
+        self._losses = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self._began = self._now()
+
+    def verdict(self, answer: HttpAnswer) -> Verdict:
+        if answer.status == 200:
+            return "take"
+        if answer.outcome in ("busy", "absent"):
+            return "again"
+        return "again" if answer.status == 409 and self._comes_back(_not_served(answer)) else "refuse"
+
+    def pause_s(self, heard: Heard) -> float:
+        # Many samples may wait for one server, so pauses grow whatever it asks for.
+        asked_s = _asked_s(heard) if isinstance(heard, HttpAnswer) else 0.0
+        return max(asked_s, super().pause_s(heard)) * random.uniform(0.75, 1.25)
+
+    def allows(self, heard: Heard, pause_s: float) -> bool:
+        if isinstance(heard, NoAnswer) and heard.lost:
+            # The server worked on the request until then.
+            self._silent_s = 0.0
+            self._losses += 1
+        else:
+            spent_s = self._now() - self._began
+            silent = isinstance(heard, NoAnswer) or heard.outcome == "absent"
+            self._silent_s = self._silent_s + spent_s if silent else 0.0
+            self._waited_s += spent_s
+        self._waited_s += pause_s
+        self._silent_s += pause_s
+        late = self._waited_s > self._busy_s or self._silent_s > self._unreachable_s
+        return not late and self._losses <= LOSSES_MAX
+
+    def refused(self, answer: HttpAnswer) -> Exception:
+        if answer.status == 409:
+            return _not_served(answer)
+        if answer.status == 404:
+            return NotThere(answer.problem)
+        category: Category = "user" if 400 <= answer.status < 500 else "server"
+        return WorkFailed(answer.problem.removesuffix(_HINT), category)
+
+    def gave_up(self, heard: Heard) -> WorkFailed:
+        return WorkFailed(f"the server could not serve the sample: {heard.problem}", "server")
+
+    def pausing(self, heard: Heard, pause_s: float) -> None:
+        logger.debug("a sample is sent again in %.2f s: %s", pause_s, heard.problem)
+
+
+def _not_served(answer: HttpAnswer) -> NotServed:
+    return NotServed(answer.problem, _refusal(answer))
 
 
 def _refusal(answer: HttpAnswer) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import msgspec
 
 from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
+from midstream.core.call_attempts import CallAttempts, Heard, Verdict
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer
 from midstream.core.retry import Backoff, Deadline
-from midstream.http.call import CallFailed, call
+from midstream.http.call import call, until_answered
 from midstream_tinker.trainer.types import WorkFailed
 
 REQUEST_TIMEOUT_S = 30.0
@@ -146,8 +147,8 @@ class DeploymentPolicies:
             absent += there.status == 404
             leaving = there.status != 404 and _json(there, what).get("state") == "DELETING"
             if not leaving and (there.status != 404 or absent > ABSENT_MAX):
-                raise WorkFailed(f"{what} failed: {_message(answer)}", "server")
-            await self._pause(POLL_S, until, what, _message(answer))
+                raise WorkFailed(f"{what} failed: {answer.problem}", "server")
+            await self._pause(POLL_S, until, what, answer.problem)
 
     def _deadline(self) -> Deadline:
         return Deadline(self._patience_s, self._now)
@@ -166,28 +167,43 @@ class DeploymentPolicies:
         if self._key:
             headers += f"authorization: Bearer {self._key}\r\n"
         data = None if body is None else msgspec.json.encode(body)
-        failures = 0
-        while True:
-            try:
-                answer = await call(
-                    self.gateway_url, method, path, data, REQUEST_TIMEOUT_S, headers, tls=self._tls
-                )
-            except CallFailed as error:
-                problem = str(error)
-            else:
-                if answer.outcome == "done" or answer.status in final:
-                    return answer
-                problem = _message(answer)
-                if answer.outcome == "refused":
-                    raise WorkFailed(f"{what} failed: {problem}", "user")
-            failures += 1
-            await self._pause(BACKOFF.pause_s(failures), until, what, problem)
+        return await until_answered(
+            _PolicyAttempts(what, until, final),
+            lambda: call(self.gateway_url, method, path, data, REQUEST_TIMEOUT_S, headers, tls=self._tls),
+            self._sleep,
+        )
 
     async def _pause(self, seconds: float, until: Deadline, what: str, problem: str) -> None:
         """Raises WorkFailed when it is too late to try again."""
         if not until.allows(seconds):
-            raise WorkFailed(f"{what} failed: {problem}", "server")
+            raise _too_late(what, problem)
         await self._sleep(seconds)
+
+
+class _PolicyAttempts(CallAttempts):
+    """Attempts until a deadline. what: the work that fails when they do. final: statuses that are answers here."""
+
+    def __init__(self, what: str, until: Deadline, final: tuple[int, ...]) -> None:
+        super().__init__(BACKOFF)
+        self._what = what
+        self._until = until
+        self._final = final
+
+    def verdict(self, answer: HttpAnswer) -> Verdict:
+        return "take" if answer.status in self._final else super().verdict(answer)
+
+    def allows(self, heard: Heard, pause_s: float) -> bool:
+        return self._until.allows(pause_s)
+
+    def refused(self, answer: HttpAnswer) -> WorkFailed:
+        return WorkFailed(f"{self._what} failed: {answer.problem}", "user")
+
+    def gave_up(self, heard: Heard) -> WorkFailed:
+        return _too_late(self._what, heard.problem)
+
+
+def _too_late(what: str, problem: str) -> WorkFailed:
+    return WorkFailed(f"{what} failed: {problem}", "server")
 
 
 def _somewhere(status: Status, snapshot: str) -> bool:
@@ -208,7 +224,3 @@ def _status(answer: Mapping[str, Any], what: str) -> Status:
         return read_status(answer)
     except ValueError as error:
         raise WorkFailed(f"{what} failed: {error}", "server") from error
-
-
-def _message(answer: HttpAnswer) -> str:
-    return answer.message or f"the server answered {answer.status}"

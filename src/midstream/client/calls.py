@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 
 from midstream.client.errors import PublishError, SignalRefused, Unanswered
+from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer, read
 from midstream.core.retry import Backoff, Deadline
 
@@ -67,6 +68,43 @@ class _Until(httpx.SyncByteStream):
     def close(self) -> None:
         if isinstance(self._body, httpx.SyncByteStream):
             self._body.close()
+
+
+class _ClientAttempts(CallAttempts):
+    """Attempts until a deadline. The server may ask for longer pauses, or for shorter ones. request: its method and URL."""
+
+    def __init__(self, request: str, deadline: Deadline, now: Callable[[], float]) -> None:
+        super().__init__(BACKOFF)
+        self._request = request
+        self._deadline = deadline
+        self._now = now
+
+    def pause_s(self, heard: Heard) -> float:
+        asked_s = heard.asked_pause_s(self._now()) if isinstance(heard, HttpAnswer) else None
+        return self._backoff.pause_s(self.begun, asked_s)
+
+    def allows(self, heard: Heard, pause_s: float) -> bool:
+        return self._deadline.allows(pause_s)
+
+    def refused(self, answer: HttpAnswer) -> SignalRefused:
+        return SignalRefused(self._problem(answer), answer.status)
+
+    def gave_up(self, heard: Heard) -> Unanswered:
+        total_s = self._deadline.total_s
+        tried = f" (gave up after {total_s:g} s)" if total_s else ""
+        return Unanswered(
+            self._problem(heard) + tried, heard.status if isinstance(heard, HttpAnswer) else None
+        )
+
+    def pausing(self, heard: Heard, pause_s: float) -> None:
+        if self.begun == SAID_AFTER:
+            left_s = self._deadline.left_s
+            logger.warning("%s; sending it again for up to %.0f s more", self._problem(heard), left_s)
+
+    def _problem(self, heard: Heard) -> str:
+        if isinstance(heard, NoAnswer):
+            return heard.problem
+        return f"{self._request}: {heard.status} {heard.message}"
 
 
 class RetryingCaller:
@@ -136,30 +174,19 @@ class RetryingCaller:
         self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None
     ) -> tuple[HttpAnswer, int]:
         deadline = self.deadline(deadline_s)
-        attempts = 0
+        attempts = _ClientAttempts(f"{method} {url}", deadline, self._now)
+        within = deadline if self._bounded and deadline_s else None
         while True:
-            attempts += 1
-            asked_s: float | None = None
+            attempts.begin()
+            heard: Heard
             try:
-                answer = self._ask(
-                    method, url, deadline if self._bounded and deadline_s else None, json, headers
-                )
+                heard = self._ask(method, url, within, json, headers)
             except Unanswered as error:
-                problem, status = str(error), None
-            else:
-                if answer.outcome == "done":
-                    return answer, attempts
-                problem, status = f"{method} {url}: {answer.status} {answer.message}", answer.status
-                if answer.outcome == "refused":
-                    raise SignalRefused(problem, status)
-                asked_s = answer.asked_pause_s(self._now())
-            pause_s = BACKOFF.pause_s(attempts, asked_s)
-            if not deadline.allows(pause_s):
-                tried = f" (gave up after {deadline_s:g} s)" if deadline_s else ""
-                raise Unanswered(problem + tried, status)
-            if attempts == SAID_AFTER:
-                logger.warning("%s; sending it again for up to %.0f s more", problem, deadline.left_s)
-            self.sleep(pause_s)
+                heard = NoAnswer(str(error))
+            step = attempts.after(heard)
+            if isinstance(step, HttpAnswer):
+                return step, attempts.begun
+            self.sleep(step)
 
     def _ask(
         self,

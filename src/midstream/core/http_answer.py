@@ -47,6 +47,11 @@ class HttpAnswer(NamedTuple):
         except (*NOT_JSON, KeyError, TypeError):
             return self.text[:TEXT_CHARS_MAX]
 
+    @property
+    def problem(self) -> str:
+        """The same words, or the status where there are none."""
+        return self.message or f"the server answered {self.status}"
+
     def asked_pause_s(self, now: float) -> float | None:
         """The pause that the server asks for before the next attempt, in seconds. now: seconds since the epoch."""
         return asked_pause_s(self.headers.get("retry-after", ""), now)

@@ -2,20 +2,21 @@
 front's to a gateway. One connection, one request, one response.
 
 Proxied bytes do not pass here: they go through http/upstream.py.
-Always holds: nothing is retried, nothing is pooled, and `ended` is set exactly once, when the response is
-complete or the connection is gone. docs/decisions/0032 says why this is not httpx.
+Always holds: `call` and `open_stream` send one request, nothing is pooled, and `ended` is set exactly once, when the response
+is complete or the connection is gone. docs/decisions/0032 says why this is not httpx.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
+from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer
 from midstream.core.http_answer import HttpAnswer
 
 
@@ -132,6 +133,25 @@ async def call(
     if reason is not None:
         raise Lost(reason)
     return HttpAnswer(whole.status, whole.headers, b"".join(whole.parts))
+
+
+async def until_answered(
+    attempts: CallAttempts,
+    send: Callable[[], Awaitable[HttpAnswer]],
+    sleep: Callable[[float], Awaitable[None]],
+) -> HttpAnswer:
+    """The answer that `attempts` takes. Raises its errors. send: makes one attempt, which may raise CallFailed."""
+    while True:
+        attempts.begin()
+        heard: Heard
+        try:
+            heard = await send()
+        except CallFailed as error:
+            heard = NoAnswer(str(error), lost=isinstance(error, Lost))
+        step = attempts.after(heard)
+        if isinstance(step, HttpAnswer):
+            return step
+        await sleep(step)
 
 
 def unverified_tls() -> ssl.SSLContext:
