@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import Status, read_status
 from midstream.core.call_attempts import CallAttempts, Heard, Verdict
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer
 from midstream.core.retry import Backoff, Deadline
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.http.call import call, until_answered
 from midstream_tinker.trainer.types import WorkFailed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.endpoint import Endpoint
 
 Json = dict[str, Any]

@@ -14,7 +14,7 @@ import pytest
 import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.endpoint import TRAJECTORY_HEADER
 from midstream_conformance.outcome import Failed, Skipped
 from midstream_conformance.rows import Evidence, Row

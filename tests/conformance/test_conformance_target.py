@@ -11,8 +11,8 @@ import pytest
 import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.core.errors import ConfigError
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.endpoint import Endpoint
 from midstream_conformance.target import WIRES, Target, look
 

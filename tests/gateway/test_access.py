@@ -21,7 +21,7 @@ from midstream.api.app import control_app
 from midstream.api.board import Board
 from midstream.api.dashboard import DashboardApi
 from midstream.api.deployments import DeploymentsApi
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.hotload import hotload_apis
 from midstream.api.reference import ReferenceApi
 from midstream.api.trainer_calls import TrainerApi
 from midstream.core.config import GatewaySettings, KeySettings
@@ -30,6 +30,7 @@ from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.served_names import ServedNames
 from midstream.core.wires import (
     CHANGES_BY_GET,
+    HOT_LOAD_PATH,
     TRAINER_REFUSED,
     TRAINER_TRANSFERS,
     TRAINER_UNSERVED,

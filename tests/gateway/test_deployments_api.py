@@ -14,8 +14,9 @@ from reports import replica_report
 
 from midstream.api.app import control_app
 from midstream.api.deployments import DeploymentsApi, lies_in
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.hotload import hotload_apis
 from midstream.core.served_names import ServedNames
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.fleet.desired_state import DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet

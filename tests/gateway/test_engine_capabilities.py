@@ -14,9 +14,10 @@ from openapi_answers import Checked
 from reports import replica_report
 
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.hotload import hotload_apis
 from midstream.core.served_names import ServedNames
 from midstream.core.types import ENGINE_FEATURES, Desired, EngineCard
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet

@@ -20,14 +20,22 @@ from test_scopes import routes_of, whole_front, whole_gateway
 
 import midstream
 import midstream_tinker
-from midstream.api import addons, hotload, openapi, policies, resource, trainer_calls
+from midstream.api import addons, openapi, policies, resource, trainer_calls
 from midstream.api.openapi import errors_by_status, need_in_words
 from midstream.api.signals import parse_signal
 from midstream.core.endpoints import bound
 from midstream.core.errors import ContextExceeded, InvalidRequest, MidstreamError, UnknownField
 from midstream.core.pages import DOCS_FILES
 from midstream.core.traces import RewardGiven
-from midstream.core.wires import NO_ROLLOUTS, SESSION_BASES, TRAINER_REFUSED, WIRES, split_session, wire_of
+from midstream.core.wires import (
+    HOT_LOAD_PATH,
+    NO_ROLLOUTS,
+    SESSION_BASES,
+    TRAINER_REFUSED,
+    WIRES,
+    split_session,
+    wire_of,
+)
 from midstream.fleet.membership import ReplicaBody
 from midstream.http.bodies import fields_of
 from midstream.launch.reference import request_bodies
@@ -368,11 +376,11 @@ def test_a_signal_and_a_deployment_fit() -> None:
         "validation": {"extra_fields_ignore": ["a"]},
     }
     parse_signal(json.dumps(signal).encode())
-    assert misfit(signal, body_schema(hotload.HOT_LOAD_PATH)) is None
+    assert misfit(signal, body_schema(HOT_LOAD_PATH)) is None
     for inner in ({"reset_prompt_cache": {"max_age": 3, "other": 1}}, {"validation": {"other": 1}}):
         with pytest.raises(UnknownField):
             parse_signal(json.dumps(signal | inner).encode())
-        assert misfit(signal | inner, body_schema(hotload.HOT_LOAD_PATH)) is not None
+        assert misfit(signal | inner, body_schema(HOT_LOAD_PATH)) is not None
     deployment = {
         "baseModel": "m",
         "minReplicaCount": 2,

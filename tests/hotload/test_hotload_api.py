@@ -14,11 +14,12 @@ from reports import replica_report
 
 from midstream.api import hotload
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.hotload import hotload_apis
 from midstream.client.status import read_status
 from midstream.core.errors import SnapshotError
 from midstream.core.served_names import ServedNames
 from midstream.core.types import Desired, FileContent, SnapshotContent, Stage, SwapTiming, Transition
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet

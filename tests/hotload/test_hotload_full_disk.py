@@ -10,7 +10,7 @@ import httpx
 import pytest
 from test_hotload_api import DEPLOYMENT, Server, ready, serve
 
-from midstream.api.hotload import HOT_LOAD_PATH
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.ledger import database
 
 ROOM = 2**30

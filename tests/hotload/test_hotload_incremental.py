@@ -12,8 +12,9 @@ from listening import stop_listening
 from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
 
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.hotload import hotload_apis
 from midstream.core.types import SnapshotFiles, Stage
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.ledger import Disagreement
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.snapshots.store.listing import snapshot_fingerprint

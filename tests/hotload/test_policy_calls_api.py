@@ -16,8 +16,9 @@ from policies_taken_up import take_up_policies
 from test_hotload_api import DEPLOYMENT, Server, write_adapter
 
 from midstream.api.app import control_app
-from midstream.api.hotload import HOT_LOAD_PATH, hotload_apis
+from midstream.api.hotload import hotload_apis
 from midstream.core.served_names import POLICY_INFIX
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.proxy.metrics import GatewayMetrics
 
 POLICIES = f"/v1/{DEPLOYMENT}/policies"

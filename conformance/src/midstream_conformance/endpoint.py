@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.core.errors import ConfigError
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.answers import Answer, Json, Odd, data_of, plain_answer
 from midstream_conformance.outcome import Failed
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.core.text import plain, seconds
 from midstream.core.types import BASE_SNAPSHOT
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.rows import Evidence, Result
 from midstream_conformance.target import Target
 

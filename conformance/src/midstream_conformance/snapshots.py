@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 
 from midstream.client.bucket import open_bucket
-from midstream.client.snapshot_calls import HOT_LOAD_PATH, delta_metadata
+from midstream.client.snapshot_calls import delta_metadata
 from midstream.client.status import Status, read_status
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream_conformance.answers import Json
 from midstream_conformance.endpoint import Endpoint, refusal

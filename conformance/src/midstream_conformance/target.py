@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import read_status
 from midstream.core.errors import ConfigError
 from midstream.core.types import ENGINE_FEATURES
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.answers import Answer, Json, Odd
 from midstream_conformance.endpoint import Endpoint, Flight, refusal
 from midstream_conformance.outcome import Failed

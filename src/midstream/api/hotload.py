@@ -50,6 +50,7 @@ from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.reports import Reported
 from midstream.core.scopes import CHANGE_ONE, PUBLISH, READ_ONE, READ_SIGNALS, SIGNAL, forbidden
 from midstream.core.types import BASE_SNAPSHOT, Hint, SnapshotFiles
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream.fleet.access import grant_of
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
@@ -60,7 +61,6 @@ from midstream.snapshots.adapter import check_found, is_adapter_listing
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.store.listing import DirectoryContents, check_inside, find_file, find_snapshot
 
-HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 # Transitions of the ledger, unless the client asks for more or fewer.
 TRANSITIONS_SHOWN = 1000
 TRANSITIONS_SHOWN_MAX = 100_000

@@ -13,8 +13,8 @@ from midstream.client.calls import RETRY_S, CallAnswer, RetryingCaller
 from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.status import Status, read_status
 from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.wires import HOT_LOAD_PATH
 
-HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 HINT_TIMEOUT_S = 5.0
 
 ResetPromptCache = Literal["all", "new_session", "none"] | bool | Mapping[str, int]

@@ -1,6 +1,7 @@
 """The inference APIs that clients speak: their paths, the shape of their errors, and sessions that a path names. Pure.
 
-Also the paths by which trainers control servers of other kinds (api/trainer_calls.py, docs/trainer-calls.md).
+Also the path of signals, and those by which trainers control servers of other kinds (api/trainer_calls.py,
+docs/trainer-calls.md).
 
 A wire is one such API: OpenAI's chat completions, Anthropic's messages, and so on. Its requests and responses are in
 replica/wire/; a gateway passes their bytes on.
@@ -87,6 +88,8 @@ WIRES_OF_TARGETS: Mapping[bytes, Wire] = {path.encode(): wire for path, wire in 
 #: was looked at.
 NO_ROLLOUTS = frozenset(("control", "dashboard", "refused"))
 
+#: Signals, and what replicas serve, as Fireworks names it. The path of hints lies below it.
+HOT_LOAD_PATH = "/hot_load/v1/models/hot_load"
 #: Trainers' calls that change something although they are GETs.
 CHANGES_BY_GET = ("/flush_cache",)
 #: As /health.

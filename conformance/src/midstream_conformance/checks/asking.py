@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
 from midstream.client.status import read_status
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.answers import Answer
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal
 from midstream_conformance.outcome import Skipped, expect

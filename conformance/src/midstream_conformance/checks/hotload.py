@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.answers import is_hit, largest_difference
 from midstream_conformance.checks.asking import everywhere, must_not_load
 from midstream_conformance.endpoint import TRAJECTORY_HEADER, error_of, refusal

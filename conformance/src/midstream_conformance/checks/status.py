@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from midstream.client.snapshot_calls import HOT_LOAD_PATH
+from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.answers import Json
 from midstream_conformance.endpoint import NO_KEY, error_of, refusal
 from midstream_conformance.outcome import expect
