@@ -1,4 +1,4 @@
-"""HTTP requests of the client: one connection pool, the retries of a call, and its deadline.
+"""Sends the HTTP requests of the client: one connection pool, the retries of a call, and its deadline.
 
 Always holds: a request is sent again only after an outcome that a retry may cure (core/retry.py), with growing pauses or those
 of Retry-After. No request begins after the deadline, and none of a bounded `RetryingCaller` lasts past it. No other module of
@@ -26,14 +26,14 @@ _Kind = TypeVar("_Kind")
 BACKOFF = Backoff(first_s=0.25, last_s=10.0)
 #: How long a call is retried, unless its caller says otherwise.
 RETRY_S = 300.0
-#: A request that failed so often says so, once.
+#: After so many failed attempts, a call logs a warning, once.
 SAID_AFTER = 3
 #: Rollouts may take long; a connection that is lost is seen at once.
 ROLLOUT_TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
 class CallAnswer(NamedTuple):
-    """body: decoded JSON. attempts: how many requests it took."""
+    """The answer of a 2xx. body: its decoded JSON. attempts: how many requests it took."""
 
     body: Any
     attempts: int
@@ -108,8 +108,11 @@ class _ClientAttempts(CallAttempts):
 
 
 class RetryingCaller:
-    """bounded: no request lasts past its deadline. Otherwise the deadline ends only the retries, and a request lasts as long
-    as the timeouts of `http` allow, because sampling may take an hour."""
+    """Sends requests, and sends them again where a retry may cure the answer. Safe to use from several threads.
+
+    bounded: no request lasts past its deadline. Otherwise the deadline ends only the retries, and a request lasts as long
+    as the timeouts of `http` allow, because sampling may take an hour. sleep, monotonic, now: for tests.
+    """
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class RetryingCaller:
         self._http.close()
 
     def deadline(self, total_s: float) -> Deadline:
-        """From now on, by the clock of this caller."""
+        """A deadline `total_s` seconds from now, by the clock of this caller."""
         return Deadline(total_s, self.monotonic)
 
     def call(
@@ -162,11 +165,14 @@ class RetryingCaller:
         return expected(self.call("GET", url, deadline_s=deadline_s).body, kind, url, what)
 
     def text(self, method: str, url: str, *, deadline_s: float) -> str:
-        """Like `call`, for an answer that is not JSON."""
+        """The body of a 2xx as text, for an answer that is not JSON. Otherwise like `call`."""
         return self._request(method, url, deadline_s, None, None)[0].text
 
     def once(self, method: str, url: str, *, deadline_s: float | None = None, json: Any = None) -> HttpAnswer:
-        """Whatever is answered, without a retry. Raises Unanswered. deadline_s: None for the timeouts of the connection."""
+        """Sends one request and returns its answer, whatever the status. Raises Unanswered when none came.
+
+        deadline_s: in seconds; None leaves it to the timeouts of the connection.
+        """
         deadline = None if deadline_s is None else self.deadline(deadline_s)
         return self._ask(method, url, deadline, json, None)
 
@@ -196,7 +202,7 @@ class RetryingCaller:
         json: Any,
         headers: Mapping[str, str] | None,
     ) -> HttpAnswer:
-        """One request, which ends before the deadline. Raises Unanswered."""
+        """Sends one request, which ends before the deadline. Raises Unanswered when no whole answer came."""
         extensions = {} if deadline is None else {"timeout": _TimeLeft(self._http.timeout, deadline)}
         request = self._http.build_request(method, url, json=json, headers=headers, extensions=extensions)
         try:
@@ -214,7 +220,7 @@ class RetryingCaller:
 
 
 def decoded(answer: HttpAnswer, url: str) -> Any:
-    """The JSON of an answer. Raises SignalRefused when it is none."""
+    """The JSON of an answer. Raises SignalRefused when the body is not JSON."""
     try:
         return answer.json()
     except NotThatAnswer as error:

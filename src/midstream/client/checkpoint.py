@@ -23,7 +23,7 @@ from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapsho
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Within: transformers draws nothing over the caller's output."""
+    """Within this context transformers draws no progress bar over the caller's output."""
     from transformers.utils import logging as transformers_logging
 
     enabled = transformers_logging.is_progress_bar_enabled()
@@ -171,6 +171,7 @@ class Source:
 
 
 def copy_matching(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
+    """Copy the snapshot files of `source` whose names match one of `patterns` into `directory`."""
     for pattern in patterns:
         for file in sorted(source.glob(pattern)):
             if is_snapshot_file(file.name) and file.is_file():

@@ -63,10 +63,10 @@ _Part = TypeVar("_Part", bound=msgspec.Struct)
 def read_records(url: str, *, deployment: str | None = None, seen: Container[str] = ()) -> Iterator[Record]:
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
-    deployment: its bare name, or None for all. seen: segments that were read before, which never change and are passed over.
+    deployment: its bare name, or None for all. seen: segments that were read before. They never change, so they are not read
+    again. No segment is the last one: each replica adds its own.
 
-    There is no last one: each replica adds segments of its own. Each record has its `segment` and the fields of
-    docs/records.md.
+    Each record has its `segment` and the fields of docs/records.md.
     Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
     """
     root = f"{url.rstrip('/')}/records"
@@ -85,7 +85,10 @@ def read_records(url: str, *, deployment: str | None = None, seen: Container[str
 
 
 def gaps_in(records: Iterable[Record]) -> int:
-    """How many records found no room where they were written, as those that came behind them say. Raises ValueError."""
+    """How many records replicas dropped because they had no more room on disk: the sum of what the gap records say.
+
+    Raises ValueError on a gap record without its number.
+    """
     return sum(_read(record, _Gap).lost for record in records if record["kind"] == "gap")
 
 

@@ -34,8 +34,8 @@ CHECKPOINT_PREFIX = "checkpoint-"
 
 @dataclass(frozen=True)
 class Parent:
-    """generation: the server's number for the signal. deltas: since the last full snapshot, this one included; 0 for a full
-    one."""
+    """The snapshot that the next delta may stand on. generation: the server's number for the signal; None when its answer had
+    none. deltas: since the last full snapshot, this one included; 0 for a full one. directory: of its whole checkpoint."""
 
     identity: str
     generation: int | None
@@ -60,6 +60,7 @@ class WorkDirectory:
 
     @property
     def parent(self) -> Parent | None:
+        """The snapshot that was published last, if it is known. Raises PublishError."""
         self._open()
         return self._parent
 
@@ -98,14 +99,14 @@ class WorkDirectory:
             shutil.rmtree(before.directory, ignore_errors=True)
 
     def forget(self) -> None:
-        """There is no parent any more: the next snapshot is a full one."""
+        """Removes the parent, so that the next snapshot is a full one."""
         before, self._parent = self._parent, None
         (self._open() / STATE_FILE).unlink(missing_ok=True)
         if before is not None:
             shutil.rmtree(before.directory, ignore_errors=True)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Gives up the lock, and removes a temporary directory. May be called twice."""
         self._opened = self._parent = None
         if self._lock is not None:
             self._lock.close()

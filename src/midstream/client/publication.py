@@ -93,6 +93,7 @@ class Job:
     on_phase: Callable[[Phase], None] | None = None
 
     def tell(self, phase: Phase) -> None:
+        """Calls `on_phase`, if the caller gave one."""
         if self.on_phase is not None:
             self.on_phase(phase)
 
@@ -158,7 +159,11 @@ class Publishing:
         self._monotonic = monotonic
 
     def run(self, job: Job, staged: Path, write_s: float) -> Published:
-        """staged: the whole checkpoint, in the work directory. Afterwards it is the parent, or removed. Raises PublishError."""
+        """Publishes one snapshot. Raises PublishError.
+
+        staged: the whole checkpoint, in the work directory. Afterwards it is the parent of the next delta, or removed.
+        write_s: how long it took to write, in seconds.
+        """
         delta = staged.with_name(staged.name + "-delta")
         try:
             return self._run(job, staged, delta, write_s)
@@ -225,6 +230,7 @@ class Publishing:
         return None, why
 
     def _why_not_on(self, parent: Parent, staged: Path, asking: _Questions) -> str | None:
+        """Why no delta can stand on `parent`; None when one can."""
         with asking.one() as left_s:
             status = self._snapshots.status(retry_s=left_s)
         if not status.stands_on(parent.identity, parent.generation):
@@ -310,6 +316,7 @@ def _tensors(directory: Path) -> dict[str, TensorSpec]:
 
 
 def size_bytes(directory: Path) -> int:
+    """The sizes of the files directly inside `directory`, added."""
     return sum(file.stat().st_size for file in directory.iterdir())
 
 

@@ -78,18 +78,22 @@ class RouterTap:
 
 
 def routers_of(model: torch.nn.Module) -> list[Any]:
-    """In the order of layers; [] when one of them is not of a kind that can be replayed."""
+    """The routers of `model` in the order of layers; [] when one of them is of a kind that cannot be replayed."""
     found = [m for m in model.modules() if type(m).__name__.endswith("Router")]
     return found if all(type(m).__name__ in ROUTERS for m in found) else []
 
 
 def normalises(router: Any) -> bool:
+    """Whether `router`, of a kind in ROUTERS, scales the weights of its chosen experts to a sum of 1."""
     known = ROUTERS[type(router).__name__]
     return bool(router.norm_topk_prob) if known is None else known
 
 
 def router_scores(logits: Tensor, experts: Tensor, normalise: bool) -> Tensor:
-    """The weights of `experts` under the router's own logits."""
+    """The weights of `experts` under the router's own logits, [tokens, top_k] in the logits' dtype.
+
+    logits: [tokens, experts of the layer]. experts: numbers of the chosen ones, [tokens, top_k].
+    """
     scores = torch.softmax(logits, dtype=torch.float, dim=-1).gather(-1, experts)
     if normalise:
         scores = scores / scores.sum(dim=-1, keepdim=True)
@@ -97,7 +101,10 @@ def router_scores(logits: Tensor, experts: Tensor, normalise: bool) -> Tensor:
 
 
 def check_routes(routes: NDArray[Any], positions: int, layers: int, top_k: int, experts: int) -> str | None:
-    """What keeps `routes` from being replayed over `positions` input positions; None: nothing."""
+    """The reason why `routes` cannot be replayed over `positions` input positions; None if they can.
+
+    layers: MoE layers of the model. top_k: how many experts a token goes to. experts: how many each layer has.
+    """
     if not layers:
         return "this model has no MoE routers with a choice that can be replayed"
     if routes.shape != (positions, layers, top_k):
@@ -116,13 +123,17 @@ def check_routes(routes: NDArray[Any], positions: int, layers: int, top_k: int, 
 
 
 def pad_sequences(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """[sequences, longest]; padding on the right, which a causal model never looks at from the left."""
+    """The token ids as one tensor [sequences, longest]. Shorter sequences get zeros on the right: in a causal model, no token
+    attends to a later one."""
     longest = max(map(len, sequences))
     return torch.tensor([[*s, *([0] * (longest - len(s)))] for s in sequences])
 
 
 def pad_routes(routes: Sequence[NDArray[Any]], length: int) -> Tensor:
-    """[sequences, length, moe_layers, top_k]; OWN_ROUTE after the end of each."""
+    """The routes as one tensor [sequences, length, moe_layers, top_k] of int64, with OWN_ROUTE after the end of each.
+
+    routes: of each sequence, [tokens, moe_layers, top_k].
+    """
     rows = [
         np.pad(r, ((0, length - len(r)), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
         for r in map(np.asarray, routes)

@@ -4,7 +4,7 @@ Always holds: rollouts come in the order of their prompts, whatever finished fir
 `snapshots` have one entry for each of `token_ids`. A request is sent again only where the retry
 table of `core/retry.py` allows it.
 
-How far behind a rollout is, and what it weighs. Pure.
+Also computes how stale a rollout is, and the importance ratios of its tokens. These functions are pure.
 """
 
 from __future__ import annotations
