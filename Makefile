@@ -25,6 +25,8 @@
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make walk    which files of midstream a streamed chat, a Tinker sample and a hot load pass, JSON; tests/test_size.py holds the numbers
 # make calls   how many Python functions a gateway calls for a turn and for a streamed chat, JSON (BENCH_ARGS="--functions": which)
+# make profile  the functions in which gateway, replica and engine spend a request, a chunk, a token: JSON and docs/profile.md; about five
+#               minutes (BENCH_ARGS="--pieces gateway embedded" without vLLM)
 # make bench-engine  the engine against vLLM (in its own .venv-vllm) and transformers, JSON and docs/benchmarks.md; about 90 minutes
 #                    (BENCH_ARGS="--models tiny-moe --engines midstream vllm" for a part)
 # make bench-tiers  the minutes of test-fast, of test and of each share of CI, one after the other, JSON; more than an hour
@@ -82,7 +84,7 @@ PACKAGE_VENV := .venv-package
 PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 WHEEL_MACHINE ?= $(shell uname -m)
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -250,6 +252,9 @@ walk: setup
 
 calls: setup
 	cd benchmarks && ../$(BIN)/python calls.py $(BENCH_ARGS)
+
+profile: setup setup-vllm
+	cd benchmarks && ../$(BIN)/python hot_functions.py --write $(BENCH_ARGS)
 
 bench-tiers: setup
 	cd benchmarks && ../$(BIN)/python tier_minutes.py --write $(BENCH_ARGS)

@@ -27,5 +27,5 @@ def replaced(document: str, name: str, part: str) -> str:
     return before + begin + part + end + after
 
 
-def write_part(name: str, part: str) -> None:
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text(), name, part))
+def write_part(name: str, part: str, document: Path = DOCUMENT) -> None:
+    document.write_text(replaced(document.read_text(), name, part))

@@ -100,6 +100,11 @@ class Server(ABC):
     @abstractmethod
     def configuration(self) -> dict[str, Any]: ...
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> Server:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.environment()}
         started = time.monotonic()
