@@ -5,7 +5,7 @@ loaded at a time, in another order each round; each figure is the median of the 
 Counted: the CPU time of the router's processes, user and system, over a window in the middle of a load, divided by the
 requests or chunks that the mocks served in that window.
 
-    python -m gateway.bench [--quick] [--write] [--only ROUTER...] [--shapes NAME...] [--profile FILE]
+    python -m gateway.bench [--quick] [--write] [--only ROUTER...] [--shapes NAME...]
 """
 
 from __future__ import annotations
@@ -231,9 +231,6 @@ def run(bench: Bench, shapes: Sequence[LoadShape]) -> dict[str, Any]:
     rss = {name: tools.rss_bytes(router.pid) for name, router in bench.running.items()}
     placed: dict[str, dict[str, Any]] = {}
     for name, router in bench.running.items():
-        if Midstream.profile is not None:
-            placed[name] = {"error": "not asked while profiled: a restart would write over it"}
-            continue
         try:
             placed[name] = decisions(bench.bed, router, bench.files["1k"])
         # It does not cost the others their figures.
@@ -276,9 +273,7 @@ def main() -> None:
     parser.add_argument(
         "--shapes", nargs="+", choices=[shape.name for shape in loads.SHAPES], help="these loads"
     )
-    parser.add_argument("--profile", help="write a cProfile of midstream's gateway here (slows it down)")
     args = parser.parse_args()
-    Midstream.profile = str(Path(args.profile).resolve()) if args.profile else None
     available = sorted(os.sched_getaffinity(0))
     if len(available) < 2:
         sys.exit("this needs two cores")

@@ -167,18 +167,9 @@ class Midstream(Router):
 
     name = "midstream"
     talks = True
-    # Where a cProfile of it goes.
-    profile: str | None = None
 
     def command(self) -> list[str]:
-        profiled = ["-m", "cProfile", "-o", self.profile] if self.profile else []
-        return [sys.executable, *profiled, "-m", "midstream.launch.gateway"]
-
-    def stop(self) -> None:
-        if self.profile and self.process is not None:
-            self.process.terminate()
-            self.process.wait()
-        super().stop()
+        return [sys.executable, "-m", "midstream.launch.gateway"]
 
     @classmethod
     def missing(cls) -> str | None:
