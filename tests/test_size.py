@@ -33,7 +33,7 @@ LINES_MAX = {
     "launch": 3800,
     "ledger": 2420,
     "midstream": 150,
-    "midstream_kernels": 1485,
+    "midstream_kernels": 1489,
     "midstream_tinker": 7415,
     "models": 260,
     "proxy": 4100,

@@ -12,7 +12,7 @@ Always holds:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from midstream_kernels.adapters import (
 )
 from midstream_kernels.build import KernelsUnavailable, kernels
 from midstream_kernels.memory import big, copied, give_back
-from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
+from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order, pointer
 from midstream_kernels.port import Batch, Factors
 
 #: Tokens that share a group of the KV cache. A block of the cache consists of whole groups.
@@ -86,11 +86,14 @@ class _Layer:
     qkv: Map
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    head_norms_at: tuple[int | None, int | None]
     window: int
     out: Map
     post_norm: torch.Tensor
     feed_forward: Mlp | _Experts
+    head_norms_at: tuple[int | None, int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_norms_at", (pointer(self.q_norm), pointer(self.k_norm)))
 
 
 class CpuDecoder:
@@ -324,7 +327,6 @@ class CpuDecoder:
             qkv=packer.linear([attention.q_proj, attention.k_proj, attention.v_proj], head.rows(heads)),
             q_norm=q_norm,
             k_norm=k_norm,
-            head_norms_at=(_pointer(q_norm), _pointer(k_norm)),
             window=window or 0,
             out=packer.linear([attention.o_proj], widen=head.widened),
             post_norm=_floats(layer.post_attention_layernorm.weight),
@@ -443,7 +445,3 @@ def address_of(array: np.ndarray) -> int:
     """Where an array begins in memory. `array.ctypes.data` makes two objects to say so."""
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

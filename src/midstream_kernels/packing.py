@@ -6,7 +6,7 @@ Always holds: packing moves numbers and adds zeros. It changes no sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,10 @@ class Map:
     bias: torch.Tensor | None
     n: int
     k: int
-    at: tuple[int, int | None]
+    at: tuple[int, int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", (self.weight.data_ptr(), pointer(self.bias)))
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,15 @@ class Packer:
             own = torch.cat(parts)
             bias[:n] = own if order is None else own[order].masked_fill_(order < 0, 0.0)
         packed = self.pack(weights, order)
-        return Map(packed, bias, n, k, (packed.data_ptr(), None if bias is None else bias.data_ptr()))
+        return Map(packed, bias, n, k)
 
     def mlp(self, mlp: Any) -> Mlp:
         order = gate_up_order(mlp.gate_proj.out_features)
         return Mlp(self.linear([mlp.gate_proj, mlp.up_proj], order), self.linear([mlp.down_proj]))
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def gate_up_order(inner: int) -> torch.Tensor:

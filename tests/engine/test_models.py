@@ -118,6 +118,18 @@ def test_a_fused_decoder_whose_numbers_are_not_the_models_own_does_not_serve(
     assert "the native kernels are not used" in caplog.text
 
 
+def test_the_kernels_never_have_the_address_of_a_tensor_that_a_layer_no_longer_has() -> None:
+    """They would read memory that is free for something else."""
+    needs_compiler("native")
+    config = transformers.Qwen3Config(**{**SIZES, "head_dim": 32})
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+    layer = CpuDecoder(module.eval(), 512, threads=1, near_tie=0.0).layers[0]
+    norm, weight = torch.ones(32), torch.clone(layer.out.weight)
+    assert replace(layer, q_norm=None).head_norms_at == (None, layer.head_norms_at[1])
+    assert replace(layer, q_norm=norm).head_norms_at == (norm.data_ptr(), layer.head_norms_at[1])
+    assert replace(layer.out, weight=weight).at == (weight.data_ptr(), None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [{"window": 8}, {"q_norm": None}, {"post_norm": torch.full((128,), 1.5)}])
 def test_the_check_at_start_sees_a_mistake_in_a_model_that_has_learned_nothing(
