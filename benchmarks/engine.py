@@ -44,6 +44,7 @@ SERVERS: dict[str, type[Server]] = {
 # A quarter of an hour for one round.
 TOO_SLOW = {("transformers", "dense-0.5b", 1024, 64)}
 DECODE_ONLY = ("midstream through the gateway", "midstream with routes")
+KINDS = ("decode", "prefill", "late")
 COLUMNS = ("midstream", *DECODE_ONLY, "vllm", "transformers")
 # Ends the columns of another commit.
 BEFORE = ", before"
@@ -56,7 +57,7 @@ class Line:
     """One row of the results."""
 
     model: str
-    # Decode, prefill, or late: a long prompt arrives while streams run.
+    # One of KINDS. Late: a long prompt arrives while streams run.
     kind: str
     streams: int
     prompt: int
@@ -310,7 +311,7 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["tiny-moe", "dense-0.5b"])
-    parser.add_argument("--kinds", nargs="+", default=["decode", "prefill", "late"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     engines = [name for name in SERVERS if name != MidstreamBefore.name]
     parser.add_argument("--engines", nargs="+", default=engines, choices=engines)
     parser.add_argument(
