@@ -4,6 +4,8 @@ Always holds:
 - A library of the wheel (prebuilt.py) wins. It has the same numbers as one compiled here, is as fast, and needs no compiler.
 - A library that is compiled here is kept in the user's cache directory. Its name is a hash of its source, compiler and
   processor. So it never runs on a machine it was not built for, and edited source is always compiled again.
+- `MIDSTREAM_KERNELS_LEVEL` compiles for that level (prebuilt.py) and not for the whole processor.
+- The log names the level of what runs, wherever it was compiled.
 - A library appears in the cache whole or not at all. It is never loaded from a directory that other users can write to.
 
 Imports no torch.
@@ -19,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,24 +44,41 @@ class KernelsUnavailable(Exception):
 @cache
 def load(source: Path) -> ctypes.CDLL:
     """The library of the file `source`, which may include the headers beside it. Raises KernelsUnavailable."""
+    try:
+        level = prebuilt.asked()
+    except ValueError as error:
+        raise KernelsUnavailable(str(error)) from error
     if (brought := prebuilt.load(source, source.parent.parent / LIBRARIES)) is not None:
         return brought
+    flags = FLAGS if level is None else [*prebuilt.FLAGS, *level.flags]
+    library = _compiled(source, flags)
+    logger.info("kernels: %s, compiled on this machine", level.name if level else _fastest() or "native")
+    return library
+
+
+def _fastest() -> str | None:
+    """The level whose instructions a library for this very processor has at least."""
+    return prebuilt.choose([one.name for one in prebuilt.LEVELS], platform.machine(), prebuilt.features())
+
+
+def _compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """The library of this machine: kept, or compiled for this process. Raises KernelsUnavailable."""
     compiler = _compiler()
-    name = f"{source.stem}-{_key(compiler, source)}.so"
+    name = f"{source.stem}-{_key(compiler, source, flags)}.so"
     try:
-        return _kept(compiler, source, _cache_dir() / name)
+        return _kept([compiler, *flags], source, _cache_dir() / name)
     except (OSError, RuntimeError) as error:
         # A read-only disk, no home directory, or a disk that allows no programs.
         logger.warning("%s cannot be kept once built and is compiled at each start: %s", source.name, error)
     try:
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory() as directory:
-            return _built(compiler, source, Path(directory) / name)
+            return _built([compiler, *flags], source, Path(directory) / name)
     except OSError as error:
         raise KernelsUnavailable(f"{source.name} could not be built: {error}") from error
 
 
-def _kept(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
+def _kept(compile_with: Sequence[str], source: Path, target: Path) -> ctypes.CDLL:
     """Raises OSError, KernelsUnavailable."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = target.parent.stat()
@@ -70,7 +90,7 @@ def _kept(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
         except OSError as error:
             # The disk was full, or the machine went down while it was written.
             logger.warning("%s is built again: %s", target, error)
-    return _built(compiler, source, target)
+    return _built(compile_with, source, target)
 
 
 def _compiler() -> str:
@@ -86,10 +106,10 @@ def _cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "midstream"
 
 
-def _key(compiler: str, source: Path) -> str:
+def _key(compiler: str, source: Path, flags: Sequence[str]) -> str:
     digest = hashlib.sha256(prebuilt.source_digest(source).encode())
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    for part in (version, " ".join(FLAGS).encode(), platform.machine().encode(), _processor()):
+    for part in (version, " ".join(flags).encode(), platform.machine().encode(), _processor()):
         digest.update(part)
     return digest.hexdigest()[:20]
 
@@ -103,12 +123,12 @@ def _processor() -> bytes:
     return b"\n".join(sorted({x for x in lines if x.startswith((b"flags", b"Features", b"model name"))}))
 
 
-def _built(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
-    """Compile `target` and load it. Raises OSError, KernelsUnavailable."""
+def _built(compile_with: Sequence[str], source: Path, target: Path) -> ctypes.CDLL:
+    """Compile `target` and load it. compile_with: the compiler and its flags. Raises OSError, KernelsUnavailable."""
     logger.info("compiling %s, once on this machine: %s", source.name, target)
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         built = Path(directory) / target.name
-        command = [compiler, *FLAGS, str(source), "-o", str(built)]
+        command = [*compile_with, str(source), "-o", str(built)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT_S
@@ -116,7 +136,7 @@ def _built(compiler: str, source: Path, target: Path) -> ctypes.CDLL:
         except subprocess.TimeoutExpired as error:
             raise KernelsUnavailable(f"{source.name} could not be built: {error}") from error
         if done.returncode:
-            raise KernelsUnavailable(f"{compiler} failed: {done.stderr.strip()[-400:]}")
+            raise KernelsUnavailable(f"{compile_with[0]} failed: {done.stderr.strip()[-400:]}")
         built.replace(target)
     return ctypes.CDLL(str(target))
 

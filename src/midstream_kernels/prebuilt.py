@@ -4,6 +4,7 @@ Owns: the processor levels, the compiler's flags, and the manifest beside the li
 Always holds:
 - A library is used only when it was compiled from the very source that is installed beside it, and is undamaged.
 - Of the libraries that this processor can run, the first of `LEVELS` is used.
+- `MIDSTREAM_KERNELS_LEVEL` names another level than the fastest one. It is used, or nothing is.
 - This file imports the standard library alone: setup.py runs it by its path to compile a wheel's libraries.
 """
 
@@ -13,6 +14,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import os
 import platform
 import subprocess
 from collections.abc import Collection, Iterable
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Of every library, wherever it is compiled. What decides its numbers is here; only -march is added.
 FLAGS = ["-O3", "-std=c++17", "-pthread", "-fno-math-errno", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+#: The environment variable that names a level for tests and benchmarks, such as AVX2's on a processor with AVX-512.
+ASKED = "MIDSTREAM_KERNELS_LEVEL"
 MANIFEST = "manifest.json"
 BUILD_TIMEOUT_S = 600.0
 
@@ -78,8 +82,25 @@ def choose(available: Collection[str], machine: str, features: frozenset[str]) -
     return next((level.name for level in fitting if features.issuperset(level.needs.split())), None)
 
 
+def asked() -> Level | None:
+    """The level that the environment asks for. Raises ValueError when there is no such level or the processor lacks it."""
+    name = os.environ.get(ASKED)
+    if not name:
+        return None
+    names = [level.name for level in LEVELS if level.machine == platform.machine()]
+    if name not in names:
+        raise ValueError(f"{ASKED}={name}: the levels of this machine are {', '.join(names)}")
+    if choose([name], platform.machine(), features()) is None:
+        raise ValueError(f"{ASKED}={name}: this processor lacks its instructions")
+    return next(level for level in LEVELS if level.name == name)
+
+
 def load(source: Path, directory: Path) -> ctypes.CDLL | None:
-    """The library in `directory` for `source` and this processor; None when there is none that can be used."""
+    """The library in `directory` for `source` and this processor; None when there is none that can be used.
+
+    Raises ValueError as `asked`.
+    """
+    level = asked()
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -90,7 +111,8 @@ def load(source: Path, directory: Path) -> ctypes.CDLL | None:
     if manifest["source"] != source_digest(source):
         logger.warning("%s was changed after its libraries were compiled, so they are not used", source)
         return None
-    name = choose(manifest["libraries"], platform.machine(), features())
+    available = [name for name in manifest["libraries"] if level is None or name == level.name]
+    name = choose(available, platform.machine(), features())
     if name is None:
         logger.info("none of the compiled kernels fits this processor: %s", ", ".join(manifest["libraries"]))
         return None

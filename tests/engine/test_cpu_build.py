@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from engine_helpers import request, run
 from midstream.core.config import EngineSettings
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.modules import ModuleDecoder
-from midstream_kernels import build
+from midstream_kernels import build, prebuilt
 from midstream_kernels.build import kernels
 
 
@@ -105,6 +107,51 @@ def test_an_edited_header_makes_another_library(cache: Path, source: Path) -> No
     source.with_name("answer.h").write_text("#define ANSWER 43\n")
     assert answer(source) == 43
     assert len(list(cache.iterdir())) == 2
+
+
+LEVEL = """#if defined(__AVX512F__)
+#define ANSWER 512
+#elif defined(__AVX2__)
+#define ANSWER 2
+#else
+#define ANSWER 1
+#endif
+"""
+
+
+def test_the_level_that_the_environment_names_is_compiled_and_said(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    levels = [level.name for level in prebuilt.LEVELS]
+    if prebuilt.choose(["x86-64-v3"], platform.machine(), prebuilt.features()) is None:
+        pytest.skip("not an x86-64-v3 processor")
+    caplog.set_level(logging.INFO)
+    source.with_name("answer.h").write_text(LEVEL)
+    fastest = prebuilt.choose(levels, platform.machine(), prebuilt.features())
+    assert answer(source) == (2 if fastest == "x86-64-v3" else 512)
+    assert f"kernels: {fastest}, compiled on this machine" in caplog.text
+    for level, expected in (("x86-64-v3", 2), ("x86-64-v2", 1)):
+        monkeypatch.setenv(prebuilt.ASKED, level)
+        assert answer(source) == expected
+        assert f"kernels: {level}, compiled on this machine" in caplog.text
+    assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("x86-64-v9", "the levels of this machine are x86-64-v4-bf16, x86-64-v4, x86-64-v3, x86-64-v2"),
+        ("x86-64-v3", "this processor lacks its instructions"),
+    ],
+)
+def test_a_level_that_cannot_run_is_refused(
+    cache: Path, source: Path, level: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(prebuilt, "features", lambda: frozenset())
+    monkeypatch.setenv(prebuilt.ASKED, level)
+    with pytest.raises(build.KernelsUnavailable, match=f"MIDSTREAM_KERNELS_LEVEL={level}: {said}"):
+        answer(source)
 
 
 def test_no_compiler_is_told_apart_from_a_source_that_does_not_compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import shutil
 from collections.abc import Iterator
@@ -76,6 +77,15 @@ def test_a_wheel_needs_no_compiler_and_no_cache(source: Path, monkeypatch: pytes
     monkeypatch.setattr(build.shutil, "which", lambda name: pytest.fail("looked for a compiler"))
     assert build.load(source).answer() == 42
     assert not (source.parents[1] / "cache").exists()
+
+
+def test_a_wheel_runs_the_level_that_the_environment_names(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(prebuilt.ASKED, "x86-64-v2")
+    assert build.load(source).answer() == 42
+    assert "kernels: x86-64-v2, compiled with this release by" in caplog.text
 
 
 def chosen_file(source: Path) -> Path:
