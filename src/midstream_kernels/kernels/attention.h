@@ -67,8 +67,10 @@ struct Prepare {
     const float *c = cos + position * half, *s = sin + position * half;
     for (int64_t i = 0; i < half; i += LANES) {
       const vf a = T::load16(x + i), b = T::load16(x + half + i), ci = load(c + i), si = load(s + i);
-      T::store16(x + i, T::rounded(a * ci) - T::rounded(b * si));
-      T::store16(x + half + i, T::rounded(b * ci) + T::rounded(a * si));
+      // Each first product may be fused with the sum.
+      const vf ac = T::rounded(a * ci), bs = T::rounded(b * si), bc = T::rounded(b * ci), as = T::rounded(a * si);
+      T::store16(x + i, ac - bs);
+      T::store16(x + half + i, bc + as);
     }
   }
 
@@ -106,45 +108,41 @@ struct Attention {
   int64_t window;
   float scale;
 
+  // Of R rows, those that are computed at once: about equal shares that the registers hold.
+  static constexpr int share(int rows) { return (rows + (rows - 1) / HELD) / ((rows - 1) / HELD + 1); }
+
+  // The scores of R rows and one tile.
   template <int R>
-  void score(const uint32_t *const *query, const vu *const *keys, float (*s)[TILE]) const {
-    constexpr int AT_ONCE = R <= 4 ? 4 : 2;
-    const int64_t units = cache.key_units();
+  void score(const left *const *query, const vu *const *keys, float (*s)[TILE]) const {
+    constexpr int ROWS = share(R), AT_ONCE = R <= 4 && 4 * ROWS <= HELD ? 4 : 2 * ROWS <= HELD ? 2 : 1;
     for (int g = 0; g < 4; g += AT_ONCE) {
-      vf c[AT_ONCE][R] = {};
-      for (int64_t u = 0; u < units; ++u) {
-        vu b[AT_ONCE];
-#pragma GCC unroll 4
-        for (int j = 0; j < AT_ONCE; ++j) b[j] = keys[g + j][u];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const vu a = splat_unit(query[r][u]);
-#pragma GCC unroll 4
-          for (int j = 0; j < AT_ONCE; ++j) c[j][r] = T::dot(c[j][r], a, b[j]);
-        }
-      }
+      vf c[AT_ONCE][ROWS] = {};
+      add_products<T, ROWS, AT_ONCE>(query, cache.key_units(), [=](int64_t u, int j) { return keys[g + j][u]; }, c);
 #pragma GCC unroll 4
       for (int j = 0; j < AT_ONCE; ++j)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) store(s[r] + (g + j) * GROUP, c[j][r] * scale);
+        for (int r = 0; r < ROWS; ++r) store(s[r] + (g + j) * GROUP, c[j][r] * scale);
     }
+    if constexpr (R > ROWS) score<R - ROWS>(query + ROWS, keys, s + ROWS);
   }
 
   // Turns the scores of one tile and row into weights in `p`, and updates the running maximum and sum. Returns the factor by
   // which earlier output shrinks.
-  float weigh(const float *s, int64_t tile, int64_t position, float &top, vf &total, elem *p) const {
-    static const vi counting = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  float weigh(const float *s, int64_t tile, int64_t position, float &top, vf &total, left *p) const {
+    static const int32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi counting;
+    std::memcpy(&counting, numbers, sizeof counting);
     const int64_t oldest = window ? position - window : -1;
     vf v[4], best = splat(-INFINITY);
     for (int j = 0; j < 4; ++j) {
       const vi at = counting + (int32_t)(tile + j * GROUP);
       const vi seen = (at <= (int32_t)position) & (at > (int32_t)oldest);
-      v[j] = seen ? load(s + j * GROUP) : splat(-INFINITY);
+      v[j] = select(seen, load(s + j * GROUP), splat(-INFINITY));
       best = max_of(best, v[j]);
     }
     const float highest = std::max(top, max_lane(best));
     if (highest == -INFINITY) {
-      std::memset(p, 0, TILE * sizeof(elem));
+      std::memset(p, 0, TILE / T::PER_UNIT * LEFT_PER_UNIT<T> * sizeof(left));
       return 1.0f;
     }
     const float shrink = highest == top ? 1.0f : exp_one(top - highest);
@@ -152,7 +150,7 @@ struct Attention {
     for (int j = 0; j < 4; ++j) {
       const vf weight = exp_of(v[j] - highest);
       total += weight;
-      T::store16(p + j * GROUP, weight);
+      put_left<T>(p, j, weight);
     }
     top = highest;
     return shrink;
@@ -160,38 +158,38 @@ struct Attention {
 
   // o += p V over the first `tokens` tokens of a tile.
   template <int R>
-  void gather(const elem (*p)[TILE], const uint32_t *const *values, int64_t tokens, float *o) const {
-    const int64_t dim = cache.head_dim, units = (tokens + T::PER_UNIT - 1) / T::PER_UNIT;
+  void gather(const left *const *p, const uint32_t *const *values, int64_t tokens, float *o) const {
+    constexpr int ROWS = share(R), AT_ONCE = 2 * ROWS <= HELD ? 2 : 1;
+    const int64_t dim = cache.head_dim;
+    for (int64_t d = 0; d < dim;)
+      if (d + (AT_ONCE - 1) * LANES < dim)
+        d += gather_at<ROWS, AT_ONCE>(p, values, tokens, d, o);
+      else
+        d += gather_at<ROWS, 1>(p, values, tokens, d, o);
+    if constexpr (R > ROWS) gather<R - ROWS>(p + ROWS, values, tokens, o + ROWS * dim);
+  }
+
+  // The N vectors of the output from dimension d on. Returns how many dimensions these are.
+  template <int R, int N>
+  int64_t gather_at(const left *const *p, const uint32_t *const *values, int64_t tokens, int64_t d, float *o) const {
     constexpr int PER_GROUP = GROUP / T::PER_UNIT;
-    for (int64_t d = 0; d < dim; d += 2 * LANES) {
-      const bool two = d + LANES < dim;
-      vf c[2][R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        c[0][r] = load(o + r * dim + d);
-        c[1][r] = two ? load(o + r * dim + d + LANES) : vf{};
-      }
-      for (int64_t u = 0; u < units; ++u) {
-        const uint32_t *row = values[u / PER_GROUP] + u % PER_GROUP * dim + d;
-        vu b0 = *(const vu *)row, b1 = two ? *(const vu *)(row + LANES) : vu{};
-        // The second token of the pair may not be there yet.
-        if (T::PER_UNIT == 2 && 2 * u + 1 == tokens) {
-          b0 &= 0xFFFFu;
-          b1 &= 0xFFFFu;
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const vu a = splat_unit(((const uint32_t *)p[r])[u]);
-          c[0][r] = T::dot(c[0][r], a, b0);
-          c[1][r] = T::dot(c[1][r], a, b1);
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        store(o + r * dim + d, c[0][r]);
-        if (two) store(o + r * dim + d + LANES, c[1][r]);
-      }
+    const int64_t dim = cache.head_dim, whole = tokens / T::PER_UNIT;
+    const auto value = [=](int64_t u, int j) {
+      return *(const vu *)(values[u / PER_GROUP] + u % PER_GROUP * dim + d + j * LANES);
+    };
+    vf c[N][R];
+    for (int j = 0; j < N; ++j)
+      for (int r = 0; r < R; ++r) c[j][r] = load(o + r * dim + d + j * LANES);
+    add_products<T, R, N>(p, whole, value, c);
+    if (whole * T::PER_UNIT < tokens) {
+      // The second token of the last pair is not there yet.
+      const left *last[R];
+      for (int r = 0; r < R; ++r) last[r] = p[r] + whole * LEFT_PER_UNIT<T>;
+      add_products<T, R, N>(last, 1, [=](int64_t, int j) { return value(whole, j) & 0xFFFFu; }, c);
     }
+    for (int j = 0; j < N; ++j)
+      for (int r = 0; r < R; ++r) store(o + r * dim + d + j * LANES, c[j][r]);
+    return N * LANES;
   }
 
   // Blocks lie anywhere, so the processor cannot predict the addresses of the next tile.
@@ -222,7 +220,11 @@ struct Attention {
       position[r] = span[2] + (first + r) / group;
     }
     alignas(64) float o[R * 256] = {}, s[R][TILE];
-    alignas(64) elem p[R][TILE];
+    Rows<T, R> left_query;
+    left_query.take(query, 0, cache.key_units());
+    alignas(64) left p[R][TILE / T::PER_UNIT * LEFT_PER_UNIT<T>];
+    const left *weights[R];
+    for (int r = 0; r < R; ++r) weights[r] = p[r];
     float top[R];
     vf total[R] = {};
     for (int r = 0; r < R; ++r) top[r] = -INFINITY;
@@ -237,13 +239,13 @@ struct Attention {
         values[j] = cache.value_group(table[at], kv_head);
       }
       if (tile + TILE <= last) fetch(table + tile / GROUP + 4, std::min<int64_t>(4, (last - tile) / GROUP - 3), kv_head);
-      score<R>(query, keys, s);
+      score<R>(left_query.at, keys, s);
       for (int r = 0; r < R; ++r) {
         const float shrink = weigh(s[r], tile, position[r], top[r], total[r], p[r]);
         if (shrink != 1.0f)
           for (int64_t d = 0; d < dim; d += LANES) store(o + r * dim + d, load(o + r * dim + d) * shrink);
       }
-      gather<R>(p, values, std::min<int64_t>(TILE, last - tile + 1), o);
+      gather<R>(weights, values, std::min<int64_t>(TILE, last - tile + 1), o);
     }
     for (int r = 0; r < R; ++r) {
       const float sum = sum_lanes(total[r]);

@@ -8,14 +8,17 @@
 #include <utility>
 #include <vector>
 
+#include "multiply.h"
 #include "pool.h"
-#include "vec.h"
 
 constexpr int PANEL = 2 * LANES;
 // 64 bytes of a row.
 constexpr int64_t PACKED_UNITS = 16;
-// 24 of the 32 vector registers accumulate.
-constexpr int TILE_ROWS = 12;
+// Rows that are multiplied at once. Of a panel's two vectors, both at once with AVX-512, else one after the other.
+constexpr int TILE_ROWS = HELD == 24 ? 12 : HELD;
+// Panels that a task of many rows takes. Where rows are widened first, that is worth more outputs, as long as the second cache
+// keeps their weights for the next rows.
+constexpr int64_t PANELS_AT_ONCE = HELD == 24 ? 1 : 4, PANELS_BYTES = 384 << 10;
 
 enum Mode { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
@@ -40,32 +43,6 @@ static void pack(const void *w, const int64_t *rows, int64_t panels, int64_t k, 
     }
 }
 
-// R rows of x times P panels. acc: [2 P][R].
-template <class T, int R, int P>
-static inline void multiply(const uint32_t *const *x, const vu *w, int64_t units, vf (*acc)[R]) {
-  vf c[2 * P][R] = {};
-  // Vectors per panel.
-  const int64_t stride = 2 * units;
-  for (int64_t u = 0; u < units; ++u) {
-    vu b[2 * P];
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) {
-      b[2 * p] = w[p * stride + 2 * u];
-      b[2 * p + 1] = w[p * stride + 2 * u + 1];
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const vu a = splat_unit(x[r][u]);
-#pragma GCC unroll 8
-      for (int j = 0; j < 2 * P; ++j) c[j][r] = T::dot(c[j][r], a, b[j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < 2 * P; ++j)
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[j][r] = c[j][r];
-}
-
 // ldx: elements from row to row of x. rows: the rows of x to take, or null for all in order.
 // bias: [panels * 32] in packed order, or null. n: outputs that exist, in packed order.
 // out_rows: the rows of out to write, or null for all in order. step: elements from one vector of outputs to the next.
@@ -87,7 +64,10 @@ struct Linear {
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
   int64_t tiles() const { return (m + TILE_ROWS - 1) / TILE_ROWS; }
   // Small batches take several panels at a time, because one row alone would wait for its own accumulator.
-  int group() const { return m <= 2 ? 4 : m <= 6 ? 2 : 1; }
+  int64_t group() const {
+    if (m <= 6) return m <= 2 ? 4 : 2;
+    return std::max<int64_t>(1, std::min(PANELS_AT_ONCE, PANELS_BYTES / (k / T::PER_UNIT * PANEL * 4)));
+  }
   int64_t groups() const { return (panels() + group() - 1) / group(); }
   int64_t tasks() const { return groups() * tiles(); }
   // With few rows, reading the weights takes the time.
@@ -97,43 +77,56 @@ struct Linear {
     const int64_t g = task / tiles(), tile = task % tiles();
     const int64_t first = m * tile / tiles(), last = m * (tile + 1) / tiles();
     const int64_t panel = g * group(), end = std::min(panel + group(), panels());
-    if (end - panel == 4) return rows_of<4>(panel, first, last);
-    if (end - panel == 2 && group() == 2) return rows_of<2>(panel, first, last);
-    for (int64_t p = panel; p < end; ++p) rows_of<1>(p, first, last);
-  }
-
-  template <int P>
-  void rows_of(int64_t panel, int64_t first, int64_t last) const {
     switch (last - first) {
 #define CASE(R) \
-  case R: return compute<R, P>(panel, first);
-      CASE(1) CASE(2)
+  case R: return compute<R>(panel, end, first);
+      CASE(1) CASE(2) CASE(3)
       default: break;
     }
-    if constexpr (P <= 2) switch (last - first) {
-      CASE(3) CASE(4) CASE(5) CASE(6)
+    if constexpr (TILE_ROWS >= 6) switch (last - first) {
+      CASE(4) CASE(5) CASE(6)
       default: break;
     }
-    if constexpr (P == 1) switch (last - first) {
+    if constexpr (TILE_ROWS >= 12) switch (last - first) {
       CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
       default: break;
     }
   }
 
-  template <int R, int P>
-  void compute(int64_t panel, int64_t first) const {
+  // R rows of x times the panels panel..end-1, as many of their vectors at a time as the registers hold.
+  template <int R>
+  void compute(int64_t panel, int64_t end, int64_t first) const {
+    constexpr int HERE = HELD / R >= 8 ? 8 : HELD / R >= 4 ? 4 : HELD / R >= 2 ? 2 : 1;
     const int64_t units = k / T::PER_UNIT;
-    const uint32_t *a[R];
-    for (int r = 0; r < R; ++r)
-      a[r] = (const uint32_t *)(x + (rows ? rows[first + r] : first + r) * ldx);
-    vf acc[2 * P][R];
-    multiply<T, R, P>(a, (const vu *)packed + panel * 2 * units, units, acc);
-    for (int p = 0; p < P; ++p)
-      for (int r = 0; r < R; ++r) finish(panel + p, first + r, acc[2 * p][r], acc[2 * p + 1][r]);
+    const uint32_t *from[R];
+    for (int r = 0; r < R; ++r) from[r] = (const uint32_t *)(x + (rows ? rows[first + r] : first + r) * ldx);
+    vf acc[8][R] = {};
+    Rows<T, R> left;
+    for (int64_t u = 0; u < units;) {
+      const int64_t count = std::min(BLOCK_UNITS, units - u);
+      left.take(from, u, u + count);
+      for (int64_t at = 0; at < 2 * (end - panel);) at += vectors<R, HERE>(left.at, panel, end, at, u, count, acc + at);
+      u += count;
+    }
+    for (int64_t p = panel; p < end; ++p)
+      for (int r = 0; r < R; ++r) finish(p, first + r, acc[2 * (p - panel)][r], acc[2 * (p - panel) + 1][r]);
   }
 
-  void finish(int64_t panel, int64_t row, vf low, vf high) const {
+  // Adds `count` units from unit u on to N vectors of the panels, from vector `at` on, or to fewer where fewer are left.
+  // Returns how many.
+  template <int R, int N>
+  int64_t vectors(const left *const *a, int64_t panel, int64_t end, int64_t at, int64_t u, int64_t count, vf (*acc)[R]) const {
+    if constexpr (N > 1)
+      if (at + N > 2 * (end - panel)) return vectors<R, N / 2>(a, panel, end, at, u, count, acc);
+    const int64_t units = k / T::PER_UNIT;
+    // Vectors per panel: 2 * units.
+    const vu *w = (const vu *)packed + (panel + at / 2) * 2 * units + 2 * u + at % 2;
+    add_products<T, R, N>(a, count, [=](int64_t i, int j) { return w[j / 2 * 2 * units + 2 * i + j % 2]; }, acc);
+    return N;
+  }
+
+  INLINE void finish(int64_t panel, int64_t row, vf low, vf high) const {
     if (bias) {
       low += load(bias + panel * PANEL);
       high += load(bias + panel * PANEL + LANES);
@@ -147,7 +140,7 @@ struct Linear {
     }
   }
 
-  void put(int64_t row, int64_t column, int64_t width, vf v) const {
+  INLINE void put(int64_t row, int64_t column, int64_t width, vf v) const {
     if (column >= width) return;
     elem *to = out + (out_rows ? out_rows[row] : row) * ldo + column / LANES * step;
     if (column + LANES <= width) {

@@ -20,6 +20,7 @@ struct Piece {
 
 // The sum of each of sixteen vectors, in their order. As sum_lanes: the upper half is added to the lower one, again and again.
 static inline vf sums_of(const vf *v) {
+#if defined(__AVX512F__)
   typedef int32_t mask __attribute__((vector_size(64)));
   constexpr mask LOW8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
   constexpr mask HIGH8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
@@ -36,6 +37,23 @@ static inline vf sums_of(const vf *v) {
   for (int i = 0; i < 2; ++i)
     two[i] = __builtin_shuffle(four[i], four[i + 2], LOW2) + __builtin_shuffle(four[i], four[i + 2], HIGH2);
   return __builtin_shuffle(two[0], two[1], LOW1) + __builtin_shuffle(two[0], two[1], HIGH1);
+#else
+  typedef int32_t places __attribute__((vector_size(16)));
+  constexpr places LOW = {0, 4, 1, 5}, HIGH = {2, 6, 3, 7}, FIRST = {0, 1, 4, 5}, SECOND = {2, 3, 6, 7};
+  alignas(64) float sums[LANES];
+  for (int i = 0; i < LANES; i += 4) {
+    quad q[4];
+    for (int j = 0; j < 4; ++j) q[j] = quarter(v[i + j], [](quad a, quad b) { return a + b; });
+    // The k-th lanes of all four, side by side.
+    const quad low01 = __builtin_shuffle(q[0], q[1], LOW), low23 = __builtin_shuffle(q[2], q[3], LOW);
+    const quad high01 = __builtin_shuffle(q[0], q[1], HIGH), high23 = __builtin_shuffle(q[2], q[3], HIGH);
+    const quad even = __builtin_shuffle(low01, low23, FIRST) + __builtin_shuffle(high01, high23, FIRST);
+    const quad odd = __builtin_shuffle(low01, low23, SECOND) + __builtin_shuffle(high01, high23, SECOND);
+    const quad four = even + odd;
+    std::memcpy(sums + i, &four, sizeof four);
+  }
+  return load(sums);
+#endif
 }
 
 // A piece, and the rows that it is for: x [.., ldx] at `rows` (null: the first m), y [.., ldo] at `out_rows`.
@@ -67,21 +85,27 @@ struct LowRank {
   // A x of one row, of ranks rank..rank+15; those beyond the last are zeros.
   void dots(int64_t row, int64_t rank) const {
     constexpr int64_t STEP = LANES * T::PER_UNIT;
+    // As many ranks at once as the registers hold.
+    constexpr int AT_ONCE = HELD >= LANES ? LANES : 4;
     vf acc[LANES] = {};
     const elem *from = x + (rows ? rows[row] : row) * ldx, *a = (const elem *)piece.a + rank * k;
     const int64_t ranks = std::min<int64_t>(LANES, piece.rank - rank);
     // Where there are fewer ranks, the last one is computed again.
     int64_t at[LANES];
     for (int64_t q = 0; q < LANES; ++q) at[q] = std::min(q, ranks - 1) * k;
-    int64_t d = 0;
-    for (; d + STEP <= k; d += STEP) {
-      const vu left = take(from + d, STEP);
+    for (int first = 0; first < LANES; first += AT_ONCE) {
+      vf c[AT_ONCE] = {};
+      int64_t d = 0;
+      for (; d + STEP <= k; d += STEP) {
+        const vu left = take(from + d, STEP);
 #pragma GCC unroll 16
-      for (int q = 0; q < LANES; ++q) acc[q] = T::dot(acc[q], left, take(a + at[q] + d, STEP));
-    }
-    if (d < k) {
-      const vu left = take(from + d, k - d);
-      for (int q = 0; q < LANES; ++q) acc[q] = T::dot(acc[q], left, take(a + at[q] + d, k - d));
+        for (int q = 0; q < AT_ONCE; ++q) c[q] = T::dot(c[q], left, take(a + at[first + q] + d, STEP));
+      }
+      if (d < k) {
+        const vu left = take(from + d, k - d);
+        for (int q = 0; q < AT_ONCE; ++q) c[q] = T::dot(c[q], left, take(a + at[first + q] + d, k - d));
+      }
+      for (int q = 0; q < AT_ONCE; ++q) acc[first + q] = c[q];
     }
     const vf sums = sums_of(acc);
     elem *to = hidden + row * width() + rank;

@@ -55,7 +55,7 @@ struct Sampler {
   int64_t vocab;
   float tie;
 
-  vf at(const elem *x, int64_t i) const {
+  INLINE vf at(const elem *x, int64_t i) const {
     if (i + LANES <= vocab) return T::load16(x + i);
     vf v = splat(-INFINITY);
     for (int j = 0; i + j < vocab; ++j) v[j] = T::up(x[i + j]);
