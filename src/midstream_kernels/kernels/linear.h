@@ -101,7 +101,9 @@ struct Linear {
     const int64_t units = k / T::PER_UNIT;
     const uint32_t *from[R];
     for (int r = 0; r < R; ++r) from[r] = (const uint32_t *)(x + (rows ? rows[first + r] : first + r) * ldx);
-    vf acc[8][R] = {};
+    // Of the panels that `group` allows for so many rows.
+    constexpr int VECTORS = HELD < 24 || R <= 2 ? 8 : R <= 6 ? 4 : 2;
+    vf acc[VECTORS][R] = {};
     Rows<T, R> left;
     for (int64_t u = 0; u < units;) {
       const int64_t count = std::min(BLOCK_UNITS, units - u);

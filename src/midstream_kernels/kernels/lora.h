@@ -114,12 +114,10 @@ struct LowRank {
   }
 
   // A vector of `count` elements, filled up with zeros.
-  static vu take(const elem *from, int64_t count) {
+  static INLINE vu take(const elem *from, int64_t count) {
+    if (count == LANES * T::PER_UNIT) return (vu)load((const float *)from);
     vu v = {};
-    if (count == LANES * T::PER_UNIT)
-      std::memcpy(&v, from, sizeof v);
-    else
-      std::memcpy(&v, from, count * sizeof(elem));
+    std::memcpy(&v, from, count * sizeof(elem));
     return v;
   }
 
