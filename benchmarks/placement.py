@@ -68,10 +68,10 @@ class Fleet:
         """One request is placed and begins; the oldest ends. Why it went where it went."""
         placed = self.proxy.place(self.deployment, session)
         assert placed is not None
-        placed.view.replica.in_flight += 1
+        placed.view.replica.count(1)
         self._under_way.append(placed.view)
         if len(self._under_way) > self._most:
-            self._under_way.popleft().replica.in_flight -= 1
+            self._under_way.popleft().replica.count(-1)
         return placed.decision.reason
 
     def homes(self) -> Counter[str]:

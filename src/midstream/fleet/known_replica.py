@@ -14,6 +14,7 @@ from typing import Literal
 from midstream.core.measures import Trajectories
 from midstream.core.reports import NOT_HELD, PolicyReport, ReplicaReport, Reported
 from midstream.core.types import Stage
+from midstream.fleet.loads import LoadTable
 
 Standing = Literal["member", "leaving", "gone"]
 #: A policy's name, and when it was made: another one may get the name later.
@@ -28,6 +29,7 @@ class KnownReplica:
     index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
     heard: its last report; None: unreachable. in_flight: requests this gateway has on it now. weight: its part of new work.
     suspended: it fails requests, though it is heard. trajectories: what its turns were like. own: started by our supervisor.
+    table: where it is listed with its load, at `place`. noted: as in loads.py.
     """
 
     __slots__ = (
@@ -41,11 +43,14 @@ class KnownReplica:
         "last_words",
         "load",
         "name",
+        "noted",
         "own",
+        "place",
         "policies_max",
         "room",
         "standing",
         "suspended",
+        "table",
         "trajectories",
         "url",
         "weight",
@@ -71,6 +76,8 @@ class KnownReplica:
         self.last_words = ""
         # Requests on it: this gateway's, or all that it reported if those are more.
         self.load = 0
+        self.table: LoadTable | None = None
+        self.place, self.noted = 0, True
         # Requests in a row that failed on it before it answered one.
         self.failures = 0
         self.trajectories: Trajectories | None = None
@@ -99,6 +106,9 @@ class KnownReplica:
         """So many more requests of this gateway are on it."""
         self._in_flight = count = self._in_flight + more
         self.load = count if count > self._reported else self._reported
+        if not self.noted and self.table is not None:
+            self.noted = True
+            self.table.changed.append(self)
 
     def hear(self, report: ReplicaReport | None) -> None:
         """The replica reports of itself; None: it is not heard any more."""

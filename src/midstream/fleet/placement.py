@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from midstream.core.types import Session
+from midstream.fleet.loads import LoadTable
 from midstream.fleet.prefixes import Known
 
 RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
@@ -39,17 +40,21 @@ _Ranked = tuple[int, int, int]
 CLEARLY, CLEARLY_SHARE = 1, 0.02
 # Requests over the limit, for a prompt that would have to be computed anywhere else.
 FOLLOW_SLACK = 2
-_load = attrgetter("load")
+_load, _place = attrgetter("load"), attrgetter("place")
 _MASK = 2**64 - 1
 # Constants of splitmix64.
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Counted(Protocol):
-    """Where the requests on a replica are counted."""
+    """Where the requests on a replica are counted. table: where it is listed, at `place`; None: in none."""
 
     @property
     def load(self) -> int: ...
+    @property
+    def table(self) -> LoadTable | None: ...
+    @property
+    def place(self) -> int: ...
 
 
 class Placeable(Protocol):
@@ -78,6 +83,14 @@ class Candidate:
     def replica(self) -> Candidate:
         return self
 
+    @property
+    def table(self) -> None:
+        return None
+
+    @property
+    def place(self) -> int:
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -101,7 +114,10 @@ def sticky(home: str) -> Decision:
 
 
 class Fleet(Generic[M]):
-    """Candidates for new work. What does not change with load is computed once; loads are read at each decision."""
+    """Candidates for new work. What does not change with load is computed once; loads are read at each decision.
+
+    Use it from one thread, and only until a member is listed in another table of loads.
+    """
 
     def __init__(self, members: Iterable[M]) -> None:
         self.members: tuple[M, ...] = tuple(sorted(members, key=lambda member: member.name))
@@ -113,7 +129,7 @@ class Fleet(Generic[M]):
         self._places = {member.name: place for place, member in enumerate(self.members)}
         self._arrays: _Arrays | None = None
         if len(self.members) >= ARRAYS_FROM:
-            self._arrays = _Arrays(self._seeds, self._weights, self._even)
+            self._arrays = _Arrays(self._replicas, self._seeds, self._weights, self._even)
 
     def __repr__(self) -> str:
         return f"Fleet({len(self.members)} members)"
@@ -138,14 +154,14 @@ class Fleet(Generic[M]):
         """
         if not self.members:
             return None
-        loads = self._loads()
         if self._arrays is None:
-            best = self._best(_hash(*session), loads, bound)
+            best = self._best(_hash(*session), self._loads(), bound)
         else:
-            best = self._arrays.best(_hash(*session), loads, bound)
+            best = self._arrays.best(_hash(*session), bound)
         place, rank, limit = self._emptier(best, sessions)
         chosen = self.members[place]
-        why = f"rendezvous candidate {rank} of {len(loads)}, load {loads[place]}, limit {limit}"
+        load = self._replicas[place].load
+        why = f"rendezvous candidate {rank} of {len(self.members)}, load {load}, limit {limit}"
         if home is None:
             return chosen, Decision(chosen.name, "new", f"new session: {why}")
         return chosen, Decision(chosen.name, "moved", f"{home} cannot serve it: {why}")
@@ -154,17 +170,18 @@ class Fleet(Generic[M]):
         """Place a request without a session: least load for its weight; `turn` (grows by one per call) rotates ties."""
         if not self.members:
             return None
-        loads = self._loads()
-        if self._even:
-            least: float = min(loads)
-            tied = [place for place, load in enumerate(loads) if load == least]
+        tied: Sequence[int]
+        if self._arrays is not None:
+            tied = self._arrays.least()
         else:
-            filled = [(load + 1) / weight for load, weight in zip(loads, self._weights, strict=True)]
+            filled: Sequence[float] = self._loads()
+            if not self._even:
+                filled = [(load + 1) / weight for load, weight in zip(filled, self._weights, strict=True)]
             least = min(filled)
             tied = [place for place, full in enumerate(filled) if full == least]
-        place = tied[turn % len(tied)]
+        place = int(tied[turn % len(tied)])
         chosen = self.members[place]
-        why = f"no session: load {loads[place]}, the least of {len(loads)}"
+        why = f"no session: load {self._replicas[place].load}, the least of {len(self.members)}"
         return chosen, Decision(chosen.name, "balanced", why)
 
     def place_prefix(self, known: Known, bound: float) -> tuple[M, Decision] | None:
@@ -173,12 +190,13 @@ class Fleet(Generic[M]):
         place = self._places.get(replica)
         if place is None:
             return None
-        loads = self._loads()
-        limit = load_limit(sum(loads), 0.0 if known.shared else bound, self._weights[place], self._all)
+        total = sum(self._loads()) if self._arrays is None else self._arrays.total()
+        load = self._replicas[place].load
+        limit = load_limit(total, 0.0 if known.shared else bound, self._weights[place], self._all)
         limit += FOLLOW_SLACK if known.alone and not known.shared else 0
-        if loads[place] >= limit:
+        if load >= limit:
             return None
-        why = f"{known.share:.0%} of its prompt is known on {replica}, load {loads[place]}, limit {limit}"
+        why = f"{known.share:.0%} of its prompt is known on {replica}, load {load}, limit {limit}"
         return self.members[place], Decision(replica, "prefix", why)
 
     def _loads(self) -> list[int]:
@@ -194,7 +212,10 @@ class Fleet(Generic[M]):
     def _best(self, session: int, loads: Sequence[int], bound: float) -> list[_Ranked]:
         """The first two in rendezvous order that are under their limits, or the only one."""
         total = sum(loads)
-        limits = [load_limit(total, bound, weight, self._all) for weight in self._weights]
+        if self._even:
+            limits = [load_limit(total, bound, self._weights[0], self._all)] * len(loads)
+        else:
+            limits = [load_limit(total, bound, weight, self._all) for weight in self._weights]
         scores = [_mix(session ^ seed) for seed in self._seeds]
         if self._even:
             keys: list[float] = [-score for score in scores]
@@ -206,34 +227,99 @@ class Fleet(Generic[M]):
 
 
 class _Arrays:
-    """The same decision by numpy, for fleets of hundreds."""
+    """The same decisions by numpy, for fleets of hundreds.
 
-    def __init__(self, seeds: Sequence[int], weights: Sequence[float], even: bool) -> None:
+    Loads are floats here, exact below 2**53. They come from the table that has all of them, if there is one.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Counted], seeds: Sequence[int], weights: Sequence[float], even: bool
+    ) -> None:
         # Only fleets of such a size pay for the import.
         import numpy as np
 
         self._np: Any = np
-        self._seeds = np.array(seeds, np.uint64)
-        self._weights = np.array(weights, np.float64)
+        self._replicas = replicas
+        self._table: LoadTable | None = None
+        table = replicas[0].table
+        if table is not None and all(replica.table is table for replica in replicas):
+            self._table, self._listed = table, np.frombuffer(table.read(), np.float64)
+            self._places = np.fromiter(map(_place, replicas), np.intp, len(replicas))
+        self._weights, self._weight_at = np.array(weights, np.float64), weights
         self._all = sum(weights)
         self._even = even
+        # Arrays without dimensions: numpy takes them as they are.
+        self._session, self._mix_1, self._mix_2, self._by_27, self._by_30, self._by_31 = (
+            np.array(number, np.uint64) for number in (0, _MIX_1, _MIX_2, 27, 30, 31)
+        )
+        # The first step of _mix gives the same for the parts of an exclusive or, so the seeds take it here.
+        self._seeds = np.array(seeds, np.uint64)
+        self._seeds ^= self._seeds >> self._by_30
+        # Where scores are computed.
+        self._scores, self._shifted = np.empty_like(self._seeds), np.empty_like(self._seeds)
 
-    def best(self, session: int, loads: Sequence[int], bound: float) -> list[_Ranked]:
-        np = self._np
-        limits = np.ceil((1 + bound) * (sum(loads) + 1) * self._weights / self._all)
-        x = self._seeds ^ np.uint64(session)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
-        x ^= x >> np.uint64(31)
-        keys = ~x if self._even else -np.log((x.astype(np.float64) + 0.5) / 2**64) / self._weights
-        free = np.flatnonzero(np.fromiter(loads, np.int64, len(loads)) < limits)
-        if len(free) > 2:
-            free = free[np.argpartition(keys[free], 1)[:2]]
-        first = [int(place) for place in free[np.argsort(keys[free])]]
-        return [(at, 1 + int(np.count_nonzero(keys < keys[at])), int(limits[at])) for at in first]
+    def total(self) -> float:
+        return float(self._np.add.reduce(self._loads()))
+
+    def least(self) -> Sequence[int]:
+        """The places of those with the least load for their weight."""
+        loads = self._loads()
+        filled = loads if self._even else (loads + 1) / self._weights
+        places: Sequence[int] = (filled == filled[filled.argmin()]).nonzero()[0]
+        return places
+
+    def best(self, session: int, bound: float) -> list[_Ranked]:
+        """The first two in rendezvous order that are under their limits, or the only one."""
+        np, loads, scores = self._np, self._loads(), self._score(session)
+        total = float(np.add.reduce(loads))
+        # There are at least ARRAYS_FROM members.
+        first, second = two = _first_two(scores)
+        limits = [load_limit(total, bound, self._weight_at[at], self._all) for at in two]
+        if self._replicas[first].load < limits[0] and self._replicas[second].load < limits[1]:
+            # Nearly all decisions take this branch.
+            rank = 2 if scores[second] < scores[first] else 1
+            return [(first, 1, limits[0]), (second, rank, limits[1])]
+        every = np.ceil((1 + bound) * (total + 1) * self._weights / self._all)
+        free = (loads < every).nonzero()[0]
+        two = [int(free[at]) for at in _first_two(scores[free])]
+        return [(at, 1 + int(np.count_nonzero(scores > scores[at])), int(every[at])) for at in two]
+
+    def _loads(self) -> Any:
+        if self._table is not None:
+            self._table.read()
+            return self._listed.take(self._places)
+        return self._np.fromiter(map(_load, self._replicas), self._np.float64, len(self._replicas))
+
+    def _score(self, session: int) -> Any:
+        """The highest wins. They hold until the next call."""
+        np, x, shifted = self._np, self._scores, self._shifted
+        # What is left of the steps of _mix.
+        self._session[()] = session ^ session >> 30
+        np.bitwise_xor(self._seeds, self._session, x)
+        np.multiply(x, self._mix_1, x)
+        np.right_shift(x, self._by_27, shifted)
+        np.bitwise_xor(x, shifted, x)
+        np.multiply(x, self._mix_2, x)
+        np.right_shift(x, self._by_31, shifted)
+        np.bitwise_xor(x, shifted, x)
+        return x if self._even else np.log((x.astype(np.float64) + 0.5) / 2**64) / self._weights
 
 
-def load_limit(total: int, bound: float, weight: float, weights: float) -> int:
+def _first_two(scores: Any) -> list[int]:
+    """The places of the highest two, or of the only one. Of equal ones the first comes first."""
+    first = int(scores.argmax())
+    before, after = scores[:first], scores[first + 1 :]
+    if not first:
+        return [first, 1 + int(after.argmax())] if len(after) else [first]
+    second = int(before.argmax())
+    if len(after):
+        later = first + 1 + int(after.argmax())
+        if scores[later] > scores[second]:
+            second = later
+    return [first, second]
+
+
+def load_limit(total: float, bound: float, weight: float, weights: float) -> int:
     """Most load one replica may have after the next request is placed, when all have `total` before it; its weight, and that
     of all. At least one replica is below its own."""
     return math.ceil((1 + bound) * (total + 1) * weight / weights)

@@ -32,6 +32,7 @@ from midstream.core.retry import Backoff
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import POLICIES_MAX, Desired, Hint, Pause
 from midstream.fleet.known_replica import OWN, KnownReplica, PolicyKey, last_words
+from midstream.fleet.loads import LoadTable
 from midstream.fleet.subscription import Lines, Subscription, token_header
 from midstream.http.call import CallFailed, call, open_stream
 
@@ -170,6 +171,9 @@ class DeploymentReplicas:
         for found in leave:
             found.standing = "leaving"
         self.members, self.leaving = tuple(stay), tuple(leave)
+        table = LoadTable(stay)
+        for found in stay:
+            found.table = table
         for found in known.values():
             self._part(found)
         for views in tuple(self._views.values()):

@@ -62,6 +62,22 @@ GATEWAY = (
         ("gateway/test_placement.py",),
     ),
     Mutation(
+        "table_of_loads_is_not_kept",
+        "fleet/known_replica.py",
+        "self.table.changed.append(self)",
+        "pass",
+        "A decision is made by the loads of its moment, also where they are read side by side.",
+        ("gateway/test_placement_histories.py",),
+    ),
+    Mutation(
+        "replica_that_left_is_still_a_candidate",
+        "fleet/replica_set.py",
+        '"""Who is usable is another than before."""\n        self._fleet = None',
+        '"""Who is usable is another than before."""',
+        "A replica that left, or cannot be used, is no candidate for new work.",
+        ("gateway/test_placement_histories.py",),
+    ),
+    Mutation(
         "older_word_of_a_session_wins",
         "fleet/sessions.py",
         "(stamp, replica) > (before[1], before[0])",
