@@ -11,22 +11,15 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
-
-import midstream
-import midstream_kernels
-import midstream_tinker
+import source
+from source import nodes
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (
-    Path(midstream.__file__).parent,
-    Path(midstream_kernels.__file__).parent,
-    Path(midstream_tinker.__file__).parent,
-    ROOT / "conformance" / "src" / "midstream_conformance",
-)
+PACKAGES = (*source.PACKAGES, ROOT / "conformance" / "src" / "midstream_conformance")
 KERNELS = "midstream_kernels"
 TINKER = "midstream_tinker"
 CONFORMANCE = "midstream_conformance"
@@ -174,7 +167,7 @@ SOURCES = {
     ],
 )
 def test_every_form_of_import_is_seen(statement: str, found: set[str]) -> None:
-    assert imported(statement, "midstream.a.one", False, SOURCES.keys()) == found
+    assert imported(ast.walk(ast.parse(statement)), "midstream.a.one", False, SOURCES.keys()) == found
 
 
 def test_a_circle_is_found_however_long_it_is_and_what_only_leads_to_it_is_not_in_it() -> None:
@@ -201,7 +194,7 @@ def parts_of(graph: Graph) -> dict[str, set[str]]:
 def module_graph(packages: Iterable[Path]) -> dict[str, set[str]]:
     files = {name_of(file, package): file for package in packages for file in package.rglob("*.py")}
     return {
-        name: imported(file.read_text(), name, file.name == "__init__.py", files.keys()) - {name}
+        name: imported(nodes(file), name, file.name == "__init__.py", files.keys()) - {name}
         for name, file in files.items()
     }
 
@@ -211,10 +204,10 @@ def name_of(file: Path, package: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(source: str, module: str, is_package: bool, known: Iterable[str]) -> set[str]:
-    """Which of the `known` modules the source of `module` imports, anywhere in it."""
-    known, found = set(known), set()
-    for node in ast.walk(ast.parse(source)):
+def imported(tree: Iterable[ast.AST], module: str, is_package: bool, known: Set[str]) -> set[str]:
+    """Which of the `known` modules the module imports. tree: all nodes of its syntax tree."""
+    found = set[str]()
+    for node in tree:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import midstream
-import midstream_kernels
-import midstream_tinker
+from source import PACKAGES, modules, nodes
 
-PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_kernels, midstream_tinker)]
 LINES_BELOW = 60
 ARGUMENTS_MAX = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions() -> Iterator[tuple[str, Function]]:
-    for package in PACKAGES:
-        for path in sorted(package.rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, Function):
-                    yield f"{path.relative_to(package.parent)}:{node.name}:{node.lineno}", node
+    for path in modules():
+        name = path.relative_to(PACKAGES[0].parent)
+        for node in nodes(path):
+            if isinstance(node, Function):
+                yield f"{name}:{node.name}:{node.lineno}", node
 
 
 def test_no_function_has_sixty_lines() -> None:

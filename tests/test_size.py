@@ -1,4 +1,4 @@
-"""How large the house is: lines by package, class names that mean several things, files and calls of a request.
+"""How large the house is: lines by package, names that mean several things, files and calls of a request, minutes of tests.
 
 Each number is a bound. Lower it when there is less. A change that needs more raises it here, and says why in docs/decisions/.
 """
@@ -12,12 +12,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import midstream
-import midstream_kernels
-import midstream_tinker
+from source import PACKAGES, modules, nodes
 
-PACKAGES = [Path(package.__file__).parent for package in (midstream, midstream_kernels, midstream_tinker)]
-WALKS = Path(__file__).parents[1] / "benchmarks" / "results" / "walk.json"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 LINES_MAX = {
     "api": 5552,
@@ -47,10 +44,8 @@ FILES_MAX = {"chat": 62, "tinker sample": 90, "hot load": 108}
 #: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for
 #: what the event loop does beside requests.
 CALLS_MAX = {"turn": 87, "turn, session in a header": 85, "without a session": 83, "streamed chat": 172}
-
-
-def sources() -> list[Path]:
-    return [module for package in PACKAGES for module in package.rglob("*.py")]
+#: Of two quiet cores, as `make bench-tiers` measured them (benchmarks/results/tiers.json). "share": of the longest part of CI.
+MINUTES_MAX = {"test-fast": 4.1, "test": 15.7, "share": 14.5}
 
 
 def package_of(module: Path) -> str:
@@ -61,7 +56,7 @@ def package_of(module: Path) -> str:
 
 def test_no_package_has_more_lines_than_it_may() -> None:
     lines = Counter[str]()
-    for module in sources():
+    for module in modules():
         lines[package_of(module)] += len(module.read_text().splitlines())
     assert lines.keys() == LINES_MAX.keys()
     more = {name: count for name, count in lines.items() if count > LINES_MAX[name]}
@@ -69,27 +64,33 @@ def test_no_package_has_more_lines_than_it_may() -> None:
 
 
 def test_no_more_names_mean_several_things() -> None:
-    modules = Counter[str]()
-    for module in sources():
-        names = {
-            node.name for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ClassDef)
-        }
-        modules.update(name for name in names if not name.startswith("_"))
-    twice = sorted(name for name, count in modules.items() if count > 1)
+    counts = Counter[str]()
+    for module in modules():
+        names = {node.name for node in nodes(module) if isinstance(node, ast.ClassDef)}
+        counts.update(name for name in names if not name.startswith("_"))
+    twice = sorted(name for name, count in counts.items() if count > 1)
     assert len(twice) <= NAMES_TWICE_MAX, twice
 
 
 def test_a_request_passes_no_more_files_than_it_may() -> None:
-    walks = json.loads(WALKS.read_text())["walks"]
+    walks = json.loads((RESULTS / "walk.json").read_text())["walks"]
     assert {name: walk["files"] for name, walk in walks.items() if walk["files"] > FILES_MAX[name]} == {}
     assert walks.keys() == FILES_MAX.keys()
 
 
 def test_a_gateway_calls_no_more_functions_per_request_than_it_may() -> None:
     """The count does not depend on the machine."""
-    command = [sys.executable, str(WALKS.parents[1] / "calls.py")]
+    command = [sys.executable, str(RESULTS.parent / "calls.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     counted = {name: calls["of midstream"] for name, calls in json.loads(done.stdout)["per request"].items()}
     assert counted.keys() == CALLS_MAX.keys()
     assert {name: count for name, count in counted.items() if count > CALLS_MAX[name]} == {}
+
+
+def test_no_tier_takes_more_minutes_than_it_may() -> None:
+    minutes = {
+        row["run"]: row["wall_min"] for row in json.loads((RESULTS / "tiers.json").read_text())["rows"]
+    }
+    most = {run: MINUTES_MAX.get(run, MINUTES_MAX["share"]) for run in minutes}
+    assert {run: taken for run, taken in minutes.items() if taken > most[run]} == {}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-import midstream
-import midstream_kernels
-import midstream_tinker
+from source import modules, nodes
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 #: As they are called; `.eval()` of a torch module is none of these.
@@ -17,11 +14,9 @@ ARGUMENTS = {"trust_remote_code", "allow_pickle"}
 
 def test_nothing_in_the_package_unpickles_or_runs_text() -> None:
     found = []
-    packages = [Path(package.__file__).parent for package in (midstream, midstream_kernels, midstream_tinker)]
-    files = sorted(file for package in packages for file in package.rglob("*.py"))
-    assert len(files) > 200
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
+    assert len(modules()) > 200
+    for file in modules():
+        for node in nodes(file):
             names: set[str] = set()
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names} & MODULES

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hardware import RESULTS
 from tier_minutes import ENVIRONMENTS, TIERS, counts, merged, shares
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,14 @@ def test_the_shares_of_ci_are_read_from_its_script() -> None:
     assert all(word.startswith(("test-", "SHARE=")) for share in found for word in share.split())
     with pytest.raises(AssertionError, match="no shares"):
         shares("make test\n")
+
+
+def test_what_was_measured_are_tiers_and_shares_that_there_are() -> None:
+    """tests/test_size.py holds the minutes."""
+    measured = [row["run"] for row in json.loads((RESULTS / "tiers.json").read_text())["rows"]]
+    known = [*TIERS, *shares((ROOT / ".ci" / "run").read_text())]
+    assert [run for run in known if run in measured] == measured
+    assert measured[: len(TIERS)] == list(TIERS)
 
 
 def test_no_environment_is_installed_while_a_run_is_measured() -> None:
