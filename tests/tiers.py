@@ -33,6 +33,13 @@ def slow(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
+def few_fast(values: Iterable[str], *fast: str) -> list[Any]:
+    """Parameters of a test: those of `fast` run in every tier, the others not in the fast one."""
+    found = [value if value in fast else slow(value) for value in values]
+    assert sum(isinstance(value, str) for value in found) == len(fast), fast
+    return found
+
+
 def variant(*values: object) -> Any:
     """A parameter of a test or fixture, or a row of parameters, that only the tier `all` has."""
     return pytest.param(*values, marks=pytest.mark.variant)

@@ -987,5 +987,5 @@ class Convergence(RuleBasedStateMachine):
 # Thousands of hops between threads: slow beside other work.
 TestConvergence = pytest.mark.timeout(900)(Convergence.TestCase)
 TestConvergence.settings = settings(
-    max_examples=of_tier(fast=20, test=30, all=300), stateful_step_count=30, deadline=None
+    max_examples=of_tier(fast=10, test=30, all=300), stateful_step_count=30, deadline=None
 )

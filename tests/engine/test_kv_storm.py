@@ -20,6 +20,7 @@ from engine_helpers import DEVICES, request
 from families import FAMILIES, write_model
 from msgspec.structs import replace
 from recompute import Passes, Recomputer
+from tiers import few_fast
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
@@ -299,7 +300,7 @@ def engines(tmp_path: Path) -> Engines:
     ("kv_tokens", "seed"),
     [pytest.param(8192, 4, id="roomy", marks=pytest.mark.slow), pytest.param(320, 3, id="small")],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few_fast(FAMILIES, "qwen3-moe", "deepseek-v3"))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.timeout(3600)
 def test_every_record_is_borne_out_over_the_kv_it_is_said_to_stand_on(
@@ -315,7 +316,7 @@ def test_every_record_is_borne_out_over_the_kv_it_is_said_to_stand_on(
     assert bool(storm.preempted) == (kv_tokens == 320)
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "mistral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("family", few_fast(["qwen3-moe", "mistral", "deepseek-v3", "gpt-oss"], "qwen3-moe"))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.timeout(3600)
 def test_streams_that_go_on_on_another_engine_are_borne_out_there(

@@ -15,6 +15,7 @@ from engine_helpers import Collected, needs_compiler, request, run
 from families import FUSED, write_model
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from tiers import few_fast
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
@@ -65,7 +66,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few_fast(["float32", "bfloat16"], "bfloat16"))
 def test_a_step_of_many_policies_has_the_numbers_of_each_alone(
     tmp_path: Path, tiny_model: Callable[..., Path], kernels: str, dtype: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from gateway_harness import Message, Peer, Stage, get, post, respond_ok, run, staged
+from tiers import slow
 
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.heap import return_memory
@@ -238,7 +239,7 @@ def body_of_a_client_that_leaves(framed: Callable[[bytes], bytes]) -> list[list[
     return rounds
 
 
-@FRAMINGS
+@pytest.mark.parametrize("framed", [plain, slow(chunked)], ids=["plain", "chunked"])
 def test_what_a_body_took_is_the_systems_again_when_its_client_leaves(
     framed: Callable[[bytes], bytes],
 ) -> None:
