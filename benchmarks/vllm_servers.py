@@ -37,7 +37,8 @@ class SharedVllm(Vllm):
     def command(self) -> list[str]:
         args = ["--max-model-len", str(CONTEXT), "--disable-log-stats", *["--enforce-eager"] * self._eager]
         served = self.model.name
-        return command_line(str(VLLM_PYTHON), self.model.directory, served, self.port, 0, args)
+        # Midstream refuses a server with the seed that all servers have.
+        return command_line(str(VLLM_PYTHON), self.model.directory, served, self.port, 1, args)
 
     def environment(self) -> dict[str, str]:
         return environment({}, super().environment(), str(VLLM_PYTHON))
