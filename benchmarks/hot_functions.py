@@ -98,7 +98,7 @@ def shown(name: str) -> str:
         str(Path(os.__file__).parent) + os.sep,
     ):
         name = name.removeprefix(folder)
-    return name.strip("<>")
+    return name[1:-1] if name.startswith("<") and name.endswith(">") else name
 
 
 class Profiled:
