@@ -1,4 +1,4 @@
-"""How long a function and how wide a constructor may be. Ruff limits the cyclomatic complexity (C901)."""
+"""How long a file and a function, and how wide a constructor may be. Ruff limits the cyclomatic complexity (C901)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from source import PACKAGES, modules, nodes
 
+FILE_LINES_MAX = 500
 LINES_BELOW = 60
 ARGUMENTS_MAX = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -18,6 +19,14 @@ def functions() -> Iterator[tuple[str, Function]]:
         for node in nodes(path):
             if isinstance(node, Function):
                 yield f"{name}:{node.name}:{node.lineno}", node
+
+
+def test_no_file_has_more_than_five_hundred_lines() -> None:
+    """A file that grows has a second owner in it."""
+    long = {
+        str(path.relative_to(PACKAGES[0].parent)): len(path.read_text().splitlines()) for path in modules()
+    }
+    assert {name: lines for name, lines in long.items() if lines > FILE_LINES_MAX} == {}
 
 
 def test_no_function_has_sixty_lines() -> None:

@@ -26,18 +26,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable, RequestLostReplicas
-from midstream.core.headers import (
-    HEADER_BOOT,
-    HEADER_DEPLOYMENT,
-    HEADER_FOLLOW_PREFIX,
-    HEADER_HISTORY,
-    HEADER_MODEL,
-    HEADER_RECORDS,
-)
-from midstream.core.resumption import HEADER_FAILOVER, PATH_RESUME
+from midstream.core.headers import HEADER_BOOT
+from midstream.core.resumption import PATH_RESUME
 from midstream.core.scopes import EVERYTHING
 from midstream.core.tracing import Attribute
-from midstream.core.versions import CONSTRAINT_HEADERS, NOTHING, VersionConstraint, constraint_of_headers
+from midstream.core.versions import NOTHING, VersionConstraint, constraint_of_headers
 from midstream.core.wires import Wire
 from midstream.fleet.prefixes import FIRST_BOUND, follows, read_prompt
 from midstream.fleet.sessions import key_in_path, session_key
@@ -47,7 +40,7 @@ from midstream.proxy import refusals
 from midstream.proxy.heads import Headers, UpstreamHead, session_lines
 from midstream.proxy.poison import Losses, ReplicaBoot, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
-from midstream.proxy.request_facts import ClientAsked, Sending, Tries
+from midstream.proxy.request_facts import WISHES, ClientAsked, Sending, Tries
 from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, RequestEvent, RequestPhase, Ruling, ruling
 from midstream.proxy.resume import (
     END,
@@ -78,14 +71,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BOOT = HEADER_BOOT.encode()
-#: Headers by which a client asks for more than an answer. Most requests have none.
-_WISHES = frozenset(
-    name.encode()
-    for name in (
-        *(HEADER_DEPLOYMENT, HEADER_MODEL, *CONSTRAINT_HEADERS),
-        *(HEADER_FAILOVER, HEADER_FOLLOW_PREFIX, HEADER_HISTORY, HEADER_RECORDS),
-    )
-)
 
 
 class ReplicaRoute(Route):
@@ -117,7 +102,7 @@ class ReplicaRoute(Route):
     def start(self) -> None:
         request, proxy, asked = self._request, self._proxy, self._asked
         head, named = request.first, asked.in_path
-        asked.wishes = wishes = not _WISHES.isdisjoint(head)
+        asked.wishes = wishes = not WISHES.isdisjoint(head)
         constraint = None
         if wishes:
             asked.mode = failover_mode(head)

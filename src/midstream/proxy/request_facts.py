@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from midstream.core.headers import (
+    HEADER_DEPLOYMENT,
+    HEADER_FOLLOW_PREFIX,
+    HEADER_HISTORY,
+    HEADER_MODEL,
+    HEADER_RECORDS,
+)
 from midstream.core.reports import Reported
+from midstream.core.resumption import HEADER_FAILOVER
 from midstream.core.types import Session
+from midstream.core.versions import CONSTRAINT_HEADERS
 from midstream.core.wires import UserField
 from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.prefixes import PromptBeginnings
@@ -24,11 +33,19 @@ LOST_SENDS_MAX = 2
 PLACED_AGAIN_MAX = 8
 #: Replicas with too much to do that are asked.
 BUSY_MAX = 2
+#: Headers by which a client asks for more than an answer. Most requests have none.
+WISHES = frozenset(
+    name.encode()
+    for name in (
+        *(HEADER_DEPLOYMENT, HEADER_MODEL, *CONSTRAINT_HEADERS),
+        *(HEADER_FAILOVER, HEADER_FOLLOW_PREFIX, HEADER_HISTORY, HEADER_RECORDS),
+    )
+)
 
 
 class ClientAsked:
     """in_path: the session that the path named. user_field: of the body, that names the session where no other one does.
-    wishes: it has headers by which clients ask for more than an answer. session: None: it has none. prompt: its beginning, of
+    wishes: it has headers of WISHES. session: None: it has none. prompt: its beginning, of
     a request that may follow it. mode: what the client wants done when its stream is lost. resumable: the client can take a
     stream that another replica continues, and wants it."""
 
