@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import last_result
 from engine_table import write_table
 from hardware import RESULTS, provenance, write_result
 from loadgen import Load
@@ -344,6 +345,8 @@ def main() -> int:
             measure_model(model, Path(folder), options, result)
     if not options.write:
         print(json.dumps(result, indent=2))
+    if options.before is None:
+        last_result.say("engine", result)
     return 0
 
 

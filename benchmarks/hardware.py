@@ -45,14 +45,8 @@ def autogroups() -> bool:
 
 def provenance(**configuration: Any) -> dict[str, Any]:
     """Hardware, commit, versions and configuration of a run."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    about = _cpuinfo()
+    cpu = about.get("model name", platform.processor())
     # Not what benchmarks write.
     code = [
         ":/",
@@ -68,11 +62,29 @@ def provenance(**configuration: Any) -> dict[str, Any]:
             versions[package] = "not installed"
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform()},
+        "hardware": {
+            "cpu": cpu,
+            "cores": os.cpu_count(),
+            "vectors": vectors(about.get("flags", "")),
+            "system": platform.platform(),
+        },
         "commit": (commit or "unknown") + ("+uncommitted" if dirty else ""),
         "versions": {"python": platform.python_version(), **versions},
         "configuration": configuration,
     }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """What Linux says of the first processor."""
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def vectors(flags: str) -> str:
+    """The widest vector instructions that the engine's kernels or PyTorch use. flags: as in /proc/cpuinfo."""
+    has = flags.split()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in has), "")
 
 
 def _git(*words: str) -> str:

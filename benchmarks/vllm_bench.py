@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import last_result
 import vllm_front
 import vllm_rollout
 from document import DOCUMENT, replaced
@@ -129,6 +130,8 @@ def main() -> int:
             {"front": front, "rollout": rollout}[part](options, Path(folder), result)
     print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
     print(json.dumps(result, indent=2) if not options.write else render(result))
+    if not options.quick:
+        last_result.say(RESULT, result)
     ways = result.get("rollout", {}).get("ways", {})
     return 1 if any(one["failures"] for one in ways.values()) else 0
 

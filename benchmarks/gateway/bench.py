@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import last_result
 from hardware import provenance, write_result
 
 from gateway import loads, tools
@@ -306,6 +307,8 @@ def main() -> None:
         write_table(result)
     else:
         print(json.dumps(result, indent=2))
+    if args.before is None:
+        last_result.say("gateway", result)
 
 
 if __name__ == "__main__":
