@@ -58,6 +58,13 @@ def test_retry_after_is_read_in_both_of_its_forms() -> None:
     assert [asked_pause_s(value, now) for value in given] == [3.0, 3.0, 7.0, 0.0, None, None]
 
 
+@pytest.mark.parametrize(
+    "date", ["01 Jan 99999999999999999999 00:00:00 GMT", "01 Jan 2026 00:00 +9999999999999"]
+)
+def test_a_date_that_no_clock_reaches_asks_for_no_pause(date: str) -> None:
+    assert asked_pause_s(f"Thu, {date}", 0.0) is None
+
+
 def test_an_answer_says_why_in_the_servers_words() -> None:
     def message(body: bytes) -> str:
         return HttpAnswer(503, {}, body).message

@@ -83,5 +83,5 @@ def asked_pause_s(retry_after: str, now: float) -> float | None:
         return float(value)
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - now)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
