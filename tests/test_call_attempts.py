@@ -109,3 +109,12 @@ def test_the_driver_of_threads_sends_and_sleeps_as_the_attempts_say() -> None:
     statuses[:] = [503]
     with pytest.raises(Unanswered, match="GET http://server/x: 503"):
         caller.call("GET", "http://server/x", deadline_s=0.0)
+
+
+def test_a_body_that_cannot_be_decompressed_is_no_answer() -> None:
+    damaged = httpx.Response(200, headers={"content-encoding": "gzip"}, content=iter([b"no gzip"]))
+    answers = [damaged, httpx.Response(200, json=1)]
+    http = httpx.Client(transport=httpx.MockTransport(lambda _: answers.pop(0)))
+    caller = RetryingCaller(http, sleep=lambda pause_s: None, monotonic=lambda: 0.0)
+    answer = caller.call("GET", "http://server/x", deadline_s=300.0)
+    assert (answer.body, answer.attempts) == (1, 2)

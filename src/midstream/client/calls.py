@@ -214,7 +214,7 @@ class RetryingCaller:
                 body = response.read()
             finally:
                 response.close()
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise Unanswered(f"{method} {url}: {error or type(error).__name__}", None) from error
         return HttpAnswer(response.status_code, response.headers, body)
 
