@@ -30,7 +30,7 @@ LINES_MAX = {
     "launch": 3800,
     "ledger": 2420,
     "midstream": 150,
-    "midstream_kernels": 1531,
+    "midstream_kernels": 1533,
     "midstream_tinker": 7415,
     "models": 260,
     "proxy": 4100,

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -182,3 +183,15 @@ def test_without_a_compiler_the_embedded_engine_computes_with_pytorch(
     expected = run(EngineCore(model, EngineSettings(kernels="torch")), [asked])["r", 0]
     assert [record.token_id for record in got.tokens] == [record.token_id for record in expected.tokens]
     assert len(got.tokens) == 8
+
+
+@pytest.mark.parametrize(
+    "level", [level for level in prebuilt.LEVELS if level.machine == platform.machine()], ids=lambda x: x.name
+)
+def test_clang_takes_the_kernels(level: prebuilt.Level) -> None:
+    clang = shutil.which("clang++")
+    if clang is None:
+        pytest.skip("no clang++")
+    command = [clang, *prebuilt.FLAGS, *level.flags, "-fsyntax-only", str(build.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]

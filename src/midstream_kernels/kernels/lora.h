@@ -18,43 +18,47 @@ struct Piece {
   int64_t rank, n, column, step;
 };
 
+// Lanes of a and b side by side, by number: those of b follow those of a. GCC before version 12 and clang have one form each.
+#if defined(__clang__)
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, places{__VA_ARGS__})
+#endif
+
 // The sum of each of sixteen vectors, in their order. As sum_lanes: the upper half is added to the lower one, again and again.
 static inline vf sums_of(const vf *v) {
 #if defined(__AVX512F__)
-  typedef int32_t mask __attribute__((vector_size(64)));
-  constexpr mask LOW8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  constexpr mask HIGH8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
-  constexpr mask LOW4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-  constexpr mask HIGH4 = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-  constexpr mask LOW2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-  constexpr mask HIGH2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-  constexpr mask LOW1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-  constexpr mask HIGH1 = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+  typedef int32_t places __attribute__((vector_size(64)));
   vf eight[8], four[4], two[2];
-  for (int i = 0; i < 8; ++i) eight[i] = __builtin_shuffle(v[i], v[i + 8], LOW8) + __builtin_shuffle(v[i], v[i + 8], HIGH8);
+  for (int i = 0; i < 8; ++i)
+    eight[i] = LANES_OF(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               LANES_OF(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   for (int i = 0; i < 4; ++i)
-    four[i] = __builtin_shuffle(eight[i], eight[i + 4], LOW4) + __builtin_shuffle(eight[i], eight[i + 4], HIGH4);
+    four[i] = LANES_OF(eight[i], eight[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+              LANES_OF(eight[i], eight[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
   for (int i = 0; i < 2; ++i)
-    two[i] = __builtin_shuffle(four[i], four[i + 2], LOW2) + __builtin_shuffle(four[i], four[i + 2], HIGH2);
-  return __builtin_shuffle(two[0], two[1], LOW1) + __builtin_shuffle(two[0], two[1], HIGH1);
+    two[i] = LANES_OF(four[i], four[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+             LANES_OF(four[i], four[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return LANES_OF(two[0], two[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         LANES_OF(two[0], two[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 #else
   typedef int32_t places __attribute__((vector_size(16)));
-  constexpr places LOW = {0, 4, 1, 5}, HIGH = {2, 6, 3, 7}, FIRST = {0, 1, 4, 5}, SECOND = {2, 3, 6, 7};
   alignas(64) float sums[LANES];
   for (int i = 0; i < LANES; i += 4) {
     quad q[4];
     for (int j = 0; j < 4; ++j) q[j] = quarter(v[i + j], [](quad a, quad b) { return a + b; });
     // The k-th lanes of all four, side by side.
-    const quad low01 = __builtin_shuffle(q[0], q[1], LOW), low23 = __builtin_shuffle(q[2], q[3], LOW);
-    const quad high01 = __builtin_shuffle(q[0], q[1], HIGH), high23 = __builtin_shuffle(q[2], q[3], HIGH);
-    const quad even = __builtin_shuffle(low01, low23, FIRST) + __builtin_shuffle(high01, high23, FIRST);
-    const quad odd = __builtin_shuffle(low01, low23, SECOND) + __builtin_shuffle(high01, high23, SECOND);
+    const quad low01 = LANES_OF(q[0], q[1], 0, 4, 1, 5), low23 = LANES_OF(q[2], q[3], 0, 4, 1, 5);
+    const quad high01 = LANES_OF(q[0], q[1], 2, 6, 3, 7), high23 = LANES_OF(q[2], q[3], 2, 6, 3, 7);
+    const quad even = LANES_OF(low01, low23, 0, 1, 4, 5) + LANES_OF(high01, high23, 0, 1, 4, 5);
+    const quad odd = LANES_OF(low01, low23, 2, 3, 6, 7) + LANES_OF(high01, high23, 2, 3, 6, 7);
     const quad four = even + odd;
     std::memcpy(sums + i, &four, sizeof four);
   }
   return load(sums);
 #endif
 }
+#undef LANES_OF
 
 // A piece, and the rows that it is for: x [.., ldx] at `rows` (null: the first m), y [.., ldo] at `out_rows`.
 template <class T>
