@@ -98,6 +98,33 @@ def test_a_key_is_looked_up_once_for_all_that_a_request_needs_it_for(
     assert {line["key"] for line in lines()} == {hashlib.sha256(b"k").hexdigest()[:12]}
 
 
+def test_each_request_of_a_connection_has_the_caller_of_its_own_head(lines: Any) -> None:
+    keys = tuple(KeySettings(key=key, scopes=("operate",), tenant=f"team-{key}") for key in "ab")
+    offer = "upgrade: h2c\r\nconnection: upgrade\r\n"
+    heads = (
+        "x-api-key: a\r\n",
+        "",
+        f"{offer}authorization: Bearer b\r\n",
+        offer,
+        "x-api-key: a\r\nauthorization: Bearer b\r\n",
+        "x-api-key: c\r\n",
+    )
+    pipelined = b"".join(post(b"", "/health", head) for head in heads)
+    # Only a request with a body needs a key there.
+    pipelined += b"".join(post(b"{}", "/health", head) for head in (heads[2], heads[0], heads[5]))
+
+    async def main() -> None:
+        async with staged(respond_ok, api_keys=keys) as stage:
+            peer = await stage.connect()
+            peer.send(pipelined)
+            for _ in range(len(heads) + 3):
+                await peer.message()
+
+    run(main)
+    tenants = [line["tenant"] for line in lines()]
+    assert tenants == ["team-a", "-", "team-b", "-", "team-b", "-", "team-b", "team-a", "-"]
+
+
 @asynccontextmanager
 async def before_the_front(**settings: Any) -> AsyncIterator[Stage]:
     """A gateway before the front's own app, behind which nothing trains."""
