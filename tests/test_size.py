@@ -44,6 +44,13 @@ FILES_MAX = {"chat": 62, "tinker sample": 90, "hot load": 108}
 #: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for
 #: what the event loop does beside requests.
 CALLS_MAX = {"turn": 87, "turn, session in a header": 85, "without a session": 83, "streamed chat": 172}
+#: Likewise in a replica, per token of a stream with log-probabilities.
+TOKEN_CALLS_MAX = {
+    "embedded, 1 stream": 40,
+    "embedded, 16 streams": 32,
+    "vllm, 1 stream": 55,
+    "vllm, 16 streams": 49,
+}
 #: Of two quiet cores, as `make bench-tiers` measured them (benchmarks/results/tiers.json). "share": of the longest part of CI.
 MINUTES_MAX = {"test-fast": 4.1, "test": 15.7, "share": 14.5}
 
@@ -78,14 +85,24 @@ def test_a_request_passes_no_more_files_than_it_may() -> None:
     assert walks.keys() == FILES_MAX.keys()
 
 
-def test_a_gateway_calls_no_more_functions_per_request_than_it_may() -> None:
-    """The count does not depend on the machine."""
-    command = [sys.executable, str(RESULTS.parent / "calls.py")]
+def calls_of(script: str, per: str) -> dict[str, float]:
+    """The counts do not depend on the machine."""
+    command = [sys.executable, str(RESULTS.parent / script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    counted = {name: calls["of midstream"] for name, calls in json.loads(done.stdout)["per request"].items()}
+    return {name: calls["of midstream"] for name, calls in json.loads(done.stdout)[per].items()}
+
+
+def test_a_gateway_calls_no_more_functions_per_request_than_it_may() -> None:
+    counted = calls_of("calls.py", "per request")
     assert counted.keys() == CALLS_MAX.keys()
     assert {name: count for name, count in counted.items() if count > CALLS_MAX[name]} == {}
+
+
+def test_a_replica_calls_no_more_functions_per_token_than_it_may() -> None:
+    counted = calls_of("replica_calls.py", "per token")
+    assert counted.keys() == TOKEN_CALLS_MAX.keys()
+    assert {name: count for name, count in counted.items() if count > TOKEN_CALLS_MAX[name]} == {}
 
 
 def test_no_tier_takes_more_minutes_than_it_may() -> None:
