@@ -12,6 +12,9 @@ from pathlib import Path
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
+#: Takes an event of a request in the turn of the loop that brings it, or leaves it to the iterator: False.
+AtOnce = Callable[[GenerationEvent], bool]
+
 
 class EngineDied(Exception):
     """The engine is gone with all its requests; the replica is not ready until `start` succeeds again."""
@@ -109,6 +112,14 @@ class Engine(Slot):
         Safe at any time, also during stage and commit. Closing the iterator (aclose, cancellation) aborts the request:
         the engine stops within one step and its KV blocks are free again. Raises EngineDied, StreamLost.
         """
+
+    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
+        """As `generate`, for a consumer that need not be woken for each event.
+
+        While the iterator is waited for, the engine may offer each event to `at_once` first. An event that this takes does not
+        come out of the iterator. The order of events stays the same. The iterator raises what `at_once` raises.
+        """
+        return self.generate(request)
 
     def refuses(self, request: GenerateRequest) -> str | None:
         """Why the engine cannot serve this request although its card does not exclude it; None if it can.

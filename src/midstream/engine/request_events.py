@@ -1,7 +1,8 @@
-"""The events of one request on their way from an engine to the iterator of `generate`.
+"""The events of one request on their way from an engine to its consumer.
 
-Always holds: events come out in the order in which the engine put them. After the last event of a choice, after `end_choice`
-and after an error, no event of that choice comes out.
+Always holds: events come out in the order in which the engine put them: by the iterator of `generate`, or by `at_once` while
+that iterator is waited for. After the last event of a choice, after `end_choice` and after an error, no event of that choice
+comes out.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import asyncio
 from collections import deque
 
 from midstream.core.types import GenerateRequest, GenerationEvent
+from midstream.engine.base import AtOnce
 
 
 class RequestEvents:
-    """open: the choices that are not over."""
+    """open: the choices that are not over. at_once: as of Engine.generate_to; None: every event waits for the iterator."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, at_once: AtOnce | None = None) -> None:
         self.request = request
+        self._at_once = at_once
         self.open = set(request.choices)
         self._arrived: deque[GenerationEvent | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -24,9 +27,29 @@ class RequestEvents:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.request.request_id}, open={sorted(self.open)})"
 
-    def put(self, item: GenerationEvent | Exception) -> None:
-        """Add an event, or the error that ends the request."""
+    def put(self, event: GenerationEvent) -> None:
+        waiter, at_once = self._waiter, self._at_once
+        if waiter is None or waiter.done():
+            # Others may stand before it, or the consumer is gone.
+            self._arrived.append(event)
+        elif at_once is None or event.index not in self.open:
+            self._arrive(event)
+        else:
+            try:
+                if not at_once(event):
+                    self._arrive(event)
+            except Exception as error:  # noqa: BLE001 - the iterator raises it
+                self._arrive(error)
+
+    def fail(self, reason: Exception) -> None:
+        """Add the error that ends the request."""
+        self._arrive(reason)
+
+    def _arrive(self, item: GenerationEvent | Exception) -> None:
         self._arrived.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -52,8 +75,7 @@ class RequestEvents:
 
     def end_choice(self, index: int) -> None:
         self.open.discard(index)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     def abort(self, index: int | None = None) -> None:
         """After the events that came so far, the choice ends if it is open; None: every one does."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
-from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
+from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed
 from midstream.engine.embedded import protocol as m
 from midstream.engine.request_events import RequestEvents
 from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer, StillnessTimer, cpu_ticks
@@ -141,9 +141,17 @@ class EmbeddedEngine(Engine):
     async def close(self) -> None:
         await self._stop()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        return self._generate(request, None)
+
+    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
+        return self._generate(request, at_once)
+
+    async def _generate(
+        self, request: GenerateRequest, at_once: AtOnce | None
+    ) -> AsyncIterator[GenerationEvent]:
         link = self._running_link()
-        events = self._requests[request.request_id] = RequestEvents(request)
+        events = self._requests[request.request_id] = RequestEvents(request, at_once)
         link.send(m.Generate(request))
         try:
             while (event := await events.next()) is not None:
@@ -279,7 +287,7 @@ class EmbeddedEngine(Engine):
             self._link.transport.close()
         died = "the engine process died"
         for request in self._requests.values():
-            request.put(EngineDied(died))
+            request.fail(EngineDied(died))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDied(died))

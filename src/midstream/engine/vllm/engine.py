@@ -22,7 +22,7 @@ from midstream.core.types import (
     SwapTiming,
     TokenRecord,
 )
-from midstream.engine.base import EngineDied, Slot, StagingFailed
+from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
@@ -39,7 +39,21 @@ CONNECT_S_MAX = 30.0
 
 
 class VllmEngine(ServerLife):
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        return self._generate(request, None)
+
+    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
+        def counted(event: GenerationEvent) -> bool:
+            taken = at_once(event)
+            if taken:
+                self._count(request, event)
+            return taken
+
+        return self._generate(request, counted)
+
+    async def _generate(
+        self, request: GenerateRequest, at_once: AtOnce | None
+    ) -> AsyncIterator[GenerationEvent]:
         self._boot.check()
         if (problem := self.refuses(request)) is not None:
             yield GenerationEvent(error=problem)
@@ -50,7 +64,7 @@ class VllmEngine(ServerLife):
             yield GenerationEvent(error=f"the policy {request.policy} serves nothing yet")
             return
         weights = self._own if version is None else version.weights
-        run = self._requests[request.request_id] = VllmRequest(request, weights)
+        run = self._requests[request.request_id] = VllmRequest(request, weights, at_once)
         try:
             self._proving.begins(run)
             await self._begin_all(run)
@@ -162,7 +176,7 @@ class VllmEngine(ServerLife):
             try:
                 await work(*args)
             except EngineDied as error:
-                run.put(error)
+                run.fail(error)
 
         self._boot.in_background(working(), name)
 

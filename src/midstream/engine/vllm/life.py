@@ -344,7 +344,7 @@ class ServerLife(Engine):
     def _end_boot(self, reason: str) -> None:
         """End the boot: every request and every call ends with EngineDied."""
         for run in self._requests.values():
-            run.put(EngineDied(reason))
+            run.fail(EngineDied(reason))
         self._boot.end(reason)
 
     async def _stop(self) -> None:

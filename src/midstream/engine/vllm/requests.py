@@ -16,6 +16,7 @@ from math import nan
 from msgspec.structs import replace
 
 from midstream.core.types import FinishReason, GenerateRequest, GenerationEvent, TokenRecord
+from midstream.engine.base import AtOnce
 from midstream.engine.request_events import RequestEvents
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.labels import ChoiceLabels, Epochs, Spans
@@ -226,8 +227,10 @@ class ChoiceStream:
 class VllmRequest(RequestEvents):
     """A request inside the engine: its choices, and their events for the iterator."""
 
-    def __init__(self, request: GenerateRequest, weights: ServedWeights) -> None:
-        super().__init__(request)
+    def __init__(
+        self, request: GenerateRequest, weights: ServedWeights, at_once: AtOnce | None = None
+    ) -> None:
+        super().__init__(request, at_once)
         self.weights = weights
         self.choices: dict[int, ChoiceStream] = {}
         # Prompt tokens that are being scored.
@@ -235,11 +238,11 @@ class VllmRequest(RequestEvents):
         # Events that must not be sent yet; None if all may be sent.
         self._kept_back: list[GenerationEvent] | None = None
 
-    def put(self, item: GenerationEvent | Exception) -> None:
-        if self._kept_back is None or isinstance(item, Exception):
-            super().put(item)
+    def put(self, event: GenerationEvent) -> None:
+        if self._kept_back is None:
+            super().put(event)
         else:
-            self._kept_back.append(item)
+            self._kept_back.append(event)
 
     def keep_back(self) -> None:
         """Keep what comes from now on until `release`, or until `lose`."""
@@ -256,7 +259,7 @@ class VllmRequest(RequestEvents):
         self._kept_back = None
         for choice in self.choices.values():
             choice.close()
-        super().put(reason)
+        self.fail(reason)
 
     def end_choice(self, index: int) -> None:
         if (choice := self.choices.get(index)) is not None:

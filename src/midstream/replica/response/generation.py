@@ -309,8 +309,17 @@ class Generation:
             # The stream was whole before it was resumed.
             return
         apply = self._apply if self._histories else self._released
+
+        def at_once(event: GenerationEvent) -> bool:
+            # The last events are followed by more, and a full sink is waited for.
+            if event.finish is not None or event.error is not None or not (sink is None or sink.writable):
+                return False
+            choice = choices[event.index]
+            take(choice, event, apply(choice, event, replayed=False))
+            return True
+
         try:
-            async with aclosing(engine.events()) as events:
+            async with aclosing(engine.events(at_once)) as events:
                 async for event in events:
                     if event.error is not None:
                         raise EngineFailed(event.error)
@@ -326,7 +335,8 @@ class Generation:
             raise EngineLost("the engine stopped while it served this request") from error
         except StreamLost as error:
             raise StreamGivenUp(f"the engine gave this request up: {error}") from error
-        raise EngineFailed("the engine ended the request before every choice was complete")
+        if engine.open:
+            raise EngineFailed("the engine ended the request before every choice was complete")
 
     def _apply(self, choice: Choice, event: GenerationEvent, *, replayed: bool) -> list[Piece]:
         """replayed: another replica sent the event, and the client has what it released."""
