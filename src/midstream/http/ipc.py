@@ -51,6 +51,13 @@ class Frames(Generic[Message]):
         self._decoder = decoder
         self._buffer = bytearray()
 
+    def whole(self, data: bytes) -> Message | None:
+        """The message that `data` is. None where it is not just one: it is to be fed. Raises msgspec.DecodeError."""
+        size = len(data) - HEADER.size
+        if self._buffer or size < 0 or HEADER.unpack_from(data)[0] != size:
+            return None
+        return self._decoded(data[HEADER.size :])
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """The messages that `data` completes. Raises msgspec.DecodeError."""
         self._buffer += data
@@ -100,6 +107,11 @@ class Link(asyncio.Protocol, Generic[Message]):
 
     def data_received(self, data: bytes) -> None:
         try:
+            # Most reads have just one.
+            message = self._frames.whole(data)
+            if message is not None:
+                self.received(message)
+                return
             for message in self._frames.feed(data):
                 self.received(message)
         except (msgspec.DecodeError, Unexpected):

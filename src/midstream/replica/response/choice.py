@@ -122,7 +122,12 @@ class Choice:
         self.generated += 1
         self.snapshot, self.last = snapshot, token
         scored = (Scored(record, self._chars),)
-        text = "" if token in self._silent else self._detokenizer.push(token)
+        if token in self._silent:
+            text = ""
+        elif (known := self._detokenizer.known.get(token)) is not None:
+            text = known
+        else:
+            text = self._detokenizer.push(token)
         self._chars += len(text)
         if self._stops is None:
             return [Piece(snapshot, text, scored)]

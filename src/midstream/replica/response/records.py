@@ -14,10 +14,10 @@ from math import isnan
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
-from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, served_model_name
+from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import ChoicePart, Ending, ResponseHead
 from midstream.replica.response.choice import Piece, Scored
@@ -72,6 +72,9 @@ class RecordEncoder:
         self._head = head
         self._vocabulary = vocabulary
         self._label = vocabulary.id_label if checked.text.ids else vocabulary.label
+        #: Labels that need not be made.
+        self._labels: Mapping[int, tuple[str, Raw]] = {} if checked.text.ids else vocabulary.labels
+        self._top = checked.top_logprobs
         #: Whether each token's route stands beside its log-probability.
         self._routes = checked.routes
         self._route_dtype: str | UnsetType = "uint16" if head.wide_routes else UNSET
@@ -122,7 +125,34 @@ class RecordEncoder:
         return None
 
     def content(self, tokens: Iterable[Scored]) -> ContentLogprobs:
-        return ContentLogprobs([self._entry(scored.record, scored.text_offset) for scored in tokens])
+        labels, entries = self._labels, list[Entry]()
+        for scored in tokens:
+            record = scored.record
+            token_id, logprob, sampling = record.token_id, record.logprob, record.sampling_logprob
+            token, token_bytes = labels.get(token_id) or self._label(token_id)
+            entry = Entry(
+                token,
+                token_bytes,
+                logprob if logprob >= LOGPROB_MIN else finite(logprob),
+                sampling if sampling is None or sampling >= LOGPROB_MIN else _sampling(sampling),
+                scored.text_offset,
+                token_id,
+                self._alternatives(record) if self._top else [],
+            )
+            if self._routes and record.route is not None:
+                entry.routing_matrix = b64encode(record.route).decode("ascii")
+                entry.routing_matrix_dtype = self._route_dtype
+            if record.near_tie:
+                entry.near_tie = NEAR_TIE_NAMES[record.near_tie]
+            if record.constrained:
+                entry.logprob_of = ALLOWED
+            entries.append(entry)
+        return ContentLogprobs(entries)
+
+    def _alternatives(self, record: TokenRecord) -> list[TopEntry]:
+        # The first prompt token has none: nothing was before it. Some clients drop all alternatives when one list is empty.
+        top = record.top_logprobs[: self._top] or (TopLogprob(record.token_id, record.logprob),)
+        return [self._top_entry(best.token_id, best.logprob) for best in top]
 
     def prompt_logprobs(self, records: Sequence[TokenRecord]) -> PromptLogprobs:
         """As vLLM lists them: each prompt token itself, then its alternatives, by id; null for the first one. AReaL reads the
@@ -137,31 +167,6 @@ class RecordEncoder:
         for rank, top in enumerate(best, 1):
             scores[top.token_id] = PromptScore(finite(top.logprob), rank, self._label(top.token_id)[0])
         return scores
-
-    def _entry(self, record: TokenRecord, offset: int) -> Entry:
-        token, token_bytes = self._label(record.token_id)
-        top = [(t.token_id, t.logprob) for t in record.top_logprobs[: self._checked.top_logprobs]]
-        if not top and self._checked.top_logprobs:
-            # The first prompt token: nothing was before it. Some clients drop all alternatives when one list is empty.
-            top = [(record.token_id, record.logprob)]
-        sampling = record.sampling_logprob
-        entry = Entry(
-            token,
-            token_bytes,
-            finite(record.logprob),
-            sampling if sampling is None else UNSET if isnan(sampling) else finite(sampling),
-            offset,
-            record.token_id,
-            [self._top_entry(token_id, logprob) for token_id, logprob in top],
-        )
-        if self._routes and record.route is not None:
-            entry.routing_matrix = b64encode(record.route).decode("ascii")
-            entry.routing_matrix_dtype = self._route_dtype
-        if record.near_tie:
-            entry.near_tie = NEAR_TIE_NAMES[record.near_tie]
-        if record.constrained:
-            entry.logprob_of = ALLOWED
-        return entry
 
     def _top_entry(self, token_id: int, logprob: float) -> TopEntry:
         token, token_bytes = self._label(token_id)
@@ -189,6 +194,11 @@ class RecordEncoder:
 
 def _id_name(token_id: int) -> str:
     return f"token_id:{token_id}"
+
+
+def _sampling(logprob: float) -> float | UnsetType:
+    """Of one that is no number, the engine does not know it."""
+    return UNSET if isnan(logprob) else finite(logprob)
 
 
 def snapshot_spans(tokens: Sequence[Scored]) -> list[SnapshotSpan]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 _REPLACEMENT = "\ufffd"
 #: Tokens that a windowed detokenizer holds back for an unfinished character.
 _PENDING_MAX = 8
+_NONE_KNOWN: Mapping[int, str | None] = MappingProxyType({})
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -53,7 +55,8 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
         #: What `whole_text` found so far.
         self.whole_texts: dict[int, str | None] = {}
-        self._labels: dict[int, tuple[str, msgspec.Raw]] = {}
+        #: What `label` found so far.
+        self.labels: dict[int, tuple[str, msgspec.Raw]] = {}
         self._legacy_labels: dict[int, str] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -80,11 +83,11 @@ class Vocabulary:
 
     def label(self, token_id: int) -> tuple[str, msgspec.Raw]:
         """The `token` and (encoded) `bytes` fields of a log-probability entry."""
-        known = self._labels.get(token_id)
+        known = self.labels.get(token_id)
         if known is None:
             data = self.bytes_of(token_id)
             known = data.decode("utf-8", "replace"), msgspec.Raw(msgspec.json.encode(list(data)))
-            self._labels[token_id] = known
+            self.labels[token_id] = known
         return known
 
     @property
@@ -137,6 +140,9 @@ def _is_byte_level(described: dict[str, Any]) -> bool:
 
 
 class Detokenizer(Protocol):
+    #: The texts of tokens that would come next, where a text does not depend on the tokens before it. Others are pushed.
+    known: Mapping[int, str | None]
+
     def push(self, token_id: int) -> str:
         """Text that became complete with this token; may be empty."""
 
@@ -149,10 +155,13 @@ class ByteLevelDetokenizer:
 
     def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
         self._vocabulary = vocabulary
-        self._whole_texts = vocabulary.whole_texts
         self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._between_characters = True
+        self._whole_texts = vocabulary.whole_texts
+        # A shown token has another text here than elsewhere.
+        self._known_between = _NONE_KNOWN if shown else self._whole_texts
+        self.known: Mapping[int, str | None] = self._known_between
 
     def push(self, token_id: int) -> str:
         if self._between_characters and token_id not in self._shown:
@@ -163,6 +172,7 @@ class ByteLevelDetokenizer:
         read = self._vocabulary.bytes_of if token_id in self._shown else self._vocabulary.text_bytes
         text = self._decoder.decode(read(token_id))
         self._between_characters = self._decoder.getstate()[0] == b""
+        self.known = self._known_between if self._between_characters else _NONE_KNOWN
         return text
 
     def flush(self) -> str:
@@ -174,6 +184,8 @@ class WindowedDetokenizer:
 
     A run of byte tokens that is not UTF-8 may be cut differently than a decode of the whole does it.
     """
+
+    known: Mapping[int, str | None] = _NONE_KNOWN
 
     def __init__(self, vocabulary: Vocabulary, shown: frozenset[int] = frozenset()) -> None:
         self._vocabulary = vocabulary

@@ -44,6 +44,7 @@ class OpenAIEncoder(RecordEncoder):
         super().__init__(checked, head, vocabulary)
         self._chat = checked.kind == "chat"
         self._is_whole = not checked.stream
+        self._content = checked.logprobs == "content"
         self.keeps = checked.raw_output
         self._openings: dict[str, bytes] = {}
         whole = "chat.completion" if self._chat else "text_completion"
@@ -112,7 +113,7 @@ class OpenAIEncoder(RecordEncoder):
         if checked.logprobs is not None:
             tokens = piece.echoed + piece.tokens
             if tokens or self._is_whole:
-                choice.logprobs = self.logprobs(tokens)
+                choice.logprobs = self.content(tokens) if self._content else self.logprobs(tokens)
         if checked.token_ids:
             choice.token_ids = [scored.record.token_id for scored in piece.tokens]
             if part.first and not (self._chat and self._is_whole):
