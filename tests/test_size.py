@@ -46,10 +46,10 @@ FILES_MAX = {"chat": 62, "tinker sample": 90, "hot load": 108}
 CALLS_MAX = {"turn": 87, "turn, session in a header": 85, "without a session": 83, "streamed chat": 172}
 #: Likewise in a replica, per token of a stream with log-probabilities.
 TOKEN_CALLS_MAX = {
-    "embedded, 1 stream": 33,
-    "embedded, 16 streams": 25,
-    "vllm, 1 stream": 49,
-    "vllm, 16 streams": 48,
+    "embedded, 1 stream": 22,
+    "embedded, 16 streams": 15,
+    "vllm, 1 stream": 28,
+    "vllm, 16 streams": 23,
 }
 #: Of two quiet cores, as `make bench-tiers` measured them (benchmarks/results/tiers.json). "share": of the longest part of CI.
 MINUTES_MAX = {"test-fast": 4.1, "test": 15.7, "share": 14.5}

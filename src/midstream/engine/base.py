@@ -12,7 +12,7 @@ from pathlib import Path
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
-#: Takes an event of a request in the turn of the loop that brings it, or leaves it to the iterator: False.
+#: Takes an event that ends nothing in the turn of the loop that brings it, or leaves it to the iterator: False.
 AtOnce = Callable[[GenerationEvent], bool]
 
 
@@ -116,8 +116,9 @@ class Engine(Slot):
     def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
         """As `generate`, for a consumer that need not be woken for each event.
 
-        While the iterator is waited for, the engine may offer each event to `at_once` first. An event that this takes does not
-        come out of the iterator. The order of events stays the same. The iterator raises what `at_once` raises.
+        While the iterator is waited for, the engine may offer an event to `at_once` first, unless it ends a choice or the
+        request. An event that this takes does not come out of the iterator. The order of events stays the same. The
+        iterator raises what `at_once` raises.
         """
         return self.generate(request)
 

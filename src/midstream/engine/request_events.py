@@ -32,7 +32,12 @@ class RequestEvents:
         if waiter is None or waiter.done():
             # Others may stand before it, or the consumer is gone.
             self._arrived.append(event)
-        elif at_once is None or event.index not in self.open:
+        elif (
+            at_once is None
+            or event.finish is not None
+            or event.error is not None
+            or event.index not in self.open
+        ):
             self._arrive(event)
         else:
             try:

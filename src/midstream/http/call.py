@@ -37,7 +37,7 @@ class _Complete(Exception):
 
 
 class ResponseStream(asyncio.Protocol):
-    """Sends `request` on connect and hands the decoded body to `on_body` as it arrives.
+    """Sends `request` on connect and hands the decoded body to `on_body` as it arrives, all of a read in one piece.
 
     `ended` resolves to None after a complete response and to the reason after anything else.
     """
@@ -45,8 +45,11 @@ class ResponseStream(asyncio.Protocol):
     def __init__(self, request: bytes, on_body: Callable[[bytes], None]) -> None:
         self._request = request
         self._transport: asyncio.Transport | None = None
+        self._take_body = on_body
+        # Of this read.
+        self._parts: list[bytes] = []
         # Set before the parser is made, which looks it up once.
-        self.on_body = on_body
+        self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self.status = 0
         self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -59,17 +62,28 @@ class ResponseStream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # The context is the exception that on_body raised, if it raised one.
-            cause = error.__context__ or error
-            self._end(f"bad response: {cause}")
+            try:
+                self._parser.feed_data(data)
+            finally:
+                # Also of what came before an error.
+                self._hand_on()
+        except Exception as error:  # noqa: BLE001 - the response ends with what its consumer raised
+            # The context is the exception of the parser's caller, if it raised one.
+            inner = error.__context__ if isinstance(error, httptools.HttpParserError) else None
+            self._end(f"bad response: {inner or error}")
+
+    def _hand_on(self) -> None:
+        if self._parts:
+            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._take_body(data)
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
 
     def on_message_complete(self) -> None:
         if self.status >= 200:
+            self._hand_on()
             self._end(None)
             # What follows is parsed no further.
             raise _Complete

@@ -320,8 +320,8 @@ ENGINE = (
     Mutation(
         "vllm_constrained_logprob_as_the_models",
         "engine/vllm/requests.py",
-        "self._request.grammar is not None",
-        "False",
+        "self._constrained = request.grammar is not None",
+        "self._constrained = False",
         "A log-probability of the tokens that a grammar allows is never told as the raw model's.",
         ("engine_vllm/test_vllm_replica.py",),
     ),

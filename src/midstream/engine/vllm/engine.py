@@ -46,7 +46,7 @@ class VllmEngine(ServerLife):
         def counted(event: GenerationEvent) -> bool:
             taken = at_once(event)
             if taken:
-                self._count(request, event)
+                self._counts["generated_tokens"] += len(event.tokens)
             return taken
 
         return self._generate(request, counted)

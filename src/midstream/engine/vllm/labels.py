@@ -22,19 +22,13 @@ class Epochs:
 
     def __init__(self, snapshot: str) -> None:
         self._snapshots = [snapshot]
+        # The one that serves, and its snapshot.
+        self.now, self.snapshot = 0, snapshot
         # Of each, what its files are; "": not known.
         self._files = [""]
 
     def __repr__(self) -> str:
         return f"Epochs({self.now}: {self.snapshot})"
-
-    @property
-    def now(self) -> int:
-        return len(self._snapshots) - 1
-
-    @property
-    def snapshot(self) -> str:
-        return self._snapshots[-1]
 
     def snapshot_of(self, epoch: int) -> str:
         return self._snapshots[epoch]
@@ -51,6 +45,7 @@ class Epochs:
         """Tokens that arrive from now on are of `snapshot`. files: see engine.base.Slot.announce."""
         self._snapshots.append(snapshot)
         self._files.append(files)
+        self.now, self.snapshot = self.now + 1, snapshot
 
     def announced(self, files: str) -> None:
         """What the files of the snapshot that serves are, before anything is computed with it."""
@@ -86,11 +81,11 @@ class ChoiceLabels:
 
     def take(self, tokens: int) -> str:
         """Label the tokens that arrived. Returns their snapshot."""
-        now = self._epochs.now
-        if not self._spans or self._spans[-1][0] != now:
-            self._spans.append((now, self.count))
+        epochs = self._epochs
+        if not self._spans or self._spans[-1][0] != epochs.now:
+            self._spans.append((epochs.now, self.count))
         self.count += tokens
-        return self._epochs.snapshot
+        return epochs.snapshot
 
     def switched(self) -> None:
         """Record that a new epoch began.

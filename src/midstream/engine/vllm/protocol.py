@@ -10,6 +10,7 @@ Always holds:
 from __future__ import annotations
 
 import hashlib
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -138,6 +139,7 @@ _WITH_TOP = msgspec.json.Decoder(_MessageWithTop)
 _SCORES = msgspec.json.Decoder(_PromptScores)
 _ANYTHING = msgspec.json.Decoder(dict[str, Any])
 _DONE = Chunk(done=True)
+_token_id = attrgetter("token_id")
 
 
 def alternatives(request: GenerateRequest) -> int:
@@ -167,15 +169,20 @@ class ChunkReader:
             self._held += len(rest)
             if self._held > LINE_MAX:
                 raise InvalidAnswer(f"a line of more than {LINE_MAX} bytes")
-        return [chunk for line in lines if line and (chunk := self._chunk(line)) is not None]
+        chunks = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                message = line[5:].strip()
+                chunks.append(_DONE if message == b"[DONE]" else _read(message, self._top))
+            elif line:
+                _check_other(line)
+        return chunks
 
-    def _chunk(self, line: bytes) -> Chunk | None:
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            return _DONE if data == b"[DONE]" else _read(data, self._top)
-        line = line.rstrip(b"\r")
-        if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
-            return None
+
+def _check_other(line: bytes) -> None:
+    """A line without data. Raises InvalidAnswer unless it is one of an event stream."""
+    line = line.rstrip(b"\r")
+    if line and not line.startswith((b":", b"event:", b"id:", b"retry:")):
         raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
 
 
@@ -217,7 +224,7 @@ def _read(data: bytes, top: int) -> Chunk:
 def _tokens(choice: _Choice, top: int) -> tuple[Token, ...]:
     ids = choice.token_ids or ()
     content = (choice.logprobs.content if choice.logprobs is not None else None) or ()
-    scored = tuple([token.token_id for token in content])
+    scored = tuple(map(_token_id, content))
     if scored != ids:
         raise InvalidAnswer(f"log-probabilities of tokens {list(scored)} beside tokens {list(ids)}")
     return tuple([Token(t.token_id, t.logprob, _best(t, top)) for t in content]) if top else content

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import nan
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -34,6 +35,7 @@ class ServedWeights:
     epochs: Epochs
 
 
+_tokens_of = attrgetter("tokens")
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -70,6 +72,8 @@ class ChoiceStream:
         self._shape = shape
         self._emit = emit
         self._scored = prompt is not None
+        self._sampling_logprob = sampling_logprob(request)
+        self._constrained = request.grammar is not None
         self._reader = protocol.ChunkReader(protocol.alternatives(request))
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
@@ -94,6 +98,9 @@ class ChoiceStream:
         except protocol.InvalidAnswer as error:
             self.fail(f"vLLM's answer cannot be read: {error}")
             return
+        # Once for all tokens of a read.
+        if self._error is None and any(map(_tokens_of, chunks)):
+            self.on_tokens()
         for chunk in chunks:
             self._take(chunk)
 
@@ -142,20 +149,18 @@ class ChoiceStream:
             # A prompt that was scored was computed for that, and only then found in the cache.
             self._cached = 0 if self._scored else chunk.cached
         if chunk.tokens:
-            self.on_tokens()
             snapshot = self.labels.take(len(chunk.tokens))
-            sampling, constrained = self._sampling_logprob, self._request.grammar is not None
-            self._held += [
-                TokenRecord(
-                    t.token_id,
-                    t.logprob,
-                    sampling(t.logprob),
+            for token in chunk.tokens:
+                sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
+                record = TokenRecord(
+                    token.token_id,
+                    token.logprob,
+                    sampling,
                     snapshot,
-                    top_logprobs=t.top,
-                    constrained=constrained,
+                    top_logprobs=token.top,
+                    constrained=self._constrained,
                 )
-                for t in chunk.tokens
-            ]
+                self._held.append(record)
         if chunk.finish is not None:
             self._finish = FINISHES.get(chunk.finish)
             self._spans = chunk.spans
@@ -168,16 +173,6 @@ class ChoiceStream:
             self._end()
         elif self._held and self._finish is None and not self._request.want_routes:
             self._send()
-
-    def _sampling_logprob(self, logprob: float) -> float:
-        """The sampling log-probability where it follows from vLLM's, which is of the tokens that a grammar allows; else NaN."""
-        s = self._request.sampling
-        if s.temperature <= 0:
-            return 0.0
-        plain = s.temperature == 1 and s.top_p >= 1 and s.top_k <= 0 and s.min_p <= 0 and not s.logit_bias
-        plain = plain and not s.limited
-        penalized = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-        return logprob if plain and not penalized else nan
 
     def _route(self, routes: str | None) -> bool:
         """Give each token its route. False if that failed and the request got an error."""
@@ -222,6 +217,17 @@ class ChoiceStream:
                 kv_files=files,
             )
         )
+
+
+def sampling_logprob(request: GenerateRequest) -> float | None:
+    """Of every token. NaN: not known. None: it is vLLM's log-probability, which is of the tokens that a grammar allows."""
+    s = request.sampling
+    if s.temperature <= 0:
+        return 0.0
+    plain = s.temperature == 1 and s.top_p >= 1 and s.top_k <= 0 and s.min_p <= 0 and not s.logit_bias
+    plain = plain and not s.limited
+    penalized = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    return None if plain and not penalized else nan
 
 
 class VllmRequest(RequestEvents):

@@ -73,8 +73,8 @@ class Silence:
         self._silence.heard()
 
     def token(self) -> None:
-        self.heard()
-        self._tokens.heard()
+        # As `heard` of both. Each read of a stream passes here.
+        self._silence.silent_s = self._tokens.silent_s = 0.0
 
     def hold_up(self, seconds: float) -> None:
         """Allow so much more; a negative number takes it back."""

@@ -311,8 +311,7 @@ class Generation:
         apply = self._apply if self._histories else self._released
 
         def at_once(event: GenerationEvent) -> bool:
-            # The last events are followed by more, and a full sink is waited for.
-            if event.finish is not None or event.error is not None or not (sink is None or sink.writable):
+            if sink is not None and not sink.writable:
                 return False
             choice = choices[event.index]
             take(choice, event, apply(choice, event, replayed=False))
