@@ -30,7 +30,7 @@ LINES_MAX = {
     "launch": 3800,
     "ledger": 2420,
     "midstream": 150,
-    "midstream_kernels": 1533,
+    "midstream_kernels": 1512,
     "midstream_tinker": 7415,
     "models": 260,
     "proxy": 4100,
@@ -51,6 +51,8 @@ TOKEN_CALLS_MAX = {
     "vllm, 1 stream": 28,
     "vllm, 16 streams": 23,
 }
+#: Calls of Python functions in an engine per step of decoding (benchmarks/engine_calls.py).
+STEP_CALLS_MAX = {"1 stream": 65, "16 streams": 149}
 #: Of two quiet cores, as `make bench-tiers` measured them (benchmarks/results/tiers.json). "share": of the longest part of CI.
 MINUTES_MAX = {"test-fast": 4.1, "test": 15.7, "share": 14.5}
 
@@ -103,6 +105,12 @@ def test_a_replica_calls_no_more_functions_per_token_than_it_may() -> None:
     counted = calls_of("replica_calls.py", "per token")
     assert counted.keys() == TOKEN_CALLS_MAX.keys()
     assert {name: count for name, count in counted.items() if count > TOKEN_CALLS_MAX[name]} == {}
+
+
+def test_an_engine_calls_no_more_functions_per_step_than_it_may() -> None:
+    counted = calls_of("engine_calls.py", "per step")
+    assert counted.keys() == STEP_CALLS_MAX.keys()
+    assert {name: count for name, count in counted.items() if count > STEP_CALLS_MAX[name]} == {}
 
 
 def test_no_tier_takes_more_minutes_than_it_may() -> None:

@@ -8,7 +8,7 @@ the bits that they get in a batch where nobody has one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Protocol
@@ -20,6 +20,7 @@ from midstream_kernels.build import KernelsUnavailable
 from midstream_kernels.memory import big, give_back
 from midstream_kernels.packing import LANES, PANEL, HeadLayout, gate_up_order
 from midstream_kernels.port import Batch, Factors, OwnFactors
+from midstream_kernels.tables import AddressTable, address_of, addresses
 
 #: The pieces of a layer, in the order of the table, by the map of the decoder that they add to.
 QKV, OUT, GATE_UP, DOWN = slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)
@@ -182,35 +183,11 @@ class PackedAdapter:
         return experts * (padded(wide * rank * k * item) + padded(wide * outputs * (rank + 1) * item))
 
 
-class LayerAdapters:
-    """What the adapters of a batch add in one layer. The addresses are those of the batch's StepAdapters, which outlives it."""
-
-    __slots__ = ("_common", "_first", "have", "of_experts")
-
-    def __init__(self, step: StepAdapters, layer: int) -> None:
-        # Whether any adapter has pieces for a map of the decoder, by where they begin.
-        self.have = {part.start: bool(step.any[layer, part].any()) for part in (QKV, OUT, GATE_UP, DOWN)}
-        self._first = step.pieces[layer].ctypes.data
-        self._common = (step.rows.ctypes.data, step.starts.ctypes.data, len(step.adapters))
-        table = step.tables[layer]
-        self.of_experts: tuple[int | None, int | None] = (None, None)
-        if table is not None:
-            self.of_experts = step.of.ctypes.data, table.ctypes.data
-
-    def add(
-        self, lora: Callable[..., None], part: slice, x: int, k: int, out: int, width: int, threads: int
-    ) -> None:
-        """x, out: addresses of the whole batch's, with k and `width` elements a row. lora: the kernel."""
-        if self.have[part.start]:
-            first = self._first + part.start * FIELDS * 8
-            lora(x, k, k, *self._common, first, PIECES, part.stop - part.start, out, width, threads)
-
-
 class StepAdapters:
     """The adapters of a batch, and the rows of each.
 
     of: [tokens] int32, the number of each token's adapter, or -1. rows: int32, the tokens with one, adapter after adapter.
-    starts: [adapters + 1] int32. pieces: [layers, adapters, PIECES, FIELDS].
+    starts: [adapters + 1] int32. pieces: [layers, adapters, PIECES, FIELDS]. table: StepAdapters of kernels/pass.h.
     """
 
     def __init__(self, batch: Batch, layers: int) -> None:
@@ -227,12 +204,11 @@ class StepAdapters:
         self.rows, self.starts = self.grouped(self.of)
         self.pieces = np.ascontiguousarray(np.stack([a.pieces for a in adapters], axis=1))
         self.head = np.stack([a.head for a in adapters])
-        adapted = self.pieces[..., 0] != 0
-        # [layers, PIECES]: whether any adapter has the piece.
-        self.any = adapted.any(axis=1)
         self.any_head = bool((self.head[..., 0] != 0).any())
-        self.tables: list[np.ndarray | None] = [self._table(layer) for layer in range(layers)]
-        self.layers = [LayerAdapters(self, layer) for layer in range(layers)]
+        self._experts: list[np.ndarray | None] = [self._experts_of(layer) for layer in range(layers)]
+        self._layers = AddressTable([self._layer(layer) for layer in range(layers)])
+        row = (self._layers.at, *addresses((self.rows, self.starts)), len(adapters))
+        self.table = AddressTable(row)
 
     @staticmethod
     def key(batch: Batch) -> tuple[tuple[int, ...], bytes]:
@@ -246,7 +222,14 @@ class StepAdapters:
         rows = order[counts[0] :].copy()
         return rows, np.concatenate(([0], np.cumsum(counts[1:]))).astype(np.int32)
 
-    def _table(self, layer: int) -> np.ndarray | None:
+    def _layer(self, number: int) -> tuple[int, ...]:
+        """LayerAdapters of kernels/pass.h."""
+        have = [bool((self.pieces[number, :, part, 0] != 0).any()) for part in (QKV, OUT, GATE_UP, DOWN)]
+        experts = self._experts[number]
+        of = (0, 0) if experts is None else addresses((self.of, experts))
+        return (*have, address_of(self.pieces[number]), *of)
+
+    def _experts_of(self, layer: int) -> np.ndarray | None:
         """[adapters] int64: where the pieces of the layer's experts lie, or 0; None when nobody adapts them."""
         tables = [a.experts.get(layer) for a in self.adapters]
         if all(table is None for table in tables):

@@ -149,12 +149,8 @@ SIGNATURES = {
     "pack": "PPSSP",
     "linear": "PPPSSSIPSI",
     "rms_norm": "PPPSSFPI",
-    "prepare": "PSSSSPPSFPPSPPPPI",
-    "attention": "PSPSSSPPPSPSFI",
-    "moe": "PPPPSSSSSIFPPSPPPI",
+    "forward": "PFFFPPPSPPPPSPPSPPPPI",
     "lora": "PSSPPSPSSPSI",
-    "silu_mul": "PSSPI",
-    "add": "PSSPI",
     "sample": "PSSPPPPFPPPPSPPI",
 }
 
@@ -165,6 +161,7 @@ def kernels(suffix: str) -> SimpleNamespace:
     library, functions = load(SOURCE), {}
     for name, signature in SIGNATURES.items():
         function = library[f"{name}_{suffix}"]
-        function.argtypes, function.restype = [C_TYPES[letter] for letter in signature], None
+        function.argtypes = [C_TYPES[letter] for letter in signature]
+        function.restype = ctypes.c_int64 if name == "forward" else None
         functions[name] = function
     return SimpleNamespace(**functions)

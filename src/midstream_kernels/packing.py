@@ -22,16 +22,16 @@ LANES = 16
 
 @dataclass(frozen=True)
 class Map:
-    """The packed weight of a linear map with n outputs and k inputs. at: the addresses of weight and bias."""
+    """The packed weight of a linear map with n outputs and k inputs. row: Map of kernels/pass.h."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     n: int
     k: int
-    at: tuple[int, int | None] = field(init=False)
+    row: tuple[int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "at", (self.weight.data_ptr(), pointer(self.bias)))
+        object.__setattr__(self, "row", (self.weight.data_ptr(), pointer(self.bias), self.n, self.k))
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class Packer:
         return Mlp(self.linear([mlp.gate_proj, mlp.up_proj], order), self.linear([mlp.down_proj]))
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def gate_up_order(inner: int) -> torch.Tensor:

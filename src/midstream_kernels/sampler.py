@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from midstream_kernels.build import kernels
-from midstream_kernels.decoder import SUFFIX, address_of
+from midstream_kernels.decoder import SUFFIX
+from midstream_kernels.tables import addresses
 
 #: One entry per row: token, log-probability, sampling log-probability, best alternatives, bits of near ties.
 Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]]], list[int]]
@@ -69,11 +70,11 @@ class CpuSampler:
         raw, sampling = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
         values = np.empty((count, most), dtype=np.float32)
         ties = np.empty(count, dtype=np.uint8)
+        given, taken = (temperatures, filters, counters, wanted), (tokens, raw, sampling, ties, ids, values)
+        at = addresses((*given, *taken))
         kernels(SUFFIX[logits.dtype]).sample(
-            *(logits.data_ptr(), count, vocab, address_of(temperatures), address_of(filters)),
-            *(address_of(counters), address_of(wanted), near_tie, address_of(tokens)),
-            *(address_of(raw), address_of(sampling), address_of(ties)),
-            *(most, address_of(ids), address_of(values), self._threads),
+            *(logits.data_ptr(), count, vocab, *at[:4], near_tie, *at[4:8]),
+            *(most, *at[8:], self._threads),
         )
         top: list[list[tuple[int, float]]] = [[] for _ in top_logprobs]
         if most:

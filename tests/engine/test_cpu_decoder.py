@@ -217,6 +217,14 @@ def test_positions_beyond_the_rotary_table_are_refused_not_read() -> None:
         decoder.forward(step([(ids, 20, 21, np.arange(2))]), cache, np.arange(1))
 
 
+def test_tokens_beyond_the_embedding_are_refused_not_read() -> None:
+    decoder = CpuDecoder(model("odd-sizes", torch.float32), 20, threads=1, near_tie=0.0)
+    for token in (VOCAB, -1):
+        ids = np.array([0, token])
+        with pytest.raises(IndexError, match="index out of range in self"):
+            decoder.forward(step([(ids, 0, 2, np.arange(1))]), decoder.new_cache(16), np.arange(1))
+
+
 def test_a_context_shorter_than_the_check_at_start_is_checked_all_the_same() -> None:
     module = model("odd-sizes", torch.float32)
     module.config.max_position_embeddings = 16

@@ -125,9 +125,12 @@ def test_the_kernels_never_have_the_address_of_a_tensor_that_a_layer_no_longer_h
     module = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
     layer = CpuDecoder(module.eval(), 512, threads=1, near_tie=0.0).layers[0]
     norm, weight = torch.ones(32), torch.clone(layer.out.weight)
-    assert replace(layer, q_norm=None).head_norms_at == (None, layer.head_norms_at[1])
-    assert replace(layer, q_norm=norm).head_norms_at == (norm.data_ptr(), layer.head_norms_at[1])
-    assert replace(layer.out, weight=weight).at == (weight.data_ptr(), None)
+    # input_norm, the four numbers of a map, and the norms of heads.
+    assert replace(layer, q_norm=None).row == (*layer.row[:5], 0, *layer.row[6:])
+    assert replace(layer, q_norm=norm).row == (*layer.row[:5], norm.data_ptr(), *layer.row[6:])
+    out = replace(layer.out, weight=weight)
+    assert out.row == (weight.data_ptr(), *layer.out.row[1:])
+    assert out.row == replace(layer, out=out).row[8:12]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -146,3 +146,26 @@ struct Experts {
     }
   }
 };
+
+// The choice of experts and their computation. Adds to `residual`; writes each token's experts from `routes` on, and sets the
+// bits of `near_tie`. route_stride: experts from token to token.
+template <class T>
+static void moe(const typename T::elem *x, const uint32_t *router, const uint32_t *gate_up, const uint32_t *down,
+                int64_t m, int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, float tie,
+                typename T::elem *residual, void *routes, int64_t route_stride, uint8_t *near_tie,
+                ExpertAdapters adapters, int threads) {
+  std::vector<typename T::elem> logits(m * experts);
+  std::vector<int32_t> chosen(m * k);
+  std::vector<float> weights(m * k);
+  linear<T>({x, hidden, nullptr, router, nullptr, m, experts, hidden, STORE, logits.data(), experts}, threads);
+  for (int64_t i = 0; i < m; ++i) {
+    near_tie[i] |= route<T>(logits.data() + i * experts, experts, k, flags & 1, flags & 2, tie, &chosen[i * k], &weights[i * k]);
+    for (int64_t j = 0; j < k; ++j)
+      if (experts <= 256)
+        ((uint8_t *)routes)[i * route_stride + j] = (uint8_t)chosen[i * k + j];
+      else
+        ((uint16_t *)routes)[i * route_stride + j] = (uint16_t)chosen[i * k + j];
+  }
+  Experts<T>{x, m, hidden, inner, experts, k, chosen.data(), weights.data(), gate_up, down, residual,
+             adapters}.run(threads);
+}
