@@ -111,19 +111,43 @@ struct Attention {
   // Of R rows, those that are computed at once: about equal shares that the registers hold.
   static constexpr int share(int rows) { return (rows + (rows - 1) / HELD) / ((rows - 1) / HELD + 1); }
 
+  // Where a tile's groups lie.
+  struct Tile {
+    const vu *keys[4];
+    const uint32_t *values[4];
+  };
+
+  // Groups behind position `last` are not there: the first one stands for them.
+  void find(const int32_t *table, int64_t kv_head, int64_t tile, int64_t last, Tile &found) const {
+    for (int j = 0; j < 4; ++j) {
+      const int64_t at = tile + j * GROUP <= last ? tile / GROUP + j : tile / GROUP;
+      found.keys[j] = cache.key_group(table[at], kv_head);
+      found.values[j] = cache.value_group(table[at], kv_head);
+    }
+  }
+
+  // Blocks lie anywhere, so the processor cannot predict the addresses of the next tile. Few rows are done with a tile before
+  // the next one has come: with each vector that they take, they fetch its like. For more rows, and where the KV of a sequence is
+  // short, `fetch` costs less.
+  static constexpr int FEW = 4, FAR = 4 * TILE;
+
   // The scores of R rows and one tile.
-  template <int R>
-  void score(const left *const *query, const vu *const *keys, float (*s)[TILE]) const {
+  template <int R, bool FETCH>
+  void score(const left *const *query, const Tile &tile, const Tile &next, float (*s)[TILE]) const {
     constexpr int ROWS = share(R), AT_ONCE = R <= 4 && 4 * ROWS <= HELD ? 4 : 2 * ROWS <= HELD ? 2 : 1;
     for (int g = 0; g < 4; g += AT_ONCE) {
       vf c[AT_ONCE][ROWS] = {};
-      add_products<T, ROWS, AT_ONCE>(query, cache.key_units(), [=](int64_t u, int j) { return keys[g + j][u]; }, c);
+      const vu *const *keys = tile.keys + g, *const *soon = next.keys + g;
+      add_products<T, ROWS, AT_ONCE>(query, cache.key_units(), [=](int64_t u, int j) {
+        if constexpr (FETCH) __builtin_prefetch(soon[j] + u, 0, 3);
+        return keys[j][u];
+      }, c);
 #pragma GCC unroll 4
       for (int j = 0; j < AT_ONCE; ++j)
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) store(s[r] + (g + j) * GROUP, c[j][r] * scale);
     }
-    if constexpr (R > ROWS) score<R - ROWS>(query + ROWS, keys, s + ROWS);
+    if constexpr (R > ROWS) score<R - ROWS, false>(query + ROWS, tile, next, s + ROWS);
   }
 
   // Turns the scores of one tile and row into weights in `p`, and updates the running maximum and sum. Returns the factor by
@@ -133,13 +157,16 @@ struct Attention {
     vi counting;
     std::memcpy(&counting, numbers, sizeof counting);
     const int64_t oldest = window ? position - window : -1;
-    vf v[4], best = splat(-INFINITY);
-    for (int j = 0; j < 4; ++j) {
-      const vi at = counting + (int32_t)(tile + j * GROUP);
-      const vi seen = (at <= (int32_t)position) & (at > (int32_t)oldest);
-      v[j] = select(seen, load(s + j * GROUP), splat(-INFINITY));
-      best = max_of(best, v[j]);
-    }
+    vf v[4];
+    for (int j = 0; j < 4; ++j) v[j] = load(s + j * GROUP);
+    if (tile + TILE - 1 > position || tile <= oldest)
+      for (int j = 0; j < 4; ++j) {
+        const vi at = counting + (int32_t)(tile + j * GROUP);
+        const vi seen = (at <= (int32_t)position) & (at > (int32_t)oldest);
+        v[j] = select(seen, v[j], splat(-INFINITY));
+      }
+    vf best = splat(-INFINITY);
+    for (int j = 0; j < 4; ++j) best = max_of(best, v[j]);
     const float highest = std::max(top, max_lane(best));
     if (highest == -INFINITY) {
       std::memset(p, 0, TILE / T::PER_UNIT * LEFT_PER_UNIT<T> * sizeof(left));
@@ -148,7 +175,7 @@ struct Attention {
     const float shrink = highest == top ? 1.0f : exp_one(top - highest);
     if (shrink != 1.0f) total *= shrink;
     for (int j = 0; j < 4; ++j) {
-      const vf weight = exp_of(v[j] - highest);
+      const vf weight = exp_below(v[j] - highest);
       total += weight;
       put_left<T>(p, j, weight);
     }
@@ -157,25 +184,28 @@ struct Attention {
   }
 
   // o += p V over the first `tokens` tokens of a tile.
-  template <int R>
-  void gather(const left *const *p, const uint32_t *const *values, int64_t tokens, float *o) const {
+  template <int R, bool FETCH>
+  void gather(const left *const *p, const Tile &tile, const Tile &next, int64_t tokens, float *o) const {
     constexpr int ROWS = share(R), AT_ONCE = 2 * ROWS <= HELD ? 2 : 1;
     const int64_t dim = cache.head_dim;
     for (int64_t d = 0; d < dim;)
       if (d + (AT_ONCE - 1) * LANES < dim)
-        d += gather_at<ROWS, AT_ONCE>(p, values, tokens, d, o);
+        d += gather_at<ROWS, AT_ONCE, FETCH>(p, tile, next, tokens, d, o);
       else
-        d += gather_at<ROWS, 1>(p, values, tokens, d, o);
-    if constexpr (R > ROWS) gather<R - ROWS>(p + ROWS, values, tokens, o + ROWS * dim);
+        d += gather_at<ROWS, 1, FETCH>(p, tile, next, tokens, d, o);
+    if constexpr (R > ROWS) gather<R - ROWS, false>(p + ROWS, tile, next, tokens, o + ROWS * dim);
   }
 
   // The N vectors of the output from dimension d on. Returns how many dimensions these are.
-  template <int R, int N>
-  int64_t gather_at(const left *const *p, const uint32_t *const *values, int64_t tokens, int64_t d, float *o) const {
+  template <int R, int N, bool FETCH>
+  int64_t gather_at(const left *const *p, const Tile &tile, const Tile &next, int64_t tokens, int64_t d, float *o) const {
     constexpr int PER_GROUP = GROUP / T::PER_UNIT;
     const int64_t dim = cache.head_dim, whole = tokens / T::PER_UNIT;
+    const uint32_t *const *values = tile.values, *const *soon = next.values;
     const auto value = [=](int64_t u, int j) {
-      return *(const vu *)(values[u / PER_GROUP] + u % PER_GROUP * dim + d + j * LANES);
+      const int64_t at = u % PER_GROUP * dim + d + j * LANES;
+      if constexpr (FETCH) __builtin_prefetch(soon[u / PER_GROUP] + at, 0, 3);
+      return *(const vu *)(values[u / PER_GROUP] + at);
     };
     vf c[N][R];
     for (int j = 0; j < N; ++j)
@@ -192,7 +222,6 @@ struct Attention {
     return N * LANES;
   }
 
-  // Blocks lie anywhere, so the processor cannot predict the addresses of the next tile.
   void fetch(const int32_t *table, int64_t groups, int64_t kv_head) const {
     const int64_t bytes = GROUP * cache.head_dim * (int64_t)sizeof(elem);
     for (int64_t g = 0; g < groups; ++g) {
@@ -206,7 +235,7 @@ struct Attention {
   }
 
   // R (query, head) pairs of one KV head, numbered from `first` within the span.
-  template <int R>
+  template <int R, bool FETCH>
   void rows(const int32_t *span, int64_t kv_head, int64_t first) const {
     const int64_t dim = cache.head_dim, group = heads / cache.kv_heads;
     const int32_t *table = tables + span[3];
@@ -230,22 +259,24 @@ struct Attention {
     for (int r = 0; r < R; ++r) top[r] = -INFINITY;
     const int64_t last = position[R - 1];
     const int64_t start = window ? std::max<int64_t>(0, position[0] - window + 1) / TILE * TILE : 0;
+    Tile tiles[2];
+    int now = 0;
+    find(table, kv_head, start, last, tiles[0]);
     for (int64_t tile = start; tile <= last; tile += TILE) {
-      const vu *keys[4];
-      const uint32_t *values[4];
-      for (int j = 0; j < 4; ++j) {
-        const int64_t at = tile + j * GROUP <= last ? tile / GROUP + j : tile / GROUP;
-        keys[j] = cache.key_group(table[at], kv_head);
-        values[j] = cache.value_group(table[at], kv_head);
+      const Tile &here = tiles[now];
+      if (tile + TILE <= last) {
+        now ^= 1;
+        find(table, kv_head, tile + TILE, last, tiles[now]);
+        if (!FETCH) fetch(table + tile / GROUP + 4, std::min<int64_t>(4, (last - tile) / GROUP - 3), kv_head);
       }
-      if (tile + TILE <= last) fetch(table + tile / GROUP + 4, std::min<int64_t>(4, (last - tile) / GROUP - 3), kv_head);
-      score<R>(left_query.at, keys, s);
+      const Tile &next = tiles[now];
+      score<R, FETCH>(left_query.at, here, next, s);
       for (int r = 0; r < R; ++r) {
         const float shrink = weigh(s[r], tile, position[r], top[r], total[r], p[r]);
         if (shrink != 1.0f)
           for (int64_t d = 0; d < dim; d += LANES) store(o + r * dim + d, load(o + r * dim + d) * shrink);
       }
-      gather<R>(weights, values, std::min<int64_t>(TILE, last - tile + 1), o);
+      gather<R, FETCH>(weights, here, next, std::min<int64_t>(TILE, last - tile + 1), o);
     }
     for (int r = 0; r < R; ++r) {
       const float sum = sum_lanes(total[r]);
@@ -254,9 +285,10 @@ struct Attention {
   }
 
   void run(const int32_t *span, int64_t kv_head, int64_t first, int64_t count) const {
+    const bool far = span[2] + span[1] >= FAR;
     switch (count) {
 #define CASE(R) \
-  case R: return rows<R>(span, kv_head, first);
+  case R: return far ? rows<R, R <= FEW>(span, kv_head, first) : rows<R, false>(span, kv_head, first);
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
       default: break;

@@ -15,9 +15,17 @@ constexpr int64_t BLOCK_UNITS = INT64_MAX;
 template <class T>
 constexpr int LEFT_PER_UNIT = 1;
 
-// Writes the i-th sixteen numbers of a row.
+// Writes the i-th sixteen numbers of a row: weights, each 0, above 1e-38 or NaN.
 template <class T>
 static INLINE void put_left(left *row, int i, vf v) {
+#if defined(__AVX512BF16__)
+  if constexpr (T::PER_UNIT == 2) {
+    // The processor's own rounding differs from ours in smaller numbers only.
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy((uint16_t *)row + i * LANES, &rounded, sizeof rounded);
+    return;
+  }
+#endif
   T::store16((typename T::elem *)row + i * LANES, v);
 }
 
@@ -39,7 +47,7 @@ constexpr int LEFT_PER_UNIT = T::PER_UNIT;
 
 template <class T>
 static INLINE void put_left(left *row, int i, vf v) {
-  store(row + i * LANES, T::rounded(v));
+  store(row + i * LANES, T::nearest(v));
 }
 
 template <class T, int R>

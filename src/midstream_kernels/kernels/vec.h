@@ -136,10 +136,17 @@ static INLINE float max_lane(const vf &v) {
 }
 #endif
 
-// e to the x, to about 2 units in the last place. Exactly 0 below -87, and NaN for NaN. Cody-Waite reduction, degree 6.
-static INLINE vf exp_of(vf x) {
-  vf clamped = select(x < -87.0f, splat(-87.0f), x);
-  clamped = select(clamped > 88.0f, splat(88.0f), clamped);
+// The larger of both; NaN for NaN.
+static INLINE vf at_least(vf x, float least) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)splat(least), (__m512)x);
+#else
+  return select(x < least, splat(least), x);
+#endif
+}
+
+// e to the x, where `clamped` is x within -87 and 88.
+static INLINE vf exp_within(vf x, vf clamped) {
   vf scaled = clamped * 1.44269504088896341f;
   // 1.5 * 2^23, which rounds to the nearest integer.
   vf shifted = scaled + 12582912.0f;
@@ -157,6 +164,13 @@ static INLINE vf exp_of(vf x) {
   vf result = p * (vf)exponent;
   return select(x < -87.0f, vf{}, result);
 }
+// e to the x, to about 2 units in the last place. Exactly 0 below -87, and NaN for NaN. Cody-Waite reduction, degree 6.
+static INLINE vf exp_of(vf x) {
+  const vf clamped = at_least(x, -87.0f);
+  return exp_within(x, select(clamped > 88.0f, splat(88.0f), clamped));
+}
+// The same for numbers up to 88.
+static INLINE vf exp_below(vf x) { return exp_within(x, at_least(x, -87.0f)); }
 static INLINE float exp_one(float x) { return exp_of(splat(x))[0]; }
 
 struct F32 {
@@ -166,6 +180,7 @@ struct F32 {
   static INLINE elem down(float x) { return x; }
   static INLINE float rounded(float x) { return x; }
   static INLINE vf rounded(vf x) { return x; }
+  static INLINE vf nearest(vf x) { return x; }
   static INLINE vf load16(const elem *p) { return load(p); }
   static INLINE void store16(elem *p, vf v) { store(p, v); }
   // The i-th element of each unit.
@@ -214,11 +229,14 @@ struct BF16 {
     std::memcpy(&f, &bits, 4);
     return f;
   }
-  // Rounds to nearest, ties to even. NaN stays NaN.
+  // Rounds to nearest, ties to even. NaN stays NaN if it came out of sums and products of bfloat16: its lower bits are zero.
+  static INLINE vf nearest(vf x) {
+    const vu bits = (vu)x;
+    return (vf)((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
+  }
+  // The same for every NaN.
   static INLINE vu round_bits(vf x) {
-    vu bits = (vu)x;
-    vu nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
-    return select(x == x, nearest, bits | 0x400000u);
+    return select(x == x, (vu)nearest(x), (vu)x | 0x400000u);
   }
   static INLINE vf rounded(vf x) { return (vf)round_bits(x); }
   static INLINE float rounded(float x) { return rounded(splat(x))[0]; }
