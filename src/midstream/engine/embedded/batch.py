@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -19,19 +19,24 @@ from midstream.engine.step import Sampled, SampleRow, StepBatch
 
 
 def pack(works: list[StepWork], block_size: int) -> StepBatch:
-    firsts = np.array([w.first for w in works])
-    sizes = np.array([w.last for w in works]) - firsts
     tables = [w.seq.blocks for w in works]
     blocks = np.fromiter(chain.from_iterable(tables), dtype=np.int32)
-    offsets = _starts(np.array([len(table) for table in tables]))
-    rows = _starts(sizes)
+    offsets = [0, *accumulate(map(len, tables))]
+    last = works[-1]
+    # Decodes come first.
+    if last.last - last.first == 1:
+        return _decodes(works, blocks, offsets, block_size)
+    firsts = np.array([w.first for w in works])
+    sizes = np.array([w.last for w in works]) - firsts
+    rows = sizes.cumsum() - sizes
     sequence = np.arange(len(works)).repeat(sizes)
     positions = np.arange(len(sequence)) + (firsts - rows)[sequence]
-    block = blocks[offsets[sequence] + positions // block_size]
+    starts = np.array(offsets[:-1])
+    block = blocks[starts[sequence] + positions // block_size]
     slots = block * np.int64(block_size) + positions % block_size
     write_from = np.array([w.write_from for w in works])
     spans = np.empty((len(works), 4), dtype=np.int32)
-    spans[:, 0], spans[:, 1], spans[:, 2], spans[:, 3] = rows, sizes, firsts, offsets
+    spans[:, 0], spans[:, 1], spans[:, 2], spans[:, 3] = rows, sizes, firsts, starts
     return StepBatch(
         ids=np.fromiter(chain.from_iterable([w.seq.tokens[w.first : w.last] for w in works]), dtype=np.int64),
         positions=positions,
@@ -40,6 +45,18 @@ def pack(works: list[StepWork], block_size: int) -> StepBatch:
         blocks=blocks,
         block_size=block_size,
     )
+
+
+def _decodes(works: list[StepWork], blocks: np.ndarray, offsets: list[int], block_size: int) -> StepBatch:
+    """The same of works of one token each. Most steps have no other, and arithmetic of arrays would take most of their time."""
+    tokens, spans = [], []
+    for row, work in enumerate(works):
+        at, seq = work.first, work.seq
+        slot = seq.blocks[at // block_size] * block_size + at % block_size
+        tokens.append((seq.tokens[at], at, slot if at >= work.write_from else SCRATCH_SLOT))
+        spans.append((row, 1, at, offsets[row]))
+    ids, positions, slots = np.array(list(zip(*tokens, strict=True)), dtype=np.int64)
+    return StepBatch(ids, positions, slots, np.array(spans, dtype=np.int32), blocks, block_size)
 
 
 def alone(ids: np.ndarray, block_size: int) -> StepBatch:
@@ -53,11 +70,6 @@ def alone(ids: np.ndarray, block_size: int) -> StepBatch:
         blocks=np.arange(-(-tokens // block_size), dtype=np.int32),
         block_size=block_size,
     )
-
-
-def _starts(sizes: np.ndarray) -> np.ndarray:
-    starts: np.ndarray = sizes.cumsum() - sizes
-    return starts
 
 
 @dataclass(frozen=True)
