@@ -45,6 +45,8 @@ class OpenAIEncoder(RecordEncoder):
         self._chat = checked.kind == "chat"
         self._is_whole = not checked.stream
         self._content = checked.logprobs == "content"
+        # With tools, a delta without text has no content: a message that is calls only ends up with none.
+        self._always_content = checked.tools is None
         self.keeps = checked.raw_output
         self._openings: dict[str, bytes] = {}
         whole = "chat.completion" if self._chat else "text_completion"
@@ -109,7 +111,17 @@ class OpenAIEncoder(RecordEncoder):
 
     def _choice(self, part: ChoicePart) -> AnyChoice:
         checked, piece = self._checked, part.piece
-        choice = self._new_choice(part, piece)
+        choice: AnyChoice
+        if not self._chat:
+            choice = TextChoice(index=part.index, text=piece.text)
+        elif self._is_whole:
+            choice = MessageChoice(index=part.index, message=_message(piece))
+        elif self._always_content and not (
+            part.first or part.ending is not None or piece.calls or piece.reasoning
+        ):
+            choice = DeltaChoice(index=part.index, delta=Delta(content=piece.text))
+        else:
+            choice = DeltaChoice(index=part.index, delta=self._delta(part, piece))
         if checked.logprobs is not None:
             tokens = piece.echoed + piece.tokens
             if tokens or self._is_whole:
@@ -122,14 +134,9 @@ class OpenAIEncoder(RecordEncoder):
             self._tell_ending(choice, part.ending, part.prompt)
         return choice
 
-    def _new_choice(self, part: ChoicePart, piece: Piece) -> AnyChoice:
-        if not self._chat:
-            return TextChoice(index=part.index, text=piece.text)
-        if self._is_whole:
-            return MessageChoice(index=part.index, message=_message(piece))
+    def _delta(self, part: ChoicePart, piece: Piece) -> Delta:
         delta = Delta("assistant" if part.first else UNSET)
-        # With tools, a delta without text has no content: a message that is calls only ends up with none.
-        no_content = self._checked.tools is not None or piece.reasoning or part.ending is not None
+        no_content = not self._always_content or piece.reasoning or part.ending is not None
         if piece.text or not no_content:
             delta.content = piece.text
         if piece.calls:
@@ -138,7 +145,7 @@ class OpenAIEncoder(RecordEncoder):
             ]
         if piece.reasoning:
             delta.reasoning_content = piece.reasoning
-        return DeltaChoice(index=part.index, delta=delta)
+        return delta
 
     def _tell_ending(self, choice: AnyChoice, ending: Ending, prompt: Prompt) -> None:
         choice.finish_reason = END_NAMES[ending.reason].openai
