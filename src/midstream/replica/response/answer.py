@@ -7,7 +7,7 @@ is in wire/dialects.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -85,6 +85,17 @@ class ChoicePart(msgspec.Struct, frozen=True):
     ending: Ending | None = None
 
 
+class TokenEncoder(Protocol):
+    """An encoder that can make the event of a token from its numbers."""
+
+    def token_event(self, index: int, record: TokenRecord, offset: int) -> bytes:
+        """As the `event` of a part that is one token of a choice, neither the first part of it nor the last.
+
+        record: its log-probability is a number that JSON has. offset: where the token's text, which it has by itself, begins
+        in the choice's text.
+        """
+
+
 def joined(pieces: Sequence[Piece], snapshot: str) -> Piece:
     if not pieces:
         return Piece(snapshot, "", ())
@@ -110,7 +121,7 @@ class Parts:
         self._vocabulary = vocabulary
         self._keeps = keeps
         #: The choices that have a part already.
-        self._begun: set[int] = set()
+        self.begun: set[int] = set()
         #: By choice, its pieces so far, where they are kept.
         self._pieces: dict[int, list[Piece]] = {}
 
@@ -118,16 +129,16 @@ class Parts:
         """The next part of a choice. index: the number of the choice."""
         if self._keeps:
             self._pieces.setdefault(index, []).append(piece)
-        first = index not in self._begun
-        self._begun.add(index)
+        first = index not in self.begun
+        self.begun.add(index)
         return ChoicePart(index, self._prompts[index // self._n], piece.snapshot, (piece,), piece, first)
 
     def end(self, choice: Choice, snapshot: str) -> ChoicePart:
         """snapshot: of a choice without tokens."""
         index, snapshot = choice.index, choice.snapshot or snapshot
         ending = self._ending(choice, self._pieces.get(index, ()), snapshot)
-        first = index not in self._begun
-        self._begun.add(index)
+        first = index not in self.begun
+        self.begun.add(index)
         nothing = Piece(snapshot, "", ())
         return ChoicePart(index, self._prompts[index // self._n], snapshot, (), nothing, first, ending)
 

@@ -90,7 +90,8 @@ class Choice:
         self._silent = silent
         #: Snapshot and length of the text that the stop filter holds back.
         self._held: deque[tuple[str, int]] = deque()
-        self._chars = 0
+        #: Of the text so far, echoed prompt included.
+        self.chars = 0
 
     def __repr__(self) -> str:
         return f"Choice({self.index}, generated={self.generated}, finish={self.finish})"
@@ -104,10 +105,10 @@ class Choice:
             if run and run[-1].record.snapshot != record.snapshot:
                 pieces.append(Piece(run[-1].record.snapshot, text, (), tuple(run)))
                 text, run = "", []
-            run.append(Scored(record, self._chars))
+            run.append(Scored(record, self.chars))
             new = self._detokenizer.push(record.token_id)
             text += new
-            self._chars += len(new)
+            self.chars += len(new)
         if run:
             pieces.append(Piece(run[-1].record.snapshot, text, (), tuple(run)))
             self.snapshot = run[-1].record.snapshot
@@ -121,14 +122,14 @@ class Choice:
             self._runs.append((snapshot, self.generated))
         self.generated += 1
         self.snapshot, self.last = snapshot, token
-        scored = (Scored(record, self._chars),)
+        scored = (Scored(record, self.chars),)
         if token in self._silent:
             text = ""
         elif (known := self._detokenizer.known.get(token)) is not None:
             text = known
         else:
             text = self._detokenizer.push(token)
-        self._chars += len(text)
+        self.chars += len(text)
         if self._stops is None:
             return [Piece(snapshot, text, scored)]
         pieces = self._through_stops(snapshot, text)
@@ -139,6 +140,18 @@ class Choice:
         else:
             pieces.append(Piece(snapshot, "", scored))
         return pieces
+
+    def advance(self, record: TokenRecord) -> str | None:
+        """As `feed`, where all that a token releases is its own text, which is returned. None: it has to be fed."""
+        token = record.token_id
+        if self.snapshot != record.snapshot or self._stops is not None or token in self._silent:
+            return None
+        text = self._detokenizer.known.get(token)
+        if text is not None:
+            self.generated += 1
+            self.last = token
+            self.chars += len(text)
+        return text
 
     def end(self, reason: FinishReason) -> list[Piece]:
         """The engine ended the choice: what was held back comes out."""

@@ -32,6 +32,7 @@ from midstream.replica.response.measured import Measured, Timings
 from midstream.replica.response.prompt_echo import PromptEcho
 from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.stages import choices_and_stages
+from midstream.replica.response.token_lane import TokenLane
 from midstream.replica.sessions import TurnStats
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.toolformat import ToolFormat
@@ -231,12 +232,23 @@ class Generation:
             for choice, pieces in released:
                 for piece in pieces:
                     encoder.replayed(parts.part(choice.index, piece))
-        await self._run(take, sink)
+        await self._run(take, sink, self._lane())
         tail = b""
         if self.checked.include_usage:
             tail = encoder.usage_event(self._measured.snapshot, self._extras())
         last = b"" if log is None else log.end()
         sink.write(last + tail + encoder.end())
+
+    def _lane(self) -> TokenLane | None:
+        """The short way of this stream's tokens, if it has one."""
+        by_token = self._encoder.by_token()
+        long = self._echo or self._stages or self._continued or self._encoder.keeps
+        if by_token is None or long:
+            return None
+        n, routes = self.checked.n, self._routes
+        return TokenLane(
+            self._choices, self._parts, by_token, self._resume_log, self._histories, n=n, routes=routes
+        )
 
     def _at_end(self) -> Extras:
         """Of the event that ends a choice: the last one's tells of the whole request."""
@@ -300,10 +312,13 @@ class Generation:
         return released
 
     async def _run(
-        self, take: Callable[[Choice, GenerationEvent, list[Piece]], None], sink: Sink | None = None
+        self,
+        take: Callable[[Choice, GenerationEvent, list[Piece]], None],
+        sink: Sink | None = None,
+        lane: TokenLane | None = None,
     ) -> None:
         """Give `take` what each event of the engine released until every choice is complete. No event is taken while `sink`
-        is full."""
+        is full. lane: of an event that it can tell, its bytes go to `sink` instead."""
         engine, choices = self._engine, self._choices
         if engine.open == 0:
             # The stream was whole before it was resumed.
@@ -311,8 +326,12 @@ class Generation:
         apply = self._apply if self._histories else self._released
 
         def at_once(event: GenerationEvent) -> bool:
-            if sink is not None and not sink.writable:
-                return False
+            if sink is not None:
+                if not sink.writable:
+                    return False
+                if lane is not None and (data := lane.data(event)) is not None:
+                    sink.write(data)
+                    return True
             choice = choices[event.index]
             take(choice, event, apply(choice, event, replayed=False))
             return True

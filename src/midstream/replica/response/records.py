@@ -14,12 +14,13 @@ from math import isnan
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.response.answer import ChoicePart, Ending, ResponseHead
+from midstream.replica.response.answer import ChoicePart, Ending, ResponseHead, TokenEncoder
 from midstream.replica.response.choice import Piece, Scored
 from midstream.replica.response.shapes import (
     ContentLogprobs,
@@ -39,6 +40,8 @@ from midstream.replica.text.vocabulary import Vocabulary
 NEAR_TIE_NAMES = [
     tuple(name for i, name in enumerate(NEAR_TIES) if bits >> i & 1) for bits in range(1 << len(NEAR_TIES))
 ]
+#: Likewise, as the last fields of an Entry in JSON.
+NEAR_TIE_JSON = [b',"near_tie":%b' % msgspec.json.encode(names) if names else b"" for names in NEAR_TIE_NAMES]
 #: Stands for minus infinity, which JSON does not have.
 LOGPROB_MIN = -9999.0
 
@@ -79,6 +82,10 @@ class RecordEncoder:
         self._routes = checked.routes
         self._route_dtype: str | UnsetType = "uint16" if head.wide_routes else UNSET
         self._served_names: dict[str, str] = {}
+
+    def by_token(self) -> TokenEncoder | None:
+        """Most wires have no short way."""
+        return None
 
     def replayed(self, part: ChoicePart) -> None:
         """Of most wires, no event depends on those before it."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 from tokenizers import Tokenizer
 
+from midstream.core.sse import json_line
 from midstream.replica.text.token_bound import bytes_per_token_max
 from midstream.replica.text.toolcalls import unfinished
 
@@ -58,6 +59,8 @@ class Vocabulary:
         #: What `label` found so far.
         self.labels: dict[int, tuple[str, msgspec.Raw]] = {}
         self._legacy_labels: dict[int, str] = {}
+        #: What `lines` found so far.
+        self.known_lines: dict[int, tuple[bytes, bytes, bytes]] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, special ones by their name; an id the tokenizer does not know has none."""
@@ -88,6 +91,15 @@ class Vocabulary:
             data = self.bytes_of(token_id)
             known = data.decode("utf-8", "replace"), msgspec.Raw(msgspec.json.encode(list(data)))
             self.labels[token_id] = known
+        return known
+
+    def lines(self, token_id: int) -> tuple[bytes, bytes, bytes]:
+        """As JSON on one line: the two fields of `label`, and the `whole_text`."""
+        known = self.known_lines.get(token_id)
+        if known is None:
+            name, data = self.label(token_id)
+            known = json_line(name), bytes(data), json_line(self.whole_text(token_id))
+            self.known_lines[token_id] = known
         return known
 
     @property

@@ -18,7 +18,7 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import ModelInfo
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
-from midstream.replica.response.answer import ChoicePart, Extras, ResponseHead
+from midstream.replica.response.answer import ChoicePart, Extras, ResponseHead, TokenEncoder
 from midstream.replica.stored import Shelf
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary
@@ -50,6 +50,9 @@ class Encoder(Protocol):
     cached: Mapping[int, int]
     #: Whether the end of a choice repeats what it said.
     keeps: bool
+
+    def by_token(self) -> TokenEncoder | None:
+        """What makes the events of single tokens. None: the request asks for more than they have."""
 
     def event(self, part: ChoicePart, extras: Extras) -> bytes:
         """The events of a part of a choice. extras: empty but at its end. Counts and metrics come with the last choice."""

@@ -5,18 +5,26 @@ Always holds: `choices` is never null. A chunk names the snapshot of its tokens.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
+from math import isnan
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.sse import DONE, json_line, sse_event
-from midstream.core.types import TokenRecord
+from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
-from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
+from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, TokenEncoder
 from midstream.replica.response.choice import Piece, ToolCall
-from midstream.replica.response.records import RecordEncoder, snapshot_spans, spans
+from midstream.replica.response.records import (
+    LOGPROB_MIN,
+    NEAR_TIE_JSON,
+    RecordEncoder,
+    snapshot_spans,
+    spans,
+)
 from midstream.replica.response.shapes import (
     AnyChoice,
     CallEntry,
@@ -33,6 +41,16 @@ from midstream.replica.wire.base import Read, Wire
 from midstream.replica.wire.dialects import END_NAMES, openai_usage
 
 _encode = msgspec.json.Encoder().encode
+#: The event of one token of a stream: an Entry in a DeltaChoice or a TextChoice. First comes what is the same for all tokens of
+#: a snapshot (`_opening`).
+_TOKEN = (
+    b'%b{"logprobs":{"content":[{"token":%b,"bytes":%b,"logprob":%b,%b"text_offset":%d,"token_id":%d,'
+    b'"top_logprobs":[]%b}]},"finish_reason":null,"index":%d,'
+)
+_DELTA_TOKEN, _TEXT_TOKEN = _TOKEN + b'"delta":{"content":%b}}]}\n\n', _TOKEN + b'"text":%b}]}\n\n'
+
+_NO_SAMPLING = b'"sampling_logprob":%b,' % _encode(LOGPROB_MIN)
+_CONSTRAINED = b',"logprob_of":%b' % _encode(ALLOWED)
 
 
 class OpenAIEncoder(RecordEncoder):
@@ -49,6 +67,9 @@ class OpenAIEncoder(RecordEncoder):
         self._always_content = checked.tools is None
         self.keeps = checked.raw_output
         self._openings: dict[str, bytes] = {}
+        self._route_dtype_json = b',"routing_matrix_dtype":"uint16"' if head.wide_routes else b""
+        self._token = _DELTA_TOKEN if self._chat else _TEXT_TOKEN
+        self._lines = vocabulary.known_lines
         whole = "chat.completion" if self._chat else "text_completion"
         self._object = "chat.completion.chunk" if self._chat and checked.stream else whole
 
@@ -61,6 +82,27 @@ class OpenAIEncoder(RecordEncoder):
             return sse_event(self._response(snapshot, [choice], extras, prompt_ids))
         opening = self._openings.get(snapshot) or self._opening(snapshot)
         return b"%b%b]}\n\n" % (opening, json_line(choice))
+
+    def by_token(self) -> TokenEncoder | None:
+        asked = self._checked
+        more = asked.top_logprobs or asked.token_ids or asked.text.ids
+        return self if self._content and self._always_content and not (self._is_whole or more) else None
+
+    def token_event(self, index: int, record: TokenRecord, offset: int) -> bytes:
+        token, snapshot, sampling = record.token_id, record.snapshot, record.sampling_logprob
+        name, data, text = self._lines.get(token) or self._vocabulary.lines(token)
+        if sampling is None or sampling >= LOGPROB_MIN:
+            told = b'"sampling_logprob":%b,' % _encode(sampling)
+        else:
+            told = b"" if isnan(sampling) else _NO_SAMPLING
+        more = NEAR_TIE_JSON[record.near_tie]
+        if self._routes and record.route is not None:
+            more = b',"routing_matrix":"%b"%b%b' % (b64encode(record.route), self._route_dtype_json, more)
+        if record.constrained:
+            more += _CONSTRAINED
+        opening = self._openings.get(snapshot) or self._opening(snapshot)
+        numbers = (_encode(record.logprob), told, offset, token)
+        return self._token % (opening, name, data, *numbers, more, index, text)
 
     def _opening(self, snapshot: str) -> bytes:
         """An event up to its only choice: the same for every token of a snapshot."""
