@@ -51,8 +51,8 @@ from midstream.replica.text.vocabulary import BYTE_ALPHABET
 
 NAMES = ServedNames("accounts/local/models/tiny", "accounts/local/deployments/default")
 INFO = ModelInfo(max_model_len=2**20, vocab_size=300, eos_token_ids=(257,))
-#: Rounds of reads before those that count: each token of TEXT is known then.
-WARM = 40
+#: Rounds of reads before those that count: each token of TEXT has come twice then, and is known.
+WARM = 80
 COUNTED = 32
 #: With --cpu. The fastest of the repetitions counts.
 TIMED, REPEATED = 400, 5

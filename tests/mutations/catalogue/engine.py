@@ -351,4 +351,12 @@ ENGINE = (
         ("engine_vllm/test_vllm_server.py",),
         fast=False,
     ),
+    Mutation(
+        "event_taken_before_those_that_wait",
+        "engine/request_events.py",
+        "        if waiter is None or waiter.done():\n",
+        "        if waiter is None:\n",
+        "Events of a request come out in the order in which the engine gave them.",
+        ("engine/test_request_events.py",),
+    ),
 )

@@ -570,4 +570,12 @@ REPLICA = (
         "A gateway hears of every replica that was lost with a request.",
         ("replica/test_resume_pipeline.py",),
     ),
+    Mutation(
+        "short_way_past_the_resume_log",
+        "replica/response/token_lane.py",
+        "self._log.write(index, event, False) + data",
+        "data",
+        "A token takes the short way only to the bytes of the long way.",
+        ("replica/test_token_lane.py",),
+    ),
 )
