@@ -45,10 +45,10 @@ _encode = msgspec.json.Encoder().encode
 #: a snapshot (`_opening`).
 _TOKEN = (
     b'%b{"logprobs":{"content":[{"token":%b,"bytes":%b,"logprob":%b,%b"text_offset":%d,"token_id":%d,'
-    b'"top_logprobs":[]%b}]},"finish_reason":null,"index":%d,'
+    b'"top_logprobs":[]%b}]},"finish_reason":null,'
 )
-_DELTA_TOKEN, _TEXT_TOKEN = _TOKEN + b'"delta":{"content":%b}}]}\n\n', _TOKEN + b'"text":%b}]}\n\n'
-
+_TOKEN_ID, _INDEX = b'"token_ids":[%d],', b'"index":%d,'
+_DELTA, _TEXT = b'"delta":{"content":%b}}]}\n\n', b'"text":%b}]}\n\n'
 _NO_SAMPLING = b'"sampling_logprob":%b,' % _encode(LOGPROB_MIN)
 _CONSTRAINED = b',"logprob_of":%b' % _encode(ALLOWED)
 
@@ -68,7 +68,8 @@ class OpenAIEncoder(RecordEncoder):
         self.keeps = checked.raw_output
         self._openings: dict[str, bytes] = {}
         self._route_dtype_json = b',"routing_matrix_dtype":"uint16"' if head.wide_routes else b""
-        self._token = _DELTA_TOKEN if self._chat else _TEXT_TOKEN
+        token_id, text = _TOKEN_ID if checked.token_ids else b"", _DELTA if self._chat else _TEXT
+        self._token = _TOKEN + token_id + _INDEX + text
         self._lines = vocabulary.known_lines
         whole = "chat.completion" if self._chat else "text_completion"
         self._object = "chat.completion.chunk" if self._chat and checked.stream else whole
@@ -85,7 +86,7 @@ class OpenAIEncoder(RecordEncoder):
 
     def by_token(self) -> TokenEncoder | None:
         asked = self._checked
-        more = asked.top_logprobs or asked.token_ids or asked.text.ids
+        more = asked.top_logprobs or asked.text.ids
         return self if self._content and self._always_content and not (self._is_whole or more) else None
 
     def token_event(self, index: int, record: TokenRecord, offset: int) -> bytes:
@@ -102,7 +103,8 @@ class OpenAIEncoder(RecordEncoder):
             more += _CONSTRAINED
         opening = self._openings.get(snapshot) or self._opening(snapshot)
         numbers = (_encode(record.logprob), told, offset, token)
-        return self._token % (opening, name, data, *numbers, more, index, text)
+        where = (token, index) if self._checked.token_ids else (index,)
+        return self._token % (opening, name, data, *numbers, more, *where, text)
 
     def _opening(self, snapshot: str) -> bytes:
         """An event up to its only choice: the same for every token of a snapshot."""
