@@ -93,6 +93,12 @@ static void prepare(const Prepare<T> &op, int threads) {
   parallel(threads, op.m, 8 * elements, [&op](int64_t i) { op.run(i); });
 }
 
+// `count` (query, head) pairs of one KV head, numbered from `first` within the span.
+struct Task {
+  const int32_t *span;
+  int64_t kv_head, first, count;
+};
+
 // q: [m, ldq]. out: [m, heads * head_dim]. spans: [sequences, 4], first row, rows, position of the first row, offset of its table.
 // tables: groups of 16 slots, in order of position. window: positions that a query sees, its own included; 0 for all before it.
 template <class T>
@@ -126,10 +132,19 @@ struct Attention {
     }
   }
 
+  // The first tile that any of a task's rows sees, and the last position.
+  int64_t start(const Task &task) const {
+    const int64_t position = task.span[2] + task.first / (heads / cache.kv_heads);
+    return window ? std::max<int64_t>(0, position - window + 1) / TILE * TILE : 0;
+  }
+  int64_t last(const Task &task) const {
+    return task.span[2] + (task.first + task.count - 1) / (heads / cache.kv_heads);
+  }
+
   // Blocks lie anywhere, so the processor cannot predict the addresses of the next tile. Few rows are done with a tile before
-  // the next one has come: with each vector that they take, they fetch its like. For more rows, and where the KV of a sequence is
-  // short, `fetch` costs less.
-  static constexpr int FEW = 4, FAR = 4 * TILE;
+  // the next one has come: with each vector that they take, they fetch its like in the next tile, be it another task's. For more
+  // rows `fetch` costs less.
+  static constexpr int FEW = 4;
 
   // The scores of R rows and one tile.
   template <int R, bool FETCH>
@@ -234,11 +249,12 @@ struct Attention {
     }
   }
 
-  // R (query, head) pairs of one KV head, numbered from `first` within the span.
-  template <int R, bool FETCH>
-  void rows(const int32_t *span, int64_t kv_head, int64_t first) const {
-    const int64_t dim = cache.head_dim, group = heads / cache.kv_heads;
-    const int32_t *table = tables + span[3];
+  // A task of R pairs. after: the task that is likely the next of this thread, or null.
+  template <int R>
+  void rows(const Task &task, const Task *after) const {
+    constexpr bool FETCH = R <= FEW;
+    const int64_t dim = cache.head_dim, group = heads / cache.kv_heads, kv_head = task.kv_head, first = task.first;
+    const int32_t *span = task.span, *table = tables + span[3];
     const uint32_t *query[R];
     elem *to[R];
     int64_t position[R];
@@ -257,17 +273,19 @@ struct Attention {
     float top[R];
     vf total[R] = {};
     for (int r = 0; r < R; ++r) top[r] = -INFINITY;
-    const int64_t last = position[R - 1];
-    const int64_t start = window ? std::max<int64_t>(0, position[0] - window + 1) / TILE * TILE : 0;
+    const int64_t last = this->last(task);
     Tile tiles[2];
     int now = 0;
-    find(table, kv_head, start, last, tiles[0]);
-    for (int64_t tile = start; tile <= last; tile += TILE) {
+    find(table, kv_head, start(task), last, tiles[0]);
+    for (int64_t tile = start(task); tile <= last; tile += TILE) {
       const Tile &here = tiles[now];
       if (tile + TILE <= last) {
         now ^= 1;
         find(table, kv_head, tile + TILE, last, tiles[now]);
         if (!FETCH) fetch(table + tile / GROUP + 4, std::min<int64_t>(4, (last - tile) / GROUP - 3), kv_head);
+      } else if (FETCH && after) {
+        now ^= 1;
+        find(tables + after->span[3], after->kv_head, start(*after), this->last(*after), tiles[now]);
       }
       const Tile &next = tiles[now];
       score<R, FETCH>(left_query.at, here, next, s);
@@ -284,21 +302,15 @@ struct Attention {
     }
   }
 
-  void run(const int32_t *span, int64_t kv_head, int64_t first, int64_t count) const {
-    const bool far = span[2] + span[1] >= FAR;
-    switch (count) {
+  void run(const Task &task, const Task *after) const {
+    switch (task.count) {
 #define CASE(R) \
-  case R: return far ? rows<R, R <= FEW>(span, kv_head, first) : rows<R, false>(span, kv_head, first);
+  case R: return rows<R>(task, after);
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
       default: break;
     }
   }
-};
-
-struct Task {
-  const int32_t *span;
-  int64_t kv_head, first, count;
 };
 
 template <class T>
@@ -316,6 +328,6 @@ static void attention(const Attention<T> &op, int64_t spans, int threads) {
         tasks.push_back({span, head, first, std::min<int64_t>(HEADS_AT_ONCE, pairs - first)});
   }
   const Task *all = tasks.data();
-  parallel(threads, (int64_t)tasks.size(), work,
-           [&op, all](int64_t i) { op.run(all[i].span, all[i].kv_head, all[i].first, all[i].count); });
+  const int64_t count = (int64_t)tasks.size();
+  parallel(threads, count, work, [&op, all, count](int64_t i) { op.run(all[i], i + 1 < count ? all + i + 1 : nullptr); });
 }
