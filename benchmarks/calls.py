@@ -1,10 +1,11 @@
-"""How many Python functions the gateway's process calls for one request: a turn of a session, and a streamed chat.
+"""How many Python functions the gateway's process calls for one request, and for one chunk of a stream.
 
     python benchmarks/calls.py [--functions]
 
 The number is the same on every machine. A gateway runs here in front of one mock replica, which a thread plays, as another
-plays the client. Each event of a stream is sent once the client has the one before it. Counted are all Python functions, and
-of these midstream's own. Prints JSON. --functions: also how often each of midstream's functions was called per request.
+plays the client. Each read of a stream is sent once the client has the one before it: one event, or BURST of them. Counted are
+all Python functions, and of these midstream's own. Prints JSON. --functions: also how often each of midstream's functions was
+called per request.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ PACKAGE = str(Path(midstream.__file__).parent) + os.sep
 NAMES = ServedNames("accounts/local/models/mock", "accounts/local/deployments/default")
 #: Events of a stream, each in a read of its own.
 EVENTS = 16
+#: Events in a read of a burst, and events of the streams whose chunks are counted.
+BURST, MANY_EVENTS = 8, 512
 #: Requests before those that count: connections, homes of sessions and caches are there then.
 WARM = 8
 COUNTED = 20
@@ -53,6 +56,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "without a session": {"model": "mock", "messages": MESSAGES, "max_tokens": 16},
     "streamed chat": {"model": "mock", "messages": MESSAGES, "max_tokens": 16, "stream": True},
 }
+#: How many events are in a read.
+STREAMS = {"paced": 1, "burst": BURST}
 HEADERS = {"turn, session in a header": "x-session-affinity: trajectory-1\r\n"}
 _LABELS = "x-midstream-session-seen: 1\r\nserver: mock\r\n"
 
@@ -100,6 +105,8 @@ class Replica:
 
     def __init__(self) -> None:
         self.wanted = threading.Semaphore(0)
+        # Of each stream, and how many of them are sent together.
+        self.events, self.together = EVENTS, 1
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -116,7 +123,7 @@ class Replica:
             if not head:
                 return
             if b'"stream"' in body:
-                self._stream(connection)
+                self._stream(connection, self.events, self.together)
             else:
                 answer = b'{"choices":[{"message":{"role":"assistant","content":"13"}}]}'
                 length = f"content-length: {len(answer)}\r\n"
@@ -125,14 +132,18 @@ class Replica:
                     + answer
                 )
 
-    def _stream(self, connection: socket.socket) -> None:
+    def _stream(self, connection: socket.socket, events: int, together: int) -> None:
         head = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-midstream-resumable: 1\r\n"
         before = f"HTTP/1.1 200 OK\r\n{_LABELS}{head}\r\n".encode()
-        for number in range(EVENTS):
-            event = b': m 0:%d\n\ndata: {"choices":[{"delta":{"content":"1"}}]}\n\n' % number
-            connection.sendall(before + b"%x\r\n%b\r\n" % (len(event), event))
+        for first in range(0, events, together):
+            made = [
+                b': m 0:%d\n\ndata: {"choices":[{"delta":{"content":"1"}}]}\n\n' % number
+                for number in range(first, first + together)
+            ]
+            connection.sendall(before + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in made))
             before = b""
-            self.wanted.acquire()
+            for _ in made:
+                self.wanted.acquire()
         last = b": m end\n\ndata: [DONE]\n\n"
         connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last))
 
@@ -171,9 +182,10 @@ def profiled(calls: Calls) -> Iterator[None]:
         sys.setprofile(None)
 
 
-async def count(name: str, *, functions: bool) -> dict[str, Any]:
-    """A gateway of its own for each kind of request."""
+async def count(name: str, *, functions: bool, events: int = EVENTS, together: int = 1) -> dict[str, Any]:
+    """Per request, with a gateway of its own. events, together: of a stream, and in each read of it."""
     replica, calls = Replica(), Calls()
+    replica.events, replica.together = events, together
     replicas = ReplicaSet(DeploymentReplicas([("replica-0", f"http://127.0.0.1:{replica.port}")]))
     for view in replicas.views:
         view.replica.hear(ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),)))
@@ -196,17 +208,28 @@ async def count(name: str, *, functions: bool) -> dict[str, Any]:
     return calls.result(COUNTED, functions=functions)
 
 
+def run(name: str, *, functions: bool = False, events: int = EVENTS, together: int = 1) -> dict[str, Any]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(count(name, functions=functions, events=events, together=together))
+
+
+def per_chunk(together: int) -> dict[str, float]:
+    """Of a long stream, with its part of what the request costs."""
+    found = run("streamed chat", events=MANY_EVENTS, together=together)
+    return {name: round(calls / MANY_EVENTS, 2) for name, calls in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--functions", action="store_true", help="also each function of midstream")
     options = parser.parse_args()
-    found = {}
-    for name in REQUESTS:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found[name] = runner.run(count(name, functions=options.functions))
-    print(json.dumps({**provenance(events=EVENTS), "per request": found}, indent=1))
+    found = {
+        "per request": {name: run(name, functions=options.functions) for name in REQUESTS},
+        "per chunk": {name: per_chunk(together) for name, together in STREAMS.items()},
+    }
+    print(json.dumps({**provenance(events=EVENTS, many_events=MANY_EVENTS, burst=BURST), **found}, indent=1))
 
 
 if __name__ == "__main__":

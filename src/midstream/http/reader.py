@@ -2,6 +2,7 @@
 
 Owns: the parser, and the request that is being read.
 Always holds:
+- A read that is one whole plain request (plain.py) does not need the parser, and comes out as the parser would read it.
 - A request that two parsers could frame differently is refused.
 - A request comes out as if it had come in origin form: an absolute-form target gives its authority to Host.
 - A request comes out as if it had come without an Upgrade header: an offer to switch protocols is passed over.
@@ -11,6 +12,7 @@ Always holds:
 from __future__ import annotations
 
 import io
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -24,9 +26,12 @@ from midstream.core.errors import (
 )
 from midstream.http.auth import Caller
 from midstream.http.message import ConnectionLimits, Request, check_framing, split_absolute_form
+from midstream.http.plain import HEAD_BYTES_MAX, HEAD_END, HeaderLines, NotPlain, RequestLines
 
 # Bytes that a chunk may have beside its data, for its size and its line ends.
 CHUNK_FRAMING_BYTES = 24
+_request_lines = RequestLines()
+_header_lines = HeaderLines((b"upgrade", b"proxy-connection", b"expect", b"content-encoding"), chunked=False)
 
 
 class RequestReader(ABC):
@@ -43,6 +48,9 @@ class RequestReader(ABC):
         self._in_message = False
         # A body of this length needs no room if it comes in the read of its head.
         self._roomless_bytes = 0
+        # Of a plain head, any part of which is as it counts against the limit.
+        self._plain_head_bytes_max = min(HEAD_BYTES_MAX, limits.max_header_bytes // 2)
+        self._method: bytes
         self._caller: Caller | None
         self._headers: list[tuple[bytes, bytes]]
         self._first: dict[bytes, bytes]
@@ -70,6 +78,8 @@ class RequestReader(ABC):
     def feed(self, data: bytes) -> None:
         """Raises MidstreamError, or httptools.HttpParserError, perhaps with the former as its context."""
         self._roomless_bytes = 0
+        if not self._in_message and self._take_plain(data):
+            return
         if self._in_message and not self._head_done:
             self._head_fed += len(data)
         elif self._in_message and self._chunks:
@@ -88,6 +98,36 @@ class RequestReader(ABC):
             raise self._head_too_large()
         if self._in_message and self._chunks:
             self._check_chunk_framing()
+
+    def _take_plain(self, data: bytes) -> bool:
+        """Take the read if it is one whole plain request. False: nothing has changed, and the parser has to read it."""
+        end = data.find(HEAD_END, 0, self._plain_head_bytes_max)
+        if end < 0:
+            return False
+        first_line, *lines = data[:end].split(b"\r\n")
+        try:
+            method, target = _request_lines[first_line]
+            headers = [*map(_header_lines.__getitem__, lines)]
+        except NotPlain:
+            return False
+        first = dict(headers)
+        length = int(first.get(b"content-length", 0))
+        whole = len(data) == end + len(HEAD_END) + length and length <= self._limits.max_body_bytes
+        if not whole or len(first) != len(headers) or b"host" not in first:
+            return False
+        try:
+            self._take_head(method, target, first, length)
+            if length and length != self._roomless_bytes:
+                self._hold_more(length)
+        except MidstreamError:
+            # For the refusal.
+            self._in_message = self._head_done = True
+            self._method, self._target, self._headers, self._first = method, target, headers, first
+            raise
+        body = data[end + len(HEAD_END) :]
+        caller, self._caller = self._caller, None
+        self._take_request(Request(method, target, headers, first, body, False, True, caller))
+        return True
 
     def _parse_without_offer(self) -> None:
         """Give a new parser the head again without its Upgrade header, so that it continues with the body.
@@ -141,6 +181,7 @@ class RequestReader(ABC):
 
     def on_headers_complete(self) -> None:
         self._head_done = True
+        self._method = self._parser.get_method()
         self._first = dict(reversed(self._headers))
         if self._head_fed + self._read_bytes > self._limits.max_header_bytes:
             self._check_head_size()
@@ -149,7 +190,7 @@ class RequestReader(ABC):
         if not self._http10 and version != "1.1":
             raise InvalidRequest(f"HTTP/{version} is not supported")
         if self._parser.should_upgrade():
-            if self._parser.get_method() == b"CONNECT":
+            if self._method == b"CONNECT":
                 raise InvalidRequest("tunnels are not supported")
             self._offers_upgrade = True
             return
@@ -159,7 +200,7 @@ class RequestReader(ABC):
         if length > self._limits.max_body_bytes:
             raise self._body_too_large()
         self._chunks = b"transfer-encoding" in self._first
-        self._take_head(self._parser.get_method(), self._target, self._first, length)
+        self._take_head(self._method, self._target, self._first, length)
         expects = self._first.get(b"expect", b"").strip().lower() == b"100-continue"
         if expects and not self._http10 and (length or self._chunks):
             self._owes_continue = True
@@ -188,10 +229,8 @@ class RequestReader(ABC):
         self._in_message = self._owes_continue = False
         body = self._body if isinstance(self._body, bytes) else self._body.getvalue()
         alive = not self._http10 and self._parser.should_keep_alive()
-        request = Request(
-            self._parser.get_method(), self._target, self._headers, self._first, body, self._http10, alive
-        )
-        request.caller = self._caller
+        method, target, http10 = self._method, self._target, self._http10
+        request = Request(method, target, self._headers, self._first, body, http10, alive, self._caller)
         # An idle connection holds no body.
         self._start_message()
         self._take_request(request)
@@ -201,13 +240,14 @@ class RequestReader(ABC):
         """The request that is being read, without its body; None before its head is complete."""
         if not self._in_message or not self._head_done:
             return None
-        method, target = self._parser.get_method(), self._target
+        method, target = self._method, self._target
         return Request(method, target, self._headers, self._first, b"", self._http10, False, self._caller)
 
     # -- limits
 
     def _check_head_size(self) -> None:
-        size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        lengths = map(len, itertools.chain.from_iterable(self._headers))
+        size = len(self._target) + sum(lengths) + 4 * len(self._headers)
         if size > self._limits.max_header_bytes:
             raise self._head_too_large()
 

@@ -1,6 +1,7 @@
 """The replica side of the data path: pooled HTTP/1.1 connections, and response bodies passed on untouched.
 
-The parser finds the end of the head, the status and the end of the message; it never builds the body.
+The parser finds the end of the head, the status and the end of the message; it never builds the body. A plain head (plain.py)
+does not need it, nor does the whole response of such a head.
 Always holds:
 - A connection serves one exchange at a time. It goes back to the pool only after a complete response that leaves it clean.
   Anything unexpected closes it.
@@ -11,17 +12,24 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
 import httptools
 
+from midstream.http.plain import HEAD_BYTES_MAX, HEAD_END, Header, HeaderLines, NotPlain
+
 MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
 # The end of a body in chunks.
 _LAST_LINES = b"\r\n\r\n"
 # Below this size, one copy is cheaper than a second buffer.
 JOINED_BODY_BYTES_MAX = 16 * 2**10
+_OK = b"HTTP/1.1 200 OK\r\n"
+# What the parser gets for a plain head, to read the chunks that follow.
+_CHUNKED_HEAD = _OK + b"transfer-encoding: chunked\r\n\r\n"
+_header_lines = HeaderLines((b"upgrade", b"proxy-connection"), chunked=True)
 PARSING_FAILED = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
@@ -46,6 +54,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
+        # The parser's calls: they count the chunks that began, and those that are over.
+        self.on_chunk_header: Callable[[], int] = itertools.count().__next__
+        self.on_chunk_complete: Callable[[], int] = itertools.count().__next__
         self._parser = self._new_parser()
         self._transport: asyncio.Transport
         self._sink: ResponseSink | None = None
@@ -62,8 +73,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._paused = False
         # The server's answer is no HTTP response.
         self.malformed = False
-        # The last byte handed on lies within a chunk's data.
-        self.in_chunk = False
 
     # -- the transport's calls
 
@@ -87,6 +96,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
             return
         if not self._in_body:
+            if not self._head and self._take_plain(sink, data):
+                return
             self._head += data
             self._read_head(sink)
             return
@@ -113,12 +124,6 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._in_body:
             self._headers.append((name.lower(), value))
 
-    def on_chunk_header(self) -> None:
-        self.in_chunk = True
-
-    def on_chunk_complete(self) -> None:
-        self.in_chunk = False
-
     def on_message_complete(self) -> None:
         self._complete = True
         self._keep_alive = self._parser.should_keep_alive()
@@ -130,7 +135,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._sink is None
         self._sink = sink
         self._head_request = head_request
-        self._in_body = self._complete = self._extra = self.in_chunk = False
+        self._in_body = self._complete = self._extra = False
         self._head = b""
         self._headers = []
         if len(body) < JOINED_BODY_BYTES_MAX:
@@ -159,6 +164,12 @@ class UpstreamConnection(asyncio.Protocol):
         """At least one byte of the response has arrived."""
         return self._in_body or bool(self._head)
 
+    @property
+    def in_chunk(self) -> bool:
+        """The last byte handed on lies within a chunk's data."""
+        # Asking counts on both sides.
+        return self.on_chunk_header() != self.on_chunk_complete()
+
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
@@ -166,6 +177,37 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpResponseParser:
         return httptools.HttpResponseParser(self)
+
+    def _take_plain(self, sink: ResponseSink, data: bytes) -> bool:
+        """Take a read with a plain head, if the response is whole or comes in chunks. False: nothing has changed."""
+        if not data.startswith(_OK) or self._head_request or self._decoded is not None:
+            return False
+        end = data.find(HEAD_END, len(_OK), HEAD_BYTES_MAX)
+        if end < 0:
+            return False
+        try:
+            headers = [*map(_header_lines.__getitem__, data[len(_OK) : end].split(b"\r\n"))]
+        except NotPlain:
+            return False
+        first = dict(headers)
+        if len(first) != len(headers):
+            return False
+        rest = data[end + len(HEAD_END) :]
+        length = first.get(b"content-length")
+        if b"transfer-encoding" in first:
+            if length is not None:
+                return False
+            self._in_body, self._left = True, None
+            self._parser.feed_data(_CHUNKED_HEAD)
+            self._deliver(sink, 200, b"OK", headers, rest)
+            return True
+        if length is None or len(rest) != int(length):
+            return False
+        self._in_body = self._complete = self._keep_alive = True
+        sink.response_head(200, b"OK", headers, rest)
+        if self._sink is sink:
+            self._finish(sink)
+        return True
 
     def _read_head(self, sink: ResponseSink) -> None:
         while (end := self._head.find(b"\r\n\r\n")) >= 0:
@@ -202,11 +244,17 @@ class UpstreamConnection(asyncio.Protocol):
         if self._complete:
             self._extra = bool(rest)
             rest = b""
-        elif rest and not (self._feed(rest) and self._ends_well(rest)):
+        self._deliver(sink, status, reason, self._headers, rest)
+
+    def _deliver(
+        self, sink: ResponseSink, status: int, reason: bytes, headers: list[Header], rest: bytes
+    ) -> None:
+        """rest: what came of the body with the head."""
+        if rest and not (self._feed(rest) and self._ends_well(rest)):
             return
         if self._decoded is not None:
             rest = self._take_decoded()
-        sink.response_head(status, reason, self._headers, rest)
+        sink.response_head(status, reason, headers, rest)
         if self._complete and self._sink is sink:
             self._finish(sink)
 

@@ -6,7 +6,8 @@ reach an upstream. An upstream's reach the client only where `labels` says so, b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -19,13 +20,17 @@ from midstream.core.headers import (
 )
 from midstream.core.types import Session
 from midstream.http.message import HOP_BY_HOP, Request
+from midstream.http.plain import LINE_BYTES_MAX, SECRETS, Header, LineMemory, NotPlain
 
-Headers = list[tuple[bytes, bytes]]
+Headers = list[Header]
+#: Sessions whose line is remembered.
+SESSION_LINES_MAX = 2**14
 _WITH_LENGTH = (b"POST", b"PUT", b"PATCH")
 _PERSISTENCE = (b"close", b"keep-alive")
 _SESSION, _PLACED = HEADER_SESSION.encode(), HEADER_PLACED.encode()
 _IGNORED = HEADER_IGNORED_FIELDS.encode()
 _HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
+_KEPT = frozenset((_HISTORY, _RECORDS))
 
 
 class UpstreamHead(NamedTuple):
@@ -37,42 +42,93 @@ class UpstreamHead(NamedTuple):
     body: bytes
 
 
+class UpstreamLines(LineMemory[Header, bytes]):
+    """A client's header to its line for an upstream. Empty: it does not go there. dropped: names of headers that do not."""
+
+    def __init__(self, dropped: frozenset[bytes]) -> None:
+        super().__init__()
+        self.dropped = dropped
+
+    def __missing__(self, header: Header) -> bytes:
+        name = header[0]
+        line = b"" if name in self.dropped or name.startswith(b"x-midstream-") else b"%b: %b\r\n" % header
+        if len(name) + len(header[1]) <= LINE_BYTES_MAX and name not in SECRETS:
+            self.keep(header, line)
+        return line
+
+    def without(self, names: frozenset[bytes]) -> UpstreamLines:
+        """The same, but for headers of these names, too."""
+        return UpstreamLines(self.dropped | names)
+
+
+class ClientLines(LineMemory[Header, bytes]):
+    """An upstream's header to its line for a client. Empty: it does not go there. Raises NotPlain for a Connection header that
+    names others. labels: the upstream's x-midstream- headers go there."""
+
+    def __init__(self, *, http10: bool, labels: bool) -> None:
+        super().__init__()
+        self._coding = b"" if http10 else b"transfer-encoding: chunked\r\n"
+        self._labels = labels
+
+    def __missing__(self, header: Header) -> bytes:
+        name, value = header
+        if name == b"connection" and value.lower() not in _PERSISTENCE:
+            raise NotPlain
+        line = self._line(header, HOP_BY_HOP)
+        if len(name) + len(value) <= LINE_BYTES_MAX and name not in SECRETS:
+            self.keep(header, line)
+        return line
+
+    def _line(self, header: Header, dropped: frozenset[bytes]) -> bytes:
+        name = header[0]
+        if name == b"transfer-encoding":
+            return self._coding
+        if name in dropped:
+            return b""
+        shown = self._labels or name == _IGNORED or not name.startswith(b"x-midstream-")
+        return b"%b: %b\r\n" % header if shown else b""
+
+    def one_by_one(self, headers: Headers) -> Iterator[bytes]:
+        """Without the headers that a Connection header before them names."""
+        dropped = HOP_BY_HOP
+        for name, value in headers:
+            if name == b"connection" and value.lower() not in _PERSISTENCE:
+                dropped = dropped | _listed(value)
+            yield self._line((name, value), dropped)
+
+
+_client_lines = {
+    (http10, labels): ClientLines(http10=http10, labels=labels)
+    for http10 in (False, True)
+    for labels in (False, True)
+}
+
+
 def to_upstream(
-    request: Request, target: bytes, length: int, dropped: frozenset[bytes], added: Sequence[bytes]
+    request: Request, target: bytes, length: int, lines: UpstreamLines, added: Sequence[bytes]
 ) -> bytes:
     """The head to send. target, length: of what is sent, which may be another request than the client's. added: lines."""
     listed = request.first.get(b"connection")
     if listed is not None and listed.lower() not in _PERSISTENCE:
-        dropped = dropped | _listed(listed)
-    lines = [request.method + b" " + target + b" HTTP/1.1"]
-    lines += [
-        b": ".join(header)
-        for header in request.headers
-        if header[0] not in dropped and not header[0].startswith(b"x-midstream-")
-    ]
+        lines = lines.without(_listed(listed))
+    parts = [request.method, b" ", target, b" HTTP/1.1\r\n", *map(lines.__getitem__, request.headers)]
     if length or request.method in _WITH_LENGTH:
-        lines.append(b"content-length: %d" % length)
-    lines += added
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+        parts.append(b"content-length: %d\r\n" % length)
+    parts += (b"\r\n".join(added), b"\r\n\r\n" if added else b"\r\n")
+    return b"".join(parts)
 
 
 def to_client(
     head: UpstreamHead, added: Collection[bytes], *, http10: bool, close: bool, labels: bool
 ) -> list[bytes]:
     """The parts of the head to write; without the body. added: whole lines with their ends."""
-    dropped = HOP_BY_HOP
-    parts = [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n"]
-    for name, value in head.headers:
-        if name == b"transfer-encoding":
-            parts.append(b"" if http10 else b"transfer-encoding: chunked\r\n")
-        elif name == b"connection" and value.lower() not in _PERSISTENCE:
-            dropped = dropped | _listed(value)
-        if name not in dropped and (labels or name == _IGNORED or not name.startswith(b"x-midstream-")):
-            parts += (name, b": ", value, b"\r\n")
-    parts += added
-    parts.append(b"connection: close\r\n\r\n" if close else b"\r\n")
-    return parts
+    lines = _client_lines[http10, labels]
+    try:
+        own = [*map(lines.__getitem__, head.headers)]
+    except NotPlain:
+        own = [*lines.one_by_one(head.headers)]
+    end = b"connection: close\r\n\r\n" if close else b"\r\n"
+    return [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n", *own, *added, end]
 
 
 def session_lines(
@@ -85,14 +141,21 @@ def session_lines(
     """
     lines = []
     if session is not None:
-        lines.append(_SESSION + b": " + quote(session[1], safe="", errors="surrogatepass").encode())
+        lines.append(_session_line(session[1]))
         if stamp is not None:
             lines.append(_PLACED + b": %d" % stamp)
-    lines += [name + b": " + first[name] for name in (_HISTORY, _RECORDS) if name in first]
+    if not _KEPT.isdisjoint(first):
+        lines += [name + b": " + first[name] for name in (_HISTORY, _RECORDS) if name in first]
     if in_path and _RECORDS not in first:
         # Who can set nothing but a base URL has the records all the same.
         lines.append(_RECORDS + b": routes")
     return lines
+
+
+# A session has many turns.
+@lru_cache(SESSION_LINES_MAX)
+def _session_line(key: str) -> bytes:
+    return _SESSION + b": " + quote(key, safe="", errors="surrogatepass").encode()
 
 
 def _listed(connection: bytes) -> frozenset[bytes]:

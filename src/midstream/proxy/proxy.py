@@ -31,7 +31,7 @@ from midstream.core.headers import (
     HEADER_UNKNOWN_FIELDS,
 )
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
-from midstream.core.tracing import Tracer
+from midstream.core.tracing import HEADER_TRACEPARENT, Tracer
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
@@ -47,6 +47,7 @@ from midstream.http.auth import CREDENTIALS, NOBODY, Authenticator, Caller
 from midstream.http.message import HOP_BY_HOP, Request
 from midstream.http.upstream import UpstreamPool
 from midstream.proxy.audit import AuditLog
+from midstream.proxy.heads import UpstreamLines
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.poison import Suspects
 
@@ -104,12 +105,15 @@ class Proxy:
         # A credential goes no further than the check.
         if self.auth.required:
             self.dropped_headers |= frozenset(CREDENTIALS)
+        self.upstream_lines = UpstreamLines(self.dropped_headers)
+        # The span's own takes the place of the client's.
+        self.traced_lines = self.upstream_lines.without(frozenset((HEADER_TRACEPARENT.encode(),)))
         self._bound = settings.load_bound
         self.follows_prefixes = settings.follow_prefixes
         self.ignores_fields = settings.unknown_fields == "ignore"
         self._turn = 0
         self._request_ids = itertools.count()
-        self._request_prefix = os.urandom(8).hex()
+        self._request_prefix = os.urandom(8).hex().encode()
 
     # -- the server's calls
 
@@ -163,7 +167,7 @@ class Proxy:
         return lines
 
     def request_id(self) -> bytes:
-        return f"{self._request_prefix}-{next(self._request_ids):x}".encode()
+        return b"%b-%x" % (self._request_prefix, next(self._request_ids))
 
     def deployment_of(self, request: Request, grant: Grant, user: UserField = "user") -> Deployment:
         """The deployment that a request for inference is for. user: as in core/wires.py.

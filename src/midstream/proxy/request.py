@@ -35,7 +35,7 @@ from midstream.proxy.request_state import (
 )
 from midstream.proxy.resume import ResumeLog
 from midstream.proxy.route import ConnectionLoss, Judgement, Route, Until
-from midstream.proxy.spans import REPLACED, RequestSpan
+from midstream.proxy.spans import RequestSpan
 
 if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
@@ -232,11 +232,11 @@ class ProxiedRequest:
     def _send(self, connection: UpstreamConnection) -> None:
         self._connection = connection
         request, route = self._request, self.route
-        dropped, added = self._proxy.dropped_headers, route.request_lines()
+        lines, added = self._proxy.upstream_lines, route.request_lines()
         if self._span is not None:
             self._span.sent(route)
-            dropped, added = dropped | REPLACED, [*added, self._span.line]
-        head = to_upstream(request, route.target, len(route.body), dropped, added)
+            lines, added = self._proxy.traced_lines, [*added, self._span.line]
+        head = to_upstream(request, route.target, len(route.body), lines, added)
         connection.send(self, head, route.body, head_request=request.method == b"HEAD")
         if not self._client.writable:
             connection.pause()

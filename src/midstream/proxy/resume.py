@@ -103,7 +103,10 @@ class ResumeLog:
         return None if self.lost or self.forgotten else b"".join(self._lines)
 
     def _pick_out(self) -> None:
-        lines = b"".join(line + b"\n" for line in _LINE.findall(b"".join(self._gathered)))
+        found = _LINE.findall(b"".join(self._gathered))
+        # Each line has an end.
+        found.append(b"")
+        lines = b"\n".join(found)
         self._gathered.clear()
         self._size = 0
         self._lines.append(lines)

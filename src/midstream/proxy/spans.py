@@ -11,8 +11,6 @@ from midstream.http.message import Request
 from midstream.proxy.route import Route
 
 _CONTEXT = (HEADER_TRACEPARENT.encode(), HEADER_TRACESTATE.encode())
-#: The client's own, which the span's takes the place of.
-REPLACED = frozenset(_CONTEXT[:1])
 _SERVER_ERROR = 500
 
 

@@ -206,6 +206,14 @@ GATEWAY = (
         ("gateway/test_several_deployments.py",),
     ),
     Mutation(
+        "plain_head_with_a_header_twice",
+        "http/reader.py",
+        'if not whole or len(first) != len(headers) or b"host" not in first:',
+        'if not whole or b"host" not in first:',
+        "A request that is read without the parser is read as the parser reads it.",
+        ("gateway/test_plain_heads.py",),
+    ),
+    Mutation(
         "two_hosts_of_one_request",
         "http/message.py",
         'for once in (b"host", b"transfer-encoding", b"content-length", b"content-encoding"):',

@@ -1,0 +1,91 @@
+"""Heads of the plainest form, as nearly all clients and replicas send them, read by the line. Pure.
+
+Owns: what a plain line is, and a memory of such lines: from one message of a connection to the next, nearly all stay the same.
+Always holds:
+- A line is plain only if every parser reads it the same way. httptools' parser reads whatever is not plain.
+- A header that changes how its message is framed, or how its connection is used, is not plain. Of such headers only these are:
+  a length in digits, `connection: keep-alive`, and in a response `transfer-encoding: chunked`.
+- No memory has more than LINES_MAX entries, nor an entry longer than LINE_BYTES_MAX. No credential is in one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import TypeVar
+
+Header = tuple[bytes, bytes]
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: A longer head is not looked at.
+HEAD_BYTES_MAX = 8192
+#: Then the memory is cleared: what is in use comes back at once.
+LINES_MAX = 1024
+LINE_BYTES_MAX = 512
+HEAD_END = b"\r\n\r\n"
+#: Lines with them are read each time.
+SECRETS = frozenset(
+    (b"authorization", b"x-api-key", b"proxy-authorization", b"cookie", b"set-cookie", b"x-midstream-token")
+)
+_HEADER = re.compile(rb"([A-Za-z0-9-]+): ?([!-~](?:[ -~]*[!-~])?)")
+_REQUEST = re.compile(rb"(GET|POST) (/[A-Za-z0-9/._~:%-]*) HTTP/1\.1")
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+
+
+class NotPlain(Exception):
+    """A line is not plain."""
+
+
+class LineMemory(dict[K, V]):
+    """A bounded memory. What is not in it is made by `__missing__`, which each kind has."""
+
+    def keep(self, key: K, value: V) -> None:
+        if len(self) >= LINES_MAX:
+            self.clear()
+        self[key] = value
+
+
+class HeaderLines(LineMemory[bytes, Header]):
+    """A header's line to its lower-case name and its value. Raises NotPlain.
+
+    never: names of headers that are not plain here. chunked: chunks are.
+    """
+
+    def __init__(self, never: Collection[bytes], *, chunked: bool) -> None:
+        super().__init__()
+        self._never = frozenset(never)
+        self._chunked = chunked
+        # Most headers are not among them.
+        self._judged = self._never | {b"content-length", b"connection", b"transfer-encoding"}
+
+    def __missing__(self, line: bytes) -> Header:
+        found = _HEADER.fullmatch(line)
+        if found is None:
+            raise NotPlain
+        name, value = header = found[1].lower(), found[2]
+        if name in self._judged and not self._may_be(name, value):
+            raise NotPlain
+        if name not in SECRETS and len(line) <= LINE_BYTES_MAX:
+            self.keep(line, header)
+        return header
+
+    def _may_be(self, name: bytes, value: bytes) -> bool:
+        if name == b"content-length":
+            return _LENGTH.fullmatch(value) is not None
+        if name == b"connection":
+            return value.lower() == b"keep-alive"
+        return name not in self._never and self._chunked and value == b"chunked"
+
+
+class RequestLines(LineMemory[bytes, Header]):
+    """The first line of a request to its method and its target. Raises NotPlain."""
+
+    def __missing__(self, line: bytes) -> Header:
+        found = _REQUEST.fullmatch(line)
+        if found is None:
+            raise NotPlain
+        read = found[1], found[2]
+        if len(line) <= LINE_BYTES_MAX:
+            self.keep(line, read)
+        return read

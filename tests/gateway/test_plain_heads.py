@@ -1,0 +1,235 @@
+"""What is read without the parser comes out as the parser reads it, and only what is plain is read so."""
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import httptools
+import pytest
+from test_framing import LINES, requests
+
+from midstream.core.errors import MidstreamError
+from midstream.http import plain, reader, upstream
+from midstream.http.message import ConnectionLimits, Request
+from midstream.http.plain import HeaderLines, NotPlain
+from midstream.http.reader import RequestReader
+from midstream.http.upstream import UpstreamConnection, UpstreamPool
+from midstream.proxy.heads import ClientLines, UpstreamLines
+
+HEADS = 20_000
+LIMITS = ConnectionLimits(max_body_bytes=16, max_header_bytes=256, keep_alive_s=1.0)
+ANSWER_LINES = [
+    *LINES,
+    b"Content-Length: 0",
+    b"Transfer-Encoding: chunked",
+    b"Proxy-Connection: close",
+    b"Date: Sat, 21 Nov 2026 20:00:00 GMT",
+    b"content-length: 000000000000000000003",
+]
+
+
+class Reading(RequestReader):
+    """Notes what the reader asks of a connection, and what it says in the end."""
+
+    def __init__(self, *, plain_ones: bool) -> None:
+        super().__init__(LIMITS)
+        self.notes: list[object] = []
+        if not plain_ones:
+            self._plain_head_bytes_max = 0
+
+    def _take_head(self, method: bytes, target: bytes, first: Mapping[bytes, bytes], length: int) -> None:
+        self.notes.append(("head", method, target, dict(first), length))
+
+    def _hold_more(self, more: int) -> None:
+        self.notes.append(("more", more))
+
+    def _take_request(self, request: Request) -> None:
+        self.notes.append(told(request))
+
+    def read(self, data: bytes) -> list[object]:
+        try:
+            self.feed(data)
+        except (MidstreamError, httptools.HttpParserError) as error:
+            cause = error if isinstance(error, MidstreamError) else error.__context__
+            unfinished = self.unfinished
+            self.notes.append((type(error), str(cause or error), unfinished and told(unfinished)))
+        return self.notes
+
+
+def told(request: Request) -> tuple[object, ...]:
+    head = (request.method, request.target, request.headers, dict(request.first))
+    return (*head, request.body, request.http10, request.keep_alive, request.caller)
+
+
+def changed(data: bytes, rng: random.Random) -> bytes:
+    """One byte in three is another one, is gone, or comes twice."""
+    at, what = rng.randrange(len(data)), rng.randrange(9)
+    if what > 2:
+        return data
+    middle = (bytes([rng.choice(b"\0\t\n\r :,0aZ~\x7f\xff")]), b"", data[at : at + 1] * 2)[what]
+    return data[:at] + middle + data[at + 1 :]
+
+
+def test_a_request_is_the_same_with_the_parser_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "LINES_MAX", 64)
+    rng, without = random.Random(1), 0
+    for request, _ in zip(requests(rng), range(HEADS), strict=False):
+        data = changed(request, rng)
+        one, other = Reading(plain_ones=True), Reading(plain_ones=False)
+        without += one._take_plain(data)
+        one = Reading(plain_ones=True)
+        assert one.read(data) == other.read(data), data
+        # What comes next on the connection.
+        again = data if rng.randrange(2) else request
+        if one.notes and not isinstance(cast(Any, one.notes[-1])[0], type):
+            assert one.read(again) == other.read(again), (data, again)
+    assert HEADS / 16 < without < HEADS * 7 / 8
+    assert max(len(reader._header_lines), len(reader._request_lines)) <= 1024
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.notes: list[object] = []
+
+    def response_head(
+        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        self.notes.append((status, reason, list(headers), body))
+
+    def response_body(self, data: bytes) -> None:
+        self.notes.append(data)
+
+    def response_end(self) -> None:
+        self.notes.append("end")
+
+    def upstream_lost(self, reason: str, *, answered: bool) -> None:
+        self.notes.append((reason, answered))
+
+
+class Transport:
+    closing = False
+
+    def get_extra_info(self, name: str) -> None: ...
+    def write(self, data: bytes) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.closing = True
+
+
+async def _never(factory: object) -> None:
+    raise AssertionError("nothing is connected here")
+
+
+def answered(answers: list[list[bytes]], *, head_request: bool) -> list[object]:
+    """What comes of responses in these reads, one after the other, as long as the connection stays open."""
+    pool = UpstreamPool(_never, 1)
+    connection, wire = UpstreamConnection(pool), Transport()
+    connection.connection_made(cast(Any, wire))
+    found: list[object] = []
+    for reads in answers:
+        if wire.closing:
+            break
+        sink = Sink()
+        connection.send(sink, b"GET / HTTP/1.1\r\n\r\n", b"", head_request=head_request)
+        for read in reads:
+            if connection._sink is None or wire.closing:
+                break
+            connection.data_received(read)
+        found += [sink.notes, connection.answering, connection.in_chunk, connection.malformed, repr(pool)]
+        if connection._sink is not None:
+            connection.connection_lost(None)
+            break
+    return found
+
+
+def answers(rng: random.Random) -> Iterator[bytes]:
+    """Responses; most have one thing that is not plain."""
+    while True:
+        lines = [b"Server: uvicorn", b"X-A: 1", b"Connection: keep-alive"][: rng.randint(0, 3)]
+        chunked = rng.random() < 0.4
+        lines.append(b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 3")
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            lines.insert(rng.randint(0, len(lines)), rng.choice(ANSWER_LINES))
+        start = b"HTTP/1.1 200 OK"
+        if rng.random() < 0.2:
+            start = rng.choice((b"HTTP/1.1 204 No", b"HTTP/1.0 200 OK", b"HTTP/1.1 200", b"HTTP/1.1 100 OK"))
+        bodies = (b"xyz", b"xyz", b"", b"wxyz", b"xyz\r\n")
+        in_chunks = (b"3\r\nxyz\r\n0\r\n\r\n",) * 3 + (b"3;a=b\r\nxyz\r\n0\r\nt: 1\r\n\r\n", b"3\r\nxy")
+        body = rng.choice(in_chunks if chunked else bodies)
+        yield b"\r\n".join([start, *lines, b"", b""]) + body
+
+
+def test_a_response_is_the_same_with_the_parser_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "LINES_MAX", 64)
+    rng, taken = random.Random(2), [0]
+    take_plain = UpstreamConnection._take_plain
+
+    def counted(self: UpstreamConnection, sink: Any, data: bytes) -> bool:
+        found = take_plain(self, sink, data)
+        taken[0] += found
+        return found
+
+    made = answers(rng)
+    for _ in range(HEADS // 2):
+        reads = []
+        for response in (changed(next(made), rng), next(made)):
+            cut = rng.choice((len(response), len(response), rng.randint(1, len(response))))
+            reads.append([part for part in (response[:cut], response[cut:]) if part])
+        head_request = rng.random() < 0.1
+        monkeypatch.setattr(UpstreamConnection, "_take_plain", counted)
+        one = answered(reads, head_request=head_request)
+        monkeypatch.setattr(UpstreamConnection, "_take_plain", lambda self, sink, data: False)
+        assert one == answered(reads, head_request=head_request), reads
+    assert HEADS / 16 < taken[0] < HEADS * 7 / 8
+    assert len(upstream._header_lines) <= 1024
+
+
+def test_a_stream_is_within_a_chunk_from_the_end_of_its_size_to_the_end_of_its_data() -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"4;a=b\r\ndata\r\n"
+    for cut in range(len(chunk) + 1):
+        for whole in (b"", chunk * 2):
+            found = answered([[head + whole + chunk[:cut]]], head_request=False)
+            assert found[2] == (len(b"4;a=b\r\n") <= cut < len(chunk)), (whole, cut)
+
+
+def test_no_credential_and_no_long_line_is_remembered() -> None:
+    lines = HeaderLines((), chunked=False)
+    assert lines[b"Authorization: Bearer secret"] == (b"authorization", b"Bearer secret")
+    assert lines[b"x-a: " + b"1" * 1000] == (b"x-a", b"1" * 1000)
+    assert lines == {}
+    assert lines[b"X-A: 1"] is lines[b"X-A: 1"]
+    assert lines == {b"X-A: 1": (b"x-a", b"1")}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b" a: 1", b"a : 1", b"a:", b"a: ", b"a:  1", b"a: 1 ", b"a: \xe4", b"a: 1\n", b"a: 1\r", b"a_b: 1"],
+)
+def test_a_line_that_two_parsers_may_read_differently_is_not_plain(line: bytes) -> None:
+    with pytest.raises(NotPlain):
+        HeaderLines((), chunked=True)[line]
+
+
+def test_what_goes_on_is_remembered_within_the_same_bounds() -> None:
+    request_lines, answer_lines = (
+        UpstreamLines(frozenset((b"x-b",))),
+        ClientLines(http10=False, labels=False),
+    )
+    for name in (b"x-a", b"x-b", b"x-midstream-a", b"authorization", b"set-cookie"):
+        for value in (b"1", b"1" * plain.LINE_BYTES_MAX):
+            goes_on = name not in (b"x-b", b"x-midstream-a")
+            line = b"%b: %b\r\n" % (name, value)
+            assert request_lines[name, value] == (line if goes_on else b"")
+            assert answer_lines[name, value] == (b"" if name == b"x-midstream-a" else line)
+    assert (
+        list(request_lines)
+        == list(answer_lines)
+        == [(b"x-a", b"1"), (b"x-b", b"1"), (b"x-midstream-a", b"1")]
+    )
+    for number in range(plain.LINES_MAX):
+        assert request_lines[b"x-a", b"%d" % number] == b"x-a: %d\r\n" % number
+    assert len(request_lines) <= plain.LINES_MAX
