@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 import msgspec
 
@@ -21,6 +22,8 @@ from midstream.core.session_keys import session_key as key_named
 from midstream.core.types import Session
 from midstream.core.wires import UserField
 
+#: Values of headers whose keys are remembered.
+KEYS_MAX = 2**14
 _HEADERS = {name.encode(): name for name in SESSION_HEADERS}
 
 #: By the field that names the user: the names that one looks for before a body is parsed.
@@ -89,16 +92,23 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "
     if not _HEADERS.keys().isdisjoint(headers):
         for name, text_name in _HEADERS.items():
             if (value := headers.get(name)) is not None:
-                key = _text(value).strip(" \t")
                 # Nearly all requests of sessions take this branch.
-                if key:
-                    return check_key(key, text_name)
-                named.append((text_name, key))
+                if key := _key_in(value, text_name):
+                    return key
+                named.append((text_name, ""))
     for field in _FIELDS[user]:
         if field in body and _holds(body, field):
             named += _named_in_body(body, user)
             break
     return key_named(named) if named else None
+
+
+# A session has many turns.
+@lru_cache(KEYS_MAX)
+def _key_in(value: bytes, name: str) -> str:
+    """The key in a header's value; "" if it is empty. Raises InvalidRequest."""
+    key = _text(value).strip(" \t")
+    return check_key(key, name) if key else ""
 
 
 def key_in_path(session: bytes, headers: Mapping[bytes, bytes]) -> str:

@@ -170,9 +170,6 @@ class UpstreamConnection(asyncio.Protocol):
         # Asking counts on both sides.
         return self.on_chunk_header() != self.on_chunk_complete()
 
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
-
     # -- inside
 
     def _new_parser(self) -> httptools.HttpResponseParser:
@@ -340,7 +337,7 @@ class UpstreamPool:
         """An idle connection, or None. It may turn out to be stale: then nothing answers before it is lost."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open():
+            if not connection._transport.is_closing():
                 return connection
         return None
 

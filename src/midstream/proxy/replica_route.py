@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable, RequestLostReplicas
@@ -73,6 +74,11 @@ logger = logging.getLogger(__name__)
 _BOOT = HEADER_BOOT.encode()
 
 
+@lru_cache(4096)
+def _route_lines(replica: str, reason: str) -> bytes:
+    return f"x-midstream-replica: {replica}\r\nx-midstream-route-reason: {reason}\r\n".encode()
+
+
 class ReplicaRoute(Route):
     """A request for inference."""
 
@@ -95,7 +101,10 @@ class ReplicaRoute(Route):
         self._asked.in_path, self._asked.user_field = in_path, wire.user
         self._at = Sending()
         self._tries = Tries()
-        self._policy_wait = PolicyWait()
+
+    @cached_property
+    def _policy_wait(self) -> PolicyWait:
+        return PolicyWait()
 
     # -- before there is a replica
 
@@ -258,8 +267,7 @@ class ReplicaRoute(Route):
     def response_lines(self) -> list[bytes]:
         placed = self._at.placed
         assert placed is not None
-        reason = placed.decision.reason
-        return [f"x-midstream-replica: {placed.view.name}\r\nx-midstream-route-reason: {reason}\r\n".encode()]
+        return [_route_lines(placed.view.name, placed.decision.reason)]
 
     def span_attributes(self) -> dict[str, Attribute]:
         deployment = self._deployment
