@@ -24,7 +24,7 @@
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make walk    which files of midstream a streamed chat, a Tinker sample and a hot load pass, JSON; tests/test_size.py holds the numbers
-# make calls   how many Python functions a gateway calls for a turn and for a streamed chat, and a replica for a token, JSON
+# make calls   how many Python functions a gateway calls for a request and for a chunk, and a replica for a token, JSON
 #              (BENCH_ARGS="--functions": which)
 # make profile  the functions in which gateway, replica and engine spend a request, a chunk, a token: JSON and docs/profile.md; about five
 #               minutes (BENCH_ARGS="--pieces gateway embedded" without vLLM)

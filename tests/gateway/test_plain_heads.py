@@ -11,10 +11,10 @@ from test_framing import LINES, requests
 from midstream.core.errors import MidstreamError
 from midstream.http import plain, reader, upstream
 from midstream.http.message import ConnectionLimits, Request
-from midstream.http.plain import HeaderLines, NotPlain
+from midstream.http.plain import HeaderLines, HeadStart, NotPlain
 from midstream.http.reader import RequestReader
 from midstream.http.upstream import UpstreamConnection, UpstreamPool
-from midstream.proxy.heads import ClientLines, UpstreamLines
+from midstream.proxy.heads import ClientLines, UpstreamLines, to_upstream
 
 HEADS = 20_000
 LIMITS = ConnectionLimits(max_body_bytes=16, max_header_bytes=256, keep_alive_s=1.0)
@@ -34,6 +34,9 @@ class Reading(RequestReader):
     def __init__(self, *, plain_ones: bool) -> None:
         super().__init__(LIMITS)
         self.notes: list[object] = []
+        self.requests: list[Request] = []
+        self.refused = False
+        self.last_start: HeadStart | None = None
         if not plain_ones:
             self._plain_head_bytes_max = 0
 
@@ -45,13 +48,14 @@ class Reading(RequestReader):
 
     def _take_request(self, request: Request) -> None:
         self.notes.append(told(request))
+        self.requests.append(request)
 
     def read(self, data: bytes) -> list[object]:
         try:
             self.feed(data)
         except (MidstreamError, httptools.HttpParserError) as error:
             cause = error if isinstance(error, MidstreamError) else error.__context__
-            unfinished = self.unfinished
+            unfinished, self.refused = self.unfinished, True
             self.notes.append((type(error), str(cause or error), unfinished and told(unfinished)))
         return self.notes
 
@@ -71,20 +75,43 @@ def changed(data: bytes, rng: random.Random) -> bytes:
 
 
 def test_a_request_is_the_same_with_the_parser_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come after it on its connection, which may begin as it did."""
     monkeypatch.setattr(plain, "LINES_MAX", 64)
-    rng, without = random.Random(1), 0
-    for request, _ in zip(requests(rng), range(HEADS), strict=False):
-        data = changed(request, rng)
+    rng, lines = random.Random(1), UpstreamLines(frozenset((b"connection", b"content-length")))
+    made, without, begun_alike = requests(rng), 0, 0
+    for _ in range(HEADS // 2):
         one, other = Reading(plain_ones=True), Reading(plain_ones=False)
-        without += one._take_plain(data)
-        one = Reading(plain_ones=True)
-        assert one.read(data) == other.read(data), data
-        # What comes next on the connection.
-        again = data if rng.randrange(2) else request
-        if one.notes and not isinstance(cast(Any, one.notes[-1])[0], type):
-            assert one.read(again) == other.read(again), (data, again)
-    assert HEADS / 16 < without < HEADS * 7 / 8
+        request = changed(next(made), rng)
+        for _ in range(8):
+            assert one.read(request) == other.read(request), request
+            assert len(one.requests) == len(other.requests)
+            if one.refused or one._in_message or not all(came.keep_alive for came in one.requests):
+                break
+            for came, parsed in zip(one.requests, other.requests, strict=True):
+                without += came.start is not None
+                begun_alike += came.start is not None and came.start is one.last_start
+                one.last_start = came.start
+                sent = to_upstream(came, b"/", 3, lines, [])
+                assert sent == to_upstream(parsed, b"/", 3, lines, []), request
+            one.requests, other.requests = [], []
+            if rng.random() < 0.5:
+                request = changed(next(made), rng)
+    assert HEADS / 50 < begun_alike < without
     assert max(len(reader._header_lines), len(reader._request_lines)) <= 1024
+
+
+def test_a_head_is_known_by_the_lines_that_no_request_changes() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nX-A: 1\r\nAuthorization: Bearer secret\r\n"
+    reading = Reading(plain_ones=True)
+    for session in (b"a", b"b", b"c"):
+        reading.read(head + b"X-Session-ID: " + session + b"\r\nContent-Length: 3\r\n\r\nxyz")
+    starts = [request.start for request in reading.requests]
+    assert [start and start.text for start in starts] == [head[: head.index(b"Authorization")]] * 3
+    assert starts[0] is starts[1] is starts[2]
+    reading.read(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nX-A: 2\r\nContent-Length: 3\r\n\r\nxyz")
+    last = reading.requests[-1].start
+    assert last is not None
+    assert last.headers == [(b"host", b"t")]
 
 
 class Sink:

@@ -14,6 +14,7 @@ import msgspec
 
 from midstream.core.errors import InvalidRequest, MidstreamError, UnsupportedEncoding
 from midstream.http.auth import Caller
+from midstream.http.plain import HeadStart
 
 #: Headers that are about one connection, and are not passed on.
 HOP_BY_HOP = frozenset(
@@ -38,6 +39,8 @@ class Request:
     keep_alive: bool
     #: As the check of its head found it; None: that check asked for no key.
     caller: Caller | None = None
+    #: What its headers begin with; None: that was not looked at.
+    start: HeadStart | None = None
 
 
 @dataclass(slots=True, frozen=True)

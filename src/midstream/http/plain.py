@@ -5,13 +5,15 @@ Always holds:
 - A line is plain only if every parser reads it the same way. httptools' parser reads whatever is not plain.
 - A header that changes how its message is framed, or how its connection is used, is not plain. Of such headers only these are:
   a length in digits, `connection: keep-alive`, and in a response `transfer-encoding: chunked`.
-- No memory has more than LINES_MAX entries, nor an entry longer than LINE_BYTES_MAX. No credential is in one.
+- No memory has more than LINES_MAX entries, nor an entry longer than LINE_BYTES_MAX. A connection remembers one start of a
+  head, which is shorter than HEAD_BYTES_MAX. No credential is in either.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 Header = tuple[bytes, bytes]
@@ -19,7 +21,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 #: A longer head is not looked at.
-HEAD_BYTES_MAX = 8192
+HEAD_BYTES_MAX = 4096
 #: Then the memory is cleared: what is in use comes back at once.
 LINES_MAX = 1024
 LINE_BYTES_MAX = 512
@@ -89,3 +91,38 @@ class RequestLines(LineMemory[bytes, Header]):
         if len(line) <= LINE_BYTES_MAX:
             self.keep(line, read)
         return read
+
+
+class HeadStart:
+    """How the plain heads of a connection begin, up to the end of a line: the next one nearly always begins the same way.
+
+    lines: without their ends. passed_on: the headers as lines for an upstream, with the memory that these lines are from. No
+    credential is in it.
+    """
+
+    __slots__ = ("first", "headers", "lines", "method", "passed_on", "target", "text")
+
+    def __init__(
+        self, lines: Sequence[bytes], method: bytes, target: bytes, headers: Sequence[Header]
+    ) -> None:
+        self.lines, self.method, self.target, self.headers = lines, method, target, headers
+        self.text = b"\r\n".join((*lines, b""))
+        self.first = dict(headers)
+        self.passed_on: tuple[object, bytes] = (None, b"")
+
+    def shared_with(self, lines: Sequence[bytes]) -> HeadStart | None:
+        """The part of it with which a head of these lines begins, too. None: it has no header."""
+        same = [
+            *itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.lines, lines[:-1], strict=False))
+        ]
+        if len(same) < 2:
+            return None
+        return HeadStart(self.lines[: len(same)], self.method, self.target, self.headers[: len(same) - 1])
+
+
+def start_of(lines: Sequence[bytes], of_requests: RequestLines, of_headers: HeaderLines) -> HeadStart:
+    """The longest start of a plain head, which has these lines, that leaves its last line and no secret. Raises NotPlain."""
+    method, target = of_requests[lines[0]]
+    headers = [*map(of_headers.__getitem__, lines[1:-1])]
+    count = next((at for at, (name, _) in enumerate(headers) if name in SECRETS), len(headers))
+    return HeadStart(lines[: count + 1], method, target, headers[:count])

@@ -26,7 +26,15 @@ from midstream.core.errors import (
 )
 from midstream.http.auth import Caller
 from midstream.http.message import ConnectionLimits, Request, check_framing, split_absolute_form
-from midstream.http.plain import HEAD_BYTES_MAX, HEAD_END, HeaderLines, NotPlain, RequestLines
+from midstream.http.plain import (
+    HEAD_BYTES_MAX,
+    HEAD_END,
+    HeaderLines,
+    HeadStart,
+    NotPlain,
+    RequestLines,
+    start_of,
+)
 
 # Bytes that a chunk may have beside its data, for its size and its line ends.
 CHUNK_FRAMING_BYTES = 24
@@ -50,6 +58,7 @@ class RequestReader(ABC):
         self._roomless_bytes = 0
         # Of a plain head, any part of which is as it counts against the limit.
         self._plain_head_bytes_max = min(HEAD_BYTES_MAX, limits.max_header_bytes // 2)
+        self._head_start: HeadStart | None = None
         self._method: bytes
         self._caller: Caller | None
         self._headers: list[tuple[bytes, bytes]]
@@ -104,13 +113,17 @@ class RequestReader(ABC):
         end = data.find(HEAD_END, 0, self._plain_head_bytes_max)
         if end < 0:
             return False
-        first_line, *lines = data[:end].split(b"\r\n")
+        start = self._head_start
         try:
-            method, target = _request_lines[first_line]
-            headers = [*map(_header_lines.__getitem__, lines)]
+            if start is None or not data.startswith(start.text) or len(start.text) >= end:
+                start = self._begin_otherwise(data[:end].split(b"\r\n"))
+            lines = data[len(start.text) : end].split(b"\r\n")
+            headers = [*start.headers, *map(_header_lines.__getitem__, lines)]
         except NotPlain:
             return False
-        first = dict(headers)
+        method, target = start.method, start.target
+        first = start.first.copy()
+        first.update(headers[len(start.headers) :])
         length = int(first.get(b"content-length", 0))
         whole = len(data) == end + len(HEAD_END) + length and length <= self._limits.max_body_bytes
         if not whole or len(first) != len(headers) or b"host" not in first:
@@ -126,8 +139,14 @@ class RequestReader(ABC):
             raise
         body = data[end + len(HEAD_END) :]
         caller, self._caller = self._caller, None
-        self._take_request(Request(method, target, headers, first, body, False, True, caller))
+        self._take_request(Request(method, target, headers, first, body, False, True, caller, start))
         return True
+
+    def _begin_otherwise(self, lines: list[bytes]) -> HeadStart:
+        """lines: of a head that does not begin as the last one did. Raises NotPlain."""
+        shared = None if self._head_start is None else self._head_start.shared_with(lines)
+        self._head_start = found = shared or start_of(lines, _request_lines, _header_lines)
+        return found
 
     def _parse_without_offer(self) -> None:
         """Give a new parser the head again without its Upgrade header, so that it continues with the body.

@@ -20,7 +20,7 @@ from midstream.core.headers import (
 )
 from midstream.core.types import Session
 from midstream.http.message import HOP_BY_HOP, Request
-from midstream.http.plain import LINE_BYTES_MAX, SECRETS, Header, LineMemory, NotPlain
+from midstream.http.plain import LINE_BYTES_MAX, SECRETS, Header, HeadStart, LineMemory, NotPlain
 
 Headers = list[Header]
 #: Sessions whose line is remembered.
@@ -55,6 +55,14 @@ class UpstreamLines(LineMemory[Header, bytes]):
         if len(name) + len(header[1]) <= LINE_BYTES_MAX and name not in SECRETS:
             self.keep(header, line)
         return line
+
+    def begun(self, start: HeadStart) -> bytes:
+        """The lines of the headers that a head begins with."""
+        made_by, begun = start.passed_on
+        if made_by is not self:
+            begun = b"".join(map(self.__getitem__, start.headers))
+            start.passed_on = (self, begun)
+        return begun
 
     def without(self, names: frozenset[bytes]) -> UpstreamLines:
         """The same, but for headers of these names, too."""
@@ -111,7 +119,10 @@ def to_upstream(
     listed = request.first.get(b"connection")
     if listed is not None and listed.lower() not in _PERSISTENCE:
         lines = lines.without(_listed(listed))
-    parts = [request.method, b" ", target, b" HTTP/1.1\r\n", *map(lines.__getitem__, request.headers)]
+    start, headers, begun = request.start, request.headers, b""
+    if start is not None:
+        headers, begun = headers[len(start.headers) :], lines.begun(start)
+    parts = [request.method, b" ", target, b" HTTP/1.1\r\n", begun, *map(lines.__getitem__, headers)]
     if length or request.method in _WITH_LENGTH:
         parts.append(b"content-length: %d\r\n" % length)
     parts += (b"\r\n".join(added), b"\r\n\r\n" if added else b"\r\n")
