@@ -16,8 +16,8 @@
 # make test-all  every variant too: older SDKs, Ray clusters, many Hypothesis examples, vLLM
 # make test-variants SHARE=0,1/14  of what test-all adds to test, without vLLM, the first two of 14 parts
 # make check  lint and types        make ci  what CI runs
-# make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 12 minutes on an idle
-#                     machine of two cores or more (BENCH_ARGS="--quick": three); installs the routers in .venv-routers and by apt-get
+# make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 16 minutes on an idle
+#                     machine of two cores or more (BENCH_ARGS="--quick": five); installs the routers in .venv-routers and by apt-get
 # make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
 # make bench-rollout  64 trajectories x 8 turns on four replicas, by affinity and in other ways, JSON and docs/benchmarks.md;
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
@@ -233,6 +233,7 @@ check: setup
 bench-gateway: setup
 	cd benchmarks && ../$(BIN)/python -m gateway.peers
 	cd benchmarks && ../$(BIN)/python -m gateway.bench --write $(BENCH_ARGS)
+	cd benchmarks && ../$(BIN)/python -m gateway.scale --write $(if $(findstring --quick,$(BENCH_ARGS)),--quick)
 	cd benchmarks && ../$(BIN)/python turns.py --write $(BENCH_ARGS)
 
 bench-placement: setup

@@ -123,7 +123,7 @@ class Bench:
             return {"refused": status}
         window_s = self.effort.paced_window_s if shape.mode == "hold" else self.effort.window_s
         if shape.counter == "chunks":
-            whole_s = window_s + 4 * WARM_S
+            whole_s = window_s + 4 * WARM_S + shape.opening_s
             chunks = round(whole_s / shape.interval_s) if shape.interval_s else loads.BURST_CHUNKS
             bed.pace(shape.interval_s, chunks)
         while bed.total("streams"):
@@ -142,6 +142,7 @@ class Bench:
         before = self._sample(router, shape)
         time.sleep(window_s)
         after = self._sample(router, shape)
+        rss = 0 if router is None else tools.rss_bytes(router.pid)
         load = bed.end()
         wall, cpu, bed_cpu, count, cores = (b - a for a, b in zip(before, after, strict=True))
         if count == 0:
@@ -154,6 +155,7 @@ class Bench:
             "others": max(0.0, (cores - cpu - bed_cpu) / wall),
             "p50_us": delays["p50_us"],
             "p99_us": delays["p99_us"],
+            "rss_mb": rss / 1e6,
             "failed": load["failed"],
             "requests": load["asked"],
             "served_more": bed.total("requests") - served - load["asked"],
@@ -177,7 +179,7 @@ def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(unserved) == len(rounds):
         return {"unserved": sum(one["unserved"] for one in rounds)}
     rounds = [one for one in rounds if one not in unserved]
-    digits = {"cpu_us": 2, "per_s": 0, "busy": 3, "others": 2, "p50_us": 1, "p99_us": 1}
+    digits = {"cpu_us": 2, "per_s": 0, "busy": 3, "others": 2, "p50_us": 1, "p99_us": 1, "rss_mb": 1}
     found: dict[str, Any] = {
         name: round(statistics.median(one[name] for one in rounds), places) for name, places in digits.items()
     }

@@ -21,7 +21,8 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True)
 class LoadShape:
-    """mode: as in load.c, and `rate` for a fixed one. counter: what of the mocks is divided by."""
+    """mode: as in load.c, and `rate` for a fixed one. counter: what of the mocks is divided by. opening_s: how much longer
+    a stream is made for the time in which all are opened."""
 
     name: str
     body: str
@@ -30,6 +31,7 @@ class LoadShape:
     counter: str
     interval_s: float = 0.0
     rate: float = 0.0
+    opening_s: float = 0.0
 
 
 SHAPES = (

@@ -339,6 +339,8 @@ class DebianPeer(Router):
 
 class HAProxy(DebianPeer):
     name = "haproxy"
+    threads = 1
+    connections_max = 8192
 
     def command(self) -> list[str]:
         return [str(peers.program(self.name)), "-db", "-f", str(self.path)]
@@ -349,8 +351,8 @@ class HAProxy(DebianPeer):
             for i, url in enumerate(self.urls)
         )
         return f"""global
-    nbthread 1
-    maxconn 8192
+    nbthread {self.threads}
+    maxconn {self.connections_max}
     stats socket {self.folder}/haproxy.sock level admin
 defaults
     mode http

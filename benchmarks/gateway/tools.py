@@ -66,13 +66,13 @@ def rss_bytes(pid: int) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def pin(pid: int, core: int) -> None:
-    """Every thread of the process tree on one core."""
+def pin(pid: int, *cores: int) -> None:
+    """Every thread of the process tree on these cores."""
     for one in tree(pid):
         for thread in Path(f"/proc/{one}/task").iterdir():
             # It ended meanwhile.
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), {core})
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 class Bed:

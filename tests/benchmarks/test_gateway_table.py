@@ -28,6 +28,7 @@ def _cell(cpu_us: float, **more: Any) -> dict[str, Any]:
         "others": 0.25,
         "p50_us": 100.0,
         "p99_us": 900.0,
+        "rss_mb": 80.0,
     }
     return {**cell, "failed": 0, **more}
 
