@@ -64,9 +64,9 @@ def read_records(url: str, *, deployment: str | None = None, seen: Container[str
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
     deployment: its bare name, or None for all. seen: segments that were read before. They never change, so they are not read
-    again. No segment is the last one: each replica adds its own.
+    again.
 
-    Each record has its `segment` and the fields of docs/records.md.
+    Each record has its `segment` and the fields of docs/records.md. New segments may come at any time, from each replica.
     Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
     """
     root = f"{url.rstrip('/')}/records"
