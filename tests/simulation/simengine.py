@@ -24,7 +24,8 @@ from midstream.core.types import (
     SwapTiming,
     TokenRecord,
 )
-from midstream.engine.base import Engine, EngineDied, Slot, StagingFailed
+from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed
+from midstream.engine.request_events import RequestEvents
 
 _MASK = 2**64 - 1
 VOCAB = 250
@@ -85,7 +86,7 @@ class Choice:
     choice: int
     slot: SimSlot
     tokens: list[int]
-    events: asyncio.Queue[GenerationEvent | None]
+    events: RequestEvents
     kv: list[int] = field(default_factory=list)
     by: list[tuple[str, int]] = field(default_factory=list)
     made: int = 0
@@ -241,9 +242,14 @@ class SimEngine(Engine):
         return sum(one.slot is slot for one in self._running)
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        return self._generate(request)
+        return self._generate(request, None)
 
-    async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
+        return self._generate(request, at_once)
+
+    async def _generate(
+        self, request: GenerateRequest, at_once: AtOnce | None
+    ) -> AsyncIterator[GenerationEvent]:
         if not self._alive:
             raise EngineDied("the engine is not there")
         life = self._own
@@ -260,7 +266,7 @@ class SimEngine(Engine):
         if request.emitted and self.killed_by(request):
             await self.die("the stream that it was to go on with killed it")
             raise EngineDied("the engine is gone")
-        events: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
+        events = RequestEvents(request, at_once)
         mine = [
             Choice(request, choice, slot, [*request.prompt, *request.emitted_of(choice)], events, fixed=fixed)
             for choice in request.choices
@@ -269,13 +275,8 @@ class SimEngine(Engine):
             sequence.made = len(request.emitted_of(sequence.choice))
         self._running += mine
         self._work.set()
-        left = len(mine)
         try:
-            while left:
-                event = await events.get()
-                if event is None:
-                    raise EngineDied("the engine is gone")
-                left -= event.finish is not None
+            while (event := await events.next()) is not None:
                 yield event
         finally:
             self._running = [one for one in self._running if one not in mine]
@@ -284,7 +285,7 @@ class SimEngine(Engine):
         for one in list(self._running):
             if one.request.request_id == request_id and one.choice == index:
                 self._running.remove(one)
-                one.events.put_nowait(GenerationEvent(index=index, finish="abort"))
+                one.events.put(GenerationEvent(index=index, finish="abort"))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._own.stage(snapshot, directory)
@@ -330,7 +331,7 @@ class SimEngine(Engine):
     def _end_all(self) -> None:
         running, self._running = self._running, []
         for sequence in running:
-            sequence.events.put_nowait(None)
+            sequence.events.fail(EngineDied("the engine is gone"))
 
     async def _step_on(self) -> None:
         while True:
@@ -367,7 +368,7 @@ class SimEngine(Engine):
             if not grown or finish:
                 kv = spans
             one.told = spans
-        one.events.put_nowait(
+        one.events.put(
             GenerationEvent(
                 index=one.choice,
                 tokens=records,
