@@ -1,6 +1,6 @@
 // The test bed of the routers: load generator and mock replicas in one thread, so that one core drives both without a switch.
 //
-//     bed STATE REPORTS
+//     bed STATE REPORTS [rests]
 //
 // STATE: a file of 64-bit words, mapped: what the harness sets and what the mocks count (enums in mock.c); the harness reads it at
 // any time. REPORTS: two lines per mock replica for its GET /replica/events: a report, and its trajectories. Prints the ports on one line. Then each line of
@@ -14,7 +14,8 @@
 // request per connection, nothing more. RECORD: a file that gets a character for each key: which mock answered it last.
 // Prints `ready` when every connection has an answer begun, then one JSON object when all are done. Ends with its parent.
 // Always holds: while a load runs it polls and never sleeps, so that a router pays for its own work and not for waking this core,
-// which on virtual machines costs more than many a request; without a load it sleeps.
+// which on virtual machines costs more than many a request; without a load it sleeps. One that `rests` sleeps during a load, too:
+// for routers that share its core.
 
 #include "bed.h"
 
@@ -22,6 +23,7 @@
 
 #define ARGUMENTS_MAX 16
 #define LINE_MAX_BYTES 8192
+#define REST_MS 1  // the longest rest
 
 static void begin_load(char *line) {
     char *arguments[ARGUMENTS_MAX], *rest = NULL;
@@ -37,8 +39,9 @@ static void begin_load(char *line) {
 
 int main(int count, char **arguments) {
     char line[LINE_MAX_BYTES];
-    if (count != 3) {
-        fprintf(stderr, "usage: bed STATE REPORTS\n");
+    int rests = count == 4 && strcmp(arguments[3], "rests") == 0;
+    if (count != 3 && !rests) {
+        fprintf(stderr, "usage: bed STATE REPORTS [rests]\n");
         return 2;
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -51,7 +54,11 @@ int main(int count, char **arguments) {
         if (waiting[1].revents == 0) continue;
         if (fgets(line, sizeof line, stdin) == NULL) return 0;
         begin_load(line);
-        while (load_step()) mock_step();
+        while (load_step()) {
+            struct pollfd both[2] = {{.fd = waiting[0].fd, .events = POLLIN}, {.fd = load_fd(), .events = POLLIN}};
+            if (rests && poll(both, 2, REST_MS) < 0 && errno != EINTR) die("poll");
+            mock_step();
+        }
         load_end();
     }
 }

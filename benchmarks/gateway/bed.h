@@ -16,6 +16,8 @@ int mock_rests(void);
 void load_begin(int count, char **arguments);
 // Do whatever is there to do now; whether the run goes on.
 int load_step(void);
+// What to wait on until there is more to do.
+int load_fd(void);
 // Print what was counted.
 void load_end(void);
 

@@ -62,11 +62,11 @@ QUICK = Effort(rounds=1, window_s=0.5, paced_window_s=1.0, idle_s=1.0)
 class Bench:
     """The test bed and the routers that run. files: the requests, by name."""
 
-    def __init__(self, folder: Path, effort: Effort, cores: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, effort: Effort, cores: tuple[int, int], *, rests: bool = False) -> None:
         self.folder, self.effort, self.cores = folder, effort, cores
         tools.build(folder)
         self.files = loads.write(folder)
-        self.bed = tools.Bed(folder, MOCKS, cores[1])
+        self.bed = tools.Bed(folder, MOCKS, cores[1], rests=rests)
         self.bed.pace(0.0, loads.BURST_CHUNKS)
         self.running: dict[str, Router] = {}
         self.absent: dict[str, str] = {}

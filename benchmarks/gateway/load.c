@@ -353,6 +353,8 @@ void load_begin(int count, char **arguments) {
     }
 }
 
+int load_fd(void) { return epoll_fd; }
+
 int load_step(void) {
     struct epoll_event events[EVENTS_MAX];
     if (busy_count == 0 && !(interval != 0 && more_to_ask())) return 0;

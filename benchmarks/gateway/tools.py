@@ -78,8 +78,9 @@ def pin(pid: int, *cores: int) -> None:
 class Bed:
     """A running test bed. urls: of the mock replicas."""
 
-    def __init__(self, folder: Path, mocks: int, core: int | None = None) -> None:
-        """folder: where it was built; the bed keeps its files there. core: the one it runs on."""
+    def __init__(self, folder: Path, mocks: int, core: int | None = None, *, rests: bool = False) -> None:
+        """folder: where it was built; the bed keeps its files there. core: the one it runs on. rests: it sleeps when it has
+        nothing to do, also during a load."""
         state, reports = folder / "state", folder / "reports"
         state.write_bytes(bytes(STATE_BYTES))
         lines = [line for i in range(mocks) for line in (_report(i), _trajectories())]
@@ -87,7 +88,10 @@ class Bed:
         with state.open("r+b") as file:
             self._state = mmap.mmap(file.fileno(), STATE_BYTES)
         self.process = subprocess.Popen(
-            [folder / "bed", state, reports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [folder / "bed", state, reports, *(["rests"] if rests else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         if core is not None:
             pin(self.process.pid, core)
