@@ -32,7 +32,7 @@ static int epoll_fd = -1, port;
 static char *request;
 static size_t request_length, marks[MARKS_MAX], mark_count;
 static uint64_t started, lasts, stop_at, limit = UINT64_MAX, keys = 1024, interval;
-static uint64_t asked, ok, failed, cut, events_seen, bytes, reads, begun, error_events;
+static uint64_t asked, ok, failed, cut, events_seen, bytes, reads, begun, error_events, opening_events;
 static uint64_t statuses[STATUSES];
 static struct samples latency, first_byte, event_delay;
 static int client_count, hold, said_ready, busy_count;
@@ -258,9 +258,10 @@ static void print_samples(const char *name, struct samples *samples) {
 static void print_result(uint64_t ended_at) {
     double seconds = (double)(ended_at - started) / 1e9;
     printf("{\"asked\": %llu, \"ok\": %llu, \"failed\": %llu, \"cut\": %llu, \"events\": %llu, \"error_events\": %llu, "
-           "\"bytes\": %llu, \"reads\": %llu, \"seconds\": %.6f, \"statuses\": {",
+           "\"opening_events\": %llu, \"bytes\": %llu, \"reads\": %llu, \"seconds\": %.6f, \"statuses\": {",
            (unsigned long long)asked, (unsigned long long)ok, (unsigned long long)failed, (unsigned long long)cut,
-           (unsigned long long)events_seen, (unsigned long long)error_events, (unsigned long long)bytes,
+           (unsigned long long)events_seen, (unsigned long long)error_events,
+           (unsigned long long)opening_events, (unsigned long long)bytes,
            (unsigned long long)reads, seconds);
     const char *between = "";
     for (int i = 0; i < STATUSES; i++) {
@@ -299,7 +300,7 @@ static void forget_the_last(void) {
     if (epoll_fd >= 0) close(epoll_fd);
     record = NULL;
     mark_count = 0;
-    lasts = stop_at = interval = asked = ok = failed = cut = events_seen = bytes = reads = begun = error_events = 0;
+    lasts = stop_at = interval = asked = ok = failed = cut = events_seen = bytes = reads = begun = error_events = opening_events = 0;
     limit = UINT64_MAX;
     keys = 1024;
     hold = said_ready = busy_count = 0;
@@ -364,7 +365,11 @@ int load_step(void) {
     for (int i = 0; i < found; i++) serve(events[i]);
     if (!said_ready && (begun >= (uint64_t)client_count || begun >= limit)) {
         said_ready = 1;
-        if (hold) event_delay.used = 0;  // of streams that ran while others were opened
+        // The delays of streams that ran while others were opened are not counted.
+        if (hold) {
+            opening_events = event_delay.used;
+            event_delay.used = 0;
+        }
         printf("ready\n");
         fflush(stdout);
     }
