@@ -28,6 +28,7 @@ from hardware import RESULTS, provenance, write_result
 from loadgen import Load
 from servers import (
     TICKS,
+    VECTORS,
     VLLM_PYTHON,
     Endpoint,
     Midstream,
@@ -263,12 +264,17 @@ def merge(result: dict[str, Any], row: dict[str, Any]) -> None:
     )
 
 
-def save(result: dict[str, Any]) -> None:
+def result_name() -> str:
+    """Of the result's file, and of its part of docs/benchmarks.md."""
     if MidstreamBefore.checkout is not None:
-        path = write_result("engine-before", result)
-    else:
-        path = write_result("engine", result)
-        write_table(result)
+        return "engine-before"
+    return "engine" if Server.vectors == "native" else f"engine-{Server.vectors}"
+
+
+def save(result: dict[str, Any]) -> None:
+    path = write_result(result_name(), result)
+    if MidstreamBefore.checkout is None:
+        write_table(result, result_name())
     say(f"  wrote {path.name}")
 
 
@@ -293,11 +299,12 @@ def new_result(options: argparse.Namespace) -> dict[str, Any]:
         stream=True,
         dtype="bfloat16",
         device=options.device,
+        vectors=options.vectors,
     )
     if "vllm" in options.engines:
         result["versions"]["vllm environment"] = vllm_versions()
     result |= {"servers": {}, "lines": []}
-    path = RESULTS / "engine.json"
+    path = RESULTS / f"{result_name()}.json"
     if options.write and options.before is None and path.exists():
         older = json.loads(path.read_text())
         result |= {"servers": older["servers"], "lines": older["lines"]}
@@ -333,7 +340,14 @@ def main() -> int:
         "--seed", type=int, default=int(time.time()), help="of the prompts; fresh ones by default"
     )
     parser.add_argument("--write", action="store_true", help="to results/engine.json and docs/benchmarks.md")
+    parser.add_argument(
+        "--vectors",
+        choices=VECTORS,
+        default="native",
+        help="avx2: as if this processor had no AVX-512; --write: results/engine-avx2.json",
+    )
     options = parser.parse_args()
+    Server.vectors = options.vectors
     if options.before is not None:
         MidstreamBefore.checkout = options.before.resolve()
         options.engines = [Midstream.name, MidstreamBefore.name]
@@ -345,7 +359,7 @@ def main() -> int:
             measure_model(model, Path(folder), options, result)
     if not options.write:
         print(json.dumps(result, indent=2))
-    if options.before is None:
+    if options.before is None and options.vectors == "native":
         last_result.say("engine", result)
     return 0
 

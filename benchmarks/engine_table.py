@@ -172,9 +172,11 @@ def _memory(model: str, servers: dict[str, Any]) -> str:
     return f"**{model}**, at rest:\n\n" + table(head, body)
 
 
-def write_table(result: dict[str, Any]) -> None:
-    write_part("engine", render(result))
+def write_table(result: dict[str, Any], name: str = "engine") -> None:
+    """name: of the result's file, and of its part."""
+    write_part(name, render(result))
 
 
 if __name__ == "__main__":
-    write_table(json.loads((RESULTS / "engine.json").read_text()))
+    for name in ("engine", "engine-avx2"):
+        write_table(json.loads((RESULTS / f"{name}.json").read_text()), name)

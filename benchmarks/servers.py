@@ -34,6 +34,15 @@ FLAT_TOKEN = "replica_token"
 TICKS = os.sysconf("SC_CLK_TCK")
 CONTEXT = 4096
 BLOCK = 16
+VECTORS = ("native", "avx2")
+#: A process with these does not use AVX-512, on a machine that has it. vLLM asks torch, so it needs the folder, too.
+AVX2_ONLY = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "MIDSTREAM_KERNELS_LEVEL": "x86-64-v3",
+}
+AVX2_FOLDER = HERE / "avx2_only"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Server(ABC):
     name: str
     # For processes under it to follow it.
     grace_s = 5.0
+    #: One of VECTORS, for every server.
+    vectors = "native"
 
     def __init__(self, model: Model, folder: Path) -> None:
         self.model = model
@@ -107,6 +118,8 @@ class Server(ABC):
 
     def __enter__(self) -> Server:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.environment()}
+        if self.vectors == "avx2":
+            environment |= AVX2_ONLY
         started = time.monotonic()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -265,6 +278,7 @@ class Vllm(Server):
             "VLLM_CPU_OMP_THREADS_BIND": self.model.vllm_cores,
             "VLLM_CACHE_ROOT": str(self.log.with_suffix(".cache")),
             "VLLM_NO_USAGE_STATS": "1",
+            **({"PYTHONPATH": str(AVX2_FOLDER)} if self.vectors == "avx2" else {}),
         }
 
     def ready(self) -> bool:

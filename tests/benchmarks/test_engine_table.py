@@ -6,13 +6,15 @@ import json
 
 import document
 import engine_table
+import pytest
 from hardware import RESULTS
 
 
-def test_the_document_holds_what_the_results_render_to() -> None:
-    result = json.loads((RESULTS / "engine.json").read_text())
+@pytest.mark.parametrize("name", ["engine", "engine-avx2"])
+def test_the_document_holds_what_the_results_render_to(name: str) -> None:
+    result = json.loads((RESULTS / f"{name}.json").read_text())
     text = document.DOCUMENT.read_text()
-    assert document.replaced(text, "engine", engine_table.render(result)) == text
+    assert document.replaced(text, name, engine_table.render(result)) == text
 
 
 def test_a_row_shows_every_engine_the_ratio_and_how_many_rounds_it_had() -> None:
