@@ -32,7 +32,7 @@ from midstream.core.types import (
     TokenRecord,
     TopLogprob,
 )
-from midstream.engine.base import Engine, EngineDied, StagingFailed, StreamLost
+from midstream.engine.base import AtOnce, Engine, EngineDied, StagingFailed, StreamLost
 from midstream.replica.policy import Bounds
 from midstream.replica.replica import Replica
 from midstream.replica.server import ReplicaServer
@@ -223,7 +223,9 @@ class FakeEngine(Engine):
             self.choices_to_abort.add((request_id, index))
         self._announce()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
+    ) -> AsyncIterator[GenerationEvent]:
         if request.urgent:
             yield await self._score(request)
             return

@@ -19,6 +19,7 @@ from midstream.core.headers import HEADER_BOOT
 from midstream.core.reports import ReplicaReport
 from midstream.core.sse import sse_event
 from midstream.core.types import NEAR_ROUTER, NEAR_TOP_P, GenerateRequest, GenerationEvent, Stage, TokenRecord
+from midstream.engine.base import AtOnce
 from midstream.replica import app
 
 Scenario = Callable[[Running], Awaitable[None]]
@@ -216,7 +217,9 @@ def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_
     class Engine(FakeEngine):
         """Marks the tokens of some positions."""
 
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        async def generate(
+            self, request: GenerateRequest, at_once: AtOnce | None = None
+        ) -> AsyncIterator[GenerationEvent]:
             def marked(records: tuple[TokenRecord, ...]) -> tuple[TokenRecord, ...]:
                 ties = {-1.0: NEAR_ROUTER, -3.0: NEAR_ROUTER | NEAR_TOP_P}
                 return tuple(replace(r, near_tie=ties.get(r.logprob, 0)) for r in records)

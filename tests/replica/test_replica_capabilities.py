@@ -15,6 +15,7 @@ from test_replica_tool_api import TOOLS, write_tool_model
 from midstream.core.reports import ReplicaReport
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME
 from midstream.core.types import ENGINE_FEATURES, EngineCard, GenerateRequest
+from midstream.engine.base import AtOnce
 from midstream.replica.gate import Door
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -169,7 +170,7 @@ def test_a_stream_of_an_engine_that_cannot_resume_is_not_told_and_none_is_taken_
 
 
 class WithoutSamplingLogprobs(FakeEngine):
-    async def generate(self, request: GenerateRequest) -> Any:
+    async def generate(self, request: GenerateRequest, at_once: AtOnce | None = None) -> Any:
         async for event in super().generate(request):
             tokens = tuple(msgspec.structs.replace(token, sampling_logprob=nan) for token in event.tokens)
             yield msgspec.structs.replace(event, tokens=tokens) if tokens else event

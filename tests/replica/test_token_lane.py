@@ -38,9 +38,12 @@ BODIES: dict[str, tuple[str, dict[str, Any], bool]] = {
 class Offering(FakeEngine):
     """Offers each event that ends nothing."""
 
-    async def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
-        async for event in self.generate(request):
-            if event.finish is not None or event.error is not None or not at_once(event):
+    async def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
+    ) -> AsyncIterator[GenerationEvent]:
+        async for event in super().generate(request):
+            ends = event.finish is not None or event.error is not None
+            if at_once is None or ends or not at_once(event):
                 yield event
 
 

@@ -241,14 +241,8 @@ class SimEngine(Engine):
     def running_of(self, slot: SimSlot) -> int:
         return sum(one.slot is slot for one in self._running)
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        return self._generate(request, None)
-
-    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
-        return self._generate(request, at_once)
-
-    async def _generate(
-        self, request: GenerateRequest, at_once: AtOnce | None
+    async def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
     ) -> AsyncIterator[GenerationEvent]:
         if not self._alive:
             raise EngineDied("the engine is not there")

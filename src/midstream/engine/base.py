@@ -106,21 +106,18 @@ class Engine(Slot):
         """
 
     @abc.abstractmethod
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
+    ) -> AsyncIterator[GenerationEvent]:
         """Events of all n choices, interleaved, in order within a choice; ends after the last choice's `finish`.
 
         Safe at any time, also during stage and commit. Closing the iterator (aclose, cancellation) aborts the request:
         the engine stops within one step and its KV blocks are free again. Raises EngineDied, StreamLost.
-        """
 
-    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
-        """As `generate`, for a consumer that need not be woken for each event.
-
-        While the iterator is waited for, the engine may offer an event to `at_once` first, unless it ends a choice or the
-        request. An event that this takes does not come out of the iterator. The order of events stays the same. The
-        iterator raises what `at_once` raises.
+        at_once: for a consumer that need not be woken for each event. While the iterator is waited for, the engine may offer
+        it an event first, unless that ends a choice or the request. An event that it takes does not come out of the
+        iterator. The order of events stays the same. The iterator raises what `at_once` raises.
         """
-        return self.generate(request)
 
     def refuses(self, request: GenerateRequest) -> str | None:
         """Why the engine cannot serve this request although its card does not exclude it; None if it can.

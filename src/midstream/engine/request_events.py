@@ -15,7 +15,7 @@ from midstream.engine.base import AtOnce
 
 
 class RequestEvents:
-    """open: the choices that are not over. at_once: as of Engine.generate_to; None: every event waits for the iterator."""
+    """open: the choices that are not over. at_once: as of Engine.generate; None: every event waits for the iterator."""
 
     def __init__(self, request: GenerateRequest, at_once: AtOnce | None = None) -> None:
         self.request = request

@@ -26,7 +26,7 @@ from midstream.core.types import (
     TokenRecord,
     TopLogprob,
 )
-from midstream.engine.base import Engine
+from midstream.engine.base import AtOnce, Engine
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request
 from midstream.replica.app import ReplicaApp
@@ -76,7 +76,9 @@ class SaysLittle(Engine):
 
     async def close(self) -> None: ...
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
+    ) -> AsyncIterator[GenerationEvent]:
         if not request.urgent:
             self.asked.append(request)
         size, limit = len(request.prompt), request.sampling.max_tokens

@@ -141,14 +141,8 @@ class EmbeddedEngine(Engine):
     async def close(self) -> None:
         await self._stop()
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        return self._generate(request, None)
-
-    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
-        return self._generate(request, at_once)
-
-    async def _generate(
-        self, request: GenerateRequest, at_once: AtOnce | None
+    async def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
     ) -> AsyncIterator[GenerationEvent]:
         link = self._running_link()
         events = self._requests[request.request_id] = RequestEvents(request, at_once)

@@ -39,10 +39,12 @@ CONNECT_S_MAX = 30.0
 
 
 class VllmEngine(ServerLife):
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        return self._generate(request, None)
+    def generate(
+        self, request: GenerateRequest, at_once: AtOnce | None = None
+    ) -> AsyncIterator[GenerationEvent]:
+        if at_once is None:
+            return self._generate(request, None)
 
-    def generate_to(self, request: GenerateRequest, at_once: AtOnce) -> AsyncIterator[GenerationEvent]:
         def counted(event: GenerationEvent) -> bool:
             taken = at_once(event)
             if taken:

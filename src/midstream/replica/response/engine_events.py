@@ -59,14 +59,14 @@ class EngineEvents:
         return choice in self.aborted
 
     def events(self, at_once: AtOnce) -> AsyncGenerator[GenerationEvent, None]:
-        """at_once: as of Engine.generate_to. Only the events of a single prompt are offered to it, of no aborted choice.
+        """at_once: as of Engine.generate. Only the events of a single prompt are offered to it, of no aborted choice.
 
         Raises EngineDied, StreamLost.
         """
         live = [prompt for prompt, choices in enumerate(self._open) if choices]
         if live == [0] and not self.aborted:
             # The first prompt's choices have the numbers that they have in the request.
-            return _closable(self._engine.generate_to(self.requests[0], at_once))
+            return _closable(self._engine.generate(self.requests[0], at_once))
         return self._generate(live[0]) if len(live) == 1 else self._merged(live)
 
     async def _merged(self, live: list[int]) -> AsyncGenerator[GenerationEvent, None]:
