@@ -20,6 +20,8 @@ from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.content import (
     MANIFEST_FILE,
     PART_BYTES,
+    by_content,
+    content_fingerprint,
     difference,
     directory_content,
     encode_manifest,
@@ -82,6 +84,28 @@ def test_the_first_file_that_is_another_is_named(found: list[FileContent], words
     assert difference(expected, tuple(found)) == words
     sizes = {one.name: one.size for one in found}
     assert size_difference(expected, sizes) == (words if words is None or "digest" not in words else None)
+
+
+def test_a_fingerprint_by_content_is_that_of_names_sizes_and_digests_in_any_order() -> None:
+    content = (file("a", 7, "f" * 64), file("b.safetensors", 2**40))
+    mark = content_fingerprint(content)
+    canonical = f'[["a",7,"{"f" * 64}"],["b.safetensors",{2**40},"{"0" * 64}"]]'
+    assert mark == "content:" + hashlib.sha256(canonical.encode()).hexdigest()
+    assert content_fingerprint(content[::-1]) == mark
+    others = [
+        content[:1],
+        (file("A", 7, "f" * 64), content[1]),
+        (file("a", 8, "f" * 64), content[1]),
+        (file("a", 7, "e" * 64), content[1]),
+    ]
+    assert len({mark, *map(content_fingerprint, others)}) == 5
+
+
+def test_only_a_fingerprint_by_content_is_taken_for_one(tmp_path: Path, runner: asyncio.Runner) -> None:
+    source = write_checkpoint(tmp_path / "s0")
+    listed = runner.run(snapshot_fingerprint(source.as_uri()))
+    assert by_content(content_fingerprint(directory_content(source, NAMES)))
+    assert [by_content(mark) for mark in (listed, None, "")] == [False] * 3
 
 
 def test_a_manifest_says_what_was_put_into_it() -> None:

@@ -4,7 +4,7 @@ A file's digest is the SHA-256 of the SHA-256 digests (32 bytes each) of its par
 in parallel while they are copied, and an interrupted copy loses nothing.
 
 Always holds: a content names every snapshot file of a directory once, sorted by name. The manifest is not one of them. A
-manifest that is not understood as a whole is an error.
+manifest that is not understood as a whole is an error. Two contents have the same fingerprint only if they are equal.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MANIFEST_BYTES_MAX = 16 * 2**20
 PART_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
 _DIGEST_CHARS = 64
+#: Begins the fingerprint of files that are known by their content, not by what a bucket lists.
+_BY_CONTENT = "content:"
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -73,6 +75,17 @@ def directory_content(directory: Path, names: Iterable[str]) -> Content:
     """The content of these files of `directory`, digested in parallel. Raises OSError."""
     with ThreadPoolExecutor(os.cpu_count() or 1, "digests") as threads:
         return tuple(threads.map(lambda name: file_content(directory / name), sorted(names)))
+
+
+def content_fingerprint(content: Content) -> str:
+    """The fingerprint of a snapshot that is known by this content alone."""
+    files = sorted((file.name, file.size, file.digest) for file in content)
+    return _BY_CONTENT + hashlib.sha256(msgspec.json.encode(files)).hexdigest()
+
+
+def by_content(fingerprint: str | None) -> bool:
+    """Whether a snapshot with this fingerprint is known by its content, whatever its bucket lists. None: not known at all."""
+    return fingerprint is not None and fingerprint.startswith(_BY_CONTENT)
 
 
 def difference(expected: Content, found: Content) -> str | None:
