@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import itertools
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,17 +25,15 @@ from pathlib import Path
 from midstream.client.errors import PublishError
 from midstream.core.errors import SnapshotError
 from midstream.core.types import Content
-from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
-from midstream.snapshots.durable import sync_directory, sync_tree
+from midstream.snapshots.content import directory_content
 from midstream.snapshots.identity import file_url_path, parse_bucket
 from midstream.snapshots.layout import is_snapshot_file
-from midstream.snapshots.store.local import TEMPORARY_PREFIX, move_into_place
+from midstream.snapshots.store.local import TEMPORARY_PREFIX
 from midstream.snapshots.store.upload import OnFile, list_directory, put_directory, upload_order
+from midstream.snapshots.store.whole import WRITING_PREFIX, write_whole
 
-#: Begins the names of directories that are not in their place yet.
-_PREFIX = ".publish-"
 #: Begin the names of directories that a dead trainer left behind.
-_LEFTOVERS = (_PREFIX, TEMPORARY_PREFIX)
+_LEFTOVERS = (WRITING_PREFIX, TEMPORARY_PREFIX)
 #: One slash is enough, since the other one may have been forgotten.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -129,19 +125,8 @@ class LocalBucket(Bucket):
     def _write(self, identity: str, fill: Callable[[Path], Content], *, overwrite: bool) -> Path:
         self.check(identity, overwrite)
         place = self.root / identity
-        temporary = place.parent / f"{_PREFIX}{secrets.token_hex(8)}"
         with self._errors(identity):
-            try:
-                above = _not_there_yet(place.parent)
-                temporary.mkdir(parents=True)
-                content = fill(temporary)
-                (temporary / MANIFEST_FILE).write_bytes(encode_manifest(content))
-                sync_tree(temporary)
-                move_into_place(temporary, place)
-                for name in (place, *above):
-                    sync_directory(name.parent)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            write_whole(place, fill, replace=True)
         return place
 
 
@@ -207,11 +192,6 @@ def _taken(identity: str, bucket: Bucket) -> PublishError:
     return PublishError(
         f"snapshot {identity!r} is already in the bucket {bucket}; name another one, or replace it with overwrite"
     )
-
-
-def _not_there_yet(directory: Path) -> list[Path]:
-    """`directory` and those above it that do not exist, the innermost first."""
-    return list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
 
 
 def _names(directory: Path) -> list[str]:

@@ -192,9 +192,9 @@ SNAPSHOTS = (
     ),
     Mutation(
         "published_before_it_is_on_disk",
-        "client/bucket.py",
-        "                sync_tree(temporary)\n                move_into_place(temporary, place)",
-        "                move_into_place(temporary, place)\n                sync_tree(place)",
+        "snapshots/store/whole.py",
+        "        sync_tree(temporary)\n        move(temporary, place)",
+        "        move(temporary, place)\n        sync_tree(place)",
         "A published snapshot appears only when its files survive a power cut.",
         ("client/test_publish_durable.py",),
     ),
