@@ -36,7 +36,7 @@ LINES_MAX = {
     "models": 260,
     "proxy": 4180,
     "replica": 15620,
-    "snapshots": 4520,
+    "snapshots": 5000,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
 NAMES_TWICE_MAX = 8

@@ -219,6 +219,9 @@ class SnapshotFiles(msgspec.Struct, frozen=True, kw_only=True):
     url: the directory they lie in. fingerprint: of the files as they were when the snapshot was signalled; other files under
     this name are another snapshot. None: unknown. compression: None when they are whole, else how they differ from the
     parent's. content: what the ledger says the files are, byte for byte; other bytes are refused. None: not known yet.
+
+    A fingerprint is of what the bucket lists: names, sizes and entity tags. Files that were signalled before a bucket had them
+    have one of their content (`content:` and a SHA-256, snapshots/content.py). They are the same files wherever they lie.
     """
 
     snapshot: str

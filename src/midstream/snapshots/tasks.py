@@ -1,14 +1,14 @@
 """Waits for threads and for several coroutines. Leaves nothing running, and loses no cancellation.
 
-Always holds: the work started here has ended when the caller continues. A caller that was cancelled gets CancelledError, also
-when the work raises an error at the same time.
+Always holds: the work started here has ended when the caller continues, except that of `behind`. A caller that was cancelled
+gets CancelledError, also when the work raises an error at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 #: Requests wait for asyncio's own threads, which are few on a small machine. Copies and a rebuild need fewer than these.
@@ -30,6 +30,11 @@ async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[]
             on_cancel()
         await _ended([task])
         raise
+
+
+def behind(call: Callable[..., T], *args: object) -> Future[T]:
+    """Run `call` in a thread while the caller continues, for work that another start of the process would do as well."""
+    return _THREADS.submit(call, *args)
 
 
 async def all_of(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

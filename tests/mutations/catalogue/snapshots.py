@@ -142,6 +142,22 @@ SNAPSHOTS = (
         ("snapshots/test_content.py",),
     ),
     Mutation(
+        "received_files_of_another_content_taken",
+        "snapshots/store/received.py",
+        "if held is None or held[0] != content:",
+        "if held is None:",
+        "Files that a trainer pushed are taken only for the snapshot whose content they have.",
+        ("snapshots/test_pushed.py",),
+    ),
+    Mutation(
+        "other_files_overwritten_by_pushed_ones",
+        "snapshots/store/kept.py",
+        "    if other is not None:\n        raise SnapshotRefused(",
+        "    if False:\n        raise SnapshotRefused(",
+        "Pushed files that are put into the bucket replace no other ones.",
+        ("snapshots/test_pushed.py",),
+    ),
+    Mutation(
         "changed_while_it_was_read",
         "snapshots/store/fetch.py",
         'if (version, after["size"]) != (self.file.version, self.file.size):',

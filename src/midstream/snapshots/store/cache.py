@@ -27,11 +27,16 @@ import msgspec
 
 from midstream.core.errors import SnapshotError
 from midstream.core.private import private_directory
-from midstream.core.types import SnapshotFiles
+from midstream.core.types import Content, SnapshotFiles
 from midstream.snapshots.durable import boot_id
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.fetch import PARTIAL_PREFIX
-from midstream.snapshots.store.local import TEMPORARY_PREFIX, directory_bytes, temporary_directory
+from midstream.snapshots.store.local import (
+    TEMPORARY_PREFIX,
+    directory_bytes,
+    is_whole,
+    temporary_directory,
+)
 
 BOOT_FILE = ".boot"
 #: The directory of the policies' caches.
@@ -107,6 +112,13 @@ class SnapshotCache:
         """The path for the own files of a delta. Nothing need be there."""
         return self.root / entry_name(f"delta-{link.snapshot}", [link])
 
+    def find_full(self, content: Content) -> Path | None:
+        """The whole files of a full snapshot of this content, under whatever name. Reads no file but what each notes."""
+        for path in _directories(self.root):
+            if not path.name.startswith(".") and is_whole(path, None, [content]):
+                return path
+        return None
+
     def of_policy(self, policy: str) -> SnapshotCache:
         """The cache of one policy's snapshots."""
         return SnapshotCache(self._of_policy(policy), around=self)
@@ -148,10 +160,10 @@ class SnapshotCache:
         """Make room for `needed` more bytes. Removes nothing of `keep`, nor what users keep.
 
         reserve: takes the room before anybody else asks for some. user: who writes these bytes beside the entries, until
-        `wrote`. Raises SnapshotError that names `what`.
+        `wrote`, in place of those that it was writing. Raises SnapshotError that names `what`.
         """
         with self.users.lock:
-            self._make_room(needed, keep, what)
+            self._make_room(needed, keep, what, user)
             if user is not None:
                 self.users.writing[user] = needed
             try:
@@ -164,10 +176,11 @@ class SnapshotCache:
     def wrote(self, user: object) -> None:
         self.users.writing.pop(user, None)
 
-    def _make_room(self, needed: int, keep: Collection[Path], what: str) -> None:
+    def _make_room(self, needed: int, keep: Collection[Path], what: str, user: object) -> None:
         if self.bytes_max is None:
             return
-        others = sum(self.users.writing.values())
+        writing = self.users.writing.copy()
+        others = sum(writing.values()) - writing.get(user, 0)
         used = self._evict(self.bytes_max - needed - others, keep)
         if used + needed + others > self.bytes_max:
             raise SnapshotError(

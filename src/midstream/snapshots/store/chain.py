@@ -8,22 +8,34 @@ Always holds:
   leaves the cached parent, or an equal copy of it.
 - The snapshot that serves, and the files of the running attempt, are never evicted.
 - If the ledger has the content of a link, other bytes are refused, and a cached copy of other bytes is not used.
+- A link that is known by its content alone is compared by it, here and in the bucket. Its files may come from elsewhere
+  (`received`), before the bucket has them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible
+from midstream.core.errors import (
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotIncompatible,
+    SnapshotMissing,
+    SnapshotRefused,
+)
 from midstream.core.types import Content, SnapshotFiles
 from midstream.snapshots.arc2.rebuild import rebuild
+from midstream.snapshots.content import by_content
+from midstream.snapshots.identity import public_url, snapshot_url
+from midstream.snapshots.messages import shown
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.fetch import (
     PARTS_IN_FLIGHT,
@@ -33,6 +45,7 @@ from midstream.snapshots.store.fetch import (
     prefetch_files,
     reserve_files,
 )
+from midstream.snapshots.store.kept import Sleep, kept_listing, lacking_files, put_kept
 from midstream.snapshots.store.listing import Listing, list_snapshot
 from midstream.snapshots.store.local import (
     directory_bytes,
@@ -44,6 +57,8 @@ from midstream.snapshots.store.local import (
     temporary_directory,
     write_own_listing,
 )
+from midstream.snapshots.store.received import ReceivedFiles
+from midstream.snapshots.store.upload import OnFile
 from midstream.snapshots.tasks import all_of, finished
 
 log = logging.getLogger(__name__)
@@ -60,11 +75,14 @@ T = TypeVar("T")
 
 
 class ChainFetcher:
-    """threads: of a rebuild; None for one per core."""
+    """threads: of a rebuild; None for one per core. sleep: between two looks into the bucket."""
 
-    def __init__(self, cache: SnapshotCache, threads: int | None = None) -> None:
+    def __init__(
+        self, cache: SnapshotCache, threads: int | None = None, *, sleep: Sleep = asyncio.sleep
+    ) -> None:
         self._cache = cache
         self._threads = threads
+        self._sleep = sleep
         self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
         # The paths in use at the last release, and those of the attempt since then.
         self._in_use: frozenset[Path] = frozenset()
@@ -81,10 +99,20 @@ class ChainFetcher:
         #: Looks at a full snapshot's files in the bucket before they are fetched, and may write into an empty directory.
         #: Raises SnapshotError, OSError.
         self.before: Callable[[Listing, Path], Awaitable[None]] | None = None
-        cache.users.keeping[self] = lambda: {*self._in_use, *self._attempting, *self._hinted}
+        self._received = ReceivedFiles(cache)
+        # Whole files that are being put into the bucket.
+        self._putting: list[Path] = []
+        cache.users.keeping[self] = lambda: {
+            *self._in_use,
+            *self._attempting,
+            *self._hinted,
+            *self._received.directories,
+            *self._putting,
+        }
 
     def close(self) -> None:
         """Nothing of it is in use any more."""
+        self._received.close()
         self._cache.users.leave(self)
 
     async def remove_policy(self, policy: str) -> None:
@@ -94,7 +122,19 @@ class ChainFetcher:
 
     def of_policy(self, policy: str) -> ChainFetcher:
         """A fetcher with a cache of its own, inside this one's directory."""
-        return ChainFetcher(self._cache.of_policy(policy), self._threads)
+        return ChainFetcher(self._cache.of_policy(policy), self._threads, sleep=self._sleep)
+
+    def received(self, content: Content, directory: Path) -> None:
+        """Whole files of this content came by another way than the bucket. The next `fetch` of a full snapshot with this
+        content takes them, unless newer ones come before.
+
+        directory: in the root of the cache, with a name of `temporary_directory`. It is the fetcher's from now on.
+        """
+        self._received.hold(content, directory)
+
+    def forget_received(self, directory: Path) -> None:
+        """Remove these files, unless a `fetch` has taken them already."""
+        self._received.forget(directory)
 
     async def fetch(
         self, chain: Chain, progress: Progress | None = None, *, refetch: bool = False
@@ -113,11 +153,15 @@ class ChainFetcher:
             path = self._cache.whole(chain)
             self._cache.touch(path)
             return path
+        fetched = start < 0
         if refetch:
             await self._refetch_full(chain)
             start = 0
-        await self._fetch_from(chain, start, progress)
-        self._fresh = self._cache.whole(chain[:1]) if start < 0 or refetch else None
+        elif start < 0 and await self._take_received(chain):
+            start, fetched = 0, False
+        if start < len(chain) - 1:
+            await self._fetch_from(chain, start, progress)
+        self._fresh = self._cache.whole(chain[:1]) if fetched else None
         return self._cache.whole(chain) if len(chain) == 1 else None
 
     async def rebuild(self, chain: Chain) -> Path:
@@ -133,6 +177,51 @@ class ChainFetcher:
             log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
             await self._replay(chain, error)
         return self._cache.whole(chain)
+
+    async def _take_received(self, chain: Chain) -> bool:
+        """Whether the full snapshot was received, and is in its place now."""
+        full, content = self._cache.whole(chain[:1]), chain[0].content
+        if content is None:
+            return False
+        return await finished(self._received.take, content, full, self._kept(chain, -1), chain[0].snapshot)
+
+    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
+        """Put the whole files of this content into `bucket` as `snapshot`, unless they are there. Durable on return.
+
+        Raises SnapshotMissing when the cache does not have them any more, SnapshotRefused when other files are there,
+        SnapshotError.
+        """
+        url = snapshot_url(bucket, snapshot)
+        stop = threading.Event()
+
+        def check(_: str) -> None:
+            if stop.is_set():
+                raise SnapshotError(f"{shown(snapshot)}: is not put into the bucket, as that was given up")
+
+        # Once more if something came there meanwhile: maybe the same files, by another replica.
+        for _ in range(2):
+            if (lacking := await lacking_files(url, content)) is None:
+                return
+            if await finished(self._put, url, snapshot, content, lacking, check, on_cancel=stop.set):
+                return
+        raise SnapshotRefused(f"{public_url(url)}: is there already, and is no snapshot")
+
+    def _put(
+        self, url: str, snapshot: str, content: Content, lacking: Collection[str], on_file: OnFile
+    ) -> bool:
+        with self._cache.users.lock:
+            path = self._cache.find_full(content)
+            if path is None:
+                raise SnapshotMissing(f"{shown(snapshot)}: its pushed files are not in this snapshot cache")
+            self._putting.append(path)
+        try:
+            return put_kept(url, path, content, lacking, on_file)
+        except SnapshotCorrupt:
+            with contextlib.suppress(OSError):
+                forget_listing(path)
+            raise
+        finally:
+            self._putting.remove(path)
 
     async def prefetch(self, url: str, names: Iterable[str]) -> None:
         """Fetch files that a later `fetch` will need. Raises SnapshotError."""
@@ -196,7 +285,8 @@ class ChainFetcher:
         """Index of the newest link that has its whole files in the cache; -1 for none. Links of unknown content do not
         count."""
         for i in reversed(range(len(chain))):
-            links, own = chain[: i + 1], chain[0].fingerprint if i == 0 else None
+            links = chain[: i + 1]
+            own = _listed_as(chain[0]) if i == 0 else None
             contents = [link.content for link in links]
             if _known(links) and is_whole(self._cache.whole(links), own, contents):
                 return i
@@ -207,11 +297,7 @@ class ChainFetcher:
         wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
         wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
         found = await _together(self._listed(path, link) for path, link in wanted)
-        listed = [
-            (path, listing, link.content)
-            for (path, link), listing in zip(wanted, found, strict=True)
-            if listing is not None
-        ]
+        listed = [(path, *one) for (path, _), one in zip(wanted, found, strict=True) if one is not None]
         if start < 0 and listed and listed[0][0] == wanted[0][0]:
             await self._look_at(listed[0][1])
         await finished(self._make_room_for, chain, start, [listing for _, listing, _ in listed])
@@ -227,13 +313,19 @@ class ChainFetcher:
             for i, (path, listing, content) in enumerate(listed)
         )
 
-    async def _listed(self, path: Path, link: SnapshotFiles) -> Listing | None:
+    async def _listed(self, path: Path, link: SnapshotFiles) -> tuple[Listing, Content | None] | None:
         """What the bucket has of `link`; None if `path` has it already."""
-        fingerprint = link.fingerprint
-        if fingerprint is None or not await asyncio.to_thread(is_whole, path, fingerprint, [link.content]):
-            return await list_snapshot(link.url, link.fingerprint)
+        whole = partial(is_whole, path, _listed_as(link), [link.content])
+        if not _known([link]) or not await asyncio.to_thread(whole):
+            return await self._in_bucket(link)
         self._cache.touch(path)
         return None
+
+    async def _in_bucket(self, link: SnapshotFiles) -> tuple[Listing, Content | None]:
+        """Its files in the bucket, and the content that they must have. What was pushed is waited for."""
+        if by_content(link.fingerprint):
+            return await kept_listing(link, self._sleep)
+        return await list_snapshot(link.url, link.fingerprint), link.content
 
     def _make_room_for(self, chain: Chain, start: int, listed: Sequence[Listing]) -> None:
         partials = (partial_directory(self._cache.root, listing.url) for listing in listed)
@@ -281,12 +373,12 @@ class ChainFetcher:
         for link in chain[1:]:
             await finished(self._cache.drop, self._cache.delta(link))
         full = self._cache.whole(chain[:1])
-        listing = await list_snapshot(chain[0].url, chain[0].fingerprint)
+        listing, content = await self._in_bucket(chain[0])
         await self._look_at(listing)
         await finished(self._make_room_for, chain, -1, [listing])
         fresh = temporary_directory(self._cache.root)
         try:
-            await fetch_listed(listing, fresh, slots=self._slots, content=chain[0].content)
+            await fetch_listed(listing, fresh, slots=self._slots, content=content)
             await finished(move_into_place, fresh, full)
         finally:
             await finished(shutil.rmtree, fresh, True)
@@ -362,4 +454,13 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _known(chain: Chain) -> bool:
-    return all(link.fingerprint is not None for link in chain)
+    """Whether it is said which files these are. A fingerprint by content needs the content beside it."""
+    return all(
+        link.content is not None if by_content(link.fingerprint) else link.fingerprint is not None
+        for link in chain
+    )
+
+
+def _listed_as(link: SnapshotFiles) -> str | None:
+    """The fingerprint that a listing of its files must have; None for any."""
+    return None if by_content(link.fingerprint) else link.fingerprint

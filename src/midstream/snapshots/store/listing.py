@@ -160,7 +160,7 @@ async def find_snapshot(url: str, bucket: str | None = None) -> DirectoryContent
                 await asyncio.to_thread(check_inside, url, bucket)
             listing = await list_snapshot(url)
             sizes = {file.name: file.size for file in listing.files}
-            content = await _manifest(listing)
+            content = await read_manifest(listing)
             if content is not None and (other := size_difference(content, sizes)) is not None:
                 raise SnapshotCorrupt(f"{public_url(url)}: is not what its {MANIFEST_FILE} says: {other}")
             return DirectoryContents(
@@ -196,7 +196,7 @@ def check_inside(url: str, bucket: str, names: Iterable[str] | None = None) -> N
                 raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} leads out of the bucket")
 
 
-async def _manifest(listing: Listing) -> Content | None:
+async def read_manifest(listing: Listing) -> Content | None:
     """The content that the manifest says; None if there is no manifest. Raises SnapshotCorrupt, SnapshotError."""
     at = f"{public_url(listing.url)}: {MANIFEST_FILE}"
     try:

@@ -10,15 +10,15 @@ Always holds:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from obstore.exceptions import BaseError
 
-from midstream.core.errors import SnapshotError, SnapshotMissing
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.core.types import Content
-from midstream.snapshots.content import MANIFEST_FILE, directory_content, encode_manifest
+from midstream.snapshots.content import MANIFEST_FILE, difference, directory_content, encode_manifest
 from midstream.snapshots.durable import sync_directory, sync_file
 from midstream.snapshots.identity import parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE, is_snapshot_file
@@ -55,9 +55,40 @@ def put_directory(bucket: str, identity: str, directory: Path, on_file: OnFile |
             if on_file is not None:
                 on_file(name)
         content = _digested(digested)
+    _put_manifest(store, url, content, stale=sorted(set(before) - set(names)))
+
+
+def put_content(
+    url: str, directory: Path, content: Content, lacking: Iterable[str], on_file: OnFile | None = None
+) -> None:
+    """Put the files of `directory` that `url` lacks, then the manifest. url: in an object store.
+
+    content: of the whole snapshot; other bytes in `directory` are refused before one is put. on_file: as of `put_directory`.
+    Raises SnapshotCorrupt (these bytes are others), SnapshotError (the bucket refuses, or a file cannot be read).
+    """
+    check_content(directory, content)
+    store = open_bucket(url)
+    for name in upload_order(lacking):
+        _put(store, url, directory / name)
+        if on_file is not None:
+            on_file(name)
+    _put_manifest(store, url, content)
+
+
+def check_content(directory: Path, content: Content) -> None:
+    """Raise SnapshotCorrupt unless the files of `content` in `directory` have it; SnapshotError if that cannot be known."""
+    try:
+        found = directory_content(directory, [file.name for file in content])
+    except OSError as error:
+        raise SnapshotError(f"{shown(directory.name)}: cannot be read: {error.strerror or error}") from error
+    if (other := difference(content, found)) is not None:
+        raise SnapshotCorrupt(f"{shown(directory.name)}: is damaged: {other}")
+
+
+def _put_manifest(store: Store, url: str, content: Content, stale: Sequence[str] = ()) -> None:
     try:
         store.put(MANIFEST_FILE, encode_manifest(content))
-        if stale := sorted(set(before) - set(names)):
+        if stale:
             store.delete(stale)
     except BaseError as error:
         raise SnapshotError(
