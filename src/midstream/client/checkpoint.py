@@ -15,10 +15,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from midstream.client.names import as_checkpoint, in_memory
+from midstream.client.names import as_checkpoint, from_memory, in_memory
 from midstream.client.weights import COMPILED, Cast, write_weights
 from midstream.snapshots.adapter import ADAPTER_FILES
 from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
+from midstream.snapshots.names import hint
 
 
 @contextlib.contextmanager
@@ -102,7 +103,7 @@ class Source:
     with the served model's directory, settings for training do not fail the server's configuration check. dtype:
     floating-point tensors are cast to this on the way to disk; not for a directory.
     adapter: instead of weights, a PEFT model, of which the active adapter is taken. of_policy: it has to be an adapter, which
-    may also be the directory of one.
+    may also be the directory of one. to_push: tensors alone are taken, which need no config_dir.
     """
 
     weights: Weights | None = None
@@ -111,6 +112,7 @@ class Source:
     dtype: Cast | None = None
     adapter: Any = None
     of_policy: bool = False
+    to_push: bool = False
 
     def __post_init__(self) -> None:
         if self.of_policy or self.adapter is not None:
@@ -125,7 +127,8 @@ class Source:
                 f"model: a {type(self.model).__name__} has no save_pretrained; give the Hugging Face model inside it"
                 " (model.module)"
             )
-        if isinstance(self.weights, Mapping) and self.model is None and self.config_dir is None:
+        tensors_alone = isinstance(self.weights, Mapping) and self.model is None and self.config_dir is None
+        if tensors_alone and not self.to_push:
             raise ValueError("config_dir must be given with tensors: a snapshot has a config.json")
         if isinstance(self.weights, str | PathLike) and self.dtype is not None:
             raise ValueError("dtype cannot be given with a directory: its files are copied as they are")
@@ -143,6 +146,20 @@ class Source:
             raise ValueError("a policy takes no tensors: give the directory of an adapter, or adapter")
         if self.adapter is not None and not hasattr(self.adapter, "peft_config"):
             raise ValueError("adapter: must be a PEFT model, with peft_config and save_pretrained")
+
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors under the checkpoint's names, not cast: the caller's own memory, as far as the names allow. Raises
+        ValueError, also for a directory."""
+        if isinstance(self.weights, str | PathLike):
+            raise ValueError("weights: a directory is published as files; a push takes tensors, or model")
+        if self.model is not None:
+            assert isinstance(self.weights, Mapping | None)
+            return from_memory(getattr(self.model, COMPILED, self.model), self.weights)
+        assert self.weights is not None
+        # Only the server knows which names it serves. It refuses others before a byte moves.
+        if (advice := hint(self.weights, sure=True)) is not None:
+            raise ValueError(advice)
+        return self.weights
 
     def write(self, directory: Path) -> None:
         """Write the checkpoint into `directory`, which exists and is empty."""

@@ -98,6 +98,24 @@ def in_memory(state: State, model: Any) -> State:
     return state
 
 
+def from_memory(model: Any, state: State | None = None) -> State:
+    """The tensors of `model` under the checkpoint's names, as its save_pretrained would write them.
+
+    model: of transformers. state: its tensors under their names in memory, where the model has not got them whole. Raises the
+    errors of `in_memory`.
+    """
+    state = in_memory(model.state_dict() if state is None else state, model)
+    left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    state = {name: tensor for name, tensor in state.items() if name not in left_out}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        # Before transformers 5 the names in memory are those of the checkpoint.
+        return state
+    result: State = revert_weight_conversion(model, state)
+    return result
+
+
 def _missing(absent: Sequence[str]) -> str:
     return (
         f"tensor {shown(absent[0])} is missing{and_more(len(absent) - 1)}; give all tensors: named_parameters() leaves"
@@ -126,7 +144,16 @@ def _equal(head: Any, embedding: Any) -> bool:
         return True
     if head.shape != embedding.shape:
         return False
+    if _where(head) is not None and _where(head) == _where(embedding):
+        return True
     return bool(((head == embedding) | ((head != head) & (embedding != embedding))).all())
+
+
+def _where(tensor: Any) -> tuple[Any, ...] | None:
+    """The memory of a torch tensor, which two tied ones share; None for another kind of array."""
+    if not hasattr(tensor, "data_ptr"):
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype
 
 
 def _config(config_dir: Path) -> dict[str, Any]:

@@ -26,12 +26,13 @@ _ITEM_BYTES = dict.fromkeys(("U64", "I64", "F64"), 8) | dict.fromkeys(("U32", "I
 _ITEM_BYTES |= dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
 _CAST_TO = {"bfloat16": "BF16", "float32": "F32"}
 _FLOATING = ("F64", "F32", "F16", "BF16")
+_TORCH_NAMES = {code: name for name, code in _NAMES.items()}
 #: Where a model that torch.compile wrapped has the model itself. Its own state dict has other names.
 COMPILED = "_orig_mod"
 
 
-class _Tensor:
-    """One tensor to write. Its layout is known at once, its bytes are made when they are needed."""
+class SnapshotTensor:
+    """One tensor of a snapshot. Its layout is known at once, its bytes are made when they are needed."""
 
     def __init__(self, name: str, value: Any, cast: Cast | None) -> None:
         self.name, self._value = name, value
@@ -43,20 +44,45 @@ class _Tensor:
         self.dtype = _CAST_TO[self._cast] if self._cast else own
         self.size = int(np.prod(self.shape, dtype=np.int64)) * _ITEM_BYTES.get(self.dtype, 1)
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype, as torch names it."""
+        return _TORCH_NAMES[self.dtype]
+
     def data(self) -> memoryview:
-        raw = self._torch_bytes() if hasattr(self._value, "detach") else self._numpy_bytes()
+        raw = self.flat().cpu().numpy() if self._of_torch() else self._numpy_bytes()
         if raw.nbytes != self.size:
             raise ValueError(f"tensor {self.name} has {raw.nbytes} bytes, {self.size} expected")
-        return raw.data
+        result: memoryview = raw.data
+        return result
 
-    def _torch_bytes(self) -> npt.NDArray[np.uint8]:
+    def flat(self) -> Any:
+        """The bytes as a torch tensor of uint8 with one dimension, where the tensor is: the caller's own memory if that is
+        contiguous and not cast."""
         import torch
 
+        if not self._of_torch():
+            raw = self._numpy_bytes()
+            return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
         tensor = self._value.detach()
         if self._cast:
             tensor = tensor.to(getattr(torch, self._cast))
-        result: npt.NDArray[np.uint8] = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return result
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    def copy_to(self, place: Any) -> None:
+        """Copy the bytes to `place`, a torch tensor of uint8 with as many. One pass casts, gathers and copies, where `place` is
+        aligned to the dtype."""
+        import torch
+
+        aligned = place.storage_offset() % _ITEM_BYTES.get(self.dtype, 1) == 0
+        if self.size and aligned and self._of_torch():
+            target = place.view(getattr(torch, self.dtype_name)).view(self.shape)
+            target.copy_(self._value.detach())
+        else:
+            place.copy_(self.flat())
+
+    def _of_torch(self) -> bool:
+        return hasattr(self._value, "detach")
 
     def _numpy_bytes(self) -> npt.NDArray[np.uint8]:
         array = np.ascontiguousarray(self._value).reshape(-1)
@@ -84,7 +110,9 @@ def write_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `tensors` as model.safetensors, or as shards and then their index when they need several files."""
-    shards = list(_shards([_Tensor(name, tensors[name], cast) for name in sorted(tensors)], max_shard_bytes))
+    shards = list(
+        _shards([SnapshotTensor(name, tensors[name], cast) for name in sorted(tensors)], max_shard_bytes)
+    )
     if len(shards) == 1:
         _write_file(directory / "model.safetensors", shards[0])
         return
@@ -98,8 +126,8 @@ def write_weights(
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _shards(tensors: list[_Tensor], max_bytes: int) -> Iterator[list[_Tensor]]:
-    shard: list[_Tensor] = []
+def _shards(tensors: list[SnapshotTensor], max_bytes: int) -> Iterator[list[SnapshotTensor]]:
+    shard: list[SnapshotTensor] = []
     size = 0
     for tensor in tensors:
         if shard and size + tensor.size > max_bytes:
@@ -110,7 +138,7 @@ def _shards(tensors: list[_Tensor], max_bytes: int) -> Iterator[list[_Tensor]]:
     yield shard
 
 
-def _write_file(path: Path, tensors: list[_Tensor]) -> None:
+def _write_file(path: Path, tensors: list[SnapshotTensor]) -> None:
     # Wide elements first, so that every tensor is aligned to its own element size.
     tensors = sorted(tensors, key=lambda t: (-_ITEM_BYTES.get(t.dtype, 1), t.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
