@@ -373,7 +373,7 @@ def test_retry_after_is_honoured_in_both_of_its_forms(
         (200, {}, {}),
     )
     publisher = script.publisher(tmp_path)
-    publisher.server._caller._now = lambda: now
+    publisher.server.caller._now = lambda: now
     publisher.snapshots.signal("a")
     assert script.slept == [3.0, 7.0, 1.0]
 

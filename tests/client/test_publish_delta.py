@@ -381,7 +381,7 @@ def die_after(owner, name):
     setattr(owner, name, dying)
 
 match where:
-    case "weights written": die_before(publication.Publishing, "run")
+    case "weights written": die_before(publication.ToBucket, "run")
     case "delta encoded": die_after(publication, "encode_delta")
     case "files half in the bucket": die_after(bucket.shutil, "copyfile")
     case "files in the bucket": die_before(snapshot_calls.SnapshotCalls, "signal")

@@ -40,10 +40,13 @@ class CallAnswer(NamedTuple):
 
 
 class _TimeLeft(dict[str, float | None]):
-    """httpx's timeouts of one request, in seconds: each phase has at most the time that is left when it begins."""
+    """httpx's timeouts of one request, in seconds: each phase has at most the time that is left when it begins.
 
-    def __init__(self, usual: httpx.Timeout, deadline: Deadline) -> None:
-        super().__init__(usual.as_dict())
+    slow: the answer may take all of it to begin.
+    """
+
+    def __init__(self, usual: httpx.Timeout, deadline: Deadline, slow: bool) -> None:
+        super().__init__(usual.as_dict() | ({"read": None} if slow else {}))
         self._deadline = deadline
 
     def get(self, phase: str, default: Any = None) -> float:
@@ -168,25 +171,47 @@ class RetryingCaller:
         """The body of a 2xx as text, for an answer that is not JSON. Otherwise like `call`."""
         return self._request(method, url, deadline_s, None, None)[0].text
 
-    def once(self, method: str, url: str, *, deadline_s: float | None = None, json: Any = None) -> HttpAnswer:
+    def once(
+        self,
+        method: str,
+        url: str,
+        *,
+        deadline_s: float | None = None,
+        json: Any = None,
+        slow: bool = False,
+    ) -> HttpAnswer:
         """Sends one request and returns its answer, whatever the status. Raises Unanswered when none came.
 
-        deadline_s: in seconds; None leaves it to the timeouts of the connection.
+        deadline_s: in seconds; None leaves it to the timeouts of the connection. slow: the answer may take all of that time.
         """
         deadline = None if deadline_s is None else self.deadline(deadline_s)
-        return self._ask(method, url, deadline, json, None)
+        return self._ask(method, url, deadline, json, None, slow=slow)
+
+    def repeat(self, request: str, deadline: Deadline, ask: Callable[[], HttpAnswer]) -> HttpAnswer:
+        """The answer of a 2xx that `ask` returns, which is called again as `call` sends a request again.
+
+        request: its method and URL, for messages. ask: sends it once; raises Unanswered. Raises the errors of `call`.
+        """
+        return self._repeat(request, deadline, ask)[0]
 
     def _request(
         self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None
     ) -> tuple[HttpAnswer, int]:
         deadline = self.deadline(deadline_s)
-        attempts = _ClientAttempts(f"{method} {url}", deadline, self._now)
         within = deadline if self._bounded and deadline_s else None
+        return self._repeat(
+            f"{method} {url}", deadline, lambda: self._ask(method, url, within, json, headers)
+        )
+
+    def _repeat(
+        self, request: str, deadline: Deadline, ask: Callable[[], HttpAnswer]
+    ) -> tuple[HttpAnswer, int]:
+        attempts = _ClientAttempts(request, deadline, self._now)
         while True:
             attempts.begin()
             heard: Heard
             try:
-                heard = self._ask(method, url, within, json, headers)
+                heard = ask()
             except Unanswered as error:
                 heard = NoAnswer(str(error))
             step = attempts.after(heard)
@@ -201,9 +226,11 @@ class RetryingCaller:
         deadline: Deadline | None,
         json: Any,
         headers: Mapping[str, str] | None,
+        *,
+        slow: bool = False,
     ) -> HttpAnswer:
         """Sends one request, which ends before the deadline. Raises Unanswered when no whole answer came."""
-        extensions = {} if deadline is None else {"timeout": _TimeLeft(self._http.timeout, deadline)}
+        extensions = {} if deadline is None else {"timeout": _TimeLeft(self._http.timeout, deadline, slow)}
         request = self._http.build_request(method, url, json=json, headers=headers, extensions=extensions)
         try:
             response = self._http.send(request, stream=True)

@@ -3,6 +3,7 @@
 PublishError
   SignalRefused      the server does not take the signal; no replica loads the snapshot
     Unanswered       the server could not be reached, or could not answer, for too long
+  PushFailed         pushed weights did not arrive; replicas serve those before
   SnapshotFailed     a replica could not load the snapshot; it still serves the one before
   ReplicasSilent     some replicas did not answer, so sessions or turns may be missing; a retry may cure it
   NotReadyInTime     replicas were still loading at the deadline (also a TimeoutError)
@@ -28,6 +29,11 @@ class SignalRefused(PublishError):
 
 class Unanswered(SignalRefused):
     """The server could not be reached, or could not answer, until the deadline. It may have taken the request all the same."""
+
+
+class PushFailed(PublishError):
+    """Weights that were pushed did not arrive: a receiver was lost, or a deadline passed. Replicas serve those before. The next
+    publication forms a group of its own."""
 
 
 class SnapshotFailed(PublishError):

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
 from midstream.client.calls import RETRY_S, CallAnswer
+from midstream.client.checkpoint import Source
 from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
-from midstream.client.names import check_names
+from midstream.client.names import check_names, served_spec
 from midstream.client.parent import Parent, WorkDirectory
 from midstream.client.snapshot_calls import Compression, ResetPromptCache, SnapshotCalls
 from midstream.client.status import ReplicaStatus, Status
@@ -37,13 +39,14 @@ Phase = Literal["writing", "encoding", "uploading", "loading"]
 class Published:
     """The result of a publication. Sizes in bytes, times in seconds.
 
-    kind: "full" or "delta". previous: the snapshot that a delta stands on. why: the reason for this kind. bytes_sent: of the
-    files in the bucket. bytes_whole: of the whole checkpoint. write_s: to take the weights. encode_s: to make the delta.
-    upload_s: to put the files into the bucket. load_s: from the signal until every replica served it. status: the last answer.
+    kind: "full", "delta" or "push". previous: the snapshot that a delta stands on. why: the reason for this kind. bytes_sent:
+    of the files in the bucket; of the tensors, for a push. bytes_whole: of the whole checkpoint. write_s: to take the weights.
+    encode_s: to make the delta. upload_s: to put the files into the bucket; for a push, until the receivers had the tensors.
+    load_s: from there until every replica served it. status: the last answer.
     """
 
     identity: str
-    kind: Kind
+    kind: Kind | Literal["push"]
     previous: str | None
     why: str
     bytes_sent: int
@@ -136,27 +139,69 @@ class _Questions:
                 self._left_s -= self._monotonic() - began
 
 
-class Publishing:
-    """Does jobs, one at a time."""
+class ToBucket:
+    """Publishes files, one snapshot at a time. target: the server and deployment, in words. policy: of the deployment."""
 
     def __init__(
         self,
         snapshots: SnapshotCalls,
         bucket: Bucket,
-        work: WorkDirectory,
+        work_dir: str | PathLike[str] | None,
+        target: str,
+        policy: str | None,
         *,
         full_every: int,
         compression: Compression,
         hints: bool,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        place = f"{target} {bucket}{'' if policy is None else f' {policy}'}"
         self._snapshots = snapshots
         self._bucket = bucket
-        self._work = work
+        self._work = WorkDirectory(Path(work_dir) if work_dir is not None else None, place)
+        self._of_policy = policy is not None
         self._full_every = full_every
         self._compression: Compression = compression
-        self._hints = hints
+        self._hints = hints and policy is None
         self._monotonic = monotonic
+
+    def __repr__(self) -> str:
+        return f"bucket={self._bucket}"
+
+    def close(self) -> None:
+        """Gives up the work directory."""
+        self._work.close()
+
+    def take(self, job: Job, source: Source, *, copy: bool = True) -> Callable[[], Published]:
+        """Copies the weights to disk. Returns the rest of the publication. copy: files are always a copy."""
+        self._bucket.check(job.identity, job.overwrite)
+        started = self._monotonic()
+        job.tell("writing")
+        staged = self._work.new_directory()
+        try:
+            source.write(staged)
+            self._check_whole(job.identity, staged, source)
+        except BaseException as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise PublishError(f"snapshot {job.identity!r} cannot be copied: {error}") from error
+            raise
+        took_s = self._monotonic() - started
+        return lambda: self.run(job, staged, took_s)
+
+    def write_full(self, identity: str, source: Source, *, overwrite: bool) -> Path | None:
+        """Writes a full snapshot, without a signal; see SnapshotPublisher.write_full."""
+
+        def fill(directory: Path) -> None:
+            source.write(directory)
+            self._check_whole(identity, directory, source)
+
+        return self._bucket.write(identity, fill, overwrite=overwrite)
+
+    def _check_whole(self, identity: str, directory: Path, source: Source) -> None:
+        given = source.config_dir
+        served = None if given is None else served_spec(Path(given))
+        check_whole(identity, directory, served, of_policy=self._of_policy)
 
     def run(self, job: Job, staged: Path, write_s: float) -> Published:
         """Publishes one snapshot. Raises PublishError.

@@ -1,6 +1,7 @@
-"""Publishes snapshots: files into the bucket, a signal to the server, and waiting until the replicas serve them.
+"""Publishes snapshots: files into the bucket, a signal to the server, and waiting until the replicas serve them. Or, by push,
+the tensors straight to the replicas.
 
-Always holds:
+Always holds, for files:
 - Files are in the bucket before the signal that names them. The parent of the next delta is remembered only after the server
   took the signal. So a trainer may die at any step, and the next publisher continues by itself.
 - A delta is sent only when the server says that it stands on the very snapshot kept here. In doubt a full one is sent.
@@ -9,31 +10,27 @@ Always holds:
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import httpx
 
 from midstream.client.bucket import open_bucket
 from midstream.client.checkpoint import Source, Weights
-from midstream.client.errors import PublishError
-from midstream.client.names import served_spec
-from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
     Job,
     Kind,
     Phase,
     Publication,
     Published,
-    Publishing,
-    check_whole,
+    ToBucket,
 )
+from midstream.client.pushing import Pushing
 from midstream.client.server import ServerClient
 from midstream.client.snapshot_calls import Compression, ResetPromptCache
 from midstream.client.status import Status
@@ -42,6 +39,14 @@ from midstream.snapshots.identity import check_identity
 
 #: The arguments in How that are those of checkpoint.Source.
 SOURCE = ("model", "config_dir", "dtype", "adapter")
+#: Those of How that a push has no use for, and why.
+OF_FILES = {
+    "config_dir": "a push sends tensors alone, and replicas keep the configuration that they serve",
+    "adapter": "adapters are published as files",
+    "kind": "a push sends all tensors",
+    "overwrite": "a push replaces no files; give the weights another name",
+    "extra_fields_ignore": "a push sends no config.json",
+}
 
 
 class How(TypedDict, total=False):
@@ -57,6 +62,9 @@ class How(TypedDict, total=False):
     of config.json that may differ from the served model's. timeout_s: of the signal with what it asks before,
     and again of the wait, in seconds (300).
     on_status: called with each answer while waiting. on_phase: called as each phase begins.
+
+    A push takes neither config_dir, adapter, kind, overwrite, extra_fields_ignore nor {"max_age": k}. There, timeout_s is the
+    time until all is sent, and again until it is served.
     """
 
     model: Any
@@ -73,9 +81,11 @@ class How(TypedDict, total=False):
 
 
 class SnapshotPublisher:
-    """Writes snapshots into a bucket and signals them. Use from one thread. Also a context manager.
+    """Writes snapshots into a bucket and signals them, or pushes them. Use from one thread. Also a context manager.
 
     base_url: the server's, with or without /v1.
+    to: "files", or "push": the tensors go straight to the replicas, which need to reach this machine. It takes no bucket,
+        work_dir, policy nor adapter. What is below for deltas and files does not concern it.
     bucket: file:///DIR, an absolute path, s3://, gs:// or az:// (credentials: the usual environment variables). None: the one
         that the deployment reads, which the server is asked for. A file:// one has to be the same directory on both machines.
     full_every: a full snapshot comes after so many snapshots, the others are deltas; 1 means always full.
@@ -84,6 +94,7 @@ class SnapshotPublisher:
     model, deployment: which deployment, where the server has several. api_key: a key with the scope `publish`.
     compression: of deltas. request_timeout_s: of one request, in seconds. http, sleep, monotonic: for tests.
     hints: notify the server of each file as it arrives in the bucket, so that replicas fetch it early.
+    address, port: of this machine, where the receivers of a push find the trainer; port 0 takes a free one.
     policy: publish adapters to this policy of the deployment. Weights are then the directory of an adapter, as
         PEFT writes it, or a PEFT model: its active adapter is taken. adapter: such a model, for calls that give no weights.
 
@@ -95,6 +106,7 @@ class SnapshotPublisher:
         base_url: str,
         bucket: str | None = None,
         *,
+        to: Literal["files", "push"] = "files",
         model: str | None = None,
         deployment: str | None = None,
         api_key: str | None = None,
@@ -104,6 +116,8 @@ class SnapshotPublisher:
         hints: bool = True,
         policy: str | None = None,
         adapter: Any = None,
+        address: str = "127.0.0.1",
+        port: int = 0,
         request_timeout_s: float = 30.0,
         http: httpx.Client | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -113,6 +127,7 @@ class SnapshotPublisher:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         if adapter is not None and policy is None:
             raise ValueError("adapter: is for a policy; give its name as policy")
+        check_way(to, bucket=bucket, work_dir=work_dir, policy=policy, adapter=adapter)
         self._policy = policy
         self._adapter = adapter
         self.server = ServerClient(
@@ -126,26 +141,33 @@ class SnapshotPublisher:
             monotonic=monotonic,
         )
         self.snapshots = self.server.snapshots if policy is None else self.server.policy(policy)
-        self._bucket = open_bucket(self.server.deployments.own_bucket() if bucket is None else bucket)
-        target = (
-            f"{self.server.root} {deployment or ''} {self._bucket}{'' if policy is None else f' {policy}'}"
-        )
-        self._work = WorkDirectory(Path(work_dir) if work_dir is not None else None, target)
-        self._publishing = Publishing(
-            self.snapshots,
-            self._bucket,
-            self._work,
-            full_every=full_every,
-            compression=compression,
-            hints=hints and policy is None,
-            monotonic=monotonic,
-        )
-        self._monotonic = monotonic
+        self._way: ToBucket | Pushing
+        if to == "push":
+            self._way = Pushing(
+                self.server.caller,
+                self.server.root,
+                self.snapshots,
+                address=address,
+                port=port,
+                monotonic=monotonic,
+            )
+        else:
+            self._way = ToBucket(
+                self.snapshots,
+                open_bucket(self.server.deployments.own_bucket() if bucket is None else bucket),
+                work_dir,
+                f"{self.server.root} {deployment or ''}",
+                policy,
+                full_every=full_every,
+                compression=compression,
+                hints=hints,
+                monotonic=monotonic,
+            )
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[Published] | None = None
 
     def __repr__(self) -> str:
-        return f"<SnapshotPublisher {self.server.root} bucket={self._bucket}>"
+        return f"<SnapshotPublisher {self.server.root} {self._way}>"
 
     def __enter__(self) -> SnapshotPublisher:
         return self
@@ -159,8 +181,8 @@ class SnapshotPublisher:
         """Waits for a publication in the background."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._way.close()
         self.server.close()
-        self._work.close()
 
     def publish(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Published:
         """Write, signal and wait until every replica serves it.
@@ -170,16 +192,17 @@ class SnapshotPublisher:
 
         Raises SignalRefused, SnapshotFailed, and NotReadyInTime. Raises PublishError when the result is not a whole snapshot,
         when the identity is taken, when the bucket or a disk fails, and when files were overwritten but the server kept the old
-        ones. Raises ValueError and SnapshotRefused for arguments that cannot work, and for tensors under other names.
+        ones. Raises PushFailed when pushed weights do not arrive. Raises ValueError and SnapshotRefused for arguments that
+        cannot work, and for tensors under other names.
         """
-        return self._take(identity, weights, how)()
+        return self._take(identity, weights, how, copy=False)()
 
     def begin(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Publication:
         """Like `publish`, but returns when it has a copy of the weights. The rest runs in a thread beside the training.
 
         Waits for the publication before. Only that one's own `wait` raises its failure. The callbacks run in the thread.
         """
-        rest = self._take(identity, weights, how)
+        rest = self._take(identity, weights, how, copy=True)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "publisher")
         self._running = self._thread.submit(rest)
@@ -201,47 +224,48 @@ class SnapshotPublisher:
         identity, weights: as `publish` takes them, and the others as `How` has them.
 
         Raises PublishError when the result is not a whole snapshot, when the identity is taken, and when it lies inside
-        another snapshot or has others inside it.
+        another snapshot or has others inside it. Raises ValueError for a publisher that pushes.
         """
         check_identity(identity)
+        if isinstance(self._way, Pushing):
+            raise ValueError("write_full: this publisher pushes and has no bucket")
         source = self._source(weights, model=model, config_dir=config_dir, dtype=dtype, adapter=adapter)
-
-        def fill(directory: Path) -> None:
-            source.write(directory)
-            self._check_whole(identity, directory, source)
-
-        return self._bucket.write(identity, fill, overwrite=overwrite)
+        return self._way.write_full(identity, source, overwrite=overwrite)
 
     def _source(self, weights: Weights | None, **given: Any) -> Source:
         if weights is None and given.get("adapter") is None:
             given["adapter"] = self._adapter
-        return Source(weights, **given, of_policy=self._policy is not None)
+        return Source(
+            weights, **given, of_policy=self._policy is not None, to_push=isinstance(self._way, Pushing)
+        )
 
-    def _check_whole(self, identity: str, directory: Path, source: Source) -> None:
-        given = source.config_dir
-        served = None if given is None else served_spec(Path(given))
-        check_whole(identity, directory, served, of_policy=self._policy is not None)
-
-    def _take(self, identity: str, weights: Weights | None, how: How) -> Callable[[], Published]:
-        """Copy the weights, once the publication before has ended. Returns the rest of the work."""
+    def _take(
+        self, identity: str, weights: Weights | None, how: How, *, copy: bool
+    ) -> Callable[[], Published]:
+        """Take the weights, once the publication before has ended. Returns the rest of the work."""
         check_identity(identity)
+        if isinstance(self._way, Pushing):
+            check_how(how)
         options = {name: value for name, value in how.items() if name not in SOURCE}
         source = self._source(weights, **{name: value for name, value in how.items() if name in SOURCE})
         job = Job(identity, **options)  # type: ignore[arg-type]
         if self._running is not None:
             # Its failure is for the caller that waits for it.
             self._running.exception()
-        self._bucket.check(identity, job.overwrite)
-        started = self._monotonic()
-        job.tell("writing")
-        staged = self._work.new_directory()
-        try:
-            source.write(staged)
-            self._check_whole(identity, staged, source)
-        except BaseException as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise PublishError(f"snapshot {identity!r} cannot be copied: {error}") from error
-            raise
-        took_s = self._monotonic() - started
-        return lambda: self._publishing.run(job, staged, took_s)
+        return self._way.take(job, source, copy=copy)
+
+
+def check_way(to: str, **of_files: object) -> None:
+    """Raise ValueError unless a publisher may be made so. of_files: its arguments that are for files alone."""
+    if to not in ("files", "push"):
+        raise ValueError(f"to must be 'files' or 'push', got {to!r}")
+    given = [name for name, value in of_files.items() if value is not None]
+    if to == "push" and given:
+        raise ValueError(f"{given[0]}: is for files; a push takes tensors of the deployment, and no bucket")
+
+
+def check_how(how: How) -> None:
+    """Raise ValueError for an argument that a push has no use for."""
+    for name, why in OF_FILES.items():
+        if how.get(name):
+            raise ValueError(f"{name}: {why}")

@@ -56,31 +56,32 @@ class ServerClient:
         headers["authorization"] = f"Bearer {api_key}" if api_key else None
         http = http or httpx.Client(timeout=request_timeout_s)
         http.headers.update({name: value for name, value in headers.items() if value})
-        self._caller = RetryingCaller(http, sleep=sleep, monotonic=monotonic)
-        self.snapshots = SnapshotCalls(self._caller, self.root)
-        self.sessions = SessionCalls(self._caller, self.root)
-        self.deployments = DeploymentCalls(self._caller, self.root, deployment)
+        #: Sends the requests of all calls.
+        self.caller = RetryingCaller(http, sleep=sleep, monotonic=monotonic)
+        self.snapshots = SnapshotCalls(self.caller, self.root)
+        self.sessions = SessionCalls(self.caller, self.root)
+        self.deployments = DeploymentCalls(self.caller, self.root, deployment)
 
     def __repr__(self) -> str:
         return f"<ServerClient {self.root}>"
 
     def close(self) -> None:
         """Closes the connections. No call may follow."""
-        self._caller.close()
+        self.caller.close()
 
     def policy(self, name: str) -> SnapshotCalls:
         """Signals of this policy of the deployment, on the same connections."""
-        return SnapshotCalls(self._caller, self.root, policy=name)
+        return SnapshotCalls(self.caller, self.root, policy=name)
 
     def health(self) -> dict[str, Any]:
         """What /health says, also of a server that is not well. Raises Unanswered; never asks twice."""
         url = f"{self.root}/health"
-        return expected(decoded(self._caller.once("GET", url), url), dict[str, Any], url, "its health")
+        return expected(decoded(self.caller.once("GET", url), url), dict[str, Any], url, "its health")
 
     def get(self, path: str, *, retry_s: float = RETRY_S) -> Any:
         """The JSON that the server answers at `path`, such as /health. Raises SignalRefused."""
-        return self._caller.call("GET", self.root + path, deadline_s=retry_s).body
+        return self.caller.call("GET", self.root + path, deadline_s=retry_s).body
 
     def metrics(self, *, retry_s: float = RETRY_S) -> str:
         """The text of /metrics, in Prometheus' format. Raises SignalRefused."""
-        return self._caller.text("GET", f"{self.root}/metrics", deadline_s=retry_s)
+        return self.caller.text("GET", f"{self.root}/metrics", deadline_s=retry_s)
