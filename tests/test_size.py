@@ -27,7 +27,7 @@ LINES_MAX = {
     "engine": 9256,
     "fleet": 4565,
     "http": 2490,
-    "integrations": 930,
+    "integrations": 1090,
     "launch": 3800,
     "ledger": 2420,
     "midstream": 150,

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from vllm_bed import PYTHON, REQUIRED, Bed, installed, vllm_bed
 
 ORDER = [
+    "test_vllm_push",
     "test_vllm_policies",
     "test_vllm_conformance",
     "test_vllm_openai",
@@ -60,6 +61,13 @@ def needs_vllm() -> None:
         if os.environ.get(REQUIRED):
             pytest.fail(why)
         pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The Python that has vLLM."""
+    needs_vllm()
+    return PYTHON
 
 
 @pytest.fixture(scope="session")
