@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import numpy as np
@@ -167,8 +167,12 @@ def weights(step: int) -> dict[str, Any]:
     return result
 
 
+class Answering(Protocol):
+    def handle(self, request: httpx.Request) -> httpx.Response: ...
+
+
 @contextmanager
-def listening(world: World) -> Iterator[str]:
+def listening(world: Answering) -> Iterator[str]:
     """`world` behind a port."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from publish_world import listening
 from push_world import Peers, PushWorld, push_world, refused, tensors_of
 
 from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, TrainingRun
@@ -153,6 +156,19 @@ def test_a_model_is_pushed_under_the_names_of_its_checkpoint(
         publisher.publish("v2", model.state_dict(), model=model)
     assert same(dict(sorted(first.items())), dict(sorted(written.items())))
     assert world.served[0][1] == world.served[1][1]
+
+
+def test_the_example_pushes_every_step(peers: Peers, tiny_model: Callable[..., Path]) -> None:
+    checkpoint = tiny_model(seed=3)
+    with push_world(peers, 2) as world, listening(world) as url:
+        example = Path(__file__).parents[2] / "examples" / "push.py"
+        command = [sys.executable, str(example), url, str(checkpoint), "3"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr
+        assert [name for name, _ in world.served] == ["push/0", "push/1", "push/2"]
+        assert len({data for _, received in world.served for data in received}) == 3
+    assert done.stdout.count("2 replicas serve it") == 2
+    assert done.stdout.endswith("push/2 serves\n")
 
 
 def test_the_cache_policy_is_in_the_last_call(world: PushWorld) -> None:

@@ -21,7 +21,8 @@ GROUPS = {
     "Runs": "TrainingRun",
     "A server": "ServerClient snapshot_calls.SnapshotCalls session_calls.SessionCalls deployment_calls.DeploymentCalls "
     "status.Status status.ReplicaStatus",
-    "Errors": "PublishError errors.SignalRefused errors.Unanswered SnapshotFailed errors.ReplicasSilent NotReadyInTime",
+    "Errors": "PublishError errors.SignalRefused errors.Unanswered errors.PushFailed SnapshotFailed errors.ReplicasSilent "
+    "NotReadyInTime",
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
     "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots decode.near_ties_of",
     "Records": "journal.read_records journal.traces_of journal.gaps_in records.sequences_of records.TrainingSequence "

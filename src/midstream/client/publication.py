@@ -32,6 +32,7 @@ from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_checkpoi
 from midstream.snapshots.tied import check_tied, ties_head
 
 Kind = Literal["full", "delta"]
+PublishedKind = Literal["full", "delta", "push"]
 Phase = Literal["writing", "encoding", "uploading", "loading"]
 
 
@@ -42,11 +43,11 @@ class Published:
     kind: "full", "delta" or "push". previous: the snapshot that a delta stands on. why: the reason for this kind. bytes_sent:
     of the files in the bucket; of the tensors, for a push. bytes_whole: of the whole checkpoint. write_s: to take the weights.
     encode_s: to make the delta. upload_s: to put the files into the bucket; for a push, until the receivers had the tensors.
-    load_s: from there until every replica served it. status: the last answer.
+    load_s: from the signal until every replica served it. status: the last answer.
     """
 
     identity: str
-    kind: Kind | Literal["push"]
+    kind: PublishedKind
     previous: str | None
     why: str
     bytes_sent: int

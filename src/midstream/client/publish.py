@@ -37,6 +37,7 @@ from midstream.client.status import Status
 from midstream.client.weights import Cast
 from midstream.snapshots.identity import check_identity
 
+Way = Literal["files", "push"]
 #: The arguments in How that are those of checkpoint.Source.
 SOURCE = ("model", "config_dir", "dtype", "adapter")
 #: Those of How that a push has no use for, and why.
@@ -106,7 +107,7 @@ class SnapshotPublisher:
         base_url: str,
         bucket: str | None = None,
         *,
-        to: Literal["files", "push"] = "files",
+        to: Way = "files",
         model: str | None = None,
         deployment: str | None = None,
         api_key: str | None = None,
