@@ -2,14 +2,15 @@
 
 Each function is part of its caller's transaction. key: the deployment's primary key.
 Always holds: the content that a replica has served under an identity stays its meaning until the ledger is reset or a signal
-overwrites it on purpose. A content that only a manifest gave is replaced by the next signal. The first digest learnt stays.
+overwrites it on purpose. So does the content of what was pushed, from its signal. A content that only a manifest gave is
+replaced by the next signal. The first digest learnt stays.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from midstream.core.errors import SnapshotRefused
 from midstream.core.types import Content, SnapshotCheck, SnapshotContent
 from midstream.ledger.records import Signal
 from midstream.ledger.schema import contents, insert_new, weights
-from midstream.snapshots.content import difference, size_difference
+from midstream.snapshots.content import by_content, content_fingerprint, difference, size_difference
 
 #: How many contents are kept in memory, by their digest.
 REMEMBERED = 4096
@@ -76,11 +77,14 @@ class Contents:
                 self._read[found.digest] = msgspec.convert(found.files, Content)
         return {row.identity: self._read[row.digest] for row in rows}
 
-    def meant(self, db: sa.Connection, key: int, signal: Signal) -> Meant:
-        """Raises SnapshotRefused when the files are known not to be what the identity means."""
+    def meant(self, db: sa.Connection, key: int, signal: Signal, *, pushed: bool = False) -> Meant:
+        """Raises SnapshotRefused when the files are known not to be what the identity means.
+
+        pushed: the identity was signalled by its content alone.
+        """
         known = db.execute(sa.select(contents).where(_this(contents, key, signal.identity))).one_or_none()
         stored = None if known is None else msgspec.convert(known.files, Content)
-        if stored is None or known is None or not known.proven:
+        if stored is None or known is None or not (known.proven or pushed):
             keeps = stored is not None and stored == signal.content
             return Meant(key, signal.identity, signal.content, keeps)
         other = _difference(signal, stored)
@@ -90,8 +94,9 @@ class Contents:
         if other is None:
             return Meant(key, signal.identity, stored, keeps=True)
         raise SnapshotRefused(
-            f"identity: the files at {signal.identity!r} are not those that were served under this name: {other}. Publish "
-            f"them under another name, or say that they replace it (header x-midstream-overwrite: 1)",
+            f"identity: the files at {signal.identity!r} are not those that were {'served' if known.proven else 'pushed'} "
+            f"under this name: {other}. Publish them under another name, or say that they replace it (header "
+            f"x-midstream-overwrite: 1)",
             param="identity",
         )
 
@@ -107,6 +112,19 @@ class Contents:
             row = _row(key, found.snapshot, found.files, proven=True)
             db.execute(contents.update().where(this).values(row))
         return not known.proven
+
+
+def is_pushed(known: Any) -> bool:
+    """Whether a snapshot was signalled by its content alone. known: its row, or None."""
+    return known is not None and by_content(known.fingerprint)
+
+
+def as_known(signal: Signal, known: Any) -> Signal:
+    """Files that were pushed keep their fingerprint when they are signalled from the bucket. known: the row of the identity."""
+    if not is_pushed(known) or signal.content is None or signal.previous is not None:
+        return signal
+    same = content_fingerprint(signal.content) == known.fingerprint
+    return replace(signal, fingerprint=known.fingerprint) if same else signal
 
 
 def prove(db: sa.Connection, key: int, identities: Collection[str]) -> None:

@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from midstream.core.errors import SnapshotRefused
 from midstream.core.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles
 from midstream.ledger import deployments, reports
-from midstream.ledger.contents import Contents, weights_of
+from midstream.ledger.contents import Contents, as_known, is_pushed, weights_of
 from midstream.ledger.records import (
     Death,
     DeploymentRow,
@@ -209,7 +209,8 @@ def accept(
     if not signal.identity:
         signal = replace(signal, identity=_name_of(db, row, signal, generation))
     known = find(db, row.id, signal.identity)
-    meant = contents.meant(db, row.id, signal)
+    signal = as_known(signal, known)
+    meant = contents.meant(db, row.id, signal, pushed=is_pushed(known))
     failed = fleet.failed_generation == row.generation or reports.failed_on_desired(db, row)
     standing = SignalledState(row.desired_snapshot, failed, fleet.serving)
     parents = _parents(db, row, known, signal, standing, chain_max)
