@@ -49,13 +49,15 @@ ALLOWED: dict[str, str] = {
     "engine": "core http snapshots midstream_kernels",
     # One engine's replica.
     "replica": "core engine http snapshots",
+    # The process that receives weights for one replica, behind the replica's port.
+    "transfer": "core http replica snapshots",
     # All replicas of all deployments, and what is wanted of them.
     "fleet": "core http ledger snapshots",
     # The public port, and the control endpoints behind it.
     "proxy": "core fleet http",
     "api": "core fleet http ledger proxy snapshots",
     # Processes, the command line.
-    "launch": "api core engine fleet http ledger models proxy replica snapshots",
+    "launch": "api core engine fleet http ledger models proxy replica snapshots transfer",
     "commands": "client core launch models snapshots",
     "cli": "core",
     # A building of its own, which nothing in midstream imports: the Tinker API and its trainer.
@@ -65,7 +67,7 @@ ALLOWED: dict[str, str] = {
 }
 
 #: Edges between the parts of midstream itself, at most. Lower it when there are fewer.
-EDGES_MAX = 48
+EDGES_MAX = 49
 
 Graph = Mapping[str, set[str]]
 

@@ -22,24 +22,25 @@ LINES_MAX = {
     "apidocs": 10,
     "client": 4420,
     "commands": 2470,
-    "core": 4390,
+    "core": 4515,
     "dashboard": 10,
     "engine": 9256,
     "fleet": 4565,
     "http": 2490,
     "integrations": 1090,
-    "launch": 3800,
+    "launch": 3805,
     "ledger": 2420,
     "midstream": 150,
     "midstream_kernels": 1512,
     "midstream_tinker": 7415,
     "models": 260,
     "proxy": 4180,
-    "replica": 15620,
+    "replica": 16110,
     "snapshots": 5000,
+    "transfer": 725,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
-NAMES_TWICE_MAX = 8
+NAMES_TWICE_MAX = 10
 #: `make walk` measures them (benchmarks/walk.py).
 FILES_MAX = {"chat": 62, "tinker sample": 90, "hot load": 108}
 #: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for

@@ -16,11 +16,12 @@ import openai
 from openapi_answers import CheckedClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from midstream.core.errors import SnapshotCorrupt
+from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.served_names import ServedNames
 from midstream.core.types import (
     BASE_SNAPSHOT,
     NEAR_ROUTER,
+    Content,
     Desired,
     EngineStats,
     FinishReason,
@@ -406,6 +407,7 @@ class FakeSource(SnapshotSource):
         self.calls: list[str] = []
         self.corrupt: set[str] = set()
         self.blocked: set[str] = set()
+        self.keeping: SnapshotError | None = None
         self.ticks = 0
         self.fetching = asyncio.Event()
         self.released = asyncio.Event()
@@ -439,6 +441,20 @@ class FakeSource(SnapshotSource):
 
     async def remove_policy(self, policy: str) -> None:
         self.calls.append(f"remove the files of {policy}")
+
+    def received(self, content: Content, directory: Path) -> None:
+        self.calls.append(f"received {directory}")
+
+    def forget_received(self, directory: Path) -> None:
+        self.calls.append(f"forget {directory}")
+
+    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
+        """Waits while `blocked` names the snapshot; fails with `keeping`."""
+        if snapshot in self.blocked:
+            await asyncio.Event().wait()
+        if self.keeping is not None:
+            raise self.keeping
+        self.calls.append(f"keep {snapshot} in {bucket}")
 
     async def release(self, keep: Sequence[Desired]) -> None:
         self.calls.append(f"release all but {[desired.snapshot for desired in keep]}")

@@ -19,7 +19,16 @@ from tiers import examples
 
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.table import IllegalMove
-from midstream.core.types import BASE_SNAPSHOT, Desired, Hint, ModelInfo, SnapshotCheck, Stage, SwapTiming
+from midstream.core.types import (
+    BASE_SNAPSHOT,
+    Content,
+    Desired,
+    Hint,
+    ModelInfo,
+    SnapshotCheck,
+    Stage,
+    SwapTiming,
+)
 from midstream.core.versions import ConstraintNotMet, VersionConstraint
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.replica.gate import Door, Gate
@@ -177,6 +186,15 @@ class SteppedSource(SnapshotSource):
         raise AssertionError("only whole snapshots here")
 
     async def verify(self, path: Path, desired: Desired) -> None: ...
+
+    def received(self, content: Content, directory: Path) -> None:
+        raise AssertionError("all snapshots are fetched here")
+
+    def forget_received(self, directory: Path) -> None:
+        raise AssertionError("all snapshots are fetched here")
+
+    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
+        raise AssertionError("all snapshots are fetched here")
 
     async def release(self, keep: Sequence[Desired]) -> None:
         await asyncio.sleep(0)

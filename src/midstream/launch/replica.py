@@ -39,6 +39,7 @@ from midstream.replica.text.chat import TextModel
 from midstream.snapshots.layout import read_spec as read_checkpoint
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
+from midstream.transfer.process import GlooReceiver
 
 #: For another process that finishes streams, and for its engine to end then.
 OTHER_ENDS_S = 2 * STOP_GRACE_S
@@ -80,6 +81,8 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     model_dir = Path(spec.model_dir)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     journal = _journal(spec, sock.getsockname()[1])
+    cache = SnapshotCache(Path(spec.cache_dir), spec.cache_bytes)
+    base = read_checkpoint(model_dir)
     replica = Replica(
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=make_engine(spec),
@@ -92,15 +95,14 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
             spec.resident_policies,
         ),
         source=CachedSource(
-            ChainFetcher(
-                SnapshotCache(Path(spec.cache_dir), spec.cache_bytes), threads=spec.engine.threads or None
-            ),
-            read_checkpoint(model_dir),
+            ChainFetcher(cache, threads=spec.engine.threads or None),
+            base,
             Companions(model_dir),
         ),
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,
     )
+    replica.transfers.receivers = lambda: GlooReceiver(base, model_dir, cache)
     if journal is not None:
         replica.keep_records(journal)
     server = ReplicaServer(replica, sock, spec.token)

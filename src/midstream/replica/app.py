@@ -14,11 +14,9 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
 
 import msgspec
 
-from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import (
     InvalidRequest,
     MidstreamError,
@@ -39,12 +37,14 @@ from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, r
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.traces import RewardAsked
 from midstream.core.tracing import SpanRecord, Tracer
+from midstream.core.transfer import TRANSFER_PATH
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd
 from midstream.core.wires import PREFIX, WIRES, wire_of
 from midstream.core.wires import Wire as WirePath
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
+from midstream.replica.control import TraceExchange, TransferExchange, decoded
 from midstream.replica.exchange import (
     Answer,
     FailedExchange,
@@ -85,8 +85,6 @@ _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 #: Of a stream's rest: only its gateway reads why it does not begin.
 RESUMED = WirePath("resumed", "Answers the rest of a stream.", True)
 
-_Body = TypeVar("_Body")
-
 
 class MethodNotAllowed(MidstreamError):
     status = 405
@@ -125,6 +123,10 @@ class ReplicaApp:
             b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
             b"/replica/pause": (post, _at_once(lambda request: _pause(replica, request))),
+            TRANSFER_PATH.encode(): (
+                post,
+                lambda request, client: TransferExchange(request, client, replica),
+            ),
             b"/replica/abort": (post, _at_once(lambda request: _abort(replica, request))),
             b"/replica/reset_cache": (post, _at_once(lambda _: _reset_cache(replica))),
         }
@@ -297,22 +299,6 @@ class TextExchange(TaskExchange):
         super()._fail(error)
 
 
-class TraceExchange(TaskExchange):
-    """The turns of a session, encoded in a thread: they may be many megabytes."""
-
-    def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
-        super().__init__(request, client)
-        self._replica = replica
-
-    async def _answer(self) -> None:
-        asked = _decoded(self._request, _asked, "a question about sessions")
-        if asked.key is None:
-            raise InvalidRequest("which session's trace", param="key")
-        session = (asked.tenant, asked.key)
-        body = await asyncio.to_thread(lambda: msgspec.json.encode({"trace": self._replica.trace(session)}))
-        self._whole(200, body, {})
-
-
 class ResumeExchange(InferenceExchange):
     """A stream that another replica began, as a gateway knows."""
 
@@ -435,17 +421,17 @@ def _models(replica: Replica) -> Answer:
 
 
 def _desire(replica: Replica, request: Request) -> Answer:
-    replica.desire(_decoded(request, _desired, "a desired snapshot"))
+    replica.desire(decoded(request, _desired, "a desired snapshot"))
     return 202, replica.report()
 
 
 def _end_policy(replica: Replica, request: Request) -> Answer:
-    end = _decoded(request, _policy_end, "the end of a policy")
+    end = decoded(request, _policy_end, "the end of a policy")
     return 200, {"ended": replica.policies.end(end.policy, end.made)}
 
 
 def _sessions(replica: Replica, request: Request) -> Answer:
-    asked = _decoded(request, _asked, "a question about sessions")
+    asked = decoded(request, _asked, "a question about sessions")
     if asked.key is None:
         return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
     found = replica.sessions.one((asked.tenant, asked.key))
@@ -453,14 +439,14 @@ def _sessions(replica: Replica, request: Request) -> Answer:
 
 
 def _close_session(replica: Replica, request: Request) -> Answer:
-    asked = _decoded(request, _asked, "a question about sessions")
+    asked = decoded(request, _asked, "a question about sessions")
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
 
 
 def _response(replica: Replica, request: Request) -> Answer:
-    asked = _decoded(request, _response_asked, "a question about a response")
+    asked = decoded(request, _response_asked, "a question about a response")
     found = replica.responses.find(asked.tenant, asked.id)
     if found is None:
         return 200, {"found": None}
@@ -470,30 +456,23 @@ def _response(replica: Replica, request: Request) -> Answer:
 
 
 def _reward(replica: Replica, request: Request) -> Answer:
-    return 200, replica.reward(_decoded(request, _rewarded, "a reward"))
+    return 200, replica.reward(decoded(request, _rewarded, "a reward"))
 
 
 def _hint(replica: Replica, request: Request) -> Answer:
-    replica.hint(_decoded(request, _hinted, "a hint"))
+    replica.hint(decoded(request, _hinted, "a hint"))
     return 202, {}
 
 
 def _pause(replica: Replica, request: Request) -> Answer:
-    replica.pause(_decoded(request, _paused, "a pause"))
+    replica.pause(decoded(request, _paused, "a pause"))
     return 202, {}
 
 
 def _abort(replica: Replica, request: Request) -> Answer:
-    return 200, {"aborted": replica.abort(_decoded(request, _ids, "ids of requests"))}
+    return 200, {"aborted": replica.abort(decoded(request, _ids, "ids of requests"))}
 
 
 def _reset_cache(replica: Replica) -> Answer:
     replica.reset_cache()
     return 200, {}
-
-
-def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], what: str) -> _Body:
-    try:
-        return decoder.decode(request.body)
-    except NOT_JSON as error:
-        raise InvalidRequest(f"not {what}: {error}") from error

@@ -43,6 +43,7 @@ from midstream.replica.swap.source import Files, SnapshotSource
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.text_jobs import TextJobs
+from midstream.replica.transfer import Transfers
 from midstream.replica.turns.trace import trace_of, traced
 from midstream.replica.turns.tree import Trees, Turn
 
@@ -106,6 +107,8 @@ class Replica:
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
+        #: Its part in groups of trainers. No group outlives the boot.
+        self.transfers = Transfers(source, lambda: self.boot if self.ready else None, outside.sleep)
         self._policies_max = bounds.policies_max
         self.policies = ServedPolicies(
             self._parts(bounds, Files(source, Hints(source.prefetch), base_directory))
@@ -231,6 +234,7 @@ class Replica:
         for task in (self._recovery, self._pausing):
             await _cancel(task)
         await self._end_boot()
+        await self.transfers.close()
         self._changed()
 
     def desire(self, desired: Desired) -> None:
@@ -352,6 +356,7 @@ class Replica:
     async def _end_boot(self) -> None:
         """The engine is closed before the drivers are waited for: a commit under way ends with the engine at the latest."""
         self.policies.shut()
+        await self.transfers.end_group("the replica's engine ended")
         try:
             await self._engine.close()
         finally:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite
-from midstream.core.types import Desired, Hint, SnapshotContent
+from midstream.core.types import Content, Desired, Hint, SnapshotContent
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.hints import Hints
 from midstream.snapshots.adapter import (
@@ -68,6 +68,20 @@ class SnapshotSource(abc.ABC):
     async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
         """The content of each link's files that `desired` does not state. Call it after `fetch` or `rebuild`."""
         return ()
+
+    @abc.abstractmethod
+    def received(self, content: Content, directory: Path) -> None:
+        """Whole files of this content came by another way than the bucket. The directory is the source's from now on: a later
+        `fetch` of this content takes it. Only the newest one is held."""
+
+    @abc.abstractmethod
+    def forget_received(self, directory: Path) -> None:
+        """No `fetch` will ask for what was `received` in this directory. Nothing to do if it was taken."""
+
+    @abc.abstractmethod
+    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
+        """Put the files of this content, which are here, into a bucket as a snapshot. Returns when they are durable. Raises
+        SnapshotError."""
 
     @abc.abstractmethod
     async def release(self, keep: Sequence[Desired]) -> None:
@@ -181,6 +195,15 @@ class CachedSource(SnapshotSource):
             for link, content in zip(links, found, strict=False)
             if link.content is None
         )
+
+    def received(self, content: Content, directory: Path) -> None:
+        self._chains.received(content, directory)
+
+    def forget_received(self, directory: Path) -> None:
+        self._chains.forget_received(directory)
+
+    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
+        await self._chains.keep(snapshot, bucket, content)
 
     async def release(self, keep: Sequence[Desired]) -> None:
         await self._chains.release([desired.files for desired in keep if desired.files])

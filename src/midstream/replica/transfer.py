@@ -1,0 +1,417 @@
+"""A replica's part in the groups through which trainers send weights: its phase as a table, and the port to its receiver.
+
+Owns: the one group at a time that this replica is a member of, and the orders under way.
+Always holds: every move is one entry of `PARTS`. An order that began is carried out, whether or not its caller still waits.
+A group ends with its receiver: when that fails or misses a deadline, at Leave, at a newer Join, with the boot. The files of an
+update are the receiver's until it is finished, and the snapshot source's from then on. The weights that serve are not touched.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from midstream.core.errors import (
+    AnotherBoot,
+    Conflict,
+    InvalidRequest,
+    MidstreamError,
+    ReplicaUnavailable,
+    SnapshotError,
+)
+from midstream.core.table import Table
+from midstream.core.transfer import (
+    Alive,
+    Begin,
+    Check,
+    Done,
+    Drop,
+    Finish,
+    Join,
+    Keep,
+    Leave,
+    Receive,
+    Received,
+    Rendezvous,
+    SentTensors,
+    TrainerAlive,
+    TransferOrder,
+)
+from midstream.replica.swap.source import SnapshotSource
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TransferAnswer = Done | Received | TrainerAlive
+
+
+class PartPhase(enum.StrEnum):
+    JOINING = "joining"
+    #: A member, with no update open.
+    JOINED = "joined"
+    OPENING = "opening"
+    #: An update takes tensors.
+    OPEN = "open"
+    RECEIVING = "receiving"
+    FINISHING = "finishing"
+    #: The receiver has ended, or is killed.
+    ENDED = "ended"
+
+
+class PartEvent(enum.StrEnum):
+    IS_MEMBER = "is member"
+    BEGIN = "begin"
+    OPENED = "opened"
+    CHECK = "check"
+    RECEIVE = "receive"
+    RECEIVED = "received"
+    FINISH = "finish"
+    FINISHED = "finished"
+    #: Also when the update has lived too long.
+    DROP = "drop"
+    END = "end"
+
+
+_P, _E = PartPhase, PartEvent
+_WORKING = (_P.OPENING, _P.RECEIVING, _P.FINISHING)
+_NEXT: dict[tuple[PartPhase, PartEvent], PartPhase] = {
+    (_P.JOINING, _E.IS_MEMBER): _P.JOINED,
+    (_P.JOINED, _E.BEGIN): _P.OPENING,
+    (_P.OPEN, _E.BEGIN): _P.OPENING,
+    (_P.OPENING, _E.OPENED): _P.OPEN,
+    (_P.OPEN, _E.CHECK): _P.OPEN,
+    (_P.OPEN, _E.RECEIVE): _P.RECEIVING,
+    (_P.RECEIVING, _E.RECEIVED): _P.OPEN,
+    (_P.OPEN, _E.FINISH): _P.FINISHING,
+    (_P.FINISHING, _E.FINISHED): _P.JOINED,
+    (_P.JOINED, _E.DROP): _P.JOINED,
+    (_P.OPEN, _E.DROP): _P.JOINED,
+    # Nothing but its end stops a receiver that is inside a broadcast.
+    **{(phase, _E.DROP): _P.ENDED for phase in _WORKING},
+    **{(phase, _E.END): _P.ENDED for phase in (_P.JOINING, _P.JOINED, _P.OPEN, *_WORKING)},
+}
+#: The legal moves, all of them.
+PARTS: Table[PartPhase, PartEvent, None] = Table(_P.JOINING, {at: (to, None) for at, to in _NEXT.items()})
+
+
+class Receiver(abc.ABC):
+    """A process that takes part in one group. It is used once: `join` comes first, and `end` is final.
+
+    Where a method raises ReplicaUnavailable, or is cancelled, the state of the process is unknown and the caller ends it.
+    InvalidRequest leaves everything as it was.
+    """
+
+    @abc.abstractmethod
+    async def join(self, rendezvous: Rendezvous, within_s: float) -> None:
+        """Take part as `rendezvous.rank_offset`. Raises InvalidRequest, ReplicaUnavailable."""
+
+    @abc.abstractmethod
+    async def begin(self, within_s: float) -> None:
+        """Make room for the files of an update. Raises ReplicaUnavailable."""
+
+    @abc.abstractmethod
+    def check(self, sent: SentTensors) -> None:
+        """Raises InvalidRequest unless these tensors may come next."""
+
+    @abc.abstractmethod
+    async def receive(self, sent: SentTensors, within_s: float) -> None:
+        """Receive tensors that passed `check`. Raises ReplicaUnavailable."""
+
+    @abc.abstractmethod
+    def check_complete(self) -> None:
+        """Raises InvalidRequest unless all tensors have come."""
+
+    @abc.abstractmethod
+    async def finish(self, within_s: float) -> Received:
+        """Close the files of an update that is complete. Raises ReplicaUnavailable."""
+
+    @abc.abstractmethod
+    def hand_over(self) -> Path:
+        """The directory of the files that `finish` closed. It is the caller's from now on."""
+
+    @abc.abstractmethod
+    def drop(self) -> None:
+        """Remove the files of the update. Not while another method runs."""
+
+    @abc.abstractmethod
+    async def trainer_alive(self, within_s: float) -> bool:
+        """Whether the trainer's store answers. May run beside other methods, and changes nothing."""
+
+    @abc.abstractmethod
+    def end(self, reason: str) -> None:
+        """Kill the process, and have its files removed. What runs raises ReplicaUnavailable with the reason."""
+
+    @abc.abstractmethod
+    async def ended(self) -> str:
+        """Returns when the process is gone, by itself or by `end`, and its files are removed: why it ended."""
+
+
+class GroupPart:
+    """The part in one group. reason: why it ended. lost: it ended by a failure."""
+
+    def __init__(
+        self,
+        group: str,
+        receiver: Receiver,
+        source: SnapshotSource,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self.group = group
+        self.phase = PARTS.first
+        self.update: int | None = None
+        self.reason = ""
+        self.lost = False
+        self._receiver = receiver
+        self._source = source
+        self._sleep = sleep
+        # Of the last update that was finished.
+        self._finished: tuple[int, Path] | None = None
+        self._expiry: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"GroupPart({self.group}, {self.phase.value}, update={self.update})"
+
+    async def join(self, order: Join) -> None:
+        try:
+            await self._receiver.join(order.rendezvous, order.within_s)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._done(PartEvent.IS_MEMBER)
+        self._watch = asyncio.create_task(self._watch_end(), name="end of the receiver")
+
+    async def begin(self, order: Begin) -> None:
+        self._may(PartEvent.BEGIN)
+        if self.phase is PartPhase.OPEN:
+            self.drop(self.update)
+        self._move(PartEvent.BEGIN)
+        self.update, self.reason = order.update, ""
+        self._expiry = asyncio.create_task(self._expire(order.update, order.live_s), name="end of an update")
+        await self._work(self._receiver.begin(order.within_s))
+        self._done(PartEvent.OPENED)
+
+    def check(self, order: Check) -> None:
+        self._may(PartEvent.CHECK, order.update)
+        self._receiver.check(order.sent)
+
+    async def receive(self, order: Receive) -> None:
+        self._may(PartEvent.RECEIVE, order.update)
+        self._receiver.check(order.sent)
+        self._move(PartEvent.RECEIVE)
+        await self._work(self._receiver.receive(order.sent, order.within_s))
+        self._done(PartEvent.RECEIVED)
+
+    async def finish(self, order: Finish) -> Received:
+        self._may(PartEvent.FINISH, order.update)
+        self._receiver.check_complete()
+        self._move(PartEvent.FINISH)
+        received = await self._work(self._receiver.finish(order.within_s))
+        self._done(PartEvent.FINISHED)
+        self._close_update()
+        directory = self._receiver.hand_over()
+        self._finished = (order.update, directory)
+        self._source.received(received.content, directory)
+        return received
+
+    def drop(self, update: int | None, why: str = "it was dropped") -> None:
+        """Forget an update, open or finished. Nothing to do if it is neither."""
+        if self.phase is PartPhase.ENDED:
+            raise self._over()
+        if self.update is not None:
+            self._may(PartEvent.DROP, update)
+            before = self.phase
+            self._move(PartEvent.DROP)
+            if before is PartPhase.OPEN:
+                self.reason = f"update {update}: {why}"
+                self._close_update()
+                self._receiver.drop()
+            else:
+                self._ended(f"update {update}: {why}", lost=True)
+        elif self._finished is not None and self._finished[0] == update:
+            self._source.forget_received(self._finished[1])
+            self._finished = None
+        else:
+            self._may(PartEvent.DROP)
+
+    async def trainer_alive(self, within_s: float) -> bool:
+        if self.phase is PartPhase.ENDED:
+            raise self._over()
+        return await self._receiver.trainer_alive(within_s)
+
+    def end(self, reason: str, *, lost: bool = False) -> None:
+        """Idempotent."""
+        if self.phase is not PartPhase.ENDED:
+            self._move(PartEvent.END)
+            self._ended(reason, lost=lost)
+
+    async def gone(self) -> None:
+        """Waits until the receiver of a part that ended is gone."""
+        await self._receiver.ended()
+
+    async def _work(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self.end(str(error) or repr(error), lost=True)
+
+    def _done(self, event: PartEvent) -> None:
+        """The end of work, unless the part ended under it."""
+        if self.phase is PartPhase.ENDED:
+            raise self._over()
+        self._move(event)
+
+    def _may(self, event: PartEvent, update: int | None = None) -> None:
+        """Raise Conflict unless the table has this move, and `update` is the open one. None: any."""
+        if self.phase is PartPhase.ENDED:
+            raise self._over()
+        why = f" ({self.reason})" if self.reason else ""
+        if (self.phase, event) not in PARTS:
+            raise Conflict(
+                f"group {self.group} is {self.phase.value} here{why}; no {event.value} is possible"
+            )
+        if update is not None and update != self.update:
+            raise Conflict(f"the open update of group {self.group} is {self.update}, not {update}{why}")
+
+    def _over(self) -> MidstreamError:
+        kind = ReplicaUnavailable if self.lost else Conflict
+        return kind(f"group {self.group} ended here: {self.reason}")
+
+    def _move(self, event: PartEvent) -> None:
+        self.phase, _ = PARTS.move(self.phase, event)
+
+    def _close_update(self) -> None:
+        self.update = None
+        expiry, self._expiry = self._expiry, None
+        if expiry is not None and expiry is not asyncio.current_task():
+            expiry.cancel()
+
+    def _ended(self, reason: str, *, lost: bool) -> None:
+        self.reason, self.lost = reason, lost
+        if lost:
+            log.warning("group %s ended: %s", self.group, reason)
+        self._close_update()
+        self._receiver.end(reason)
+
+    async def _expire(self, update: int, live_s: float) -> None:
+        await self._sleep(live_s)
+        if self.update == update:
+            self.drop(update, f"it was not finished within {live_s:g} s")
+
+    async def _watch_end(self) -> None:
+        self.end(await self._receiver.ended(), lost=True)
+
+
+class Transfers:
+    """The orders of gateways. boot: of the replica; None while it takes no part in anything."""
+
+    #: Makes a receiver, without starting it. None: this replica takes part in no group.
+    receivers: Callable[[], Receiver] | None = None
+
+    def __init__(
+        self,
+        source: SnapshotSource,
+        boot: Callable[[], str | None],
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._source = source
+        self._boot = boot
+        self._sleep = sleep
+        self._part: GroupPart | None = None
+        self._tasks: set[asyncio.Task[TransferAnswer]] = set()
+
+    def __repr__(self) -> str:
+        return f"Transfers({self._part!r}, {len(self._tasks)} orders under way)"
+
+    async def answer(self, order: TransferOrder) -> TransferAnswer:
+        """Carry out an order. It continues if the caller is cancelled. Raises MidstreamError."""
+        task = asyncio.create_task(self._carry_out(order), name=f"transfer: {type(order).__name__}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def end_group(self, reason: str) -> None:
+        """End the part in a group, if there is one, and wait for the end of its receiver."""
+        part = self._part
+        if part is not None:
+            part.end(reason)
+            await part.gone()
+
+    async def close(self) -> None:
+        """End everything that is under way. The caller takes no more orders."""
+        await self.end_group("the replica ended")
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _carry_out(self, order: TransferOrder) -> TransferAnswer:
+        if order.boot or not isinstance(order, Keep):
+            self._check_boot(order.boot)
+        match order:
+            case Join():
+                await self._join(order)
+            case Leave(group=group):
+                if self._part is not None and self._part.group == group:
+                    await self.end_group("the group was left")
+            case Keep():
+                await self._keep(order)
+            case Begin():
+                await self._of(order.group).begin(order)
+            case Check():
+                self._of(order.group).check(order)
+            case Receive():
+                await self._of(order.group).receive(order)
+            case Finish():
+                return await self._of(order.group).finish(order)
+            case Drop():
+                self._of(order.group).drop(order.update)
+            case Alive():
+                return TrainerAlive(await self._of(order.group).trainer_alive(order.within_s))
+        return Done()
+
+    def _check_boot(self, meant: str) -> None:
+        boot = self._boot()
+        if boot is None:
+            raise AnotherBoot("the engine is starting; the groups of the boot before have ended")
+        if boot != meant:
+            raise AnotherBoot("the replica restarted after it was given its place in the group")
+
+    def _of(self, group: str) -> GroupPart:
+        if self._part is None:
+            raise Conflict(f"group {group}: this replica takes part in no group")
+        if self._part.group != group:
+            raise Conflict(
+                f"group {group}: this replica takes part in group {self._part.group}, which is {self._part.phase.value}"
+            )
+        return self._part
+
+    async def _join(self, order: Join) -> None:
+        if self.receivers is None:
+            raise InvalidRequest("init_info: this replica takes no weights from trainers", param="init_info")
+        older = self._part
+        part = self._part = GroupPart(order.group, self.receivers(), self._source, self._sleep)
+        if older is not None:
+            older.end(f"group {order.group} replaced it")
+            await older.gone()
+        await part.join(order)
+
+    async def _keep(self, order: Keep) -> None:
+        try:
+            async with asyncio.timeout(order.within_s):
+                await self._source.keep(order.snapshot, order.bucket, order.content)
+        except TimeoutError as error:
+            raise ReplicaUnavailable(
+                f"{order.snapshot}: was not put into its bucket within {order.within_s:g} s"
+            ) from error
+        except SnapshotError as error:
+            raise ReplicaUnavailable(str(error)) from error

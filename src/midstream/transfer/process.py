@@ -1,0 +1,276 @@
+"""The replica's end of a receiver process. Imports no torch.
+
+Owns: the process, the calls under way, and the directory of an update until it is handed over.
+Always holds: a call that is not answered in time kills the process, and so does one that fails. When the process ends, every
+call ends with ReplicaUnavailable, which says why. What it leaves is removed when the process is gone. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from midstream.core.errors import InvalidRequest, ReplicaUnavailable, SnapshotError
+from midstream.core.transfer import STORE_PREFIX, Received, Rendezvous, SentTensors
+from midstream.core.types import FileContent
+from midstream.http import ipc
+from midstream.replica.transfer import Receiver
+from midstream.snapshots.content import file_content
+from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, CheckpointSpec
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.local import reserve, temporary_directory
+from midstream.snapshots.tasks import finished
+from midstream.transfer import protocol as m
+from midstream.transfer.layout import UpdateLayout
+
+log = logging.getLogger(__name__)
+
+#: The time limits of torch are longer than the replica's by so much: the replica's decide.
+LONGER_S = 60.0
+
+
+class _ReceiverLink(ipc.Link[m.OrderDone]):
+    """Our end of the socket. calls: those under way, by number."""
+
+    def __init__(self, calls: dict[int, asyncio.Future[m.OrderDone]]) -> None:
+        super().__init__(m.done_decoder)
+        self._calls = calls
+
+    def received(self, message: m.OrderDone) -> None:
+        future = self._calls.get(message.call)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+
+class GlooReceiver(Receiver):
+    """base: of the served model. base_directory: has its configuration. cache: has room for updates."""
+
+    def __init__(self, base: CheckpointSpec, base_directory: Path, cache: SnapshotCache) -> None:
+        self._base = base
+        self._config = base_directory / CONFIG_FILE
+        self._cache = cache
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: _ReceiverLink | None = None
+        self._calls: dict[int, asyncio.Future[m.OrderDone]] = {}
+        self._numbers = itertools.count(1)
+        self._rendezvous: Rendezvous | None = None
+        self._layout: UpdateLayout | None = None
+        self._directory: Path | None = None
+        # Why it ended; None: it has not.
+        self._reason: str | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"GlooReceiver(pid={self.pid}, calls={len(self._calls)}, {self._layout!r})"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def join(self, rendezvous: Rendezvous, within_s: float) -> None:
+        _check_rendezvous(rendezvous)
+        self._rendezvous = rendezvous
+        process, link = await ipc.spawn("midstream.transfer.receiver", lambda: _ReceiverLink(self._calls))
+        self._process, self._link = process, link
+        self._watch = asyncio.create_task(self._watch_end(process, link), name="end of the receiver process")
+        if self._reason is not None:
+            # Ended while it was started.
+            process.kill()
+        await self._call(
+            lambda call: m.JoinGroup(
+                call,
+                rendezvous.master_address,
+                rendezvous.master_port,
+                rendezvous.world_size,
+                rendezvous.rank_offset,
+                f"{STORE_PREFIX}/{rendezvous.key}",
+                within_s + LONGER_S,
+            ),
+            within_s,
+            f"did not form its group of {rendezvous.world_size}",
+        )
+
+    async def begin(self, within_s: float) -> None:
+        layout = UpdateLayout(self._base)
+        directory = temporary_directory(self._cache.root)
+        try:
+            await finished(self._make_files, directory, layout.bytes_max)
+            await self._call(
+                lambda call: m.OpenFile(call, str(directory / WEIGHTS_FILE), layout.bytes_max),
+                within_s,
+                "did not open its file",
+            )
+        except BaseException as error:
+            self._cache.wrote(self)
+            await finished(shutil.rmtree, directory, True)
+            if isinstance(error, SnapshotError | OSError):
+                raise ReplicaUnavailable(f"there is no room for the update: {error}") from error
+            raise
+        self._layout, self._directory = layout, directory
+
+    def _make_files(self, directory: Path, size: int) -> None:
+        directory.mkdir()
+        shutil.copyfile(self._config, directory / CONFIG_FILE)
+        with (directory / WEIGHTS_FILE).open("wb") as file:
+            # A full disk is found here. Later it would kill the receiver.
+            self._cache.make_room(
+                size,
+                (),
+                "weights that a trainer sends",
+                user=self,
+                reserve=lambda: _reserve(file.fileno(), size),
+            )
+            file.truncate(size)
+
+    def check(self, sent: SentTensors) -> None:
+        self._open_layout.check(sent)
+
+    async def receive(self, sent: SentTensors, within_s: float) -> None:
+        assert self._rendezvous is not None
+        ranges = self._open_layout.place(sent)
+        piece_bytes = None
+        if self._rendezvous.packed:
+            ranges = [(ranges[0][0], ranges[-1][1])]
+            piece_bytes = self._rendezvous.packed_buffer_size_bytes
+        await self._call(
+            lambda call: m.ReceiveRanges(call, ranges, piece_bytes, within_s + LONGER_S),
+            within_s,
+            f"did not get {len(sent.names)} tensors",
+        )
+
+    def check_complete(self) -> None:
+        self._open_layout.check_complete()
+
+    async def finish(self, within_s: float) -> Received:
+        assert self._directory is not None
+        layout = self._open_layout
+        config = await finished(file_content, self._directory / CONFIG_FILE)
+        answer = await self._call(
+            lambda call: m.CloseFile(call, layout.header(), layout.end), within_s, "did not close its file"
+        )
+        weights = FileContent(WEIGHTS_FILE, layout.end, answer.digest)
+        return Received(content=(config, weights), received_bytes=layout.sent_bytes)
+
+    def hand_over(self) -> Path:
+        directory, self._directory, self._layout = self._directory, None, None
+        assert directory is not None
+        self._cache.wrote(self)
+        return directory
+
+    def drop(self) -> None:
+        directory, self._directory, self._layout = self._directory, None, None
+        self._cache.wrote(self)
+        if self._link is not None and not self._link.transport.is_closing():
+            self._link.send(m.ForgetFile(next(self._numbers)))
+        if directory is not None:
+            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, directory, True)
+
+    async def trainer_alive(self, within_s: float) -> bool:
+        link = self._link
+        if link is None or link.transport.is_closing():
+            return False
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self._answer(link, lambda call: m.LookForTrainer(call, within_s))
+        except (TimeoutError, ReplicaUnavailable):
+            return False
+        return answer.error is None
+
+    def end(self, reason: str) -> None:
+        if self._reason is not None:
+            return
+        self._reason = reason
+        if self._process is not None:
+            self._process.kill()
+        self._fail_calls()
+
+    async def ended(self) -> str:
+        if self._watch is not None:
+            await asyncio.shield(self._watch)
+        return self._reason or "the receiver was not started"
+
+    @property
+    def _open_layout(self) -> UpdateLayout:
+        assert self._layout is not None
+        return self._layout
+
+    async def _call(self, build: Callable[[int], m.Order], within_s: float, late: str) -> m.OrderDone:
+        """late: what the process did not do, if it does not answer in time. Raises ReplicaUnavailable."""
+        link = self._link
+        if self._reason is not None or link is None or link.transport.is_closing():
+            raise ReplicaUnavailable(self._reason or "the receiver process has ended")
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self._answer(link, build)
+        except TimeoutError:
+            self.end(f"the receiver {late} within {within_s:g} s")
+        else:
+            if answer.error is None:
+                return answer
+            assert self._rendezvous is not None
+            at = f"{self._rendezvous.master_address}:{self._rendezvous.master_port}"
+            self.end(f"lost the trainer at {at}, or another member of its group: {answer.error}")
+        raise ReplicaUnavailable(self._reason or "")
+
+    async def _answer(self, link: _ReceiverLink, build: Callable[[int], m.Order]) -> m.OrderDone:
+        number = next(self._numbers)
+        future: asyncio.Future[m.OrderDone] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            link.send(build(number))
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def _fail_calls(self) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(ReplicaUnavailable(self._reason or ""))
+
+    async def _watch_end(self, process: subprocess.Popen[bytes], link: _ReceiverLink) -> None:
+        await link.lost.wait()
+        # A process that still lives sent something that cannot be understood.
+        process.kill()
+        code = await asyncio.to_thread(process.wait)
+        if self._reason is None:
+            self._reason = f"the receiver process ended {_how(code)}"
+            log.error("receiver process %s: %s", process.pid, self._reason)
+        self._fail_calls()
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        self._cache.wrote(self)
+
+
+def _check_rendezvous(rendezvous: Rendezvous) -> None:
+    """Raise InvalidRequest, which names the field, for what no group can have."""
+    sound = {
+        "master_port": 0 < rendezvous.master_port < 2**16,
+        "rank_offset": 0 < rendezvous.rank_offset < rendezvous.world_size,
+        "packed_buffer_size_bytes": rendezvous.packed_buffer_size_bytes > 0,
+    }
+    for field, holds in sound.items():
+        if not holds:
+            raise InvalidRequest(
+                f"init_info.{field}: {getattr(rendezvous, field)} is not possible", param=f"init_info.{field}"
+            )
+
+
+def _reserve(file: int, size: int) -> None:
+    try:
+        reserve(file, size)
+    except OSError as error:
+        raise SnapshotError(error.strerror or str(error)) from error
+
+
+def _how(code: int) -> str:
+    try:
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    except ValueError:
+        return f"with code {code}"

@@ -1,0 +1,73 @@
+"""The messages between a replica process and its receiver process. `http/ipc.py` frames them. Imports no torch.
+
+The replica sends orders, the receiver answers each with one `OrderDone`, paired by the number of the call. `LookForTrainer` is
+carried out beside the others, which wait for each other.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class JoinGroup(msgspec.Struct, tag=True, frozen=True):
+    """Take part in the group whose store is at `address`. timeout_s: for the other members."""
+
+    call: int
+    address: str
+    port: int
+    world_size: int
+    rank: int
+    prefix: str
+    timeout_s: float
+
+
+class OpenFile(msgspec.Struct, tag=True, frozen=True):
+    """The target of what comes. It is there, and has its size."""
+
+    call: int
+    path: str
+    size: int
+
+
+class ReceiveRanges(msgspec.Struct, tag=True, frozen=True):
+    """Receive these ranges of the file, which follow those received before. piece_bytes: of a broadcast, at most; None: a
+    range is one."""
+
+    call: int
+    ranges: list[tuple[int, int]]
+    piece_bytes: int | None
+    timeout_s: float
+
+
+class CloseFile(msgspec.Struct, tag=True, frozen=True):
+    """Write the header, and cut the file to `size`. Answered with the digest."""
+
+    call: int
+    header: bytes
+    size: int
+
+
+class ForgetFile(msgspec.Struct, tag=True, frozen=True):
+    call: int
+
+
+class LookForTrainer(msgspec.Struct, tag=True, frozen=True):
+    """Whether the store still answers. `OrderDone.error` is None if it does."""
+
+    call: int
+    timeout_s: float
+
+
+Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile | LookForTrainer
+
+
+class OrderDone(msgspec.Struct, tag=True, frozen=True):
+    """error: why the order failed, on one line. After it, only `LookForTrainer` makes sense. digest: of the closed file."""
+
+    call: int
+    error: str | None = None
+    digest: str = ""
+
+
+order_decoder = msgspec.msgpack.Decoder(Order)
+done_decoder = msgspec.msgpack.Decoder(OrderDone)

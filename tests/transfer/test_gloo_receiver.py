@@ -1,0 +1,288 @@
+"""The receiver process with a real trainer: a group of torch.distributed over gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_trainer import GlooTrainer, gloo_trainer
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from midstream.core.errors import InvalidRequest, ReplicaUnavailable
+from midstream.core.transfer import Received, Rendezvous
+from midstream.models.tiny_moe import write_tiny_moe
+from midstream.snapshots.content import PART_BYTES, directory_content
+from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.verify import check_compatible
+from midstream.transfer.process import GlooReceiver
+
+pytestmark = pytest.mark.slow
+
+#: Of whatever has to come. Nothing waits for it to pass.
+SOON_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several parts of a digest, in a file with tensors of two types."""
+    directory = tmp_path_factory.mktemp("base") / "model"
+    write_tiny_moe(directory, layers=1, hidden=64, experts=4)
+    tensors = load_file(directory / WEIGHTS_FILE)
+    tensors["model.wide.weight"] = torch.arange(PART_BYTES // 4 + 5, dtype=torch.float32)
+    tensors["model.odd.weight"] = torch.arange(7, dtype=torch.uint8)
+    tensors["model.empty.weight"] = torch.zeros(0, 3)
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> SnapshotCache:
+    return SnapshotCache(tmp_path / "cache")
+
+
+def receiver_of(base: Path, cache: SnapshotCache) -> GlooReceiver:
+    return GlooReceiver(read_spec(base), base, cache)
+
+
+async def joined(trainer: GlooTrainer, *receivers: GlooReceiver) -> None:
+    joins = [
+        receiver.join(replace(trainer.rendezvous, rank_offset=rank), SOON_S)
+        for rank, receiver in enumerate(receivers, 1)
+    ]
+    await asyncio.gather(*joins)
+    await trainer.reports("joined")
+
+
+async def pushed(trainer: GlooTrainer, calls: list[list[str]], *receivers: GlooReceiver) -> list[Received]:
+    """A whole update, in several calls."""
+    await asyncio.gather(*(receiver.begin(SOON_S) for receiver in receivers))
+    for names in calls:
+        sent = trainer.sent(names)
+        for receiver in receivers:
+            receiver.check(sent)
+        trainer.send(names)
+        await asyncio.gather(*(receiver.receive(sent, SOON_S) for receiver in receivers))
+        await trainer.reports("sent")
+    for receiver in receivers:
+        receiver.check_complete()
+    return await asyncio.gather(*(receiver.finish(SOON_S) for receiver in receivers))
+
+
+def gone(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(body())
+
+
+def left_in(cache: SnapshotCache) -> list[Path]:
+    return [path for path in cache.root.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_comes_is_a_checkpoint_of_the_same_tensors(
+    base: Path, cache: SnapshotCache, packed: bool
+) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE, packed=packed, piece_bytes=3 * 2**20 + 1) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            names = list(reversed(trainer.names))
+            # A second update of the same group, in another order.
+            for calls in ([names[:3], names[3:4], names[4:]], [trainer.names]):
+                (received,) = await pushed(trainer, calls, receiver)
+                directory = receiver.hand_over()
+                check(directory, received)
+            receiver.end("the test is over")
+            await receiver.ended()
+            assert gone(receiver.pid)
+            # What was handed over is not the receiver's any more.
+            assert len(left_in(cache)) == 2
+
+    def check(directory: Path, received: Received) -> None:
+        assert received.content == directory_content(directory, [CONFIG_FILE, WEIGHTS_FILE])
+        assert sorted(path.name for path in directory.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+        check_compatible(read_spec(base), read_spec(directory))
+        found, expected = load_file(directory / WEIGHTS_FILE), load_file(base / WEIGHTS_FILE)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert received.received_bytes == sum(tensor.nbytes for tensor in expected.values())
+
+    run(body)
+
+
+def test_two_receivers_of_one_group_make_equal_files(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE, receivers=2) as trainer:
+            receivers = [receiver_of(base, cache) for _ in range(2)]
+            await joined(trainer, *receivers)
+            one, other = await pushed(trainer, [trainer.names], *receivers)
+            assert one == other
+            for receiver in receivers:
+                receiver.end("the test is over")
+                await receiver.ended()
+            assert left_in(cache) == []
+
+    run(body)
+
+
+def test_a_trainer_that_dies_in_a_broadcast_is_reported_at_once(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await receiver.begin(SOON_S)
+            assert await receiver.trainer_alive(SOON_S)
+            trainer.send(trainer.names, stop_after=3)
+            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
+            await trainer.reports("stopped")
+            # It answers while a broadcast waits.
+            assert await receiver.trainer_alive(SOON_S)
+            await trainer.die()
+            address = f"127.0.0.1:{trainer.rendezvous.master_port}"
+            with pytest.raises(ReplicaUnavailable, match=f"lost the trainer at {address}"):
+                await asyncio.wait_for(receiving, SOON_S)
+            assert "lost the trainer" in await receiver.ended()
+            assert not await receiver.trainer_alive(SOON_S)
+            assert gone(receiver.pid)
+            assert left_in(cache) == []
+
+    run(body)
+
+
+def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await trainer.die()
+            assert not await receiver.trainer_alive(SOON_S)
+            await receiver.begin(SOON_S)
+            with pytest.raises(ReplicaUnavailable, match="lost the trainer"):
+                await receiver.receive(trainer.sent(trainer.names), SOON_S)
+            await receiver.ended()
+
+    run(body)
+
+
+def test_a_receiver_that_misses_a_deadline_is_killed(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await receiver.begin(SOON_S)
+            # Nothing of this call comes: a broadcast without its receiver would not end.
+            trainer.send(trainer.names, stop_after=0)
+            await trainer.reports("stopped")
+            with pytest.raises(ReplicaUnavailable, match=r"did not get \d+ tensors within 0\.2 s"):
+                await receiver.receive(trainer.sent(trainer.names), 0.2)
+            await receiver.ended()
+            assert gone(receiver.pid)
+            assert left_in(cache) == []
+
+    run(body)
+
+
+def test_a_group_that_is_not_complete_ends_at_the_deadline(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE, receivers=2) as trainer:
+            receiver = receiver_of(base, cache)
+            with pytest.raises(ReplicaUnavailable, match="did not form its group of 3 within 1 s"):
+                await receiver.join(trainer.rendezvous, 1.0)
+            await receiver.ended()
+            assert gone(receiver.pid)
+
+    run(body)
+
+
+def test_a_receiver_that_ends_by_itself_says_why(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await receiver.begin(SOON_S)
+            trainer.send(trainer.names, stop_after=1)
+            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), SOON_S))
+            await trainer.reports("stopped")
+            assert receiver.pid is not None
+            os.kill(receiver.pid, 9)
+            with pytest.raises(ReplicaUnavailable, match="the receiver process ended by SIGKILL"):
+                await receiving
+            assert await receiver.ended() == "the receiver process ended by SIGKILL"
+            assert left_in(cache) == []
+            with pytest.raises(ReplicaUnavailable, match="ended by SIGKILL"):
+                await receiver.begin(SOON_S)
+
+    run(body)
+
+
+def test_an_update_that_is_dropped_leaves_nothing_and_the_next_one_is_whole(
+    base: Path, cache: SnapshotCache
+) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await receiver.begin(SOON_S)
+            first = trainer.names[:2]
+            trainer.send(first)
+            await receiver.receive(trainer.sent(first), SOON_S)
+            await trainer.reports("sent")
+            with pytest.raises(InvalidRequest, match="tensors were not sent"):
+                receiver.check_complete()
+            receiver.drop()
+            (received,) = await pushed(trainer, [trainer.names], receiver)
+            directory = receiver.hand_over()
+            assert received.content == directory_content(directory, [CONFIG_FILE, WEIGHTS_FILE])
+            receiver.end("the test is over")
+            await receiver.ended()
+
+    run(body)
+
+
+def test_no_room_is_found_before_a_byte_comes(base: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SnapshotCache(tmp_path / "cache", 2**20)
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, small)
+            await joined(trainer, receiver)
+            with pytest.raises(
+                ReplicaUnavailable, match=r"no room for the update: .* larger replica\.snapshot_cache"
+            ):
+                await receiver.begin(SOON_S)
+            receiver.end("the test is over")
+            await receiver.ended()
+            assert left_in(small) == []
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rank_offset", 0), ("rank_offset", 2), ("master_port", 0), ("packed_buffer_size_bytes", 0)],
+)
+def test_an_impossible_rendezvous_is_refused_before_a_process_starts(
+    base: Path, cache: SnapshotCache, field: str, value: int
+) -> None:
+    async def body() -> None:
+        receiver = receiver_of(base, cache)
+        sound = Rendezvous(master_address="127.0.0.1", master_port=1, world_size=2)
+        with pytest.raises(InvalidRequest) as refused:
+            await receiver.join(replace(sound, **{field: value}), SOON_S)
+        assert refused.value.param == f"init_info.{field}"
+        assert receiver.pid is None
+
+    run(body)
