@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from midstream.core.table import Table
+from midstream.ledger import transfers
 from midstream.proxy import request_state
 from midstream.replica import transfer
 from midstream.replica.swap import attempts, table
@@ -20,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.parametrize("machine", [table.MOVES, attempts.ATTEMPTS, transfer.PARTS, request_state.MOVES])
+@pytest.mark.parametrize(
+    "machine", [table.MOVES, attempts.ATTEMPTS, transfer.PARTS, transfers.MOVES, request_state.MOVES]
+)
 def test_the_diagrams_are_the_ones_drawn_from_the_tables(machine: Table[Any, Any, Any]) -> None:
     assert machine.mermaid() in (ROOT / "docs" / "state-machines.md").read_text()
 

@@ -14,7 +14,19 @@ from midstream.core.errors import Conflict, SnapshotRefused
 from midstream.core.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 from midstream.ledger import Ledger, Signal
 from midstream.ledger.deployments import TENANT, PolicyLimits
-from midstream.ledger.schema import SCHEMA_VERSION, change_counter, changes, contents, policy_counts, weights
+from midstream.ledger.schema import (
+    SCHEMA_VERSION,
+    change_counter,
+    changes,
+    contents,
+    policy_counts,
+    transfer_updates,
+    transfers,
+    weights,
+)
+
+#: In an order in which they may be dropped.
+TRANSFERS = (transfer_updates, transfers)
 
 DEPLOYMENT = "accounts/a/deployments/d"
 ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))
@@ -197,8 +209,9 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
 @pytest.mark.parametrize(
     ("version", "lacked"),
     [
-        (3, (contents, weights, change_counter, changes, policy_counts)),
-        (4, (change_counter, changes, policy_counts)),
+        (3, (contents, weights, change_counter, changes, policy_counts, *TRANSFERS)),
+        (4, (change_counter, changes, policy_counts, *TRANSFERS)),
+        (5, TRANSFERS),
     ],
 )
 def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(

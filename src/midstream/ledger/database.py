@@ -20,6 +20,7 @@ from midstream.core.errors import ConfigError, ReplicaUnavailable
 from midstream.core.private import private_file
 from midstream.ledger.deployments import count_policies
 from midstream.ledger.schema import (
+    COUNTED_FROM,
     SCHEMA_VERSION,
     UPGRADED_FROM,
     change_counter,
@@ -183,7 +184,8 @@ def _prepare_schema(db: sa.Connection) -> int:
     if found in UPGRADED_FROM:
         metadata.create_all(db)
         insert_new(db, change_counter, _NO_CHANGE)
-        count_policies(db)
+        if found < COUNTED_FROM:
+            count_policies(db)
         db.execute(schema_version.update().values(version=SCHEMA_VERSION))
         return SCHEMA_VERSION
     return found

@@ -27,6 +27,8 @@ from midstream.ledger.schema import (
     insert_new,
     policy_counts,
     snapshots,
+    transfer_updates,
+    transfers,
     transitions,
     weights,
 )
@@ -219,6 +221,7 @@ def delete(db: sa.Connection, name: str) -> None:
         db.execute(policy_counts.delete().where(policy_counts.c.deployment == name))
     for row in gone:
         _forget(db, row.id)
+        _forget_transfers(db, row.id)
         db.execute(deployments.delete().where(deployments.c.id == row.id))
 
 
@@ -293,3 +296,9 @@ def next_generation(db: sa.Connection, row: Any, floor: int) -> int:
 def _forget(db: sa.Connection, key: int) -> None:
     for table in _OF_A_DEPLOYMENT:
         db.execute(table.delete().where(table.c.deployment_id == key))
+
+
+def _forget_transfers(db: sa.Connection, key: int) -> None:
+    mine = sa.select(transfers.c.id).where(transfers.c.deployment_id == key)
+    db.execute(transfer_updates.delete().where(transfer_updates.c.transfer_id.in_(mine)))
+    db.execute(transfers.delete().where(transfers.c.deployment_id == key))

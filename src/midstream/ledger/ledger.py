@@ -37,7 +37,7 @@ from midstream.core.types import (
     Transition,
     TransitionType,
 )
-from midstream.ledger import changes, deployments, reports, signals, snapshots
+from midstream.ledger import changes, deployments, reports, signals, snapshots, transfers
 from midstream.ledger.changes import Changes
 from midstream.ledger.contents import Contents
 from midstream.ledger.database import Database, LedgerUnavailable
@@ -221,18 +221,27 @@ class Ledger:
         return await self._read(changes.since, seen)
 
     async def signal(
-        self, name: str, signal: Signal, fleet: FleetReports = NO_FLEET, *, chain_max: int = CHAIN_MAX
+        self,
+        name: str,
+        signal: Signal,
+        fleet: FleetReports = NO_FLEET,
+        *,
+        chain_max: int = CHAIN_MAX,
+        committing: transfers.Committing | None = None,
     ) -> SignalResult:
         """Make a snapshot the desired one; committed when this returns.
 
         fleet: the reports of the replicas. The new generation is above all that they have seen, also when this ledger is
-        younger. chain_max: how many incremental snapshots may stand on one full one.
+        younger. chain_max: how many incremental snapshots may stand on one full one. committing: the update of a group that the
+        snapshot came by. Raises Conflict, and takes nothing, where another gateway has moved that group.
 
         A snapshot that is only asked for again has the stronger of the two cache policies. Raises NotFound for an unknown
         deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/signals.py), and for
         files that differ from those that the identity means (ledger/contents.py).
         """
-        return await self._write(signals.accept, name, signal, fleet, chain_max, self._contents, self._now())
+        return await self._write(
+            transfers.accept, name, signal, fleet, chain_max, self._contents, self._now(), committing
+        )
 
     async def new_generation(self, name: str, floor: int = 0) -> int:
         """A generation that no replica has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""
@@ -304,3 +313,65 @@ class Ledger:
     async def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
         """The `newest` stage changes (None: all), in the order they were stored."""
         return await self._read(reports.newest, name, newest)
+
+    # -- weights that trainers send (transfers.py)
+
+    async def open_transfer(
+        self,
+        name: str,
+        group: str,
+        members: Sequence[transfers.TransferMember],
+        trainer: str,
+        within_s: float,
+    ) -> transfers.Transfer:
+        """Make a group, which has to be complete within so many seconds. Raises GroupMoved where another one is open."""
+        return await self._write(transfers.open_group, name, group, members, trainer, within_s, self._now())
+
+    async def transfer(self, name: str) -> transfers.Transfer | None:
+        """The open group of a deployment. Raises NotFound."""
+        return await self._read(transfers.current, name)
+
+    async def move_transfer(
+        self,
+        seen: transfers.Transfer,
+        event: transfers.Event,
+        *,
+        within_s: float | None = None,
+        members: Sequence[transfers.TransferMember] | None = None,
+        reason: str = "",
+    ) -> transfers.Transfer:
+        """Move a group on from the state that was seen. Raises GroupMoved when it is another one by now.
+
+        within_s: of a new deadline; None: the deadline stays. members: with those that are fenced. reason: why it ends.
+        """
+        return await self._write(
+            transfers.move, seen, event, self._now(), within_s=within_s, members=members, reason=reason
+        )
+
+    async def committed_update(self, of: transfers.Transfer) -> transfers.TransferUpdate | None:
+        """The group's last update, if it was committed."""
+        return await self._read(transfers.committed, of)
+
+    async def overdue_transfers(self) -> list[transfers.Transfer]:
+        """Open groups of all deployments that are past their deadline."""
+        return await self._read(transfers.overdue, self._now())
+
+    async def unkept_updates(self) -> list[transfers.Unkept]:
+        """Committed updates of all deployments whose files somebody is to bring into the bucket now."""
+        return await self._read(transfers.unkept, self._now(), self._contents)
+
+    async def claim_keeping(self, update: transfers.Unkept, within_s: float) -> bool:
+        """Whether the caller is to bring its files into the bucket: no other gateway tries within that time."""
+        return await self._write(transfers.claim, update, within_s, self._now())
+
+    async def settle_keeping(
+        self, update: transfers.Unkept, kept: transfers.Kept, again_s: float = 0.0, tries: int = 0
+    ) -> None:
+        """Store how a try ended. "wanted": there is another one after `again_s`; `tries` were made so far."""
+        await self._write(transfers.settle, update, kept, again_s, tries, self._now())
+
+    async def newest_transfers(
+        self, name: str, newest: int
+    ) -> list[tuple[transfers.Transfer, list[transfers.TransferUpdate]]]:
+        """The newest groups of a deployment with their newest updates, the last ones first."""
+        return await self._read(transfers.newest, name, newest)

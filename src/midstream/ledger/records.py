@@ -84,7 +84,7 @@ class Signal:
     it is.
 
     identity: "": the ledger gives it one, `update-GENERATION-DIRECTORY`; a desired snapshot of this url with these files keeps
-    its own.
+    its own. url: "": the identity's place in the deployment's bucket, and the directory of such a name is `push`.
     """
 
     identity: str

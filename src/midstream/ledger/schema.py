@@ -2,7 +2,7 @@
 
 Always holds:
 - Constraints allow one snapshots row per (deployment, identity), one transitions row per (replica, boot, seq) and one deaths
-  row per (replica, boot). That makes repeated signals and repeated reports harmless.
+  row per (replica, boot). That makes repeated signals and repeated reports harmless. A deployment has one open group at most.
 - Each pass of the reconciler reads deployments and snapshots rows, or finds rows by an index: the transitions only ever grow.
 - Times are seconds since the epoch. JSON columns hold plain values. No column holds a credential.
 """
@@ -31,9 +31,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 5
-#: Those versions only lacked tables: contents and weights, or changes and counts.
-UPGRADED_FROM = (3, 4)
+SCHEMA_VERSION = 6
+#: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates.
+UPGRADED_FROM = (3, 4, 5)
+#: The first version with counts of policies.
+COUNTED_FROM = 5
 
 metadata = MetaData()
 
@@ -190,6 +192,56 @@ weights = Table(
     Column("kind", String(128), nullable=False),
     Column("digest", String(128), nullable=False),
     UniqueConstraint("deployment_id", "identity", "kind"),
+)
+
+#: Groups in which a trainer sends weights to replicas (transfers.py).
+transfers = Table(
+    "transfers",
+    metadata,
+    Column("id", _RowId, primary_key=True),
+    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
+    # The deployment's id while the group is open, else NULL: a deployment has one open group at most.
+    Column("open_of", _RowId, unique=True),
+    Column("name", String(64), nullable=False, unique=True),
+    # Grows with each move. A writer that has seen another one changes nothing.
+    Column("serial", BigInteger, nullable=False),
+    Column("phase", String(16), nullable=False),
+    # As transfers.TransferMember.
+    Column("members", JSON, nullable=False),
+    # HOST:PORT of the trainer's store.
+    Column("trainer", String(300), nullable=False),
+    # The number of the last update that was started, 0 before the first.
+    Column("number", BigInteger, nullable=False),
+    # NULL while the group waits for its next update, and after its end.
+    Column("deadline", Float),
+    Column("opened_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("reason", Text, nullable=False),
+    Index("transfers_by_deadline", "deadline"),
+    Index("transfers_by_age", "deployment_id", "id"),
+)
+
+#: The updates of these groups.
+transfer_updates = Table(
+    "transfer_updates",
+    metadata,
+    Column("id", _RowId, primary_key=True),
+    Column("transfer_id", _RowId, ForeignKey("transfers.id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("started_at", Float, nullable=False),
+    # NULL while it is not committed; then the snapshot that it became, its files, and the replicas that have them.
+    Column("committed_at", Float),
+    Column("identity", String(512)),
+    Column("generation", BigInteger),
+    Column("fingerprint", String(128)),
+    Column("replicas", JSON, nullable=False),
+    # Whether the files are in the bucket: "", "wanted", "kept", "off" or "given up".
+    Column("kept", String(16), nullable=False),
+    # When somebody is to try next to bring them there; NULL for never.
+    Column("keep_at", Float),
+    Column("keep_tries", Integer, nullable=False),
+    UniqueConstraint("transfer_id", "number"),
+    Index("transfer_updates_to_keep", "keep_at"),
 )
 
 #: One row. last: the serial of the last writing transaction that changed what readers see. forgotten: up to which serial

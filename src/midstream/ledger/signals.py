@@ -49,6 +49,7 @@ from midstream.ledger.snapshots import (
     fallbacks,
     find,
 )
+from midstream.snapshots.identity import snapshot_url
 
 METADATA = "incremental_snapshot_metadata"
 PREVIOUS = f"{METADATA}.previous_snapshot_identity"
@@ -190,6 +191,8 @@ _LISTED = _LISTED.where(deployments_table.c.name.in_(sa.bindparam("names", expan
 
 #: Field of a deployment's row: DeploymentState.first_boots.
 _FIRST_BOOTS = "_first_boots"
+#: Stands for the directory in the name of a snapshot that was sent, and not found in a bucket.
+PUSHED = "push"
 #: Of a directory's name, in the name of a snapshot that got none.
 NAMED_CHARS = 64
 
@@ -206,8 +209,7 @@ def accept(
     row = deployments.lock(db, name)
     deployments.check_takes(row)
     generation = max(row.last_generation, fleet.generation_floor) + 1
-    if not signal.identity:
-        signal = replace(signal, identity=_name_of(db, row, signal, generation))
+    signal = _placed(db, row, signal, generation)
     known = find(db, row.id, signal.identity)
     signal = as_known(signal, known)
     meant = contents.meant(db, row.id, signal, pushed=is_pushed(known))
@@ -239,12 +241,23 @@ def accept(
     return SignalResult(_desired(db, stored, deployments.find(db, name), contents), changed=True)
 
 
+def _placed(db: sa.Connection, row: Any, signal: Signal, generation: int) -> Signal:
+    """The signal with an identity and a url."""
+    if not signal.identity:
+        signal = replace(signal, identity=_name_of(db, row, signal, generation))
+    if not signal.url:
+        signal = replace(signal, url=snapshot_url(row.bucket_url, signal.identity))
+    return signal
+
+
 def _name_of(db: sa.Connection, row: Any, signal: Signal, generation: int) -> str:
     """Generations grow, and the name begins with one: no snapshot has it, and names are in the order of their signals."""
     desired = find(db, row.id, row.desired_snapshot)
-    if desired is not None and (desired.url, desired.fingerprint) == (signal.url, signal.fingerprint):
-        return str(desired.identity)
-    directory = unquote(signal.url.rstrip("/").rpartition("/")[2])
+    if desired is not None and desired.fingerprint == signal.fingerprint:
+        url = signal.url or snapshot_url(row.bucket_url, desired.identity)
+        if desired.url == url:
+            return str(desired.identity)
+    directory = unquote(signal.url.rstrip("/").rpartition("/")[2]) or PUSHED
     return f"update-{generation:06d}-{re.sub('[^A-Za-z0-9._-]', '-', directory)[:NAMED_CHARS]}"
 
 
