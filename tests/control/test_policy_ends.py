@@ -25,7 +25,9 @@ class Recording(DeploymentReplicas):
     async def send_desired(self, replica: KnownReplica, desired: Desired) -> None:
         self.desired.append(desired)
 
-    async def post(self, replica: KnownReplica, path: str, body: bytes, expected: int) -> bytes:
+    async def post(
+        self, replica: KnownReplica, path: str, body: bytes, expected: int, timeout_s: float | None = None
+    ) -> bytes:
         self.posted.append((path, msgspec.json.decode(body)))
         return b"{}"
 

@@ -28,7 +28,7 @@ def test_every_setting_is_in_the_page_with_words() -> None:
     told = [(one.__name__, name) for one, name, words in fields if f"| `{name}` |" not in text or not words]
     # They are sections of their own.
     assert {name for _, name in told} == {
-        *("deployment", "gateway", "replica", "ledger", "records", "log"),
+        *("deployment", "gateway", "replica", "ledger", "records", "push", "log"),
         *("embedded", "tinker", "vllm", "ray", "tracing"),
     }
     assert len(fields) > 80

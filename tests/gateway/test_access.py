@@ -24,6 +24,7 @@ from midstream.api.deployments import DeploymentsApi
 from midstream.api.hotload import hotload_apis
 from midstream.api.reference import ReferenceApi
 from midstream.api.trainer_calls import TrainerApi
+from midstream.api.weight_transfer import WeightTransferApi
 from midstream.core.config import GatewaySettings, KeySettings
 from midstream.core.endpoints import endpoints_of
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
@@ -49,7 +50,7 @@ A = "accounts/local"
 #: Trainers' calls that change something by POST, and those that read.
 TRAINER_CHANGES = [
     one.path
-    for one in endpoints_of(TrainerApi, AdapterCallsApi)
+    for one in endpoints_of(TrainerApi, WeightTransferApi, AdapterCallsApi)
     if one.method == "POST" and one.path not in TRAINER_REFUSED
 ]
 TRAINER_READS = [

@@ -582,6 +582,7 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
         assert body == {
             "desired_snapshot_identity": "a",
             "generation": 1,
+            "transfers": [],
             "older_transitions_left_out": False,
             "snapshots": [
                 {

@@ -199,7 +199,7 @@ def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(tmp_p
         ("POST", "/abort_request", {"abort_all": 1}, "abort_all"),
         ("POST", "/update_weights", {"weight_dir": []}, "weight_dir"),
         ("POST", "/update_weights", {"weight_dir": "/a", "version_uid": "x"}, "version_uid"),
-        ("POST", "/update_weights", {"update_info": {}}, "update_info"),
+        ("POST", "/update_weights", {"update_info": {}}, "update_info.names"),
         ("POST", "/update_weights", {}, "weight_dir"),
         ("POST", "/update_weights_from_disk", {}, "model_path"),
         ("POST", "/update_weights_from_disk", {"model_path": {}}, "model_path"),

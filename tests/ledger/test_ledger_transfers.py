@@ -96,7 +96,7 @@ def test_only_a_group_that_works_has_a_deadline(url: str) -> None:
         seen = await moved(ledger, seen, Event.STARTED, Event.UPDATE)
         assert seen.deadline == until, "one deadline from the start until the call to finish"
         assert await ledger.overdue_transfers() == []
-        ledger._now = lambda: until + 1
+        ledger.now = lambda: until + 1
         assert await ledger.overdue_transfers() == [seen]
         await ledger.move_transfer(seen, Event.END, reason="late")
         assert await ledger.overdue_transfers() == []

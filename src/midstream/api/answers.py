@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from midstream.api.transfer_answers import LedgerTransfer
 from midstream.core.traces import Reward, TracedTurn
 from midstream.core.types import CompressionFormat, PauseMode, ResetPromptCache, Stage, SwapTiming
 
@@ -311,12 +312,14 @@ class LedgerSnapshot(msgspec.Struct):
 
 
 class DeploymentLedger(msgspec.Struct):
-    """generation: 0 before the first signal. older_transitions_left_out: ask with a greater limit for them."""
+    """generation: 0 before the first signal. older_transitions_left_out: ask with a greater limit for them. transfers: the
+    newest groups of trainers, the last one first, each with its newest updates."""
 
     desired_snapshot_identity: str
     generation: int
     snapshots: list[LedgerSnapshot]
     disagreements: list[LedgerDisagreement]
+    transfers: list[LedgerTransfer]
     older_transitions_left_out: bool
 
 
@@ -358,10 +361,11 @@ class RequestAborted(msgspec.Struct):
 
 
 class WeightsUpdated(msgspec.Struct):
-    """weight_version: the snapshot that every replica serves now."""
+    """weight_version: the snapshot that every replica serves now; of a directory. message: tensors were received."""
 
     status: Literal["ok"]
-    weight_version: str
+    weight_version: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
 
 
 class WeightsUpdatedFromDisk(msgspec.Struct):

@@ -22,6 +22,7 @@ from midstream.api.reference import ReferenceApi
 from midstream.api.responses import ResponsesApi
 from midstream.api.trainer_calls import TrainerApi
 from midstream.api.trajectories import SessionsApi
+from midstream.api.weight_transfer import WeightTransferApi
 from midstream.core.endpoints import Endpoint, endpoints_of
 from midstream.fleet.membership import MembershipApi
 
@@ -70,7 +71,7 @@ def groups(front: tuple[Endpoint, ...]) -> tuple[Group, ...]:
             "Trainer calls",
             "Control calls of vLLM, prime-rl and SGLang.",
             "trainer-calls",
-            endpoints_of(TrainerApi, AdapterCallsApi),
+            endpoints_of(TrainerApi, WeightTransferApi, AdapterCallsApi),
         ),
         Group("Tinker", "The Tinker API. Each path answers 404 with `--no-tinker`.", "tinker", front),
         Group(

@@ -37,6 +37,8 @@ from midstream.api.signals import (
 from midstream.api.status import replica_rows, unloaded
 from midstream.api.trainer_calls import TrainerApi
 from midstream.api.updates import Take, Updates
+from midstream.api.weight_transfer import WeightTransferApi
+from midstream.core.config import PushSettings
 from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Parameter, number, serves, text
 from midstream.core.errors import (
     NotFound,
@@ -49,21 +51,34 @@ from midstream.core.errors import (
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.reports import Reported
 from midstream.core.scopes import CHANGE_ONE, PUBLISH, READ_ONE, READ_SIGNALS, SIGNAL, forbidden
-from midstream.core.types import BASE_SNAPSHOT, Hint, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, Content, Hint, SnapshotFiles
 from midstream.core.wires import HOT_LOAD_PATH
 from midstream.fleet.access import grant_of
+from midstream.fleet.push import PushDoor
 from midstream.fleet.reconcile import failure, serving_generation
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, whole_number
-from midstream.ledger import CHAIN_MAX, DeploymentState, FleetReports, Ledger, Signal, SignalResult
+from midstream.ledger import (
+    CHAIN_MAX,
+    Committing,
+    DeploymentState,
+    FleetReports,
+    Ledger,
+    Signal,
+    SignalResult,
+)
 from midstream.ledger.deployments import NO_LIMITS, PolicyLimits
+from midstream.ledger.signals import PUSHED
 from midstream.snapshots.adapter import check_found, is_adapter_listing
+from midstream.snapshots.content import content_fingerprint
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.store.listing import DirectoryContents, check_inside, find_file, find_snapshot
 
 # Transitions of the ledger, unless the client asks for more or fewer.
 TRANSITIONS_SHOWN = 1000
 TRANSITIONS_SHOWN_MAX = 100_000
+# Groups of trainers, and updates of each.
+TRANSFERS_SHOWN = 20
 # Files of a hint that are looked for in the bucket at once.
 LOOKED_FOR_AT_ONCE = 16
 _OVERWRITE = Parameter(
@@ -89,24 +104,29 @@ def hotload_apis(
     changed: Callable[[], Awaitable[None]] = _nothing,
     limits: PolicyLimits = NO_LIMITS,
     look: Callable[[], Awaitable[None]] | None = None,
+    door: PushDoor | None = None,
 ) -> list[object]:
     """The APIs by which snapshots and policies are published; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
     many incremental snapshots may stand on one full one. changed: takes up a change of the ledger: a policy was made or
-    ended. limits: how many policies there may be. look: takes up what other gateways changed; None: `changed` does.
+    ended. limits: how many policies there may be. look: takes up what other gateways changed; None: `changed` does. door: of
+    weights that trainers send.
     Raises ConfigError on an allowed bucket that is none.
     """
     for bucket in allowed_buckets:
         check_bucket(bucket)
     policies = partial(PoliciesApi, ledger, deployments, changed, limits=limits, look=look)
     api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
-    adapters = AdapterLoader(deployments, api.policies, Updates(ledger, api.take))
+    updates = Updates(ledger, api.take)
+    adapters = AdapterLoader(deployments, api.policies, updates)
+    transfer = WeightTransferApi(deployments, api, updates, door or PushDoor(ledger, PushSettings()))
     return [
         api,
         api.policies,
         AddonsApi(ledger, deployments, api.policies, adapters),
-        TrainerApi(ledger, deployments, api.take),
+        TrainerApi(ledger, deployments, updates, transfer),
+        transfer,
         AdapterCallsApi(deployments, api.policies, adapters),
     ]
 
@@ -182,6 +202,19 @@ class HotLoadApi:
             # It was there when the call began.
             raise ending(deployment.policy) from error
 
+    async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> None:
+        """Raise what `take_pushed` would refuse the signal with. request: its key must have the scope."""
+        check_signal(body, (view.report for view in deployment.replicas.views))
+        await self._url(request, deployment, body.identity or PUSHED, None)
+
+    async def take_pushed(
+        self, deployment: Deployment, body: SignalBody, content: Content, committing: Committing
+    ) -> SignalResult:
+        """Make the snapshot desired whose files are on the replicas, and commit its update. Raises MidstreamError."""
+        sizes = {file.name: file.size for file in content}
+        found = DirectoryContents(content_fingerprint(content), sizes, content)
+        return await self._take_found(deployment, body, "", found, False, (), committing)
+
     async def _take_found(
         self,
         deployment: Deployment,
@@ -190,6 +223,7 @@ class HotLoadApi:
         found: DirectoryContents,
         overwrite: bool,
         parents: tuple[SnapshotFiles, ...],
+        committing: Committing | None = None,
     ) -> SignalResult:
         state = await self._ledger.state(deployment.name)
         _check_policy(deployment, found, state)
@@ -212,7 +246,9 @@ class HotLoadApi:
             # It writes down which boots serve the base weights. A gateway that has just begun has not heard them yet.
             await deployment.replicas.learned()
         fleet = fleet_of(state, [view.report for view in deployment.replicas.views if view.report])
-        result = await self._ledger.signal(deployment.name, signal, fleet, chain_max=self._chain_max)
+        result = await self._ledger.signal(
+            deployment.name, signal, fleet, chain_max=self._chain_max, committing=committing
+        )
         deployment.signalled(result.desired)
         return result
 
@@ -287,11 +323,14 @@ class HotLoadApi:
         newest = await self._ledger.transitions(name, newest=limit + 1)
         snapshots = await self._ledger.snapshots(name)
         state = await self._ledger.state(name)
+        transfers = await self._ledger.newest_transfers(name, TRANSFERS_SHOWN)
 
         # A long run's answer has many megabytes. It is made in a thread: the loop's streams would wait for it.
         def shown() -> Response:
             return answered(
-                ledger_view.shown(state, snapshots, newest[-limit:], older_left_out=len(newest) > limit)
+                ledger_view.shown(
+                    state, snapshots, newest[-limit:], transfers, older_left_out=len(newest) > limit
+                )
             )
 
         return await asyncio.to_thread(shown)

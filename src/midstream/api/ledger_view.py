@@ -7,19 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from midstream.api import answers
+from midstream.api import answers, transfer_answers
 from midstream.core.types import FileContent, Stage
-from midstream.ledger import DeploymentState, Disagreement, SnapshotRow, TransitionRow
+from midstream.ledger import (
+    DeploymentState,
+    Disagreement,
+    SnapshotRow,
+    Transfer,
+    TransferUpdate,
+    TransitionRow,
+)
 
 
 def shown(
     state: DeploymentState,
     snapshots: Sequence[SnapshotRow],
     transitions: Sequence[TransitionRow],
+    transfers: Sequence[tuple[Transfer, Sequence[TransferUpdate]]] = (),
     *,
     older_left_out: bool,
 ) -> answers.DeploymentLedger:
-    """`transitions`: the newest stage changes, oldest first."""
+    """`transitions`: the newest stage changes, oldest first. transfers: groups with their updates."""
     by_snapshot: dict[str, list[TransitionRow]] = {}
     for moved in transitions:
         by_snapshot.setdefault(moved.identity, []).append(moved)
@@ -28,6 +36,7 @@ def shown(
         generation=state.desired.generation if state.desired else 0,
         snapshots=[_snapshot(row, by_snapshot.get(row.identity, [])) for row in snapshots],
         disagreements=[_disagreement(row) for row in state.disagreements],
+        transfers=[_transfer(group, updates) for group, updates in transfers],
         older_transitions_left_out=older_left_out,
     )
 
@@ -96,4 +105,33 @@ def _disagreement(row: Disagreement) -> answers.LedgerDisagreement:
         error=row.detail or None,
         identity=row.identity,
         verdict=row.verdict,
+    )
+
+
+def _transfer(row: Transfer, updates: Iterable[TransferUpdate]) -> transfer_answers.LedgerTransfer:
+    return transfer_answers.LedgerTransfer(
+        group=row.group,
+        phase=row.phase,
+        trainer=row.trainer,
+        members=[
+            transfer_answers.LedgerMember(member.replica, member.boot, member.rank, member.fenced or None)
+            for member in row.members
+        ],
+        deadline=row.deadline,
+        opened_at=row.opened_at,
+        ended_at=row.ended_at,
+        reason=row.reason or None,
+        updates=[_update(update) for update in updates],
+    )
+
+
+def _update(row: TransferUpdate) -> transfer_answers.LedgerUpdate:
+    return transfer_answers.LedgerUpdate(
+        number=row.number,
+        started_at=row.started_at,
+        committed_at=row.committed_at,
+        identity=row.identity,
+        generation=row.generation,
+        replicas=list(row.replicas),
+        kept=row.kept,
     )

@@ -32,7 +32,8 @@ from midstream.api.answers import (
     WorldSize,
 )
 from midstream.api.capabilities import max_model_len
-from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Take, Update, Updates, only
+from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Update, Updates, only
+from midstream.api.weight_transfer import UPDATE_BODY_BYTES, WeightTransferApi
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, choice, flag, serves
 from midstream.core.engine_words import refusal
 from midstream.core.errors import (
@@ -43,6 +44,7 @@ from midstream.core.errors import (
 )
 from midstream.core.reports import ReplicaReport
 from midstream.core.scopes import READ_SIGNALS, SIGNAL
+from midstream.core.transfer import SentTensors
 from midstream.core.types import Pause, PauseMode
 from midstream.core.wires import CHANGES_BY_GET, TRAINER_REFUSED, TRAINER_UNSERVED
 from midstream.fleet.registry import Deployment, Deployments
@@ -55,9 +57,10 @@ _RESETS = "Resets the prompt cache of every replica, as {of} does."
 
 
 class UpdateWeights(msgspec.Struct, frozen=True):
-    """prime-rl's. version_uid names weights of a transfer, and is null beside a directory."""
+    """prime-rl's, or vLLM's with `update_info` alone. version_uid is null beside a directory."""
 
     weight_dir: str | None = None
+    update_info: SentTensors | tuple[SentTensors, ...] | None = None
     skip_prefix_cache_reset: bool = False
     version_uid: None = None
 
@@ -96,10 +99,13 @@ class UpdateFromDisk(msgspec.Struct, frozen=True):
 
 
 class TrainerApi:
-    def __init__(self, ledger: Ledger, deployments: Deployments, take: Take) -> None:
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, updates: Updates, transfer: WeightTransferApi
+    ) -> None:
         self._ledger = ledger
         self._deployments = deployments
-        self._updates = Updates(ledger, take)
+        self._updates = updates
+        self._transfer = transfer
 
     # -- vLLM and prime-rl
 
@@ -158,18 +164,22 @@ class TrainerApi:
             "POST",
             "/update_weights",
             SIGNAL,
-            "Loads the snapshot in a directory, as prime-rl asks for it.",
+            "Loads the snapshot in a directory, as prime-rl asks for it; or receives tensors, as vLLM does.",
             body=UpdateWeights,
         )
     )
     async def update_weights(self, request: Request) -> WeightsUpdated:
         deployment = self._meant(request)
-        raw = json_object(await read_body(request) or b"{}")
-        if "update_info" in raw or raw.get("weight_dir") is None:
-            field = "update_info" if "update_info" in raw else "weight_dir"
-            raise await self._refusal(
-                deployment, f"{field}: /update_weights without a directory asks for a transfer", field
+        sent = await read_body(request, UPDATE_BODY_BYTES)
+        raw = await asyncio.to_thread(json_object, sent or b"{}")
+        if "update_info" in raw:
+            done = await self._transfer.receive(deployment, raw)
+            return WeightsUpdated("ok", message=done.message)
+        if raw.get("weight_dir") is None:
+            what = (
+                "weight_dir: /update_weights without a directory, and without update_info, names no weights"
             )
+            raise await self._refusal(deployment, what, "weight_dir")
         body = fields_of(raw, UpdateWeights)
         assert body.weight_dir is not None
         reset = not body.skip_prefix_cache_reset

@@ -9,7 +9,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -21,10 +21,10 @@ from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
 from midstream.core.scopes import OBSERVE, PUBLISH
-from midstream.core.types import Desired, SnapshotFiles, Stage
+from midstream.core.types import Content, Desired, SnapshotFiles, Stage
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.ledger import Ledger, SignalResult
+from midstream.ledger import Committing, Ledger, SignalResult
 from midstream.snapshots.identity import check_identity
 
 #: How long an update, or a pause, may take to reach every replica.
@@ -33,9 +33,10 @@ ANSWER_S_MAX = 600.0
 LOOK_AGAIN_S = 1.0
 #: How trainers give weights to this server.
 INSTEAD = (
-    "this server takes weights from files alone. Write each checkpoint as a Hugging Face directory into the deployment's"
-    " bucket, {bucket}, and name it: prime-rl with weight_broadcast.type = 'filesystem', slime with disk transport,"
-    " others with POST /update_weights_from_disk, POST /hot_load/v1/models/hot_load or `midstream publish`"
+    "this server takes weights from files, and by vLLM's calls from /init_weight_transfer_engine on. Write each checkpoint"
+    " as a Hugging Face directory into the deployment's bucket, {bucket}, and name it: prime-rl with weight_broadcast.type ="
+    " 'filesystem', slime with disk transport, others with POST /update_weights_from_disk, POST"
+    " /hot_load/v1/models/hot_load or `midstream publish`"
 )
 
 
@@ -52,6 +53,18 @@ class Take(Protocol):
         overwrite: bool = False,
         parents: tuple[SnapshotFiles, ...] = (),
     ) -> SignalResult: ...
+
+
+class TakePushed(Protocol):
+    """What takes the signal of an update that a trainer sent to the replicas."""
+
+    async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> None:
+        """Raise what the signal would be refused with, before anything is done."""
+
+    async def take_pushed(
+        self, deployment: Deployment, body: SignalBody, content: Content, committing: Committing
+    ) -> SignalResult:
+        """Make the snapshot the desired one. An empty identity gets a name. Raises MidstreamError."""
 
 
 class Update(NamedTuple):
@@ -93,16 +106,30 @@ class Updates:
         await self.served(deployment, result.desired)
         return result.desired
 
-    async def served(self, deployment: Deployment, desired: Desired) -> None:
-        """Returns when every replica that is to serve it does. Raises SnapshotRefused, Conflict and ReplicaUnavailable."""
-        deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
+    async def served(
+        self,
+        deployment: Deployment,
+        desired: Desired,
+        *,
+        replicas: Collection[str] | None = None,
+        within_s: float = ANSWER_S_MAX,
+    ) -> None:
+        """Returns when every replica that is to serve it does. replicas: only these are waited for.
+
+        Raises SnapshotRefused, Conflict and ReplicaUnavailable.
+        """
+        deadline = asyncio.get_running_loop().time() + within_s
         while True:
             state = await self._ledger.state(deployment.name)
             if state.desired is None or state.desired.generation > desired.generation:
                 raise Conflict(
                     f"{desired.snapshot!r} was superseded by {state.snapshot!r} before it served everywhere"
                 )
-            rows = replica_rows(state, deployment)
+            rows = [
+                row
+                for row in replica_rows(state, deployment)
+                if replicas is None or row.midstream.replica in replicas
+            ]
             later = proved_later(deployment)
             stages = ["done" if later(row, desired) else row.loading_state.stage for row in rows]
             if rows and all(stage in SERVED_STAGES for stage in stages):

@@ -320,6 +320,21 @@ class RecordsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     disk: Size = "1GiB"
 
 
+class PushSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights that a trainer sends straight to the replicas."""
+
+    # Trainer and replicas have so long to form their group.
+    join_s: Positive = 60.0
+    # From the start of an update, its tensors have to be here within this time.
+    update_s: Positive = 600.0
+    # From the call to finish, every replica has to serve the update within this time.
+    finish_s: Positive = 600.0
+    # The share of replicas that an update must reach. Those that it does not reach load it from the bucket.
+    quorum: Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")] = 1.0
+    # Whether a replica writes the weights into the bucket, for replicas that restart or join.
+    keep: bool = True
+
+
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The log of every process."""
 
@@ -345,6 +360,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     replica: ReplicaSettings = ReplicaSettings()
     ledger: LedgerSettings = LedgerSettings()
     records: RecordsSettings = RecordsSettings()
+    push: PushSettings = PushSettings()
     log: LogSettings = LogSettings()
     embedded: EngineSettings = EngineSettings()
     tinker: TinkerSettings = TinkerSettings()

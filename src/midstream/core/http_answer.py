@@ -48,6 +48,15 @@ class HttpAnswer(NamedTuple):
             return self.text[:TEXT_CHARS_MAX]
 
     @property
+    def param(self) -> str | None:
+        """The field at fault, as the error in the body names it."""
+        try:
+            found = msgspec.json.decode(self.body)["error"]["param"]
+        except (*NOT_JSON, KeyError, TypeError):
+            return None
+        return found if isinstance(found, str) else None
+
+    @property
     def problem(self) -> str:
         """The same words, or the status where there are none."""
         return self.message or f"the server answered {self.status}"

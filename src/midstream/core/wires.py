@@ -96,8 +96,7 @@ CHANGES_BY_GET = ("/flush_cache",)
 TRAINER_HEALTH = ("/liveness", "/health_generate")
 #: Calls of transfers that this server does not have.
 TRAINER_TRANSFERS = (
-    *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
-    *("/finish_weight_update", "/update_weight_version", "/init_broadcaster", "/collective_rpc"),
+    *("/update_weight_version", "/init_broadcaster", "/collective_rpc"),
     *(
         "/init_weights_update_group",
         "/destroy_weights_update_group",
@@ -126,6 +125,7 @@ TRAINER_UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(
         tuple(f"/{what}_expert_distribution_record" for what in ("start", "stop", "dump")), _EXPERTS
     ),
+    "/start_draft_weight_update": "would update a draft model, and replicas have none: call /start_weight_update",
     "/scale_elastic_ep": "would change the engine's parallelism: change the deployment's replicas instead",
     "/get_weights_by_name": "would read weights of the engine: read them from the snapshot's files in the bucket",
     "/reset_mm_cache": "is not needed: no images are cached; /reset_prefix_cache resets the prompt cache",

@@ -233,8 +233,10 @@ class ReplicaSet:
         own = msgspec.structs.replace(hint, policy=self.policy)
         return view.held and await self.facts.send_hint(view.replica, own)
 
-    async def post(self, view: ReplicaView, path: str, body: bytes, expected: int) -> bytes:
-        return await self.facts.post(view.replica, path, body, expected)
+    async def post(
+        self, view: ReplicaView, path: str, body: bytes, expected: int, timeout_s: float | None = None
+    ) -> bytes:
+        return await self.facts.post(view.replica, path, body, expected, timeout_s)
 
     @property
     def is_held(self) -> bool:

@@ -26,6 +26,7 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import ReplicaUnavailable
+from midstream.core.http_answer import HttpAnswer
 from midstream.core.measures import Trajectories
 from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
@@ -46,6 +47,14 @@ OF_A_KIND = b'{"kind":'
 SILENCE_CHECKS = 6
 # Before an event stream is opened again.
 BACKOFF = Backoff(first_s=0.05, last_s=0.5)
+
+
+class ReplicaRefused(ReplicaUnavailable):
+    """A replica answered with another status than expected. answer: what it said."""
+
+    def __init__(self, replica: str, answer: HttpAnswer) -> None:
+        super().__init__(f"{replica} answered {answer.status}: {answer.message}")
+        self.answer = answer
 
 
 class Member(NamedTuple):
@@ -210,14 +219,20 @@ class DeploymentReplicas:
         """Tell a replica whether to generate. Raises ReplicaUnavailable when it did not take it."""
         await self.post(replica, "/replica/pause", msgspec.json.encode(pause), 202)
 
-    async def post(self, replica: KnownReplica, path: str, body: bytes, expected: int) -> bytes:
-        """A replica's answer. Raises ReplicaUnavailable when its status is another than expected."""
+    async def post(
+        self, replica: KnownReplica, path: str, body: bytes, expected: int, timeout_s: float | None = None
+    ) -> bytes:
+        """A replica's answer. timeout_s: None for that of a short call.
+
+        Raises ReplicaRefused when its status is another than expected, ReplicaUnavailable when there is no answer.
+        """
+        timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         try:
-            answer = await call(replica.url, "POST", path, body, self._call_timeout_s, self._header)
+            answer = await call(replica.url, "POST", path, body, timeout_s, self._header)
         except CallFailed as error:
             raise ReplicaUnavailable(f"{replica.name}: {error}") from error
         if answer.status != expected:
-            raise ReplicaUnavailable(f"{replica.name} answered {answer.status}: {answer.message}")
+            raise ReplicaRefused(replica.name, answer)
         return answer.body
 
     async def send_hint(self, replica: KnownReplica, hint: Hint) -> bool:

@@ -21,13 +21,13 @@ MAX_BODY_BYTES = 2**20
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole of it. Raises PayloadTooLarge."""
+async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
+    """The whole of it, of `most` bytes. Raises PayloadTooLarge."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"the body must be at most {MAX_BODY_BYTES} bytes")
+        if len(body) > most:
+            raise PayloadTooLarge(f"the body must be at most {most} bytes")
     return bytes(body)
 
 

@@ -30,6 +30,8 @@ from midstream.core.types import TransitionType
 from midstream.fleet.desired_state import DesiredState, Running, replica_count
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.membership import MembershipApi, Resolver, entries_of_settings
+from midstream.fleet.push import PushDoor
+from midstream.fleet.push_upkeep import PushUpkeep
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
@@ -70,7 +72,8 @@ async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
     row = await first_answer(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
     desired_state = _desired_state(spec, ledger, deployments, channel)
-    gateway = _gateway(spec, ledger, deployments, desired_state)
+    door = PushDoor(ledger, spec.push)
+    gateway = _gateway(spec, ledger, deployments, desired_state, door)
     offer = Offer(lambda: gateway.sockets)
     stop = asyncio.create_task(
         channel.stop_requested(lambda line: desired_state.running(msgspec.json.decode(line, type=Running)))
@@ -85,6 +88,7 @@ async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
         channel.pulse.on_stall = gateway.proxy.metrics.stall_s["gateway"].observe
         channel.pulse.start()
         background.append(asyncio.create_task(desired_state.run()))
+        background.append(asyncio.create_task(PushUpkeep(ledger, deployments, door).run()))
         if spec.takes_over is not None:
             await _take_over(spec, spec.takes_over, gateway, desired_state)
             channel.send(Accepting())
@@ -103,6 +107,7 @@ async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
     finally:
         offer.close()
         await gateway.close()
+        await door.close()
         for task in (stop, *background):
             task.cancel()
         await asyncio.gather(stop, *background, return_exceptions=True)
@@ -111,7 +116,7 @@ async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
 
 
 def _gateway(
-    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState, door: PushDoor
 ) -> Gateway:
     metrics = GatewayMetrics(deployments)
     board = Board(deployments, metrics)
@@ -121,7 +126,7 @@ def _gateway(
         created=int(time.time()),
         keyed=bool(spec.settings.api_keys),
         apis=(
-            *_publishing(spec, ledger, deployments, desired_state),
+            *_publishing(spec, ledger, deployments, desired_state, door),
             DashboardApi(board, lambda: metrics.listening()),
             ReferenceApi(document),
         ),
@@ -155,7 +160,7 @@ def _desired_state(
 
 
 def _publishing(
-    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState
+    spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState, door: PushDoor
 ) -> list[object]:
     """The APIs of deployments, of replicas and of hot loads."""
     changed, buckets = desired_state.changed, spec.settings.allowed_buckets
@@ -170,6 +175,7 @@ def _publishing(
             changed=changed,
             limits=PolicyLimits(spec.settings.max_policies, spec.settings.max_policies_per_tenant),
             look=desired_state.look_once,
+            door=door,
         ),
     ]
 

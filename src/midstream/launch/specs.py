@@ -10,6 +10,7 @@ from midstream.core.config import (
     EngineKind,
     EngineSettings,
     GatewaySettings,
+    PushSettings,
     SwapOrder,
     TracingSettings,
     VllmSettings,
@@ -72,6 +73,7 @@ class GatewaySpec(ChildSpec, frozen=True, kw_only=True):
     ledger: str
     token: str
     settings: GatewaySettings
+    push: PushSettings = PushSettings()
     tinker_path: str | None = None
     takes_over: str | None = None
     shares_port: bool = False

@@ -303,6 +303,7 @@ class Supervisor:
             ledger=settings.ledger.database or sqlite_url(self._state / "ledger.db"),
             token=self._token,
             settings=self._gateway_settings(),
+            push=settings.push,
             log_level=settings.log.level,
             log_format=settings.log.format,
             tinker_path=None if self._sockets is None else str(self._sockets / FRONT_SOCKET),

@@ -84,7 +84,8 @@ class Ledger:
         """Open or create. Raises ConfigError when the file is no ledger or was written by another schema version."""
         self._database = Database(url)
         self._contents = Contents()
-        self._now = now
+        #: The clock of deadlines: seconds since the epoch.
+        self.now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         #: The transaction that the thread runs, or ran last.
         self._at_work: object = None
@@ -152,7 +153,7 @@ class Ledger:
         there again. Raises ConfigError when it has snapshots of another model: this model cannot serve them.
         """
         return await self._write(
-            deployments.ensure, name, model, bucket_url, transition, replicas, self._now()
+            deployments.ensure, name, model, bucket_url, transition, replicas, self.now()
         )
 
     async def create_deployment(
@@ -174,11 +175,11 @@ class Ledger:
         fresh = deployments.Fresh(
             name, model, bucket_url, transition, replicas_min, replicas_max, dict(fields or {})
         )
-        return await self._write(deployments.create, fresh, self._now(), limits)
+        return await self._write(deployments.create, fresh, self.now(), limits)
 
     async def update_deployment(self, name: str, **change: Unpack[DeploymentChange]) -> DeploymentRow:
         """Change the given properties, leave the others. Raises NotFound."""
-        return await self._write(deployments.update, name, change, self._now())
+        return await self._write(deployments.update, name, change, self.now())
 
     async def delete_deployment(self, name: str) -> None:
         """Remove it with its snapshots and everything known of its replicas. Raises NotFound."""
@@ -240,7 +241,7 @@ class Ledger:
         files that differ from those that the identity means (ledger/contents.py).
         """
         return await self._write(
-            transfers.accept, name, signal, fleet, chain_max, self._contents, self._now(), committing
+            transfers.accept, name, signal, fleet, chain_max, self._contents, self.now(), committing
         )
 
     async def new_generation(self, name: str, floor: int = 0) -> int:
@@ -282,21 +283,21 @@ class Ledger:
 
         seq: of the stage change to ERROR to store with it; None when the replica reported one itself.
         """
-        return await self._write(reports.record_death, name, boot, death, seq, self._now())
+        return await self._write(reports.record_death, name, boot, death, seq, self.now())
 
     async def disagree(self, name: str, found: Disagreement, floor: int = 0) -> Disagreement:
         """Store that a replica's check differs from the others', with a generation above `floor` to load it again under.
 
         `found.retry_generation` is ignored. Storing the same again changes nothing.
         """
-        return await self._write(reports.disagree, name, found, floor, self._now())
+        return await self._write(reports.disagree, name, found, floor, self.now())
 
     async def settle_disagreement(
         self, name: str, replica: str, boot: str, retry_generation: int, verdict: Verdict, detail: str = ""
     ) -> bool:
         """Store how it ended; False when there is no such disagreement. detail: the stored one stays when it is empty."""
         found = reports.Retry(replica, boot, retry_generation)
-        return await self._write(reports.settle, name, found, verdict, detail, self._now())
+        return await self._write(reports.settle, name, found, verdict, detail, self.now())
 
     async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         """The stored stage changes of one boot of a replica, in order."""
@@ -325,7 +326,7 @@ class Ledger:
         within_s: float,
     ) -> transfers.Transfer:
         """Make a group, which has to be complete within so many seconds. Raises GroupMoved where another one is open."""
-        return await self._write(transfers.open_group, name, group, members, trainer, within_s, self._now())
+        return await self._write(transfers.open_group, name, group, members, trainer, within_s, self.now())
 
     async def transfer(self, name: str) -> transfers.Transfer | None:
         """The open group of a deployment. Raises NotFound."""
@@ -345,7 +346,7 @@ class Ledger:
         within_s: of a new deadline; None: the deadline stays. members: with those that are fenced. reason: why it ends.
         """
         return await self._write(
-            transfers.move, seen, event, self._now(), within_s=within_s, members=members, reason=reason
+            transfers.move, seen, event, self.now(), within_s=within_s, members=members, reason=reason
         )
 
     async def committed_update(self, of: transfers.Transfer) -> transfers.TransferUpdate | None:
@@ -354,21 +355,21 @@ class Ledger:
 
     async def overdue_transfers(self) -> list[transfers.Transfer]:
         """Open groups of all deployments that are past their deadline."""
-        return await self._read(transfers.overdue, self._now())
+        return await self._read(transfers.overdue, self.now())
 
     async def unkept_updates(self) -> list[transfers.Unkept]:
         """Committed updates of all deployments whose files somebody is to bring into the bucket now."""
-        return await self._read(transfers.unkept, self._now(), self._contents)
+        return await self._read(transfers.unkept, self.now(), self._contents)
 
     async def claim_keeping(self, update: transfers.Unkept, within_s: float) -> bool:
         """Whether the caller is to bring its files into the bucket: no other gateway tries within that time."""
-        return await self._write(transfers.claim, update, within_s, self._now())
+        return await self._write(transfers.claim, update, within_s, self.now())
 
     async def settle_keeping(
         self, update: transfers.Unkept, kept: transfers.Kept, again_s: float = 0.0, tries: int = 0
     ) -> None:
         """Store how a try ended. "wanted": there is another one after `again_s`; `tries` were made so far."""
-        await self._write(transfers.settle, update, kept, again_s, tries, self._now())
+        await self._write(transfers.settle, update, kept, again_s, tries, self.now())
 
     async def newest_transfers(
         self, name: str, newest: int

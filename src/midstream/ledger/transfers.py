@@ -28,6 +28,7 @@ from midstream.ledger.records import FleetReports, Signal, SignalResult
 from midstream.ledger.schema import deployments as deployments_table
 from midstream.ledger.schema import insert_new, storable, transfer_updates, transfers
 from midstream.ledger.snapshots import find as find_snapshot
+from midstream.snapshots.identity import snapshot_url
 
 Kept = Literal["", "wanted", "kept", "off", "given up"]
 
@@ -155,7 +156,7 @@ class TransferUpdate:
 class Unkept:
     """A committed update whose files are not in the bucket yet.
 
-    content: None where the ledger does not know the identity any more, or it means other files now. desired: it is desired.
+    content: None where the identity means other files now, or none, or they lie in another bucket. desired: it is desired.
     """
 
     key: int
@@ -317,7 +318,8 @@ def unkept(db: sa.Connection, now: float, contents: Contents) -> list[Unkept]:
 
 def _unkept(db: sa.Connection, row: Any, contents: Contents) -> Unkept:
     snapshot = find_snapshot(db, row.owner, row.identity)
-    known = snapshot is not None and snapshot.fingerprint == row.fingerprint
+    meant = row.fingerprint, snapshot_url(row.bucket_url, row.identity)
+    known = snapshot is not None and (snapshot.fingerprint, snapshot.url) == meant
     content = contents.of(db, row.owner, [row.identity]).get(row.identity) if known else None
     desired = row.desired_snapshot == row.identity
     return Unkept(

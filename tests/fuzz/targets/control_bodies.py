@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from policies_taken_up import take_up_policies
 from starlette.requests import Request
 
-from midstream.api import adapter_calls, addons, policies, trainer_calls
+from midstream.api import adapter_calls, addons, policies, trainer_calls, weight_transfer
 from midstream.api.signals import NamedDirectory, SignalBody, source_url
 from midstream.api.updates import Updates
+from midstream.core.config import PushSettings
 from midstream.core.endpoints import endpoints_of
 from midstream.core.errors import Conflict
 from midstream.core.headers import HEADER_DEPLOYMENT
@@ -25,6 +26,7 @@ from midstream.core.served_names import names_of
 from midstream.core.types import Pause
 from midstream.core.wires import TRAINER_REFUSED
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.push import PushDoor
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
@@ -72,11 +74,14 @@ class Gateway(ControlSide):
         reconciler = Reconciler(self.ledger, replicas, NAMES.deployment)
         deployments = Deployments(Deployment(NAMES, replicas, reconciler))
         api = policies.PoliciesApi(self.ledger, deployments, self._changed, self._take)
-        adapters = adapter_calls.AdapterLoader(deployments, api, Updates(self.ledger, self._take))
+        updates = Updates(self.ledger, self._take)
+        adapters = adapter_calls.AdapterLoader(deployments, api, updates)
+        door = PushDoor(self.ledger, PushSettings())
+        transfer = weight_transfer.WeightTransferApi(deployments, cast("Any", None), updates, door)
         apis = (
             api,
             addons.AddonsApi(self.ledger, deployments, api, adapters),
-            trainer_calls.TrainerApi(self.ledger, deployments, self._take),
+            trainer_calls.TrainerApi(self.ledger, deployments, updates, transfer),
             adapter_calls.AdapterCallsApi(deployments, api, adapters),
         )
         self.serve(deployments, apis)
@@ -161,7 +166,9 @@ def run(data: bytes) -> None:
 def check_told(call: Call, body: bytes, told: Any) -> None:
     if call.path == "/update_weights_from_disk":
         check(told["success"] is False, "a refusal that is none to SGLang's clients", told)
-    if told["error"]["message"] != TAKEN and call.path not in TRAINER_REFUSED:
+    # No trainer's group is open.
+    in_order = told["error"]["code"] != Conflict.code
+    if in_order and call.path not in TRAINER_REFUSED:
         check_refusal(call, body, told)
 
 

@@ -55,7 +55,9 @@ class InProcess(DeploymentReplicas):
         super().__init__([(name, f"http://{name}:1") for name in replicas])
         self._apps = replicas
 
-    async def post(self, replica: KnownReplica, path: str, body: bytes, expected: int) -> bytes:
+    async def post(
+        self, replica: KnownReplica, path: str, body: bytes, expected: int, timeout_s: float | None = None
+    ) -> bytes:
         answer = await self._apps[replica.name].answer(path, body, {})
         if answer.status != expected:
             raise ReplicaUnavailable(f"{replica.name} answered {answer.status}: {answer.body!r}")

@@ -1,0 +1,257 @@
+"""vLLM's weight-transfer calls: a trainer sends its weights straight to the replicas.
+
+Owns: those paths' requests and responses (docs/trainer-calls.md). What they do is the door's (fleet/push.py).
+Always holds:
+- A field that is not understood is refused by its name, and so are transfers of other kinds, with what to use instead.
+- An update that cannot be read ends the group: its trainer may wait in a broadcast.
+- A finished update is taken as a signal is, and answered once the replicas that received it serve it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+from starlette.requests import Request
+
+from midstream.api.signals import SignalBody
+from midstream.api.transfer_answers import TransferDone, TransferFinished, TransferOpened, TransferStarted
+from midstream.api.updates import TakePushed, Updates, only
+from midstream.core.endpoints import Endpoint, choice, serves
+from midstream.core.errors import InvalidRequest, MidstreamError, UnknownField
+from midstream.core.scopes import SIGNAL
+from midstream.core.transfer import Rendezvous, SentTensors
+from midstream.core.types import Content, Desired
+from midstream.fleet.push import PushDoor
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.http.bodies import fields_of, json_object, read_body
+from midstream.ledger import Committing, SignalResult
+from midstream.snapshots.identity import check_identity
+
+#: The names of a large model's tensors take several MiB.
+UPDATE_BODY_BYTES = 64 * 2**20
+WORLD_SIZE_MAX = 4096
+PIECE_BYTES_MAX = 2**31 - 1
+RESETS = ("all", "new_session", "none")
+_GLOO = (
+    "here the bytes come over torch.distributed with gloo: use midstream.client.SnapshotPublisher(to='push'), or"
+    " midstream.integrations.vllm_push for vLLM's own trainer classes"
+)
+#: Fields of vLLM's other engines, with what each is.
+_OF_INIT = {
+    "nccl_unique_id_b64": "belongs to an NCCL group between GPUs",
+    "nccl_unique_id": "belongs to an NCCL group between GPUs",
+}
+_OF_UPDATE = {
+    "ipc_handles": "is memory of the trainer's own device, which no replica shares",
+    "ipc_handles_pickled": "is pickled, which could run any code",
+}
+
+Inner = TypeVar("Inner", bound=msgspec.Struct)
+
+
+class InitTransfer(msgspec.Struct, frozen=True):
+    init_info: Rendezvous
+
+
+class FinishUpdate(msgspec.Struct, frozen=True):
+    """weight_version: the snapshot's identity; without one the ledger gives a name."""
+
+    weight_version: str | None = None
+
+
+class WeightTransferApi:
+    def __init__(self, deployments: Deployments, take: TakePushed, updates: Updates, door: PushDoor) -> None:
+        self._deployments = deployments
+        self._take = take
+        self._updates = updates
+        self._door = door
+
+    @serves(
+        Endpoint(
+            "POST",
+            "/init_weight_transfer_engine",
+            SIGNAL,
+            "Forms the group of a trainer and all replicas, as vLLM does.",
+            body=InitTransfer,
+        )
+    )
+    async def init(self, request: Request) -> TransferOpened:
+        deployment = only(self._deployments, request)
+        raw = json_object(await read_body(request) or b"{}")
+        rendezvous = _rendezvous(raw)
+        group = await self._door.run(self._door.init(deployment, rendezvous))
+        return TransferOpened(
+            message="Weight transfer initialized",
+            group=group.group,
+            world_size=rendezvous.world_size,
+            ranks={member.replica: member.rank for member in group.members},
+        )
+
+    @serves(
+        Endpoint(
+            "POST",
+            "/start_weight_update",
+            SIGNAL,
+            "Begins an update: every replica makes room, and serves on.",
+        )
+    )
+    async def start(self, request: Request) -> TransferStarted:
+        deployment = only(self._deployments, request)
+        _nothing_in(_maybe(await read_body(request)))
+        group = await self._door.run(self._door.start(deployment))
+        return TransferStarted("Weight update started", group.group, group.number)
+
+    async def receive(self, deployment: Deployment, raw: dict[str, Any]) -> TransferDone:
+        """/update_weights with `update_info`. Answered when the tensors are on the replicas."""
+        try:
+            sent = await asyncio.to_thread(sent_tensors, raw)
+        except MidstreamError as error:
+            await self._door.run(self._door.refuse(deployment, error))
+        await self._door.run(self._door.update(deployment, sent))
+        return TransferDone("Weights updated")
+
+    @serves(
+        Endpoint(
+            "POST",
+            "/finish_weight_update",
+            SIGNAL,
+            "Ends an update: the weights become a snapshot, which is answered for once it serves.",
+            (choice("reset_prompt_cache", "What becomes of cached KV.", RESETS, "all"),),
+            body=FinishUpdate,
+        )
+    )
+    async def finish(self, request: Request) -> TransferFinished:
+        deployment = only(self._deployments, request)
+        body = fields_of(_maybe(await read_body(request)), FinishUpdate)
+        if body.weight_version is not None:
+            check_identity(body.weight_version, "weight_version")
+        signal = SignalBody(body.weight_version or "", reset_prompt_cache=_reset(request))
+        await self._take.check_pushed(request, deployment, signal)
+        publishing = _SignalOf(deployment, signal, self._take, self._updates)
+        done = await self._door.run(self._door.finish(deployment, publishing))
+        return TransferFinished(
+            message="Weight update finished",
+            weight_version=done.desired.snapshot,
+            generation=done.desired.generation,
+            replicas=list(done.replicas),
+            fenced=done.fenced,
+        )
+
+    @serves(
+        Endpoint(
+            "POST",
+            "/shutdown_weight_transfer_engine",
+            SIGNAL,
+            "Ends the group of the trainer and the replicas.",
+        )
+    )
+    async def shutdown(self, request: Request) -> TransferDone:
+        deployment = only(self._deployments, request)
+        _nothing_in(_maybe(await read_body(request)))
+        await self._door.run(self._door.shutdown(deployment))
+        return TransferDone("Weight transfer shut down")
+
+
+class _SignalOf:
+    """Makes a snapshot of one update."""
+
+    def __init__(
+        self, deployment: Deployment, signal: SignalBody, take: TakePushed, updates: Updates
+    ) -> None:
+        self._deployment = deployment
+        self._signal = signal
+        self._take = take
+        self._updates = updates
+
+    async def sign(self, content: Content, committing: Committing) -> SignalResult:
+        return await self._take.take_pushed(self._deployment, self._signal, content, committing)
+
+    async def served(self, desired: Desired, replicas: Collection[str], within_s: float) -> None:
+        await self._updates.served(self._deployment, desired, replicas=replicas, within_s=within_s)
+
+
+def sent_tensors(raw: dict[str, Any]) -> list[SentTensors]:
+    """The tensors of an /update_weights. Raises InvalidRequest."""
+    for field in raw:
+        if field != "update_info":
+            raise UnknownField(field)
+    given = raw["update_info"]
+    parts = given if isinstance(given, list) else [given]
+    sent = [_inner(part, "update_info", SentTensors, _OF_UPDATE) for part in parts]
+    if not sent or not all(one.names for one in sent):
+        raise _wrong("update_info.names", "must name at least one tensor")
+    for one in sent:
+        _check_tensors(one)
+    return sent
+
+
+def _check_tensors(sent: SentTensors) -> None:
+    for field in ("dtype_names", "shapes"):
+        if (found := len(getattr(sent, field))) != (count := len(sent.names)):
+            raise _wrong(f"update_info.{field}", f"must be as many as the names, {count}, got {found}")
+    if len(set(sent.names)) != len(sent.names):
+        twice = next(name for name in sent.names if sent.names.count(name) > 1)
+        raise _wrong("update_info.names", f"has {twice[:200]!r} twice")
+    if any(size < 0 for shape in sent.shapes for size in shape):
+        raise _wrong("update_info.shapes", "no size may be below 0")
+
+
+def _rendezvous(raw: dict[str, Any]) -> Rendezvous:
+    for field in raw:
+        if field != "init_info":
+            raise UnknownField(field)
+    if "init_info" not in raw:
+        raise _wrong("init_info", "this field is required")
+    found = _inner(raw["init_info"], "init_info", Rendezvous, _OF_INIT)
+    if not found.master_address.strip():
+        raise _wrong("init_info.master_address", "must not be empty")
+    bounds = {
+        "master_port": (1, 65535),
+        "world_size": (2, WORLD_SIZE_MAX),
+        "rank_offset": (1, WORLD_SIZE_MAX),
+        "packed_buffer_size_bytes": (1, PIECE_BYTES_MAX),
+        "packed_num_buffers": (1, WORLD_SIZE_MAX),
+    }
+    for field, (lowest, highest) in bounds.items():
+        if not lowest <= (given := getattr(found, field)) <= highest:
+            raise _wrong(f"init_info.{field}", f"must be from {lowest} to {highest}, got {given}")
+    return found
+
+
+def _inner(given: Any, name: str, kind: type[Inner], refused: Mapping[str, str]) -> Inner:
+    """An object inside a body, whose fields are named with the object. Raises InvalidRequest."""
+    if not isinstance(given, dict):
+        raise _wrong(name, "must be an object")
+    for field, what in refused.items():
+        if field in given:
+            raise _wrong(f"{name}.{field}", f"{what}; {_GLOO}")
+    try:
+        return fields_of(given, kind)
+    except UnknownField as error:
+        raise UnknownField(f"{name}.{error.param}") from error
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error.message}", param=f"{name}.{error.param}") from error
+
+
+def _wrong(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", param=field)
+
+
+def _maybe(body: bytes) -> dict[str, Any]:
+    """vLLM's client sends no body, or null, where it has nothing to say."""
+    return {} if body.strip() in (b"", b"null") else json_object(body)
+
+
+def _nothing_in(raw: Mapping[str, Any]) -> None:
+    for field in raw:
+        raise UnknownField(field)
+
+
+def _reset(request: Request) -> Literal["all", "new_session", "none"]:
+    given = request.query_params.get("reset_prompt_cache", "all")
+    if given not in RESETS:
+        raise _wrong("reset_prompt_cache", f"must be one of {', '.join(RESETS)}, got {given[:40]!r}")
+    return cast("Literal['all', 'new_session', 'none']", given)

@@ -1,0 +1,494 @@
+"""The door of a push: a trainer sends weights to the replicas of a deployment in four phases.
+
+Owns: who takes part, in which order the replicas get which orders, and how each phase ends. It carries no bytes of weights.
+Always holds:
+- The ledger has the group (ledger/transfers.py). A call first moves the group there, then sends orders. So of two calls, or
+  two gateways, one does.
+- Every phase has a deadline. A group that is past it ends: its replicas leave it, and what they received is dropped.
+- A trainer that may be inside a broadcast does not hang: when its update is refused, the group ends.
+- An update becomes a snapshot only if its replicas, at least the quorum, have the same bytes. Until then the old weights serve.
+- Work that has begun ends in its own time, whatever becomes of the trainer's connection. `close` waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from midstream.core.config import PushSettings
+from midstream.core.decoding import NOT_JSON, decoded
+from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, ReplicaUnavailable
+from midstream.core.transfer import (
+    Alive,
+    Begin,
+    Check,
+    Finish,
+    Join,
+    Receive,
+    Received,
+    Rendezvous,
+    SentTensors,
+    TrainerAlive,
+)
+from midstream.core.types import Content, Desired
+from midstream.fleet.push_orders import OrderAnswers, OrderRefused, Orders, ReplicaOrders, ask, drop, release
+from midstream.fleet.registry import Deployment
+from midstream.ledger import (
+    Committing,
+    Event,
+    GroupMoved,
+    Ledger,
+    LedgerUnavailable,
+    Phase,
+    SignalResult,
+    Transfer,
+    TransferMember,
+)
+from midstream.ledger.transfers import MOVES
+
+logger = logging.getLogger(__name__)
+
+#: A gateway ends its own phases by then. Other gateways wait so much longer.
+GRACE_S = 10.0
+#: A replica says within this time whether the trainer's store answers.
+ALIVE_S = 5.0
+#: Work that has begun has so long when the gateway closes.
+CLOSE_S = 5.0
+#: Replicas that are not ready are waited for so long before the next try.
+READY_AGAIN_S = 5
+INIT = "call /init_weight_transfer_engine"
+#: What is to be done in each phase.
+NEXT = {
+    Phase.JOINING: "wait for the answer of /init_weight_transfer_engine",
+    Phase.JOINED: "call /start_weight_update",
+    Phase.STARTING: "wait for the answer of /start_weight_update",
+    Phase.STARTED: "call /update_weights with update_info, then /finish_weight_update",
+    Phase.RECEIVING: "wait for the answer of /update_weights",
+    Phase.FINISHING: "wait for the answer of /finish_weight_update",
+}
+#: Phases in which replicas may hold bytes of an update.
+_UNFINISHED = (Phase.STARTING, Phase.STARTED, Phase.RECEIVING, Phase.FINISHING)
+
+T = TypeVar("T")
+
+
+class UpdateSignal(Protocol):
+    """What makes a snapshot of an update whose bytes are the same on all replicas."""
+
+    async def sign(self, content: Content, committing: Committing) -> SignalResult:
+        """Take the signal, and commit the update with it. Raises MidstreamError; nothing is signalled then."""
+
+    async def served(self, desired: Desired, replicas: Collection[str], within_s: float) -> None:
+        """Returns when these replicas serve it. Raises MidstreamError."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """fenced: replicas that the update did not reach, with the reasons."""
+
+    desired: Desired
+    replicas: tuple[str, ...]
+    fenced: dict[str, str]
+
+
+class PushDoor:
+    """Use from one event loop."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: PushSettings,
+        *,
+        orders: Callable[[Deployment], Orders] = ReplicaOrders,
+        group_id: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
+        """group_id: makes names of groups."""
+        self._ledger = ledger
+        self._settings = settings
+        self._orders = orders
+        self._group_id = group_id
+        self._tasks: set[asyncio.Task[Any]] = set()
+        #: Is called when an update was committed.
+        self.on_commit: Callable[[], None] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"<PushDoor with {len(self._tasks)} calls>"
+
+    def orders(self, deployment: Deployment) -> Orders:
+        return self._orders(deployment)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the work, which ends by itself if its caller goes."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("a call of a push ended with: %s", error)
+
+    async def close(self) -> None:
+        """Wait for the work that has begun, for CLOSE_S at most. Another gateway ends the groups of what is cut short."""
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks), timeout=CLOSE_S)
+        left = tuple(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    # -- the calls
+
+    async def init(self, deployment: Deployment, rendezvous: Rendezvous) -> Transfer:
+        """Form a group of the trainer and every replica. Raises MidstreamError."""
+        members = _all_ready(deployment, rendezvous)
+        trainer = f"{rendezvous.master_address}:{rendezvous.master_port}"
+        await self._make_way(deployment, trainer)
+        join_s = self._settings.join_s
+        group = await self._ledger.open_transfer(
+            deployment.name, self._group_id(), members, trainer, join_s + GRACE_S
+        )
+
+        def join(member: TransferMember) -> Join:
+            own = msgspec.structs.replace(rendezvous, rank_offset=member.rank)
+            return Join(group=group.group, boot=member.boot, within_s=join_s, rendezvous=own)
+
+        await self._all_do(deployment, group, join, "join the group")
+        return await self._advance(deployment, group, Event.JOINED)
+
+    async def start(self, deployment: Deployment) -> Transfer:
+        """Have every replica make room for an update. Raises MidstreamError."""
+        settings = self._settings
+        seen = await self._open(deployment, Event.START)
+        await self._check_members(deployment, seen)
+        group = await self._ledger.move_transfer(seen, Event.START, within_s=settings.update_s + GRACE_S)
+        live_s = settings.update_s + settings.finish_s + 2 * GRACE_S
+
+        def begin(member: TransferMember) -> Begin:
+            within_s = min(settings.join_s, settings.update_s)
+            update = group.number
+            return Begin(group=group.group, boot=member.boot, within_s=within_s, update=update, live_s=live_s)
+
+        await self._all_do(deployment, group, begin, "make room for the update")
+        return await self._advance(deployment, group, Event.STARTED)
+
+    async def update(self, deployment: Deployment, sent: Sequence[SentTensors]) -> Transfer:
+        """Have the replicas receive these tensors. Raises MidstreamError; the group has ended unless it is a Conflict."""
+        group = await self._ledger.move_transfer(await self._open(deployment, Event.UPDATE), Event.UPDATE)
+        for tensors in sent:
+            group = await self._some_do(deployment, group, self._check(group, tensors), "check the tensors")
+        for tensors in sent:
+            group = await self._some_do(deployment, group, self._receive(group, tensors), "receive tensors")
+        return await self._advance(deployment, group, Event.RECEIVED)
+
+    def _check(self, group: Transfer, tensors: SentTensors) -> Callable[[TransferMember], Check]:
+        within_s = min(self._left_s(group), self._settings.join_s)
+        return lambda member: Check(
+            group=group.group, boot=member.boot, within_s=within_s, update=group.number, sent=tensors
+        )
+
+    def _receive(self, group: Transfer, tensors: SentTensors) -> Callable[[TransferMember], Receive]:
+        within_s = self._left_s(group)
+        return lambda member: Receive(
+            group=group.group, boot=member.boot, within_s=within_s, update=group.number, sent=tensors
+        )
+
+    async def refuse(self, deployment: Deployment, error: MidstreamError) -> NoReturn:
+        """End the group, whose trainer waits in a broadcast of tensors that cannot be taken. Raises the error."""
+        group = await self._ledger.transfer(deployment.name)
+        if group is not None and group.phase is Phase.STARTED:
+            await self.end(deployment, group, error.message)
+            raise InvalidRequest(_and_ended(error.message), param=error.param) from error
+        raise error
+
+    async def finish(self, deployment: Deployment, publishing: UpdateSignal) -> Finished:
+        """Make a snapshot of what the replicas received, and wait until they serve it. Raises MidstreamError."""
+        finish_s = self._settings.finish_s
+        seen = await self._open(deployment, Event.FINISH)
+        group = await self._ledger.move_transfer(seen, Event.FINISH, within_s=finish_s + GRACE_S)
+        until = asyncio.get_running_loop().time() + finish_s
+        found = await self._ask(
+            deployment,
+            group,
+            lambda member: Finish(
+                group=group.group, boot=member.boot, within_s=finish_s, update=group.number
+            ),
+        )
+        if found.refused is not None:
+            await self._drop(deployment, group)
+            raise InvalidRequest(found.refused.message, param=found.refused.param)
+        group = await self._fence(deployment, group, found, "finish the update")
+        content = await self._agreed(deployment, group, found)
+        fenced = {member.replica: member.fenced for member in group.members if member.fenced}
+        committing = Committing(
+            transfer=group,
+            replicas=tuple(member.replica for member in group.active),
+            keep=self._settings.keep,
+            ends=_words(fenced),
+        )
+        desired = await self._sign(deployment, publishing, content, committing)
+        self.on_commit()
+        left_s = max(0.0, until - asyncio.get_running_loop().time())
+        try:
+            await publishing.served(desired, committing.replicas, left_s)
+        finally:
+            if fenced:
+                await release(self._orders(deployment), group, group.active, drop=False)
+        return Finished(desired, committing.replicas, fenced)
+
+    async def shutdown(self, deployment: Deployment) -> bool:
+        """End the group; whether there was one."""
+        group = await self._ledger.transfer(deployment.name)
+        if group is None:
+            return False
+        return await self.end(deployment, group, "the trainer shut it down")
+
+    async def end(self, deployment: Deployment, seen: Transfer, reason: str) -> bool:
+        """End the group unless it was moved since; have all replicas leave it. Whether it was ended here."""
+        try:
+            await self._ledger.move_transfer(seen, Event.END, reason=reason)
+        except GroupMoved:
+            return False
+        logger.warning("the trainer's group %s of %s has ended: %s", seen.group, deployment.name, reason)
+        await release(self._orders(deployment), seen, seen.members, drop=seen.phase in _UNFINISHED)
+        return True
+
+    # -- steps of them
+
+    async def _open(self, deployment: Deployment, event: Event) -> Transfer:
+        """The group, in a phase in which the call may come. Raises Conflict."""
+        group = await self._ledger.transfer(deployment.name)
+        if group is None:
+            raise Conflict(f"no trainer's group is open for {deployment.name}; {INIT}")
+        if group.deadline is not None and group.deadline < self._ledger.now():
+            reason = f"it was past its deadline while it was {group.phase}"
+            await self.end(deployment, group, reason)
+            raise Conflict(f"the trainer's group has ended: {reason}; {INIT}")
+        if (group.phase, event) not in MOVES:
+            raise Conflict(f"the trainer's group is {group.phase}; {NEXT[group.phase]}")
+        return group
+
+    async def _make_way(self, deployment: Deployment, trainer: str) -> None:
+        """End the group that there is, unless another trainer lives in it. Raises Conflict."""
+        old = await self._ledger.transfer(deployment.name)
+        if old is None:
+            return
+        late = old.deadline is not None and old.deadline < self._ledger.now()
+        if not late and old.trainer != trainer and await self._trainer_lives(deployment, old):
+            raise Conflict(
+                f"another trainer's group, of {old.trainer}, is open for {deployment.name} and {old.phase};"
+                " end it with /shutdown_weight_transfer_engine, or with its trainer"
+            )
+        if not await self.end(deployment, old, "another group replaced it"):
+            raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {INIT} again")
+
+    async def _trainer_lives(self, deployment: Deployment, old: Transfer) -> bool:
+        """Whether a replica that is still in the group reaches its trainer. If none can tell: whether the group works."""
+        there = [member for member in old.active if _boot(deployment, member.replica) == member.boot]
+        found = await ask(
+            self._orders(deployment),
+            there,
+            lambda member: Alive(group=old.group, boot=member.boot, within_s=ALIVE_S),
+            len(there),
+        )
+        alive = [_read(answer, TrainerAlive) for answer in found.answers.values()]
+        heard = [answer.alive for answer in alive if answer is not None]
+        return any(heard) if heard else bool(there) and old.deadline is not None
+
+    async def _check_members(self, deployment: Deployment, group: Transfer) -> None:
+        """Raises Conflict when other replicas, or other boots, are to take part; the group has ended then."""
+        changed = _changed(deployment, group)
+        if not changed:
+            return
+        await self.end(deployment, group, ", ".join(changed))
+        size = min(member.rank for member in group.members) + deployment.wanted_in_all
+        raise Conflict(f"{', '.join(changed)}: the world size is {size} now; {INIT} again")
+
+    async def _all_do(
+        self, deployment: Deployment, group: Transfer, order: Callable[[TransferMember], Any], what: str
+    ) -> None:
+        """Each member does it, or the group ends. Raises InvalidRequest, ReplicaUnavailable."""
+        found = await ask(self._orders(deployment), group.active, order)
+        await self._raise_refusal(deployment, group, found)
+        if found.failed:
+            await self._fail(deployment, group, found.failed, what)
+
+    async def _some_do(
+        self, deployment: Deployment, group: Transfer, order: Callable[[TransferMember], Any], what: str
+    ) -> Transfer:
+        """At least the quorum does it; the others are fenced. Or the group ends. Raises MidstreamError."""
+        if self._left_s(group) <= 0:
+            await self._fail(deployment, group, {}, what)
+        found = await self._ask(deployment, group, order)
+        await self._raise_refusal(deployment, group, found)
+        return await self._fence(deployment, group, found, what)
+
+    async def _ask(
+        self, deployment: Deployment, group: Transfer, order: Callable[[TransferMember], Any]
+    ) -> OrderAnswers:
+        may_fail = len(group.active) - self._needed(group)
+        return await ask(self._orders(deployment), group.active, order, may_fail)
+
+    async def _raise_refusal(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> None:
+        refused: OrderRefused | None = found.refused
+        if refused is not None:
+            await self.end(deployment, group, refused.message)
+            raise InvalidRequest(_and_ended(refused.message), param=refused.param)
+
+    async def _fail(
+        self, deployment: Deployment, group: Transfer, failed: dict[str, str], what: str
+    ) -> NoReturn:
+        why = _words(failed) or f"{group.phase} took longer than its deadline allows"
+        await self.end(deployment, group, f"did not {what}: {why}")
+        raise ReplicaUnavailable(_and_ended(f"not every replica could {what}: {why}"))
+
+    async def _fence(
+        self, deployment: Deployment, group: Transfer, found: OrderAnswers, what: str
+    ) -> Transfer:
+        """The group without members that failed, which leave it. Raises ReplicaUnavailable below the quorum."""
+        if not found.failed:
+            return group
+        if len(group.active) - len(found.failed) < self._needed(group):
+            await self._fail(deployment, group, found.failed, what)
+        members = tuple(
+            member._replace(fenced=found.failed.get(member.replica, member.fenced))
+            for member in group.members
+        )
+        lost = [member for member in group.members if member.replica in found.failed]
+        await release(self._orders(deployment), group, lost, drop=True)
+        logger.warning("the push to %s continues without: %s", deployment.name, _words(found.failed))
+        return await self._advance(deployment, group, Event.FENCED, members)
+
+    async def _agreed(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> Content:
+        """The content that all have. Raises ReplicaUnavailable; the group has ended then."""
+        received = {name: _read(answer, Received) for name, answer in found.answers.items()}
+        unread = {name: f"{name} answered something else" for name, one in received.items() if one is None}
+        if unread:
+            await self._fail(deployment, group, unread, "finish the update")
+        contents = {name: one.content for name, one in received.items() if one is not None}
+        first, *others = contents
+        differing = [name for name in others if contents[name] != contents[first]]
+        if differing:
+            why = {name: f"{name} has other bytes than {first}" for name in differing}
+            await self._fail(deployment, group, why, "agree on the bytes")
+        return contents[first]
+
+    async def _sign(
+        self, deployment: Deployment, publishing: UpdateSignal, content: Content, committing: Committing
+    ) -> Desired:
+        group = committing.transfer
+        try:
+            return (await publishing.sign(content, committing)).desired
+        except GroupMoved:
+            await release(self._orders(deployment), group, group.members, drop=True)
+            raise
+        except LedgerUnavailable:
+            # The answer to the commit may be lost.
+            return await self._recall(deployment, group)
+        except MidstreamError:
+            await self._drop(deployment, group)
+            raise
+
+    async def _recall(self, deployment: Deployment, group: Transfer) -> Desired:
+        """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell."""
+        update = await self._ledger.committed_update(group)
+        desired = (await self._ledger.state(deployment.name)).desired
+        if update is None:
+            await self._drop(deployment, group)
+            raise LedgerUnavailable("the ledger did not take the update; the old weights serve")
+        if desired is None or desired.generation != update.generation:
+            raise Conflict(f"{update.identity!r} was superseded before it served everywhere")
+        return desired
+
+    async def _drop(self, deployment: Deployment, group: Transfer) -> None:
+        """The update is refused, and the group waits for the next one. Raises GroupMoved."""
+        await self._ledger.move_transfer(group, Event.DROPPED)
+        await drop(self._orders(deployment), group)
+
+    async def _advance(
+        self,
+        deployment: Deployment,
+        group: Transfer,
+        event: Event,
+        members: Sequence[TransferMember] | None = None,
+    ) -> Transfer:
+        """Move a group on after its replicas did what they were to do. Raises GroupMoved when it was ended meanwhile."""
+        try:
+            return await self._ledger.move_transfer(group, event, members=members)
+        except GroupMoved:
+            # Whoever ended it may have died before the replicas left it.
+            await release(self._orders(deployment), group, group.members, drop=True)
+            raise
+
+    def _needed(self, group: Transfer) -> int:
+        return max(1, math.ceil(self._settings.quorum * len(group.members) - 1e-9))
+
+    def _left_s(self, group: Transfer) -> float:
+        """Until this gateway has to end the phase."""
+        return (group.deadline or 0.0) - GRACE_S - self._ledger.now()
+
+
+def _all_ready(deployment: Deployment, rendezvous: Rendezvous) -> list[TransferMember]:
+    """All replicas, each with its rank. Raises ReplicaUnavailable, or Conflict for another world size."""
+    views = deployment.replicas.views
+    missing = [*deployment.absent, *(view.name for view in views if not view.usable)]
+    lacking = deployment.wanted_in_all - len(views)
+    if missing or lacking > 0 or not views:
+        names = ", ".join(missing) or f"{max(lacking, 1)} more"
+        raise ReplicaUnavailable(f"not every replica is ready: {names}", retry_after_s=READY_AGAIN_S)
+    size = rendezvous.rank_offset + len(views)
+    if rendezvous.world_size != size:
+        raise Conflict(
+            f"init_info.world_size: {len(views)} replicas from rank {rendezvous.rank_offset} on make it {size}, got"
+            f" {rendezvous.world_size}; {INIT} again",
+            param="init_info.world_size",
+        )
+    return [
+        TransferMember(view.name, _boot(deployment, view.name) or "", rendezvous.rank_offset + number)
+        for number, view in enumerate(views)
+    ]
+
+
+def _boot(deployment: Deployment, replica: str) -> str | None:
+    """None: the replica is gone, or not reachable."""
+    view = deployment.replicas.named(replica)
+    return None if view is None or view.report is None else view.report.boot
+
+
+def _changed(deployment: Deployment, group: Transfer) -> list[str]:
+    """Why the group is not that of the replicas any more, in words. A replica that is not ready yet changes nothing."""
+    found = []
+    for member in group.members:
+        boot = _boot(deployment, member.replica)
+        if boot is None:
+            is_there = deployment.replicas.named(member.replica) is not None
+            found.append(f"replica {member.replica} is {'not reachable' if is_there else 'gone'}")
+        elif boot != member.boot:
+            found.append(f"replica {member.replica} restarted")
+    known = {member.replica for member in group.members}
+    joined = [view.name for view in deployment.replicas.views if view.usable and view.name not in known]
+    return [*found, *(f"replica {name} joined" for name in joined)]
+
+
+def _and_ended(message: str) -> str:
+    return f"{message}. The group has ended; {INIT} again"
+
+
+def _words(failed: dict[str, str]) -> str:
+    return "; ".join(failed.values())
+
+
+def _read(answer: bytes, kind: type[T]) -> T | None:
+    """None: it is no such answer."""
+    try:
+        return decoded(lambda data: msgspec.json.decode(data, type=kind), answer)
+    except NOT_JSON:
+        return None

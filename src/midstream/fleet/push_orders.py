@@ -1,0 +1,155 @@
+"""Orders to the replicas of a deployment that take part in a push (core/transfer.py), and what they answer.
+
+Owns: the port to one replica, and asking several at once.
+Always holds:
+- Each order has a time within which it ends. A replica that does not answer in time has failed.
+- A refusal is the request's fault, and names the field. A failure is the replica's.
+- No order outlives the call that asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from midstream.core.errors import ReplicaUnavailable
+from midstream.core.transfer import TRANSFER_PATH, Drop, Keep, Leave, TransferOrder
+from midstream.fleet.registry import Deployment
+from midstream.fleet.replicas import ReplicaRefused
+from midstream.ledger import Transfer, TransferMember
+
+#: A replica ends an order in time and says so. Its answer may be late by so much.
+ANSWER_S = 5.0
+#: Orders that end something take a short time.
+LEAVE_S = 5.0
+
+
+class OrderRefused(Exception):
+    """The replica refuses what the trainer asks for. param: the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class OrderFailed(Exception):
+    """The replica did not do it. The message names the replica."""
+
+
+class Orders(Protocol):
+    """The replicas of one deployment, by name."""
+
+    async def send(self, replica: str, order: TransferOrder) -> bytes:
+        """The answer. Returns, or raises OrderRefused or OrderFailed, soon after `order.within_s` at the latest."""
+
+
+class ReplicaOrders:
+    """Orders by HTTP."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._replicas = deployment.replicas
+
+    async def send(self, replica: str, order: TransferOrder) -> bytes:
+        view = self._replicas.named(replica)
+        if view is None:
+            raise OrderFailed(f"{replica} is gone")
+        body, timeout_s = msgspec.json.encode(order), order.within_s + ANSWER_S
+        try:
+            return await self._replicas.post(view, TRANSFER_PATH, body, 200, timeout_s)
+        except ReplicaRefused as error:
+            if error.answer.status == 400:
+                raise OrderRefused(error.answer.message, error.answer.param) from error
+            raise OrderFailed(error.message) from error
+        except ReplicaUnavailable as error:
+            raise OrderFailed(error.message) from error
+
+
+@dataclass
+class OrderAnswers:
+    """What replicas answered, by name. failed: why others did not. refused: the first refusal; nobody is waited for then."""
+
+    answers: dict[str, bytes] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    refused: OrderRefused | None = None
+
+
+async def ask(
+    orders: Orders,
+    members: Sequence[TransferMember],
+    order: Callable[[TransferMember], TransferOrder],
+    may_fail: int = 0,
+) -> OrderAnswers:
+    """Send each member its order, all at once. Ends early on a refusal, or once more than `may_fail` have failed."""
+    found = OrderAnswers()
+    tasks = {
+        asyncio.create_task(orders.send(member.replica, order(member))): member.replica for member in members
+    }
+    waiting = set(tasks)
+    try:
+        while waiting and found.refused is None and len(found.failed) <= may_fail:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # In the order of the members.
+            for task in [task for task in tasks if task in done]:
+                _note(found, tasks[task], task)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
+
+
+def _note(found: OrderAnswers, replica: str, task: asyncio.Task[bytes]) -> None:
+    try:
+        found.answers[replica] = task.result()
+    except OrderFailed as error:
+        found.failed[replica] = str(error)
+    except OrderRefused as error:
+        found.refused = found.refused or error
+
+
+async def release(orders: Orders, group: Transfer, members: Iterable[TransferMember], *, drop: bool) -> None:
+    """Have these members leave the group, as far as they can be reached. drop: they forget what the update received."""
+
+    async def one(member: TransferMember) -> None:
+        name, boot, number = group.group, member.boot, group.number
+        if drop and number:
+            await quietly(
+                orders, member.replica, Drop(group=name, boot=boot, within_s=LEAVE_S, update=number)
+            )
+        await quietly(orders, member.replica, Leave(group=name, boot=boot, within_s=LEAVE_S))
+
+    await asyncio.gather(*(one(member) for member in members))
+
+
+async def drop(orders: Orders, group: Transfer) -> None:
+    """Have all members forget what the update received, as far as they can be reached."""
+
+    def one(member: TransferMember) -> Drop:
+        return Drop(group=group.group, boot=member.boot, within_s=LEAVE_S, update=group.number)
+
+    await asyncio.gather(*(quietly(orders, member.replica, one(member)) for member in group.active))
+
+
+async def quietly(orders: Orders, replica: str, order: TransferOrder) -> bool:
+    """Whether the replica did it."""
+    try:
+        await orders.send(replica, order)
+    except (OrderFailed, OrderRefused):
+        return False
+    return True
+
+
+async def keep(orders: Orders, replica: str, order: Keep) -> str | None:
+    """Why the replica did not bring the files into the bucket; None if it did."""
+    try:
+        await orders.send(replica, order)
+    except OrderFailed as error:
+        return str(error)
+    except OrderRefused as error:
+        return f"{replica}: {error.message}"
+    return None

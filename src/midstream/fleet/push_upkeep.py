@@ -1,0 +1,135 @@
+"""What is left of pushes when no call works on them: groups past their deadline, and files that are not in the bucket yet.
+
+Always holds:
+- Every gateway looks at the ledger once in LOOK_S. So what a dead gateway left is done by another one.
+- One replica at a time brings the files of an update into the bucket. One that serves them is asked first.
+- The files of an identity that means others by now, or is not known any more, are kept nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from midstream.core.errors import MidstreamError
+from midstream.core.transfer import Keep
+from midstream.fleet.push import PushDoor
+from midstream.fleet.push_orders import keep
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.ledger import Kept, Ledger, LedgerUnavailable, Unkept
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+#: A replica has so long to bring the files into the bucket.
+KEEP_S = 1800.0
+#: A replica tries again after so long.
+KEEP_AGAIN_S = 5.0
+#: No replica is asked any more after so many tries.
+KEEP_TRIES = 10
+
+
+class PushUpkeep:
+    """Use from one event loop."""
+
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, door: PushDoor, *, look_s: float = LOOK_S
+    ) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._door = door
+        self._look_s = look_s
+        self._wake = asyncio.Event()
+        self._keeping: dict[int, asyncio.Task[None]] = {}
+        door.on_commit = self._wake.set
+
+    def __repr__(self) -> str:
+        return f"<PushUpkeep keeps {len(self._keeping)} updates>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.look_once()
+                except MidstreamError as error:
+                    # The ledger does not answer, or a deployment went meanwhile.
+                    logger.debug("pushes are looked after later: %s", error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._look_s):
+                        await self._wake.wait()
+                self._wake.clear()
+        finally:
+            tasks = tuple(self._keeping.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look_once(self) -> None:
+        """End what is past its deadline, and begin to keep what is not kept. Raises LedgerUnavailable."""
+        for group in await self._ledger.overdue_transfers():
+            deployment = self._deployments.known(group.deployment)
+            if deployment is not None:
+                await self._door.end(
+                    deployment, group, f"it was past its deadline while it was {group.phase}"
+                )
+        for update in await self._ledger.unkept_updates():
+            deployment = self._deployments.known(update.deployment)
+            if deployment is not None and update.key not in self._keeping:
+                await self._begin_to_keep(deployment, update)
+
+    async def kept(self) -> None:
+        """Returns when the tries that have begun are over."""
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+
+    async def _begin_to_keep(self, deployment: Deployment, update: Unkept) -> None:
+        if update.content is None:
+            logger.info("the files of %s are not kept: it means others now, or nothing", update.identity)
+            await self._ledger.settle_keeping(update, "given up")
+            return
+        if not self.replicas(deployment, update) or not await self._ledger.claim_keeping(update, KEEP_S):
+            return
+        task = asyncio.create_task(self._keep(deployment, update), name=f"keep {update.identity}")
+        self._keeping[update.key] = task
+        task.add_done_callback(lambda _: self._keeping.pop(update.key, None))
+
+    def replicas(self, deployment: Deployment, update: Unkept) -> list[str]:
+        """Those that may have the files: the ones that serve them, or else, when something else is desired, all."""
+        heard = [view for view in deployment.replicas.views if view.report is not None]
+        serving = [view.name for view in heard if view.report and view.report.own.snapshot == update.identity]
+        if update.desired:
+            return serving
+        return serving or [view.name for view in heard]
+
+    async def _keep(self, deployment: Deployment, update: Unkept) -> None:
+        assert update.content is not None
+        tries, why = update.tries, "no replica is there"
+        orders = self._door.orders(deployment)
+        for replica in self.replicas(deployment, update):
+            order = Keep(
+                group=update.group,
+                boot="",
+                within_s=KEEP_S,
+                snapshot=update.identity,
+                bucket=update.bucket,
+                content=update.content,
+            )
+            failed = await keep(orders, replica, order)
+            if failed is None:
+                logger.info("%s wrote %s into the bucket", replica, update.identity)
+                await self._settle(update, "kept", tries)
+                return
+            tries, why = tries + 1, failed
+            logger.warning("%s is not in the bucket yet: %s", update.identity, failed)
+        if tries >= KEEP_TRIES:
+            logger.error("%s is not in the bucket, after %d tries: %s", update.identity, tries, why)
+            await self._settle(update, "given up", tries)
+            return
+        await self._settle(update, "wanted", tries)
+
+    async def _settle(self, update: Unkept, kept: Kept, tries: int) -> None:
+        try:
+            await self._ledger.settle_keeping(update, kept, again_s=KEEP_AGAIN_S, tries=tries)
+        except LedgerUnavailable as error:
+            logger.warning("the ledger does not know yet what became of %s: %s", update.identity, error)

@@ -1,0 +1,451 @@
+"""The door of a push against every fault in every phase: it ends in time, nowhere half, and the old weights serve."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from push_world import DEPLOYMENT, SETTINGS, World, content, in_world
+
+from midstream.core.errors import (
+    Conflict,
+    InvalidRequest,
+    MidstreamError,
+    ReplicaUnavailable,
+    SnapshotRefused,
+)
+from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, Leave, Receive
+from midstream.fleet.push_upkeep import KEEP_TRIES
+from midstream.ledger import LedgerUnavailable, Phase
+
+TWO_OF_THREE = msgspec.structs.replace(SETTINGS, quorum=0.6)
+
+
+def test_an_update_becomes_a_snapshot_that_replicas_have_and_one_of_them_keeps(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        group = await gateway.init()
+        assert [(member.replica, member.rank) for member in group.members] == [
+            ("replica-0", 1), ("replica-1", 2), ("replica-2", 3)
+        ]  # fmt: skip
+        assert [one.rank for one in world.replicas.values()] == [1, 2, 3]
+        done = await gateway.push()
+        assert (done.desired.snapshot, done.desired.content) == ("v1", content("a"))
+        assert (done.fenced, gateway.waited_for) == ({}, ["replica-0", "replica-1", "replica-2"])
+        # No replica serves it yet, so none is asked to keep it.
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+        assert not any(one.bucket for one in world.replicas.values())
+        world.hear("v1", done.desired.generation)
+        for _ in range(3):
+            await gateway.upkeep.look_once()
+            await gateway.upkeep.kept()
+        assert [one.bucket for one in world.replicas.values()] == [["v1"], [], []]
+        # The group stays for the next update.
+        world.version = "v2"
+        for one in world.replicas.values():
+            one.bytes = "b"
+        assert (await gateway.push()).desired.generation == done.desired.generation + 1
+        assert await world.signalled() == ["v1", "v2"]
+        numbers = [order.update for order in world.replicas["replica-1"].orders if isinstance(order, Finish)]
+        assert numbers == [1, 2]
+
+    in_world(tmp_path, work)
+
+
+FAULTS = [
+    (kind, fault)
+    for kind in (Join, Begin, Check, Receive, Finish)
+    for fault in ("stall", "die", "restart", "refuse")
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), FAULTS, ids=[f"{kind.__name__}-{fault}" for kind, fault in FAULTS]
+)
+def test_a_fault_in_any_phase_ends_the_group_everywhere_and_signals_nothing(
+    tmp_path: Path, kind: type, fault: str
+) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        lost = world.replicas["replica-1"]
+        lost.faults[kind] = fault
+        began = world.clock.time
+        with pytest.raises(MidstreamError) as caught:
+            await gateway.whole()
+        error = caught.value
+        assert world.clock.time - began <= SETTINGS.join_s + SETTINGS.update_s + SETTINGS.finish_s
+        assert await world.signalled() == []
+        if fault == "refuse":
+            assert isinstance(error, InvalidRequest)
+            assert error.param == "update_info.names"
+        else:
+            assert isinstance(error, ReplicaUnavailable)
+            assert "replica-1" in error.message
+            assert "call /init_weight_transfer_engine again" in error.message
+        if (kind, fault) == (Finish, "refuse"):
+            # No trainer waits in a broadcast.
+            group = await world.group()
+            assert group.phase is Phase.JOINED
+        else:
+            assert await world.group() is None
+            assert world.groups == set()
+        assert not any(one.received for one in world.replicas.values() if not one.dead)
+        if kind is Check:
+            assert not [o for one in world.replicas.values() for o in one.orders if isinstance(o, Receive)]
+        # Whatever it was, the next group works.
+        lost.dead = False
+        world.hear()
+        await gateway.init()
+        assert (await gateway.push()).desired.snapshot == "v1"
+
+    in_world(tmp_path, work)
+
+
+@pytest.mark.parametrize("kind", [Check, Receive, Finish])
+@pytest.mark.parametrize("fault", ["stall", "die", "restart"])
+def test_the_quorum_commits_without_a_member_that_is_fenced(tmp_path: Path, kind: type, fault: str) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        world.replicas["replica-1"].faults[kind] = fault
+        await gateway.init()
+        done = await gateway.push()
+        assert list(done.fenced) == ["replica-1"]
+        assert gateway.waited_for == ["replica-0", "replica-2"]
+        assert await world.group() is None, "a group without a member receives nothing more"
+        assert world.groups == set()
+        with pytest.raises(Conflict, match="no trainer's group is open"):
+            await gateway.start()
+        [(_, [update])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 1)
+        assert update.replicas == ("replica-0", "replica-2")
+
+    in_world(tmp_path, work, TWO_OF_THREE)
+
+
+def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        world.replicas["replica-1"].faults[Receive] = "die"
+        world.replicas["replica-2"].faults[Finish] = "stall"
+        await gateway.init()
+        with pytest.raises(ReplicaUnavailable, match="replica-2"):
+            await gateway.push()
+        assert (await world.signalled(), await world.group(), world.groups) == ([], None, set())
+
+    in_world(tmp_path, work, TWO_OF_THREE)
+
+
+def test_replicas_that_received_other_bytes_are_never_signalled(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        world.replicas["replica-2"].bytes = "b"
+        await gateway.init()
+        with pytest.raises(ReplicaUnavailable, match="replica-2 has other bytes than replica-0"):
+            await gateway.push()
+        assert (await world.signalled(), await world.group(), world.groups) == ([], None, set())
+        assert all(any(isinstance(o, Drop) for o in one.orders) for one in world.replicas.values())
+
+    in_world(tmp_path, work, TWO_OF_THREE)
+
+
+def test_a_member_that_hangs_holds_up_nobody_once_another_refused(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        world.replicas["replica-0"].faults[Check] = "hang"
+        world.replicas["replica-1"].faults[Check] = "refuse"
+        await gateway.init()
+        await gateway.start()
+        with pytest.raises(InvalidRequest):
+            await gateway.update()
+        assert world.groups == set()
+
+    in_world(tmp_path, work)
+
+
+def test_a_replica_that_restarted_is_said_at_the_next_start_with_the_world_size(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.push()
+        world.replicas["replica-2"].restart()
+        world.hear()
+        with pytest.raises(Conflict) as caught:
+            await gateway.start()
+        assert "replica replica-2 restarted: the world size is 4 now" in caught.value.message
+        assert "call /init_weight_transfer_engine again" in caught.value.message
+        assert (await world.group(), world.groups) == (None, set())
+
+    in_world(tmp_path, work)
+
+
+def test_replicas_that_are_not_ready_are_named_and_another_world_size_is_said(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        world.replicas["replica-1"].dead = True
+        world.hear()
+        with pytest.raises(ReplicaUnavailable, match="not every replica is ready: replica-1") as busy:
+            await gateway.init()
+        assert busy.value.retry_after_s
+        world.replicas["replica-1"].dead = False
+        world.hear()
+        with pytest.raises(Conflict, match="make it 4, got 2") as size:
+            await gateway.init(world_size=2)
+        assert size.value.param == "init_info.world_size"
+        gateway.deployment.wanted = 4
+        with pytest.raises(ReplicaUnavailable, match="replica-3"):
+            await gateway.init()
+        assert await world.group() is None
+
+    in_world(tmp_path, work)
+
+
+def test_calls_in_the_wrong_phase_say_the_phase_and_what_is_next(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for call in (gateway.start, gateway.update, gateway.finish):
+            with pytest.raises(Conflict, match="call /init_weight_transfer_engine"):
+                await call()
+        await gateway.init()
+        for call in (gateway.update, gateway.finish):
+            with pytest.raises(Conflict, match="is joined; call /start_weight_update"):
+                await call()
+        await gateway.start()
+        # A trainer that lost its place begins again.
+        await gateway.push()
+        assert await gateway.door.shutdown(gateway.deployment)
+        assert not await gateway.door.shutdown(gateway.deployment)
+        assert (await world.group(), world.groups) == (None, set())
+
+    in_world(tmp_path, work)
+
+
+def test_a_second_trainer_waits_for_a_living_one_and_replaces_a_dead_one(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        first = await gateway.init()
+        with pytest.raises(Conflict, match=r"another trainer's group, of 127\.0\.0\.1:29500, is open"):
+            await gateway.init(port=29501)
+        # The trainer itself begins again at its own store.
+        again = await gateway.init()
+        assert again.group != first.group
+        for one in world.replicas.values():
+            one.trainer_alive = False
+        third = await gateway.init(port=29501)
+        assert world.groups == {third.group}
+        # A group whose members are gone is nobody's.
+        for one in world.replicas.values():
+            one.restart()
+        world.hear()
+        assert (await gateway.init(port=29502)).group == (await world.group()).group
+
+    in_world(tmp_path, work)
+
+
+def test_calls_may_come_to_any_gateway_and_of_two_that_come_at_once_one_works(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        await other.start()
+        both = await asyncio.gather(one.update(), other.update(), return_exceptions=True)
+        assert [type(result).__name__ for result in both if isinstance(result, Exception)] in (
+            ["GroupMoved"],
+            ["Conflict"],
+        )
+        assert all(replica.received == ["a", "b"] for replica in world.replicas.values())
+        assert (await other.finish()).desired.snapshot == "v1"
+        inits = await asyncio.gather(one.init(port=1), other.init(port=2), return_exceptions=True)
+        assert all(isinstance(result, Conflict) for result in inits), "the first trainer lives"
+
+    in_world(tmp_path, work, gateways=2)
+
+
+@pytest.mark.parametrize("kind", [Join, Begin, Receive, Finish])
+def test_the_group_of_a_gateway_that_died_is_ended_by_another_one(tmp_path: Path, kind: type) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        world.replicas["replica-2"].faults[kind] = "hang"
+        trainer = asyncio.create_task(one.whole())
+        await world.replicas["replica-2"].hangs.wait()
+        # It dies in the middle of its work.
+        for task in tuple(one.door._tasks):
+            task.cancel()
+        await asyncio.gather(trainer, return_exceptions=True)
+        await other.upkeep.look_once()
+        assert await world.group() is not None, "its deadline is not over"
+        world.clock.time += SETTINGS.update_s + SETTINGS.finish_s
+        await other.upkeep.look_once()
+        assert (await world.group(), world.groups, await world.signalled()) == (None, set(), [])
+        await other.init()
+        assert (await other.push()).desired.snapshot == "v1"
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_a_group_that_is_past_its_deadline_takes_no_call(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.start()
+        world.clock.time += SETTINGS.update_s + 100
+        with pytest.raises(Conflict, match="past its deadline while it was started"):
+            await gateway.update()
+        assert world.groups == set()
+        assert not [o for one in world.replicas.values() for o in one.orders if isinstance(o, Receive)]
+
+    in_world(tmp_path, work)
+
+
+def test_a_group_that_waits_for_its_next_update_is_never_late(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        world.clock.time += 1e6
+        await gateway.upkeep.look_once()
+        assert (await gateway.push()).desired.snapshot == "v1"
+
+    in_world(tmp_path, work)
+
+
+def test_a_trainer_that_hangs_up_ends_no_work(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.start()
+        last = world.replicas["replica-2"]
+        last.faults[Receive] = "hang"
+        call = asyncio.create_task(gateway.update())
+        await last.hangs.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        last.goes_on.set()
+        await gateway.door.close()
+        assert (await world.group()).phase is Phase.STARTED
+        assert all(one.received == ["a", "b"] for one in world.replicas.values())
+        assert (await gateway.finish()).desired.snapshot == "v1"
+
+    in_world(tmp_path, work)
+
+
+def test_a_signal_that_is_refused_drops_the_update_and_the_group_goes_on(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        gateway.fails_sign = SnapshotRefused("identity: v1 means other files", param="identity")
+        with pytest.raises(SnapshotRefused):
+            await gateway.push()
+        assert not any(one.received for one in world.replicas.values())
+        assert (await world.group()).phase is Phase.JOINED
+        gateway.fails_sign = None
+        assert (await gateway.push()).desired.snapshot == "v1"
+
+    in_world(tmp_path, work)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_commit_whose_answer_was_lost_is_looked_up(tmp_path: Path, commits: bool) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        real = gateway.sign
+
+        async def sign(content: object, committing: object) -> object:
+            if commits:
+                await real(content, committing)  # type: ignore[arg-type]
+            raise LedgerUnavailable("the answer was lost")
+
+        gateway.sign = sign  # type: ignore[method-assign,assignment]
+        await gateway.init()
+        if commits:
+            assert (await gateway.push()).desired.snapshot == "v1"
+            assert not [o for one in world.replicas.values() for o in one.orders if isinstance(o, Drop)]
+        else:
+            with pytest.raises(LedgerUnavailable):
+                await gateway.push()
+            assert (await world.signalled(), (await world.group()).phase) == ([], Phase.JOINED)
+
+    in_world(tmp_path, work)
+
+
+def test_a_snapshot_that_did_not_serve_is_said_and_its_group_goes_on(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        gateway.fails_served = SnapshotRefused("replica-1 could not load 'v1': NaN in a")
+        await gateway.init()
+        with pytest.raises(SnapshotRefused, match="NaN"):
+            await gateway.push()
+        assert (await world.group()).phase is Phase.JOINED
+
+    in_world(tmp_path, work)
+
+
+def test_files_are_kept_by_another_replica_or_gateway_when_one_fails(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        done = await one.push()
+        world.hear("v1", done.desired.generation)
+        world.replicas["replica-0"].faults[Keep] = "die"
+        world.replicas["replica-1"].faults[Keep] = "refuse"
+        # Both look, and one of them works.
+        await asyncio.gather(one.upkeep.look_once(), other.upkeep.look_once())
+        await asyncio.gather(one.upkeep.kept(), other.upkeep.kept())
+        assert [replica.bucket for replica in world.replicas.values()] == [[], [], ["v1"]]
+        assert await one.ledger.unkept_updates() == []
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_the_tries_to_keep_files_come_to_an_end(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        done = await gateway.push()
+        world.hear("v1", done.desired.generation)
+        tries = 0
+        while True:
+            world.clock.time += 10.0
+            if not await gateway.ledger.unkept_updates():
+                break
+            for one in world.replicas.values():
+                one.faults[Keep] = "refuse"
+            await gateway.upkeep.look_once()
+            await gateway.upkeep.kept()
+            tries += 1
+        assert tries * len(world.replicas) == KEEP_TRIES + (-KEEP_TRIES % len(world.replicas))
+        [(_, [update])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 1)
+        assert update.kept == "given up"
+
+    in_world(tmp_path, work)
+
+
+def test_the_gateway_that_keeps_files_may_die(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        done = await one.push()
+        world.hear("v1", done.desired.generation)
+        world.replicas["replica-0"].faults[Keep] = "hang"
+        await one.upkeep.look_once()
+        await other.upkeep.look_once()
+        await other.upkeep.kept()
+        assert not any(replica.bucket for replica in world.replicas.values()), "one at a time"
+        world.clock.time += 1e4
+        await other.upkeep.look_once()
+        await other.upkeep.kept()
+        assert [replica.bucket for replica in world.replicas.values()] == [["v1"], [], []]
+        for task in one.upkeep._keeping.values():
+            task.cancel()
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_a_leave_goes_to_every_member_of_a_group_that_ends(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.door.shutdown(gateway.deployment)
+        left = [[o for o in one.orders if isinstance(o, Leave)] for one in world.replicas.values()]
+        assert [len(orders) for orders in left] == [1, 1, 1]
+
+    in_world(tmp_path, work)

@@ -1,0 +1,245 @@
+"""vLLM's weight-transfer calls on a real ledger and the real control app; the replicas' answers are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
+from test_trainer_calls_api import bad
+
+from midstream.core.errors import InvalidRequest
+from midstream.core.http_answer import HttpAnswer
+from midstream.core.transfer import Check, Done, Finish, Join, Leave, Receive, Received, TransferOrder
+from midstream.core.types import FileContent
+from midstream.fleet.replicas import ReplicaRefused
+from midstream.snapshots.content import content_fingerprint
+
+INIT = {"init_info": {"master_address": "127.0.0.1", "master_port": 29500, "world_size": 4, "key": "k"}}
+SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+CONTENT = (FileContent("model.safetensors", 12, "a" * 64),)
+
+
+class Replicas:
+    """Takes orders. refusals: what an order of a kind is refused with."""
+
+    def __init__(self, server: Server) -> None:
+        self.orders: list[tuple[str, TransferOrder, float]] = []
+        self.refusals: dict[type, InvalidRequest] = {}
+        for index in range(3):
+            server.report(index)
+        server.replicas.post = self.post  # type: ignore[method-assign]
+
+    async def post(
+        self, view: Any, path: str, body: bytes, expected: int, timeout_s: float | None = None
+    ) -> bytes:
+        assert (path, expected) == ("/replica/transfer", 200)
+        order: Any = msgspec.json.decode(body, type=TransferOrder)
+        assert timeout_s is not None
+        assert timeout_s > order.within_s
+        self.orders.append((view.name, order, timeout_s))
+        refusal = self.refusals.get(type(order))
+        if refusal is not None:
+            answer = HttpAnswer(refusal.status, {}, msgspec.json.encode(refusal.body()))
+            raise ReplicaRefused(view.name, answer)
+        finished = Received(content=CONTENT, received_bytes=12)
+        return msgspec.json.encode(finished if isinstance(order, Finish) else Done())
+
+    def of(self, kind: type) -> list[tuple[str, Any]]:
+        return [(name, order) for name, order, _ in self.orders if isinstance(order, kind)]
+
+
+def pushing(path: Path, work: Callable[[Server, Replicas], Awaitable[None]]) -> None:
+    async def run(server: Server) -> None:
+        await work(server, Replicas(server))
+
+    serve(path, run)
+
+
+async def begin(server: Server) -> None:
+    for path, body in (("init_weight_transfer_engine", INIT), ("start_weight_update", None)):
+        answer = await server.http.post(f"/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+async def send(server: Server, info: Any = SENT) -> Any:
+    return await server.http.post("/update_weights", json={"update_info": info})
+
+
+def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        answer = await server.http.post("/init_weight_transfer_engine", json=INIT)
+        told = answer.json()
+        assert (told["message"], told["world_size"]) == ("Weight transfer initialized", 4)
+        assert told["ranks"] == {"replica-0": 1, "replica-1": 2, "replica-2": 3}
+        assert [order.rendezvous.rank_offset for _, order in replicas.of(Join)] == [1, 2, 3]
+        # Without a body, as the client sends it.
+        answer = await server.http.post("/start_weight_update")
+        assert (answer.json()["message"], answer.json()["update"]) == ("Weight update started", 1)
+        assert (await send(server)).json() == {"status": "ok", "message": "Weights updated"}
+        # A list is what one broadcast after another brings.
+        assert (await send(server, [SENT, {**SENT, "names": ["b"]}])).status_code == 200
+        assert [order.sent.names for name, order in replicas.of(Receive) if name == "replica-1"] == [
+            ("a",), ("a",), ("b",)
+        ]  # fmt: skip
+        null = server.http.post("/finish_weight_update", content=b"null")
+        answer = await while_three_load(server, null)
+        told = answer.json()
+        assert (answer.status_code, told["message"]) == (200, "Weight update finished")
+        assert (told["weight_version"], told["fenced"]) == ("update-000001-push", {})
+        desired = await server.desired()
+        assert desired is not None
+        assert desired.url == f"{server.bucket.as_uri()}/update-000001-push"
+        assert (desired.fingerprint, desired.content) == (content_fingerprint(CONTENT), CONTENT)
+        assert desired.reset_prompt_cache == "all"
+        [shown] = (await server.http.get(f"/v1/{DEPLOYMENT}/ledger")).json()["transfers"]
+        assert (shown["phase"], shown["trainer"], shown["reason"]) == ("joined", "127.0.0.1:29500", None)
+        assert [member["rank"] for member in shown["members"]] == [1, 2, 3]
+        [update] = shown["updates"]
+        assert (update["identity"], update["generation"], update["kept"]) == (
+            "update-000001-push", 1, "wanted"
+        )  # fmt: skip
+        assert (await server.http.post("/start_weight_update")).json()["update"] == 2
+        answer = await server.http.post("/shutdown_weight_transfer_engine")
+        assert answer.json() == {"message": "Weight transfer shut down"}
+        assert len(replicas.of(Leave)) == 3
+
+    pushing(tmp_path, work)
+
+
+def test_a_version_and_a_cache_policy_are_those_of_the_signal(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        await begin(server)
+        await send(server)
+        path = "/finish_weight_update?reset_prompt_cache=new_session"
+        for body, param in (({"weight_version": "../x"}, "weight_version"), ({"version": "1"}, "version")):
+            assert bad(await server.http.post(path, json=body)) == (400, param)
+        assert bad(await server.http.post("/finish_weight_update?reset_prompt_cache=some")) == (
+            400, "reset_prompt_cache"
+        )  # fmt: skip
+        asked = server.http.post(path, json={"weight_version": "step-7"})
+        answer = await while_three_load(server, asked)
+        assert answer.json()["weight_version"] == "step-7"
+        desired = await server.desired()
+        assert desired is not None
+        assert (desired.snapshot, desired.reset_prompt_cache) == ("step-7", "new_session")
+
+    pushing(tmp_path, work)
+
+
+def test_a_version_that_means_other_weights_is_refused_and_nothing_is_signalled(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        await server.ledger.update_deployment(DEPLOYMENT, fields={"enableHotLoad": False})
+        await begin(server)
+        await send(server)
+        answer = await server.http.post("/finish_weight_update")
+        assert bad(answer) == (400, "enableHotLoad")
+        assert (await server.desired(), replicas.of(Finish)) == (None, [])
+
+    pushing(tmp_path, work)
+
+
+def test_a_replica_that_cannot_load_the_weights_is_said(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        await begin(server)
+        await send(server)
+        asked = asyncio.create_task(server.http.post("/finish_weight_update", json={"weight_version": "7"}))
+        while await server.desired() is None:
+            assert not asked.done()
+        server.report(1, generation=1, transitions=failed("7", 1, "NaN in a"))
+        server.replicas._changed()
+        answer = await asked
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "replica-1 could not load '7': NaN in a"
+
+    pushing(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"world_size": 3}, "init_info.world_size"),
+        ({"world_size": 1}, "init_info.world_size"),
+        ({"world_size": "4"}, "init_info.world_size"),
+        ({"master_port": 0}, "init_info.master_port"),
+        ({"master_address": " "}, "init_info.master_address"),
+        ({"rank_offset": 0}, "init_info.rank_offset"),
+        ({"nccl_unique_id_b64": "x"}, "init_info.nccl_unique_id_b64"),
+        ({"backend": "nccl"}, "init_info.backend"),
+    ],
+)
+def test_an_init_that_does_not_fit_names_the_field_and_forms_no_group(
+    tmp_path: Path, change: dict[str, Any], param: str
+) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        body = {"init_info": INIT["init_info"] | change}
+        status, field = bad(await server.http.post("/init_weight_transfer_engine", json=body))
+        assert (status, field) == (409 if change == {"world_size": 3} else 400, param)
+        assert (replicas.orders, await server.ledger.transfer(DEPLOYMENT)) == ([], None)
+
+    pushing(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("info", "param"),
+    [
+        ({**SENT, "ipc_handles_pickled": "x"}, "update_info.ipc_handles_pickled"),
+        ({"ipc_handles": []}, "update_info.ipc_handles"),
+        ({**SENT, "is_checkpoint_format": True}, "update_info.is_checkpoint_format"),
+        ({**SENT, "shapes": []}, "update_info.shapes"),
+        ({**SENT, "shapes": [[2, -1]]}, "update_info.shapes"),
+        ({**SENT, "dtype_names": [1]}, "update_info.dtype_names[0]"),
+        ({"names": ["a", "a"], "dtype_names": ["x"] * 2, "shapes": [[], []]}, "update_info.names"),
+        ({"names": [], "dtype_names": [], "shapes": []}, "update_info.names"),
+        ([], "update_info.names"),
+        ("x", "update_info"),
+    ],
+)
+def test_tensors_that_cannot_be_read_are_refused_by_name_and_end_the_group(
+    tmp_path: Path, info: Any, param: str
+) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        await begin(server)
+        assert bad(await send(server, info)) == (400, param)
+        assert (replicas.of(Receive), len(replicas.of(Leave))) == ([], 3)
+        assert await server.ledger.transfer(DEPLOYMENT) is None
+        assert (await server.http.post("/finish_weight_update")).status_code == 409
+
+    pushing(tmp_path, work)
+
+
+def test_a_refusal_of_a_replica_is_the_trainers_and_names_its_field(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        replicas.refusals[Check] = InvalidRequest(
+            "update_info.names: 'a' is unknown", param="update_info.names"
+        )
+        await begin(server)
+        answer = await send(server)
+        assert bad(answer) == (400, "update_info.names")
+        assert answer.json()["error"]["message"] == (
+            "update_info.names: 'a' is unknown. The group has ended; call /init_weight_transfer_engine again"
+        )
+        assert replicas.of(Receive) == []
+
+    pushing(tmp_path, work)
+
+
+def test_calls_out_of_order_and_draft_updates_say_what_to_do(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        for path in ("/start_weight_update", "/finish_weight_update"):
+            answer = await server.http.post(path)
+            assert answer.status_code == 409
+            assert "call /init_weight_transfer_engine" in answer.json()["error"]["message"]
+        assert (await send(server)).status_code == 409
+        answer = await server.http.post("/start_draft_weight_update")
+        assert answer.status_code == 400
+        assert "call /start_weight_update" in answer.json()["error"]["message"]
+        assert bad(await server.http.post("/start_weight_update", json={"level": 1})) == (400, "level")
+        assert (await server.http.post("/shutdown_weight_transfer_engine")).status_code == 200
+        assert replicas.orders == []
+
+    pushing(tmp_path, work)
