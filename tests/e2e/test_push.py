@@ -1,0 +1,249 @@
+"""Weights pushed by a trainer straight into a real server's replicas, under streams, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.numpy import load_file as load_arrays
+from serving import Server, descendants, serve
+
+from midstream.client import PublishError, SnapshotPublisher
+
+WAIT_S = 150.0
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("pushed") / "state", "--model", str(model), "--no-tinker") as running:
+        yield running
+
+
+def tensors(directory: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(directory / "model.safetensors"))
+
+
+def completion(server: Server, seed: int, **fields: Any) -> dict[str, Any]:
+    body = {"model": server.model, "prompt": list(f"Rollout {seed} goes".encode()), "seed": seed}
+    return body | {"ignore_eos": True, "return_token_ids": True} | fields
+
+
+def sampled(
+    server: Server, seed: int = 1, *, check: bool = True
+) -> tuple[str, list[int], list[float]] | None:
+    """The label, the ids and the log-probabilities of an answer. None: it was refused, and need not be answered."""
+    body = completion(server, seed, max_tokens=24, logprobs=True, raw_output=True)
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S)
+    if not check and response.is_error:
+        return None
+    answer = response.raise_for_status().json()
+    choice = answer["choices"][0]
+    numbers = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return answer["model"].partition("@")[2], choice["token_ids"], numbers
+
+
+class Stream(threading.Thread):
+    """One streamed completion: its ids and the label of each."""
+
+    def __init__(self, server: Server, seed: int, max_tokens: int) -> None:
+        super().__init__()
+        self.started = threading.Event()
+        self.ids: list[int] = []
+        self.labels: list[str] = []
+        self._url = f"{server.url}/v1/completions"
+        self._body = completion(server, seed, stream=True, max_tokens=max_tokens)
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=300) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line[6:]))
+        finally:
+            self.started.set()
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        for choice in chunk["choices"]:
+            new = choice.get("token_ids") or []
+            self.ids += new
+            self.labels += [chunk["model"].partition("@")[2]] * len(new)
+            if new:
+                self.started.set()
+
+
+def label_of(server: Server) -> str:
+    found = sampled(server)
+    assert found is not None
+    return found[0]
+
+
+def answered_by(server: Server, seed: int) -> str:
+    body = completion(server, seed, max_tokens=1)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
+    return str(answer.headers["x-midstream-replica"])
+
+
+def serving(server: Server, snapshot: str) -> int:
+    """How many replicas there are, if all of them serve it; else 0."""
+    with SnapshotPublisher(server.url, f"file://{server.bucket}") as publisher:
+        found = publisher.snapshots.status().replicas
+    return len(found) if all(one.ready and one.snapshot == snapshot for one in found) else 0
+
+
+def replica_pids(server: Server) -> list[int]:
+    return [
+        pid
+        for pid in descendants(server.process.pid)
+        if b"midstream.launch.replica" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def wait_for(what: Callable[[], bool], why: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.05)
+
+
+def test_pushed_weights_serve_with_true_labels_and_the_numbers_of_the_same_files(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    trained = tiny_model(seed=1)
+    before = label_of(server)
+    running = [Stream(server, seed, 3500) for seed in range(4)]
+    for stream in running:
+        stream.start()
+    for stream in running:
+        stream.started.wait()
+    with SnapshotPublisher(server.url, to="push") as publisher:
+        published = publisher.publish("pushed-1", tensors(trained))
+    assert (published.identity, published.kind) == ("pushed-1", "push")
+    found = sampled(server)
+    assert found is not None
+    assert found[0] == "pushed-1"
+    for stream in running:
+        stream.join()
+        assert len(stream.ids) == 3500
+        assert list(dict.fromkeys(stream.labels)) == [before, "pushed-1"]
+    with SnapshotPublisher(server.url, f"file://{server.bucket}") as publisher:
+        publisher.publish("filed-1", trained, kind="full")
+    assert sampled(server) == ("filed-1", *found[1:])
+
+
+def test_pushed_weights_are_in_the_bucket_and_a_replica_that_starts_later_has_them(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    trained = tiny_model(seed=2)
+    with SnapshotPublisher(server.url, to="push") as publisher:
+        publisher.publish("pushed-2", tensors(trained))
+    kept = server.bucket / "pushed-2"
+    wait_for((kept / "midstream.manifest.json").exists, "the bucket never got the pushed weights")
+    expected, found = (load_arrays(place / "model.safetensors") for place in (trained, kept))
+    assert expected.keys() == found.keys()
+    assert all((expected[name] == found[name]).all() for name in expected)
+    told = sampled(server)
+    # A new replica has nothing but the bucket.
+    body = {"minReplicaCount": 3, "maxReplicaCount": 3}
+    place, mask = (
+        f"{server.url}/v1/{server.deployment}",
+        {"updateMask": "min_replica_count,max_replica_count"},
+    )
+    httpx.patch(place, params=mask, json=body, timeout=WAIT_S).raise_for_status()
+    wait_for(lambda: serving(server, "pushed-2") == 3, "the third replica never served the pushed weights")
+    answered = {answered_by(server, seed) for seed in range(64)}
+    assert answered == {"replica-0", "replica-1", "replica-2"}
+    # Then those that have it die.
+    for pid in replica_pids(server):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: sampled(server, check=False) == told, "what served before does not serve again")
+    httpx.patch(place, params=mask, json={"minReplicaCount": 2, "maxReplicaCount": 2}).raise_for_status()
+    wait_for(lambda: serving(server, "pushed-2") == 2, "the third replica stays, or another is not back")
+
+
+def test_what_does_not_fit_is_refused_by_name_and_the_next_push_works(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    good = tensors(tiny_model(seed=3))
+    before = sampled(server)
+    name = next(name for name, tensor in good.items() if tensor.dim() == 2)
+    with SnapshotPublisher(server.url, to="push") as publisher:
+        with pytest.raises(PublishError, match=name):
+            publisher.publish("bad-shape", good | {name: good[name][1:].clone()})
+        with pytest.raises(PublishError, match=name):
+            publisher.publish("bad-number", good | {name: good[name] * float("nan")})
+        with pytest.raises(PublishError, match=name):
+            publisher.publish("missing", {other: good[other] for other in good if other != name})
+        assert sampled(server) == before
+        publisher.publish("pushed-3", good)
+    assert label_of(server) == "pushed-3"
+
+
+DYING = """
+    import os, sys
+    from safetensors.torch import load_file
+    from midstream.client import SnapshotPublisher, push
+
+    def dies(*_):
+        os._exit(7)
+
+    with SnapshotPublisher(sys.argv[1], to="push") as publisher:
+        publisher.publish("whole", dict(load_file(sys.argv[2])))
+        print("pushed", flush=True)
+        push.TrainerGroup.send = dies
+        publisher.publish("half", dict(load_file(sys.argv[2])))
+"""
+
+
+def test_a_trainer_that_dies_in_the_middle_changes_nothing_and_the_next_one_is_served(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    file = tiny_model(seed=4) / "model.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(DYING), server.url, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (7, "pushed\n"), done.stderr
+    found = sampled(server)
+    assert found is not None
+    assert found[0] == "whole"
+    with SnapshotPublisher(server.url, to="push") as publisher:
+        publisher.publish("after", tensors(tiny_model(seed=4)))
+    assert sampled(server) == ("after", *found[1:])
+
+
+def test_a_second_trainers_group_is_refused_while_the_first_one_lives(
+    server: Server, tiny_model: Callable[..., Path]
+) -> None:
+    weights = tensors(tiny_model(seed=5))
+    with (
+        SnapshotPublisher(server.url, to="push") as first,
+        SnapshotPublisher(server.url, to="push") as second,
+    ):
+        first.publish("first", weights)
+        with pytest.raises(PublishError, match="409"):
+            second.publish("second", weights)
+        assert label_of(server) == "first"
+    with SnapshotPublisher(server.url, to="push") as third:
+        third.publish("third", weights)
+    assert label_of(server) == "third"
