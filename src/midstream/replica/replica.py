@@ -356,7 +356,7 @@ class Replica:
     async def _end_boot(self) -> None:
         """The engine is closed before the drivers are waited for: a commit under way ends with the engine at the latest."""
         self.policies.shut()
-        await self.transfers.end_group("the replica's engine ended")
+        self.transfers.end_group("the replica's engine ended")
         try:
             await self._engine.close()
         finally:

@@ -140,7 +140,7 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     async def trainer_alive(self, within_s: float) -> bool:
-        """Whether the trainer's store answers. May run beside other methods, and changes nothing."""
+        """Whether the trainer's store takes connections. May run beside other methods, also `join`, and changes nothing."""
 
     @abc.abstractmethod
     def end(self, reason: str) -> None:
@@ -339,16 +339,16 @@ class Transfers:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def end_group(self, reason: str) -> None:
-        """End the part in a group, if there is one, and wait for the end of its receiver."""
-        part = self._part
-        if part is not None:
-            part.end(reason)
-            await part.gone()
+    def end_group(self, reason: str) -> None:
+        """End the part in a group, if there is one. Its receiver is gone soon."""
+        if self._part is not None:
+            self._part.end(reason)
 
     async def close(self) -> None:
         """End everything that is under way. The caller takes no more orders."""
-        await self.end_group("the replica ended")
+        self.end_group("the replica ended")
+        if self._part is not None:
+            await self._part.gone()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -362,7 +362,8 @@ class Transfers:
                 await self._join(order)
             case Leave(group=group):
                 if self._part is not None and self._part.group == group:
-                    await self.end_group("the group was left")
+                    self._part.end("the group was left")
+                    await self._part.gone()
             case Keep():
                 await self._keep(order)
             case Begin():

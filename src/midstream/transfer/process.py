@@ -93,7 +93,7 @@ class GlooReceiver(Receiver):
                 within_s + LONGER_S,
             ),
             within_s,
-            f"did not form its group of {rendezvous.world_size}",
+            f"form its group of {rendezvous.world_size}",
         )
 
     async def begin(self, within_s: float) -> None:
@@ -104,7 +104,7 @@ class GlooReceiver(Receiver):
             await self._call(
                 lambda call: m.OpenFile(call, str(directory / WEIGHTS_FILE), layout.bytes_max),
                 within_s,
-                "did not open its file",
+                "open its file",
             )
         except BaseException as error:
             self._cache.wrote(self)
@@ -141,7 +141,9 @@ class GlooReceiver(Receiver):
         await self._call(
             lambda call: m.ReceiveRanges(call, ranges, piece_bytes, within_s + LONGER_S),
             within_s,
-            f"did not get {len(sent.names)} tensors",
+            f"get {len(sent.names)} tensors",
+            f"lost the trainer at {self._rendezvous.master_address}:{self._rendezvous.master_port}, "
+            "or another member of its group: ",
         )
 
     def check_complete(self) -> None:
@@ -152,7 +154,7 @@ class GlooReceiver(Receiver):
         layout = self._open_layout
         config = await finished(file_content, self._directory / CONFIG_FILE)
         answer = await self._call(
-            lambda call: m.CloseFile(call, layout.header(), layout.end), within_s, "did not close its file"
+            lambda call: m.CloseFile(call, layout.header(), layout.end), within_s, "close its file"
         )
         weights = FileContent(WEIGHTS_FILE, layout.end, answer.digest)
         return Received(content=(config, weights), received_bytes=layout.sent_bytes)
@@ -172,15 +174,18 @@ class GlooReceiver(Receiver):
             asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, directory, True)
 
     async def trainer_alive(self, within_s: float) -> bool:
-        link = self._link
-        if link is None or link.transport.is_closing():
-            return False
+        if self._rendezvous is None:
+            # It is about to join. Nothing shows that the trainer is gone.
+            return True
         try:
             async with asyncio.timeout(within_s):
-                answer = await self._answer(link, lambda call: m.LookForTrainer(call, within_s))
-        except (TimeoutError, ReplicaUnavailable):
+                _, writer = await asyncio.open_connection(
+                    self._rendezvous.master_address, self._rendezvous.master_port
+                )
+        except OSError:
             return False
-        return answer.error is None
+        writer.close()
+        return True
 
     def end(self, reason: str) -> None:
         if self._reason is not None:
@@ -200,8 +205,10 @@ class GlooReceiver(Receiver):
         assert self._layout is not None
         return self._layout
 
-    async def _call(self, build: Callable[[int], m.Order], within_s: float, late: str) -> m.OrderDone:
-        """late: what the process did not do, if it does not answer in time. Raises ReplicaUnavailable."""
+    async def _call(
+        self, build: Callable[[int], m.Order], within_s: float, what: str, failed: str = ""
+    ) -> m.OrderDone:
+        """what: the process is to do. failed: begins the message when it cannot. Raises ReplicaUnavailable."""
         link = self._link
         if self._reason is not None or link is None or link.transport.is_closing():
             raise ReplicaUnavailable(self._reason or "the receiver process has ended")
@@ -209,13 +216,11 @@ class GlooReceiver(Receiver):
             async with asyncio.timeout(within_s):
                 answer = await self._answer(link, build)
         except TimeoutError:
-            self.end(f"the receiver {late} within {within_s:g} s")
+            self.end(f"the receiver did not {what} within {within_s:g} s")
         else:
             if answer.error is None:
                 return answer
-            assert self._rendezvous is not None
-            at = f"{self._rendezvous.master_address}:{self._rendezvous.master_port}"
-            self.end(f"lost the trainer at {at}, or another member of its group: {answer.error}")
+            self.end(f"{failed}the receiver could not {what}: {answer.error}")
         raise ReplicaUnavailable(self._reason or "")
 
     async def _answer(self, link: _ReceiverLink, build: Callable[[int], m.Order]) -> m.OrderDone:

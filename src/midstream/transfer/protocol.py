@@ -1,7 +1,7 @@
 """The messages between a replica process and its receiver process. `http/ipc.py` frames them. Imports no torch.
 
-The replica sends orders, the receiver answers each with one `OrderDone`, paired by the number of the call. `LookForTrainer` is
-carried out beside the others, which wait for each other.
+The replica sends orders. The receiver carries them out one after the other, and answers each with one `OrderDone`, which has
+the number of the call.
 """
 
 from __future__ import annotations
@@ -51,18 +51,11 @@ class ForgetFile(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-class LookForTrainer(msgspec.Struct, tag=True, frozen=True):
-    """Whether the store still answers. `OrderDone.error` is None if it does."""
-
-    call: int
-    timeout_s: float
-
-
-Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile | LookForTrainer
+Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):
-    """error: why the order failed, on one line. After it, only `LookForTrainer` makes sense. digest: of the closed file."""
+    """error: why the order failed, on one line. digest: of the closed file."""
 
     call: int
     error: str | None = None

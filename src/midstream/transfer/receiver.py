@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -85,8 +84,6 @@ class GroupMember:
     def __init__(self) -> None:
         self._group: Any = None
         self._target: UpdateFile | None = None
-        # Of the trainer's store, once the group is joined.
-        self._store_at: tuple[str, int] | None = None
 
     def carry_out(self, order: m.Order) -> m.OrderDone:
         digest = ""
@@ -104,8 +101,6 @@ class GroupMember:
                 digest = target.close(header, size)
             case m.ForgetFile():
                 self._forget()
-            case m.LookForTrainer(_, timeout_s):
-                self._look(timeout_s)
         return m.OrderDone(order.call, digest=digest)
 
     def _join(self, order: m.JoinGroup) -> None:
@@ -123,7 +118,6 @@ class GroupMember:
         # Other members reach this machine as it reaches the store.
         host = _own_address(order.address, order.port)
         options._devices = [_distributed.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
-        self._store_at = order.address, order.port
         self._group = _distributed.ProcessGroupGloo(
             _distributed.PrefixStore(order.prefix, store), order.rank, order.world_size, options
         )
@@ -136,13 +130,6 @@ class GroupMember:
         for begin, end in pieces(order.ranges, order.piece_bytes):
             self._group.broadcast([self._target.mapped[begin:end]], options).wait()
             self._target.written(end)
-
-    def _look(self, timeout_s: float) -> None:
-        """A new connection, since the group's own may be busy. Raises when none is made."""
-        assert self._store_at is not None
-        _distributed.TCPStore(
-            *self._store_at, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
 
     def _forget(self) -> None:
         target, self._target = self._target, None
@@ -167,19 +154,17 @@ def _attempted(carry_out: Callable[[m.Order], m.OrderDone], order: m.Order) -> m
 
 
 def serve(channel: Channel[m.Order]) -> None:
-    """Until the socket closes. Orders are carried out in their order; a look for the trainer does not wait for them."""
+    """Until the socket closes, which is seen at once: a thread of its own carries out the orders."""
     member = GroupMember()
-    sending = threading.Lock()
 
     def answer(order: m.Order) -> None:
-        done = _attempted(member.carry_out, order)
-        with sending, contextlib.suppress(Disconnected):
-            channel.send(done)
+        with contextlib.suppress(Disconnected):
+            channel.send(_attempted(member.carry_out, order))
 
-    orders, looks = ThreadPoolExecutor(1, "orders"), ThreadPoolExecutor(1, "looks")
+    orders = ThreadPoolExecutor(1, "orders")
     while True:
         for order in channel.receive(None):
-            (looks if isinstance(order, m.LookForTrainer) else orders).submit(answer, order)
+            orders.submit(answer, order)
 
 
 def main() -> int:

@@ -12,7 +12,8 @@ from catalogue.mutation import Mutation
 from catalogue.replica import REPLICA
 from catalogue.snapshots import SNAPSHOTS
 from catalogue.tinker import TINKER
+from catalogue.transfer import TRANSFER
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS: tuple[Mutation, ...] = (*ENGINE, *REPLICA, *GATEWAY, *SNAPSHOTS, *FLEET, *TINKER)
+MUTATIONS: tuple[Mutation, ...] = (*ENGINE, *REPLICA, *GATEWAY, *SNAPSHOTS, *FLEET, *TINKER, *TRANSFER)
