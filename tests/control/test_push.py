@@ -84,7 +84,7 @@ def test_a_fault_in_any_phase_ends_the_group_everywhere_and_signals_nothing(
         else:
             assert isinstance(error, ReplicaUnavailable)
             assert "replica-1" in error.message
-            assert "call /init_weight_transfer_engine again" in error.message
+            assert "init again: call /init_weight_transfer_engine" in error.message
         if (kind, fault) == (Finish, "refuse"):
             # No trainer waits in a broadcast.
             group = await world.group()
@@ -174,7 +174,7 @@ def test_a_replica_that_restarted_is_said_at_the_next_start_with_the_world_size(
         with pytest.raises(Conflict) as caught:
             await gateway.start()
         assert "replica replica-2 restarted: the world size is 4 now" in caught.value.message
-        assert "call /init_weight_transfer_engine again" in caught.value.message
+        assert "init again: call /init_weight_transfer_engine" in caught.value.message
         assert (await world.group(), world.groups) == (None, set())
 
     in_world(tmp_path, work)

@@ -15,7 +15,7 @@ from test_trainer_calls_api import bad
 from midstream.core.errors import InvalidRequest
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.transfer import Check, Done, Finish, Join, Leave, Receive, Received, TransferOrder
-from midstream.core.types import FileContent
+from midstream.core.types import FileContent, SnapshotContent
 from midstream.fleet.replicas import ReplicaRefused
 from midstream.snapshots.content import content_fingerprint
 
@@ -29,6 +29,7 @@ class Replicas:
 
     def __init__(self, server: Server) -> None:
         self.orders: list[tuple[str, TransferOrder, float]] = []
+        self.content = CONTENT
         self.refusals: dict[type, InvalidRequest] = {}
         for index in range(3):
             server.report(index)
@@ -46,7 +47,7 @@ class Replicas:
         if refusal is not None:
             answer = HttpAnswer(refusal.status, {}, msgspec.json.encode(refusal.body()))
             raise ReplicaRefused(view.name, answer)
-        finished = Received(content=CONTENT, received_bytes=12)
+        finished = Received(content=self.content, received_bytes=12)
         return msgspec.json.encode(finished if isinstance(order, Finish) else Done())
 
     def of(self, kind: type) -> list[tuple[str, Any]]:
@@ -131,7 +132,38 @@ def test_a_version_and_a_cache_policy_are_those_of_the_signal(tmp_path: Path) ->
     pushing(tmp_path, work)
 
 
-def test_a_version_that_means_other_weights_is_refused_and_nothing_is_signalled(tmp_path: Path) -> None:
+def test_a_version_that_means_other_weights_is_refused_unless_they_are_to_replace_it(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        async def push(digit: str, **headers: str) -> Any:
+            replicas.content = (FileContent("model.safetensors", 12, digit * 64),)
+            await server.http.post("/start_weight_update")
+            await send(server)
+            asked = server.http.post(
+                "/finish_weight_update",
+                json={"weight_version": "7"},
+                headers={name.replace("_", "-"): value for name, value in headers.items()},
+            )
+            return await while_three_load(server, asked)
+
+        await server.http.post("/init_weight_transfer_engine", json=INIT)
+        assert (await push("a")).status_code == 200
+        first = await server.desired()
+        assert first is not None
+        served = SnapshotContent(snapshot="7", fingerprint=first.fingerprint, files=replicas.content)
+        await server.ledger.learn_content(DEPLOYMENT, served)
+        answer = await push("b")
+        assert bad(answer) == (400, "weight_version"), answer.text
+        assert (await server.desired()) == first
+        # The group is still there.
+        assert (await push("b", x_midstream_overwrite="1")).status_code == 200
+        last = await server.desired()
+        assert last is not None
+        assert last.content == replicas.content
+
+    pushing(tmp_path, work)
+
+
+def test_a_deployment_that_takes_no_signals_takes_no_update(tmp_path: Path) -> None:
     async def work(server: Server, replicas: Replicas) -> None:
         await server.ledger.update_deployment(DEPLOYMENT, fields={"enableHotLoad": False})
         await begin(server)
@@ -221,7 +253,7 @@ def test_a_refusal_of_a_replica_is_the_trainers_and_names_its_field(tmp_path: Pa
         answer = await send(server)
         assert bad(answer) == (400, "update_info.names")
         assert answer.json()["error"]["message"] == (
-            "update_info.names: 'a' is unknown. The group has ended; call /init_weight_transfer_engine again"
+            "update_info.names: 'a' is unknown. The group has ended; init again: call /init_weight_transfer_engine"
         )
         assert replicas.of(Receive) == []
 

@@ -27,6 +27,7 @@ from midstream.api.capabilities import check_signal
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PoliciesApi, ending
 from midstream.api.signals import (
+    OVERWRITE,
     SOURCE_URL_HEADER,
     HintBody,
     NamedDirectory,
@@ -39,7 +40,7 @@ from midstream.api.trainer_calls import TrainerApi
 from midstream.api.updates import Take, Updates
 from midstream.api.weight_transfer import WeightTransferApi
 from midstream.core.config import PushSettings
-from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Parameter, number, serves, text
+from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, number, serves, text
 from midstream.core.errors import (
     NotFound,
     ReplicaUnavailable,
@@ -48,7 +49,6 @@ from midstream.core.errors import (
     SnapshotMissing,
     SnapshotRefused,
 )
-from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.reports import Reported
 from midstream.core.scopes import CHANGE_ONE, PUBLISH, READ_ONE, READ_SIGNALS, SIGNAL, forbidden
 from midstream.core.types import BASE_SNAPSHOT, Content, Hint, SnapshotFiles
@@ -81,11 +81,6 @@ TRANSITIONS_SHOWN_MAX = 100_000
 TRANSFERS_SHOWN = 20
 # Files of a hint that are looked for in the bucket at once.
 LOOKED_FOR_AT_ONCE = 16
-_OVERWRITE = Parameter(
-    HEADER_OVERWRITE,
-    {"type": "string", "enum": ["1"]},
-    "The files replace those that the identity meant before.",
-)
 _SOURCE = text(
     SOURCE_URL_HEADER, "The snapshot's directory, where it is not the identity's place in the bucket."
 )
@@ -152,7 +147,7 @@ class HotLoadApi:
             HOT_LOAD_PATH,
             SIGNAL,
             "Signals a snapshot, which all replicas then load while they serve.",
-            headers=(_OVERWRITE, _SOURCE),
+            headers=(OVERWRITE, _SOURCE),
         )
     )
     async def signal(self, request: Request, body: SignalBody) -> SignalTaken:
@@ -208,12 +203,18 @@ class HotLoadApi:
         await self._url(request, deployment, body.identity or PUSHED, None)
 
     async def take_pushed(
-        self, deployment: Deployment, body: SignalBody, content: Content, committing: Committing
+        self,
+        deployment: Deployment,
+        body: SignalBody,
+        content: Content,
+        committing: Committing,
+        *,
+        overwrite: bool = False,
     ) -> SignalResult:
         """Make the snapshot desired whose files are on the replicas, and commit its update. Raises MidstreamError."""
         sizes = {file.name: file.size for file in content}
         found = DirectoryContents(content_fingerprint(content), sizes, content)
-        return await self._take_found(deployment, body, "", found, False, (), committing)
+        return await self._take_found(deployment, body, "", found, overwrite, (), committing)
 
     async def _take_found(
         self,

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
+from midstream.core.endpoints import Parameter
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
@@ -20,6 +21,11 @@ from midstream.snapshots.delta_formats import check_checksum_format, compression
 from midstream.snapshots.identity import check_identity
 from midstream.snapshots.layout import is_snapshot_file
 
+OVERWRITE = Parameter(
+    HEADER_OVERWRITE,
+    {"type": "string", "enum": ["1"]},
+    "The files replace those that the identity meant before.",
+)
 SOURCE_URL_HEADER = "x-fireworks-hot-load-source-url"
 HINT_FILES_MAX = 10_000
 MAX_AGE_MAX = 2**31 - 1

@@ -62,7 +62,13 @@ class TakePushed(Protocol):
         """Raise what the signal would be refused with, before anything is done."""
 
     async def take_pushed(
-        self, deployment: Deployment, body: SignalBody, content: Content, committing: Committing
+        self,
+        deployment: Deployment,
+        body: SignalBody,
+        content: Content,
+        committing: Committing,
+        *,
+        overwrite: bool = False,
     ) -> SignalResult:
         """Make the snapshot the desired one. An empty identity gets a name. Raises MidstreamError."""
 

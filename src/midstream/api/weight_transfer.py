@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
-from midstream.api.signals import SignalBody
+from midstream.api.signals import OVERWRITE, SignalBody, overwrites
 from midstream.api.transfer_answers import TransferDone, TransferFinished, TransferOpened, TransferStarted
 from midstream.api.updates import TakePushed, Updates, only
 from midstream.core.endpoints import Endpoint, choice, serves
-from midstream.core.errors import InvalidRequest, MidstreamError, UnknownField
+from midstream.core.errors import InvalidRequest, MidstreamError, SnapshotRefused, UnknownField
 from midstream.core.scopes import SIGNAL
 from midstream.core.transfer import Rendezvous, SentTensors
 from midstream.core.types import Content, Desired
@@ -120,6 +120,7 @@ class WeightTransferApi:
             SIGNAL,
             "Ends an update: the weights become a snapshot, which is answered for once it serves.",
             (choice("reset_prompt_cache", "What becomes of cached KV.", RESETS, "all"),),
+            headers=(OVERWRITE,),
             body=FinishUpdate,
         )
     )
@@ -130,7 +131,8 @@ class WeightTransferApi:
             check_identity(body.weight_version, "weight_version")
         signal = SignalBody(body.weight_version or "", reset_prompt_cache=_reset(request))
         await self._take.check_pushed(request, deployment, signal)
-        publishing = _SignalOf(deployment, signal, self._take, self._updates)
+        overwrite = overwrites(request.headers)
+        publishing = _SignalOf(deployment, signal, overwrite, self._take, self._updates)
         done = await self._door.run(self._door.finish(deployment, publishing))
         return TransferFinished(
             message="Weight update finished",
@@ -159,15 +161,28 @@ class _SignalOf:
     """Makes a snapshot of one update."""
 
     def __init__(
-        self, deployment: Deployment, signal: SignalBody, take: TakePushed, updates: Updates
+        self,
+        deployment: Deployment,
+        signal: SignalBody,
+        overwrite: bool,
+        take: TakePushed,
+        updates: Updates,
     ) -> None:
         self._deployment = deployment
         self._signal = signal
+        self._overwrite = overwrite
         self._take = take
         self._updates = updates
 
     async def sign(self, content: Content, committing: Committing) -> SignalResult:
-        return await self._take.take_pushed(self._deployment, self._signal, content, committing)
+        try:
+            return await self._take.take_pushed(
+                self._deployment, self._signal, content, committing, overwrite=self._overwrite
+            )
+        except SnapshotRefused as error:
+            if error.param != "identity":
+                raise
+            raise SnapshotRefused(f"weight_version: {error.message}", param="weight_version") from error
 
     async def served(self, desired: Desired, replicas: Collection[str], within_s: float) -> None:
         await self._updates.served(self._deployment, desired, replicas=replicas, within_s=within_s)

@@ -64,6 +64,8 @@ CLOSE_S = 5.0
 #: Replicas that are not ready are waited for so long before the next try.
 READY_AGAIN_S = 5
 INIT = "call /init_weight_transfer_engine"
+#: Clients find the first two words.
+AGAIN = f"init again: {INIT}"
 #: What is to be done in each phase.
 NEXT = {
     Phase.JOINING: "wait for the answer of /init_weight_transfer_engine",
@@ -288,7 +290,7 @@ class PushDoor:
                 " end it with /shutdown_weight_transfer_engine, or with its trainer"
             )
         if not await self.end(deployment, old, "another group replaced it"):
-            raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {INIT} again")
+            raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {AGAIN}")
 
     async def _trainer_lives(self, deployment: Deployment, old: Transfer) -> bool:
         """Whether a replica that is still in the group reaches its trainer. If none can tell: whether the group works."""
@@ -310,7 +312,7 @@ class PushDoor:
             return
         await self.end(deployment, group, ", ".join(changed))
         size = min(member.rank for member in group.members) + deployment.wanted_in_all
-        raise Conflict(f"{', '.join(changed)}: the world size is {size} now; {INIT} again")
+        raise Conflict(f"{', '.join(changed)}: the world size is {size} now; {AGAIN}")
 
     async def _all_do(
         self, deployment: Deployment, group: Transfer, order: Callable[[TransferMember], Any], what: str
@@ -448,7 +450,7 @@ def _all_ready(deployment: Deployment, rendezvous: Rendezvous) -> list[TransferM
     if rendezvous.world_size != size:
         raise Conflict(
             f"init_info.world_size: {len(views)} replicas from rank {rendezvous.rank_offset} on make it {size}, got"
-            f" {rendezvous.world_size}; {INIT} again",
+            f" {rendezvous.world_size}; {AGAIN}",
             param="init_info.world_size",
         )
     return [
@@ -479,7 +481,7 @@ def _changed(deployment: Deployment, group: Transfer) -> list[str]:
 
 
 def _and_ended(message: str) -> str:
-    return f"{message}. The group has ended; {INIT} again"
+    return f"{message}. The group has ended; {AGAIN}"
 
 
 def _words(failed: dict[str, str]) -> str:
