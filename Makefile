@@ -22,6 +22,8 @@
 # make bench-rollout  64 trajectories x 8 turns on four replicas, by affinity and in other ways, JSON and docs/benchmarks.md;
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
+# make bench-push  pushes of 1 GB to 1, 2 and 4 replicas, beside a bare gloo broadcast of the same tensors, JSON and docs/benchmarks.md
+#                  (BENCH_ARGS="--model 10MB --replicas 1": a small one)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make walk    which files of midstream a streamed chat, a Tinker sample and a hot load pass, JSON; tests/test_size.py holds the numbers
 # make calls   how many Python functions a gateway calls for a request and for a chunk, and a replica for a token, JSON
@@ -88,7 +90,7 @@ WHEEL_MACHINE ?= $(shell uname -m)
 # Hundreds of Python processes of the tests import midstream. Without bytecode files, each of them compiles it again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
+.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -245,6 +247,9 @@ bench-rollout: setup
 
 bench-swap: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
+
+bench-push: setup
+	cd benchmarks && ../$(BIN)/python push.py --write $(BENCH_ARGS)
 
 bench-delta: setup setup-fireworks
 	cd benchmarks && ../$(BIN)/python delta.py --write $(BENCH_ARGS)
