@@ -198,6 +198,30 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
         assert off.max() <= TOLERANCE, (stream.session, off.argmax(), off.max())
 
 
+def test_weights_that_a_trainer_pushes_cross_the_streams_of_vllm_with_true_labels(
+    bed: Bed, checkpoints: dict[str, Path]
+) -> None:
+    trained = checkpoints["full-1"]
+    with SnapshotPublisher(bed.server.url, to="push") as publisher:
+
+        def push() -> None:
+            publisher.publish("pushed", dict(load_file(trained / "model.safetensors")))
+
+        streams = asyncio.run(kept_up(bed.server.url, bed.model, coming("pushing", (200, 400)), 8, push))
+    assert [(s.session, s.error, len(s.tokens)) for s in streams if not s.whole] == []
+    order = ["full-3", "pushed"]
+    assert [s.labels for s in streams if s.labels not in in_a_row(order)] == []
+    assert any(s.labels == order for s in streams)
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+        # What the next tests begin with.
+        publisher.snapshots.signal("full-3")
+        publisher.snapshots.wait_until_ready("full-3", timeout_s=DEADLINE_S)
+    models = {"full-3": load(checkpoints["full-3"]), "pushed": load(trained)}
+    for stream in streams:
+        off = np.abs(np.subtract([t[1] for t in stream.tokens], expected_logprobs(stream, models)))
+        assert off.max() <= TOLERANCE, (stream.session, stream.labels, off.argmax(), off.max())
+
+
 def test_streams_that_are_kept_through_prime_rls_calls_go_on_and_every_token_is_of_its_label(
     bed: Bed, weights: Callable[[int], Path]
 ) -> None:
