@@ -15,18 +15,19 @@ from midstream.core.resumption import ResumeLogReader, read_resume
 from midstream.core.versions import Admitted, from_header
 from midstream.http.message import Request
 from midstream.proxy.resume import reason_of
-from midstream.replica import app
+from midstream.replica import app, control
+from midstream.replica.control import decoded
 
 DEEP = b'{"x":' + b"[" * 5000
 NO_TEXT = b'{"snapshot":"\xff","path":"\xff","tenant":"\xff"}'
 
 
 @pytest.mark.parametrize("body", [DEEP, NO_TEXT])
-@pytest.mark.parametrize("decoder", [app._desired, app._asked, app._hinted])
+@pytest.mark.parametrize("decoder", [app._desired, app._asked, app._hinted, control._transfer])
 def test_a_message_to_a_replica_is_refused(decoder: object, body: bytes) -> None:
     request = Request(b"POST", b"/", [], {}, body, False, True)
     with pytest.raises(InvalidRequest, match="not a message"):
-        app._decoded(request, decoder, "a message")  # type: ignore[arg-type]
+        decoded(request, decoder, "a message")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("body", [DEEP, NO_TEXT])

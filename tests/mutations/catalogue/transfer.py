@@ -7,7 +7,7 @@ TRANSFER = (
         "a_receiver_outlives_its_deadline",
         "transfer/process.py",
         'self.end(f"the receiver did not {what} within {within_s:g} s")',
-        'self._reason = f"the receiver did not {what} within {within_s:g} s"',
+        "pass",
         "A receiver that misses a deadline is killed, whatever it waits for.",
         ("transfer/test_gloo_receiver.py::test_a_receiver_that_misses_a_deadline_is_killed",),
     ),
