@@ -37,7 +37,7 @@ LINES_MAX = {
     "proxy": 4180,
     "replica": 16110,
     "snapshots": 5000,
-    "transfer": 725,
+    "transfer": 710,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
 NAMES_TWICE_MAX = 10

@@ -97,7 +97,8 @@ class GlooReceiver(Receiver):
         )
 
     async def begin(self, within_s: float) -> None:
-        layout = UpdateLayout(self._base)
+        # Headers of large models are megabytes: in threads, here and in `finish`.
+        layout = await finished(UpdateLayout, self._base)
         directory = temporary_directory(self._cache.root)
         try:
             await finished(self._make_files, directory, layout.bytes_max)
@@ -153,8 +154,9 @@ class GlooReceiver(Receiver):
         assert self._directory is not None
         layout = self._open_layout
         config = await finished(file_content, self._directory / CONFIG_FILE)
+        header = await finished(layout.header)
         answer = await self._call(
-            lambda call: m.CloseFile(call, layout.header(), layout.end), within_s, "close its file"
+            lambda call: m.CloseFile(call, header, layout.end), within_s, "close its file"
         )
         weights = FileContent(WEIGHTS_FILE, layout.end, answer.digest)
         return Received(content=(config, weights), received_bytes=layout.sent_bytes)
