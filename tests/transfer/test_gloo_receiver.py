@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import Received, Rendezvous
+from midstream.http.ipc import frame
 from midstream.models.tiny_moe import write_tiny_moe
 from midstream.snapshots.content import PART_BYTES, directory_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.verify import check_compatible
+from midstream.transfer import protocol as m
 from midstream.transfer.process import GlooReceiver
 
 pytestmark = pytest.mark.slow
@@ -286,3 +291,15 @@ def test_an_impossible_rendezvous_is_refused_before_a_process_starts(
         assert receiver.pid is None
 
     run(body)
+
+
+def test_the_process_ends_with_its_replica() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "midstream.core.child", "midstream.transfer.receiver"]
+        process = subprocess.Popen([*command, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    # It waits for a store that nobody opens.
+    order = m.JoinGroup(1, "127.0.0.1", 1, 2, 1, "midstream/", SOON_S)
+    ours.sendall(frame(order))
+    ours.close()
+    assert process.wait(SOON_S) == 0
