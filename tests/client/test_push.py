@@ -20,7 +20,7 @@ from push_world import Peers, PushWorld, push_world, refused, tensors_of
 
 from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, TrainingRun
 from midstream.client.errors import PushFailed, SignalRefused, Unanswered
-from midstream.client.push import pieces
+from midstream.client.push import PIECE_BYTES, pieces
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +79,11 @@ def waited(event: threading.Event) -> None:
     assert event.wait(60)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_every_receiver_gets_the_tensors_in_their_order(peers: Peers, count: int) -> None:
+@pytest.mark.parametrize(("count", "piece_bytes"), [(1, PIECE_BYTES), (2, 100)])
+def test_every_receiver_gets_the_tensors_in_their_order(
+    peers: Peers, count: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.client.pushing.PIECE_BYTES", piece_bytes)
     with push_world(peers, count) as world, world.publisher() as publisher:
         done = publisher.publish("v1", weights())
         assert world.serving == "v1"
@@ -218,12 +221,10 @@ def offline(**kwargs: Any) -> SnapshotPublisher:
 
 def test_a_call_that_is_refused_before_a_byte_moves_ends_the_broadcast(world: PushWorld) -> None:
     world.before = lambda name: refused(400, "tensor b is not in the model") if name == UPDATE else None
-    began = time.monotonic()
     with world.publisher() as publisher:
         with pytest.raises(SignalRefused, match="tensor b is not in the model") as raised:
-            publisher.publish("v1", {"b": torch.zeros(10)})
+            publisher.publish("v1", {"b": torch.zeros(10)}, timeout_s=60.0)
         assert raised.value.status == 400
-        assert time.monotonic() - began < 30
         world.before = lambda _: None
         publisher.publish("v2", {"a": torch.zeros(10)})
     assert world.calls == [*FORMING, START, UPDATE, *FORMING, START, UPDATE, FINISH, SHUTDOWN]
@@ -430,8 +431,13 @@ def test_a_wait_after_the_last_call_has_the_deadline(world: PushWorld) -> None:
 def test_pieces_have_all_bytes_in_order(sizes: list[int], packed: bool) -> None:
     whole = torch.arange(sum(sizes), dtype=torch.uint8)
     parts = whole.split(sizes)
-    # A piece may change once the next but one is asked for.
-    found = [piece.clone() for piece in pieces(parts, 4, packed=packed)]
+    found: list[torch.Tensor] = []
+    sending: torch.Tensor | None = None
+    for piece in pieces(parts, 4, packed=packed):
+        # A piece may change once the next but one is asked for, and no earlier.
+        found += [] if sending is None else [sending.clone()]
+        sending = piece
+    found += [] if sending is None else [sending]
     assert torch.cat([torch.empty(0, dtype=torch.uint8), *found]).equal(whole)
     lengths = [len(piece) for piece in found]
     if packed:

@@ -246,4 +246,20 @@ SNAPSHOTS = (
         "A run's first weights serve before its first rollout.",
         ("client/test_run.py",),
     ),
+    Mutation(
+        "a_piece_is_packed_over_the_one_that_is_sent",
+        "client/push.py",
+        "                buffers.reverse()\n",
+        "",
+        "The bytes of a piece do not change while it is broadcast.",
+        ("client/test_push.py",),
+    ),
+    Mutation(
+        "a_refused_push_is_broadcast_all_the_same",
+        "client/push.py",
+        "                # It may end well before the last piece has landed.\n                called.result()",
+        "                # It may end well before the last piece has landed.\n                pass",
+        "A call that fails ends the broadcast beside it.",
+        ("client/test_push.py",),
+    ),
 )
