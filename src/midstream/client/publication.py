@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from os import PathLike
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -141,14 +140,13 @@ class _Questions:
 
 
 class ToBucket:
-    """Publishes files, one snapshot at a time. target: the server and deployment, in words. policy: of the deployment."""
+    """Publishes files, one snapshot at a time. work: its own to close. policy: of the deployment."""
 
     def __init__(
         self,
         snapshots: SnapshotCalls,
         bucket: Bucket,
-        work_dir: str | PathLike[str] | None,
-        target: str,
+        work: WorkDirectory,
         policy: str | None,
         *,
         full_every: int,
@@ -156,10 +154,9 @@ class ToBucket:
         hints: bool,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        place = f"{target} {bucket}{'' if policy is None else f' {policy}'}"
         self._snapshots = snapshots
         self._bucket = bucket
-        self._work = WorkDirectory(Path(work_dir) if work_dir is not None else None, place)
+        self._work = work
         self._of_policy = policy is not None
         self._full_every = full_every
         self._compression: Compression = compression

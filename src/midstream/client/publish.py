@@ -20,8 +20,9 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import httpx
 
-from midstream.client.bucket import open_bucket
+from midstream.client.bucket import Bucket, open_bucket
 from midstream.client.checkpoint import Source, Weights
+from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
     Job,
     Kind,
@@ -126,8 +127,6 @@ class SnapshotPublisher:
     ) -> None:
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
-        if adapter is not None and policy is None:
-            raise ValueError("adapter: is for a policy; give its name as policy")
         check_way(to, bucket=bucket, work_dir=work_dir, policy=policy, adapter=adapter)
         self._policy = policy
         self._adapter = adapter
@@ -144,20 +143,13 @@ class SnapshotPublisher:
         self.snapshots = self.server.snapshots if policy is None else self.server.policy(policy)
         self._way: ToBucket | Pushing
         if to == "push":
-            self._way = Pushing(
-                self.server.caller,
-                self.server.root,
-                self.snapshots,
-                address=address,
-                port=port,
-                monotonic=monotonic,
-            )
+            self._way = Pushing(self.server, address=address, port=port, monotonic=monotonic)
         else:
+            opened = open_bucket(self.server.deployments.own_bucket() if bucket is None else bucket)
             self._way = ToBucket(
                 self.snapshots,
-                open_bucket(self.server.deployments.own_bucket() if bucket is None else bucket),
-                work_dir,
-                f"{self.server.root} {deployment or ''}",
+                opened,
+                _work_directory(work_dir, self.server.root, deployment, opened, policy),
                 policy,
                 full_every=full_every,
                 compression=compression,
@@ -256,8 +248,18 @@ class SnapshotPublisher:
         return self._way.take(job, source, copy=copy)
 
 
+def _work_directory(
+    place: str | PathLike[str] | None, root: str, deployment: str | None, bucket: Bucket, policy: str | None
+) -> WorkDirectory:
+    """For the snapshots of one target: a server's deployment, a bucket and a policy."""
+    target = f"{root} {deployment or ''} {bucket}{'' if policy is None else f' {policy}'}"
+    return WorkDirectory(Path(place) if place is not None else None, target)
+
+
 def check_way(to: str, **of_files: object) -> None:
     """Raise ValueError unless a publisher may be made so. of_files: its arguments that are for files alone."""
+    if of_files["adapter"] is not None and of_files["policy"] is None:
+        raise ValueError("adapter: is for a policy; give its name as policy")
     if to not in ("files", "push"):
         raise ValueError(f"to must be 'files' or 'push', got {to!r}")
     given = [name for name, value in of_files.items() if value is not None]

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from midstream.client.calls import RetryingCaller
 from midstream.client.checkpoint import Source
 from midstream.client.errors import PublishError, PushFailed, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.publication import Job, Published
 from midstream.client.push import PIECE_BYTES, Rendezvous, TrainerGroup
-from midstream.client.snapshot_calls import ResetPromptCache, SnapshotCalls
+from midstream.client.server import ServerClient
+from midstream.client.snapshot_calls import ResetPromptCache
 from midstream.client.status import Status
 from midstream.client.weights import Cast, SnapshotTensor
 from midstream.core.http_answer import HttpAnswer
@@ -82,17 +82,15 @@ class Pushing:
 
     def __init__(
         self,
-        caller: RetryingCaller,
-        root: str,
-        snapshots: SnapshotCalls,
+        server: ServerClient,
         *,
         address: str,
         port: int,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._caller = caller
-        self._root = root
-        self._snapshots = snapshots
+        self._caller = server.caller
+        self._root = server.root
+        self._snapshots = server.snapshots
         self._address = address
         self._port = port
         self._monotonic = monotonic
