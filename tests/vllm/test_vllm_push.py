@@ -18,7 +18,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "client"))
 
 from publish_world import listening
-from push_world import Peers, PushWorld, push_world, refused, tensors_of
+from trainer_push_world import Peers, PushWorld, push_world, refused, tensors_of
 
 SOURCE = Path(__file__).parents[2] / "src"
 Trainer = Callable[[PushWorld], AbstractContextManager[Any]]

@@ -252,7 +252,7 @@ SNAPSHOTS = (
         "                buffers.reverse()\n",
         "",
         "The bytes of a piece do not change while it is broadcast.",
-        ("client/test_push.py",),
+        ("client/test_client_push.py",),
     ),
     Mutation(
         "a_refused_push_is_broadcast_all_the_same",
@@ -260,6 +260,6 @@ SNAPSHOTS = (
         "                # It may end well before the last piece has landed.\n                called.result()",
         "                # It may end well before the last piece has landed.\n                pass",
         "A call that fails ends the broadcast beside it.",
-        ("client/test_push.py",),
+        ("client/test_client_push.py",),
     ),
 )

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from publish_world import listening
-from push_world import Peers, PushWorld, push_world, refused, tensors_of
+from trainer_push_world import Peers, PushWorld, push_world, refused, tensors_of
 
 from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, TrainingRun
 from midstream.client.errors import PushFailed, SignalRefused, Unanswered

@@ -19,7 +19,7 @@ import torch
 
 from midstream.client import SnapshotPublisher
 
-PEER = Path(__file__).with_name("push_peer.py")
+PEER = Path(__file__).with_name("trainer_push_peer.py")
 
 
 class Lost(Exception):
