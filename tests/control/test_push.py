@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import msgspec
@@ -248,11 +249,14 @@ def test_calls_may_come_to_any_gateway_and_of_two_that_come_at_once_one_works(tm
         one, other = world.gateways
         await one.init()
         await other.start()
-        both = await asyncio.gather(one.update(), other.update(), return_exceptions=True)
-        assert [type(result).__name__ for result in both if isinstance(result, Exception)] in (
-            ["GroupMoved"],
-            ["Conflict"],
-        )
+        last = world.replicas["replica-2"]
+        last.faults[Check] = "hang"
+        both = {asyncio.create_task(gateway.update()) for gateway in (one, other)}
+        # The one that works does not end before the other one was refused.
+        [refused], [works] = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        assert isinstance(refused.exception(), Conflict)
+        last.goes_on.set()
+        await works
         assert all(replica.received == ["a", "b"] for replica in world.replicas.values())
         assert (await other.finish()).desired.snapshot == "v1"
         inits = await asyncio.gather(one.init(port=1), other.init(port=2), return_exceptions=True)
@@ -449,3 +453,44 @@ def test_a_leave_goes_to_every_member_of_a_group_that_ends(tmp_path: Path) -> No
         assert [len(orders) for orders in left] == [1, 1, 1]
 
     in_world(tmp_path, work)
+
+
+def test_a_group_that_its_trainer_ends_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.init()
+        await gateway.door.shutdown(gateway.deployment)
+        ended = [record for record in caplog.records if "has ended" in record.message]
+        assert [record.levelname for record in ended] == ["INFO", "INFO"]
+        await gateway.init()
+        world.replicas["replica-0"].faults[Begin] = "die"
+        with pytest.raises(ReplicaUnavailable):
+            await gateway.start()
+        assert caplog.records[-1].levelname == "WARNING"
+
+    with caplog.at_level(logging.INFO, "midstream.fleet"):
+        in_world(tmp_path, work)
+
+
+def test_a_shutdown_ends_a_group_that_another_call_moves_meanwhile(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        read, moved = one.ledger.transfer, False
+
+        async def transfer(name: str) -> object:
+            nonlocal moved
+            found = await read(name)
+            if not moved:
+                moved = True
+                await other.start()
+            return found
+
+        one.ledger.transfer = transfer  # type: ignore[method-assign,assignment]
+        assert await one.door.shutdown(one.deployment)
+        assert (await world.group(), world.groups) == (None, set())
+
+    in_world(tmp_path, work, gateways=2)

@@ -38,6 +38,7 @@ from midstream.core.transfer import (
     TrainerAlive,
 )
 from midstream.core.types import Content, Desired
+from midstream.fleet.push_members import AGAIN, INIT, all_ready, boot_of, changed_since
 from midstream.fleet.push_orders import OrderAnswers, OrderRefused, Orders, ReplicaOrders, ask, drop, release
 from midstream.fleet.registry import Deployment
 from midstream.ledger import (
@@ -61,11 +62,6 @@ GRACE_S = 10.0
 ALIVE_S = 5.0
 #: Work that has begun has so long when the gateway closes.
 CLOSE_S = 5.0
-#: Replicas that are not ready are waited for so long before the next try.
-READY_AGAIN_S = 5
-INIT = "call /init_weight_transfer_engine"
-#: Clients find the first two words.
-AGAIN = f"init again: {INIT}"
 #: What is to be done in each phase.
 NEXT = {
     Phase.JOINING: "wait for the answer of /init_weight_transfer_engine",
@@ -151,7 +147,7 @@ class PushDoor:
 
     async def init(self, deployment: Deployment, rendezvous: Rendezvous) -> Transfer:
         """Form a group of the trainer and every replica. Raises MidstreamError."""
-        members = _all_ready(deployment, rendezvous)
+        members = all_ready(deployment, rendezvous)
         trainer = f"{rendezvous.master_address}:{rendezvous.master_port}"
         await self._make_way(deployment, trainer)
         join_s = self._settings.join_s
@@ -248,18 +244,24 @@ class PushDoor:
 
     async def shutdown(self, deployment: Deployment) -> bool:
         """End the group; whether there was one."""
-        group = await self._ledger.transfer(deployment.name)
-        if group is None:
-            return False
-        return await self.end(deployment, group, "the trainer shut it down")
+        while (group := await self._ledger.transfer(deployment.name)) is not None:
+            # Another call may move it meanwhile. It is ended where it is then.
+            if await self.end(deployment, group, "the trainer shut it down", level=logging.INFO):
+                return True
+        return False
 
-    async def end(self, deployment: Deployment, seen: Transfer, reason: str) -> bool:
-        """End the group unless it was moved since; have all replicas leave it. Whether it was ended here."""
+    async def end(
+        self, deployment: Deployment, seen: Transfer, reason: str, *, level: int = logging.WARNING
+    ) -> bool:
+        """End the group unless it was moved since; have all replicas leave it. Whether it was ended here.
+
+        level: of the line in the log.
+        """
         try:
             await self._ledger.move_transfer(seen, Event.END, reason=reason)
         except GroupMoved:
             return False
-        logger.warning("the trainer's group %s of %s has ended: %s", seen.group, deployment.name, reason)
+        logger.log(level, "the trainer's group %s of %s has ended: %s", seen.group, deployment.name, reason)
         await release(self._orders(deployment), seen, seen.members, drop=seen.phase in _UNFINISHED)
         return True
 
@@ -289,12 +291,12 @@ class PushDoor:
                 f"another trainer's group, of {old.trainer}, is open for {deployment.name} and {old.phase};"
                 " end it with /shutdown_weight_transfer_engine, or with its trainer"
             )
-        if not await self.end(deployment, old, "another group replaced it"):
+        if not await self.end(deployment, old, "another group replaced it", level=logging.INFO):
             raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {AGAIN}")
 
     async def _trainer_lives(self, deployment: Deployment, old: Transfer) -> bool:
         """Whether a replica that is still in the group reaches its trainer. If none can tell: whether the group works."""
-        there = [member for member in old.active if _boot(deployment, member.replica) == member.boot]
+        there = [member for member in old.active if boot_of(deployment, member.replica) == member.boot]
         found = await ask(
             self._orders(deployment),
             there,
@@ -307,7 +309,7 @@ class PushDoor:
 
     async def _check_members(self, deployment: Deployment, group: Transfer) -> None:
         """Raises Conflict when other replicas, or other boots, are to take part; the group has ended then."""
-        changed = _changed(deployment, group)
+        changed = changed_since(deployment, group)
         if not changed:
             return
         await self.end(deployment, group, ", ".join(changed))
@@ -436,48 +438,6 @@ class PushDoor:
     def _left_s(self, group: Transfer) -> float:
         """Until this gateway has to end the phase."""
         return (group.deadline or 0.0) - GRACE_S - self._ledger.now()
-
-
-def _all_ready(deployment: Deployment, rendezvous: Rendezvous) -> list[TransferMember]:
-    """All replicas, each with its rank. Raises ReplicaUnavailable, or Conflict for another world size."""
-    views = deployment.replicas.views
-    missing = [*deployment.absent, *(view.name for view in views if not view.usable)]
-    lacking = deployment.wanted_in_all - len(views)
-    if missing or lacking > 0 or not views:
-        names = ", ".join(missing) or f"{max(lacking, 1)} more"
-        raise ReplicaUnavailable(f"not every replica is ready: {names}", retry_after_s=READY_AGAIN_S)
-    size = rendezvous.rank_offset + len(views)
-    if rendezvous.world_size != size:
-        raise Conflict(
-            f"init_info.world_size: {len(views)} replicas from rank {rendezvous.rank_offset} on make it {size}, got"
-            f" {rendezvous.world_size}; {AGAIN}",
-            param="init_info.world_size",
-        )
-    return [
-        TransferMember(view.name, _boot(deployment, view.name) or "", rendezvous.rank_offset + number)
-        for number, view in enumerate(views)
-    ]
-
-
-def _boot(deployment: Deployment, replica: str) -> str | None:
-    """None: the replica is gone, or not reachable."""
-    view = deployment.replicas.named(replica)
-    return None if view is None or view.report is None else view.report.boot
-
-
-def _changed(deployment: Deployment, group: Transfer) -> list[str]:
-    """Why the group is not that of the replicas any more, in words. A replica that is not ready yet changes nothing."""
-    found = []
-    for member in group.members:
-        boot = _boot(deployment, member.replica)
-        if boot is None:
-            is_there = deployment.replicas.named(member.replica) is not None
-            found.append(f"replica {member.replica} is {'not reachable' if is_there else 'gone'}")
-        elif boot != member.boot:
-            found.append(f"replica {member.replica} restarted")
-    known = {member.replica for member in group.members}
-    joined = [view.name for view in deployment.replicas.views if view.usable and view.name not in known]
-    return [*found, *(f"replica {name} joined" for name in joined)]
 
 
 def _and_ended(message: str) -> str:

@@ -231,7 +231,7 @@ GATEWAY = (
     ),
     Mutation(
         "a_replica_that_restarted_stays_in_its_group",
-        "fleet/push.py",
+        "fleet/push_members.py",
         "        elif boot != member.boot:\n",
         "        elif not boot:\n",
         "A member of a group is a boot of a replica, and another boot is said with the world size.",
