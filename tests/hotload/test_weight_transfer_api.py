@@ -12,6 +12,7 @@ import pytest
 from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
 from test_trainer_calls_api import bad
 
+from midstream.api import trainer_calls
 from midstream.core.errors import InvalidRequest
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.transfer import Check, Done, Finish, Join, Leave, Receive, Received, TransferOrder
@@ -199,6 +200,9 @@ def test_a_replica_that_cannot_load_the_weights_is_said(tmp_path: Path) -> None:
         ({"world_size": "4"}, "init_info.world_size"),
         ({"master_port": 0}, "init_info.master_port"),
         ({"master_address": " "}, "init_info.master_address"),
+        ({"master_address": "a" * 254}, "init_info.master_address"),
+        ({"master_address": "10.0.0.1\0"}, "init_info.master_address"),
+        ({"master_address": "10.0.0.1\nERROR a line of its own"}, "init_info.master_address"),
         ({"rank_offset": 0}, "init_info.rank_offset"),
         ({"nccl_unique_id_b64": "x"}, "init_info.nccl_unique_id_b64"),
         ({"backend": "nccl"}, "init_info.backend"),
@@ -273,5 +277,33 @@ def test_calls_out_of_order_and_draft_updates_say_what_to_do(tmp_path: Path) -> 
         assert bad(await server.http.post("/start_weight_update", json={"level": 1})) == (400, "level")
         assert (await server.http.post("/shutdown_weight_transfer_engine")).status_code == 200
         assert replicas.orders == []
+
+    pushing(tmp_path, work)
+
+
+def test_a_start_takes_the_flag_of_older_clients_where_it_says_what_is_so(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        await server.http.post("/init_weight_transfer_engine", json=INIT)
+        for body in ({"is_checkpoint_format": True}, {"is_checkpoint_format": None}, {}):
+            answer = await server.http.post("/start_weight_update", json=body)
+            assert answer.status_code == 200, answer.text
+        for value in (False, 1):
+            answer = await server.http.post("/start_weight_update", json={"is_checkpoint_format": value})
+            assert bad(answer) == (400, "is_checkpoint_format")
+        # No tensor moves before a start was answered, so the group stays.
+        assert (await server.http.post("/start_weight_update")).json()["update"] == 4
+
+    pushing(tmp_path, work)
+
+
+def test_an_update_that_is_too_long_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_calls, "UPDATE_BODY_BYTES", 1000)
+
+    async def work(server: Server, replicas: Replicas) -> None:
+        await begin(server)
+        answer = await send(server, {**SENT, "names": ["a" * 1000]})
+        assert answer.status_code == 400
+        assert "must be at most 1000 bytes. The group has ended" in answer.json()["error"]["message"]
+        assert (len(replicas.of(Leave)), await server.ledger.transfer(DEPLOYMENT)) == (3, None)
 
     pushing(tmp_path, work)

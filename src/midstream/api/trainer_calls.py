@@ -40,6 +40,7 @@ from midstream.core.errors import (
     Conflict,
     InvalidRequest,
     MidstreamError,
+    PayloadTooLarge,
     ReplicaUnavailable,
 )
 from midstream.core.reports import ReplicaReport
@@ -170,7 +171,11 @@ class TrainerApi:
     )
     async def update_weights(self, request: Request) -> WeightsUpdated:
         deployment = self._meant(request)
-        sent = await read_body(request, UPDATE_BODY_BYTES)
+        try:
+            sent = await read_body(request, UPDATE_BODY_BYTES)
+        except PayloadTooLarge as error:
+            # Nothing but the names of tensors is that long.
+            await self._transfer.refuse(deployment, error)
         raw = await asyncio.to_thread(json_object, sent or b"{}")
         if "update_info" in raw:
             done = await self._transfer.receive(deployment, raw)

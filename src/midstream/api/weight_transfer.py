@@ -10,8 +10,9 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -34,6 +35,8 @@ from midstream.snapshots.identity import check_identity
 UPDATE_BODY_BYTES = 64 * 2**20
 WORLD_SIZE_MAX = 4096
 PIECE_BYTES_MAX = 2**31 - 1
+#: A name, or an address of either kind with its zone.
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 RESETS = ("all", "new_session", "none")
 _GLOO = (
     "here the bytes come over torch.distributed with gloo: use midstream.client.SnapshotPublisher(to='push'), or"
@@ -54,6 +57,12 @@ Inner = TypeVar("Inner", bound=msgspec.Struct)
 
 class InitTransfer(msgspec.Struct, frozen=True):
     init_info: Rendezvous
+
+
+class StartUpdate(msgspec.Struct, frozen=True):
+    """is_checkpoint_format: of older clients of vLLM. Tensors are always those of a checkpoint, so false is refused."""
+
+    is_checkpoint_format: bool | None = None
 
 
 class FinishUpdate(msgspec.Struct, frozen=True):
@@ -96,20 +105,29 @@ class WeightTransferApi:
             "/start_weight_update",
             SIGNAL,
             "Begins an update: every replica makes room, and serves on.",
+            body=StartUpdate,
         )
     )
     async def start(self, request: Request) -> TransferStarted:
         deployment = only(self._deployments, request)
-        _nothing_in(_maybe(await read_body(request)))
+        if fields_of(_maybe(await read_body(request)), StartUpdate).is_checkpoint_format is False:
+            raise _wrong(
+                "is_checkpoint_format",
+                "false means tensors as an engine's kernels keep them; send those of the checkpoint, with its names",
+            )
         group = await self._door.run(self._door.start(deployment))
         return TransferStarted("Weight update started", group.group, group.number)
+
+    async def refuse(self, deployment: Deployment, error: MidstreamError) -> NoReturn:
+        """End the group: its trainer may wait in a broadcast of tensors that cannot be taken. Raises MidstreamError."""
+        await self._door.run(self._door.refuse(deployment, error))
 
     async def receive(self, deployment: Deployment, raw: dict[str, Any]) -> TransferDone:
         """/update_weights with `update_info`. Answered when the tensors are on the replicas."""
         try:
             sent = await asyncio.to_thread(sent_tensors, raw)
         except MidstreamError as error:
-            await self._door.run(self._door.refuse(deployment, error))
+            await self.refuse(deployment, error)
         await self._door.run(self._door.update(deployment, sent))
         return TransferDone("Weights updated")
 
@@ -207,9 +225,11 @@ def _check_tensors(sent: SentTensors) -> None:
     for field in ("dtype_names", "shapes"):
         if (found := len(getattr(sent, field))) != (count := len(sent.names)):
             raise _wrong(f"update_info.{field}", f"must be as many as the names, {count}, got {found}")
-    if len(set(sent.names)) != len(sent.names):
-        twice = next(name for name in sent.names if sent.names.count(name) > 1)
-        raise _wrong("update_info.names", f"has {twice[:200]!r} twice")
+    seen: set[str] = set()
+    for name in sent.names:
+        if name in seen:
+            raise _wrong("update_info.names", f"has {name[:200]!r} twice")
+        seen.add(name)
     if any(size < 0 for shape in sent.shapes for size in shape):
         raise _wrong("update_info.shapes", "no size may be below 0")
 
@@ -221,8 +241,8 @@ def _rendezvous(raw: dict[str, Any]) -> Rendezvous:
     if "init_info" not in raw:
         raise _wrong("init_info", "this field is required")
     found = _inner(raw["init_info"], "init_info", Rendezvous, _OF_INIT)
-    if not found.master_address.strip():
-        raise _wrong("init_info.master_address", "must not be empty")
+    if not _HOST.fullmatch(found.master_address):
+        raise _wrong("init_info.master_address", "must be the name or the address of a host")
     bounds = {
         "master_port": (1, 65535),
         "world_size": (2, WORLD_SIZE_MAX),
