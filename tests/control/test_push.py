@@ -18,7 +18,9 @@ from midstream.core.errors import (
     SnapshotRefused,
 )
 from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, Leave, Receive
-from midstream.fleet.push_upkeep import KEEP_TRIES
+from midstream.core.types import Stage, Transition
+from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
+from midstream.fleet.registry import Deployments
 from midstream.ledger import LedgerUnavailable, Phase
 
 TWO_OF_THREE = msgspec.structs.replace(SETTINGS, quorum=0.6)
@@ -400,27 +402,111 @@ def test_files_are_kept_by_another_replica_or_gateway_when_one_fails(tmp_path: P
     in_world(tmp_path, work, gateways=2)
 
 
-def test_the_tries_to_keep_files_come_to_an_end(tmp_path: Path) -> None:
+async def kept_nowhere(world: World, rounds: int) -> int:
+    """Have every try fail, at most so often. How many rounds there were."""
+    [gateway] = world.gateways
+    for tried in range(rounds):
+        world.clock.time += 60.0
+        if not await gateway.ledger.unkept_updates():
+            return tried
+        for one in world.replicas.values():
+            one.faults[Keep] = "refuse"
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+    for one in world.replicas.values():
+        one.faults.clear()
+    return rounds
+
+
+def test_desired_files_are_never_given_up(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways
         await gateway.init()
         done = await gateway.push()
         world.hear("v1", done.desired.generation)
-        tries = 0
-        while True:
-            world.clock.time += 10.0
-            if not await gateway.ledger.unkept_updates():
-                break
-            for one in world.replicas.values():
-                one.faults[Keep] = "refuse"
-            await gateway.upkeep.look_once()
-            await gateway.upkeep.kept()
-            tries += 1
-        assert tries * len(world.replicas) == KEEP_TRIES + (-KEEP_TRIES % len(world.replicas))
-        [(_, [update])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 1)
-        assert update.kept == "given up"
+        assert await kept_nowhere(world, 2 * KEEP_ROUNDS) == 2 * KEEP_ROUNDS
+        # The bucket is back.
+        world.clock.time += 60.0
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+        assert [one.bucket for one in world.replicas.values()] == [["v1"], [], []]
 
     in_world(tmp_path, work)
+
+
+def test_the_tries_to_keep_files_that_are_not_desired_come_to_an_end(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        first = await gateway.push()
+        served = [
+            Transition(seq=seq, at=1.0, snapshot="v1", generation=first.desired.generation, stage=stage)
+            for seq, stage in enumerate((Stage.CHECKING, Stage.IDLE))
+        ]
+        await gateway.ledger.record(DEPLOYMENT, "replica-0", "boot-replica-0", served)
+        world.version = "v2"
+        for one in world.replicas.values():
+            one.bytes = "b"
+        await gateway.push()
+        world.hear("v1", first.desired.generation)
+        assert await kept_nowhere(world, 2 * KEEP_ROUNDS) == 2 * KEEP_ROUNDS, "v2 is desired"
+        [(_, [second, before])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 2)
+        assert (second.kept, before.kept) == ("wanted", "given up")
+
+    in_world(tmp_path, work)
+
+
+def test_files_that_no_replica_could_serve_are_not_kept_once_others_are_desired(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.push()
+        world.version = "v2"
+        for one in world.replicas.values():
+            one.bytes = "b"
+        await gateway.push()
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+        assert not any(one.bucket for one in world.replicas.values())
+        [(_, [_, before])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 2)
+        assert before.kept == "given up"
+
+    in_world(tmp_path, work)
+
+
+def test_a_claim_is_renewed_while_a_replica_writes(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        passed, renewed = asyncio.Semaphore(0), asyncio.Event()
+
+        async def sleep(seconds: float) -> None:
+            renewed.set()
+            await passed.acquire()
+
+        one.upkeep = PushUpkeep(one.ledger, Deployments(one.deployment), one.door, sleep=sleep)
+        await one.init()
+        done = await one.push()
+        world.hear("v1", done.desired.generation)
+        writes = world.replicas["replica-0"]
+        writes.faults[Keep] = "hang"
+        await one.upkeep.look_once()
+        await writes.hangs.wait()
+        for _ in range(6):
+            world.clock.time += LEASE_S / 2
+            renewed.clear()
+            passed.release()
+            await renewed.wait()
+            assert await other.ledger.unkept_updates() == []
+        # It dies. Another one begins soon.
+        for task in one.upkeep._keeping.values():
+            task.cancel()
+        await one.upkeep.kept()
+        world.clock.time += LEASE_S + 1
+        await other.upkeep.look_once()
+        await other.upkeep.kept()
+        assert [replica.bucket for replica in world.replicas.values()] == [["v1"], [], []]
+
+    in_world(tmp_path, work, gateways=2)
 
 
 def test_the_gateway_that_keeps_files_may_die(tmp_path: Path) -> None:
@@ -434,7 +520,7 @@ def test_the_gateway_that_keeps_files_may_die(tmp_path: Path) -> None:
         await other.upkeep.look_once()
         await other.upkeep.kept()
         assert not any(replica.bucket for replica in world.replicas.values()), "one at a time"
-        world.clock.time += 1e4
+        world.clock.time += LEASE_S + 1
         await other.upkeep.look_once()
         await other.upkeep.kept()
         assert [replica.bucket for replica in world.replicas.values()] == [["v1"], [], []]

@@ -3,7 +3,9 @@
 Always holds:
 - Every gateway looks at the ledger once in LOOK_S. So what a dead gateway left is done by another one.
 - One replica at a time brings the files of an update into the bucket. One that serves them is asked first.
-- The files of an identity that means others by now, or is not known any more, are kept nowhere.
+- What is desired is never given up: a bucket may come back after an hour.
+- The files of an identity that means others by now, or is not known any more, are kept nowhere. Nor are those that no replica
+  ever served, once something else is desired.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 
 from midstream.core.errors import MidstreamError
+from midstream.core.retry import Backoff
 from midstream.core.transfer import Keep
 from midstream.fleet.push import PushDoor
 from midstream.fleet.push_orders import keep
@@ -24,22 +28,32 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 #: A replica has so long to bring the files into the bucket.
 KEEP_S = 1800.0
-#: A replica tries again after so long.
-KEEP_AGAIN_S = 5.0
-#: No replica is asked any more after so many tries.
-KEEP_TRIES = 10
+#: If its gateway is gone, another one begins after so long.
+LEASE_S = 30.0
+#: All replicas failed. They are asked again after so long, and after twice that the next time.
+KEEP_AGAIN = Backoff(first_s=5.0, last_s=60.0)
+#: What is not desired any more is given up after so many rounds.
+KEEP_ROUNDS = 10
 
 
 class PushUpkeep:
     """Use from one event loop."""
 
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, door: PushDoor, *, look_s: float = LOOK_S
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        door: PushDoor,
+        *,
+        look_s: float = LOOK_S,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
+        """sleep: between two renewals of a claim."""
         self._ledger = ledger
         self._deployments = deployments
         self._door = door
         self._look_s = look_s
+        self._sleep = sleep
         self._wake = asyncio.Event()
         self._keeping: dict[int, asyncio.Task[None]] = {}
         door.on_commit = self._wake.set
@@ -85,10 +99,13 @@ class PushUpkeep:
 
     async def _begin_to_keep(self, deployment: Deployment, update: Unkept) -> None:
         if update.content is None:
-            logger.info("the files of %s are not kept: it means others now, or nothing", update.identity)
+            logger.info(
+                "the files of %s are not kept: it means others now, or nothing, or was never served",
+                update.identity,
+            )
             await self._ledger.settle_keeping(update, "given up")
             return
-        if not self.replicas(deployment, update) or not await self._ledger.claim_keeping(update, KEEP_S):
+        if not self.replicas(deployment, update) or not await self._ledger.claim_keeping(update, LEASE_S):
             return
         task = asyncio.create_task(self._keep(deployment, update), name=f"keep {update.identity}")
         self._keeping[update.key] = task
@@ -103,9 +120,26 @@ class PushUpkeep:
         return serving or [view.name for view in heard]
 
     async def _keep(self, deployment: Deployment, update: Unkept) -> None:
+        renewing = asyncio.create_task(self._renew(update), name=f"claim on {update.identity}")
+        try:
+            failed = await self._ask(deployment, update)
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+        rounds = update.tries + 1
+        if not failed:
+            await self._settle(update, "kept", 0.0, rounds)
+        elif rounds >= KEEP_ROUNDS and not update.desired:
+            logger.error("%s is not in the bucket, and is given up: %s", update.identity, failed)
+            await self._settle(update, "given up", 0.0, rounds)
+        else:
+            logger.warning("%s is not in the bucket yet: %s", update.identity, failed)
+            await self._settle(update, "wanted", KEEP_AGAIN.pause_s(rounds), rounds)
+
+    async def _ask(self, deployment: Deployment, update: Unkept) -> str:
+        """Ask one replica after the other. Why the last one failed; empty when one has brought the files there."""
         assert update.content is not None
-        tries, why = update.tries, "no replica is there"
-        orders = self._door.orders(deployment)
+        failed: str | None = "no replica is there"
         for replica in self.replicas(deployment, update):
             order = Keep(
                 group=update.group,
@@ -115,21 +149,19 @@ class PushUpkeep:
                 bucket=update.bucket,
                 content=update.content,
             )
-            failed = await keep(orders, replica, order)
+            failed = await keep(self._door.orders(deployment), replica, order)
             if failed is None:
                 logger.info("%s wrote %s into the bucket", replica, update.identity)
-                await self._settle(update, "kept", tries)
-                return
-            tries, why = tries + 1, failed
-            logger.warning("%s is not in the bucket yet: %s", update.identity, failed)
-        if tries >= KEEP_TRIES:
-            logger.error("%s is not in the bucket, after %d tries: %s", update.identity, tries, why)
-            await self._settle(update, "given up", tries)
-            return
-        await self._settle(update, "wanted", tries)
+                return ""
+        return failed or ""
 
-    async def _settle(self, update: Unkept, kept: Kept, tries: int) -> None:
+    async def _renew(self, update: Unkept) -> None:
+        while True:
+            await self._sleep(LEASE_S / 3)
+            await self._settle(update, "wanted", LEASE_S, update.tries + 1)
+
+    async def _settle(self, update: Unkept, kept: Kept, again_s: float, tries: int) -> None:
         try:
-            await self._ledger.settle_keeping(update, kept, again_s=KEEP_AGAIN_S, tries=tries)
+            await self._ledger.settle_keeping(update, kept, again_s=again_s, tries=tries)
         except LedgerUnavailable as error:
             logger.warning("the ledger does not know yet what became of %s: %s", update.identity, error)

@@ -156,7 +156,8 @@ class TransferUpdate:
 class Unkept:
     """A committed update whose files are not in the bucket yet.
 
-    content: None where the identity means other files now, or none, or they lie in another bucket. desired: it is desired.
+    content: None where the identity means other files now, or none, or they lie in another bucket, or where no replica ever
+    served it and something else is desired. desired: it is desired.
     """
 
     key: int
@@ -320,8 +321,9 @@ def _unkept(db: sa.Connection, row: Any, contents: Contents) -> Unkept:
     snapshot = find_snapshot(db, row.owner, row.identity)
     meant = row.fingerprint, snapshot_url(row.bucket_url, row.identity)
     known = snapshot is not None and (snapshot.fingerprint, snapshot.url) == meant
-    content = contents.of(db, row.owner, [row.identity]).get(row.identity) if known else None
     desired = row.desired_snapshot == row.identity
+    known = known and (desired or snapshot.ready_order is not None)
+    content = contents.of(db, row.owner, [row.identity]).get(row.identity) if known else None
     return Unkept(
         row.id, row.of, row.group, row.identity, row.bucket_url, row.keep_tries, row.keep_at, content, desired
     )
