@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -27,6 +28,8 @@ from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.verify import check_compatible
 from midstream.transfer import protocol as m
 from midstream.transfer.process import GlooReceiver
+from midstream.transfer.protocol import JoinGroup
+from midstream.transfer.receiver import GroupMember, _attempted
 
 pytestmark = pytest.mark.slow
 
@@ -303,3 +306,13 @@ def test_the_process_ends_with_its_replica() -> None:
     ours.sendall(frame(order))
     ours.close()
     assert process.wait(SOON_S) == 0
+
+
+def test_an_error_does_not_tell_the_key_of_the_group(caplog: pytest.LogCaptureFixture) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    join = JoinGroup(1, "127.0.0.1", store.port, 2, 1, "midstream/only-members-know-it", timeout_s=0.5)
+    with caplog.at_level(logging.DEBUG):
+        answer = _attempted(GroupMember(), join)
+    assert answer.error is not None
+    assert "KEY/0/0" in answer.error, "torch names the keys that it waited for"
+    assert "only-members-know-it" not in answer.error + caplog.text

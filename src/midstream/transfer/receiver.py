@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +81,8 @@ class GroupMember:
     """Takes part in one group. Every method may block until the process is killed."""
 
     def __init__(self) -> None:
+        #: Of the group's keys in the store. It has the group's own key.
+        self.prefix = ""
         self._group: Any = None
         self._target: UpdateFile | None = None
 
@@ -104,6 +105,7 @@ class GroupMember:
         return m.OrderDone(order.call, digest=digest)
 
     def _join(self, order: m.JoinGroup) -> None:
+        self.prefix = order.prefix
         timeout = timedelta(seconds=order.timeout_s)
         store = _distributed.TCPStore(
             order.address,
@@ -144,13 +146,16 @@ def _own_address(address: str, port: int) -> str:
     return host
 
 
-def _attempted(carry_out: Callable[[m.Order], m.OrderDone], order: m.Order) -> m.OrderDone:
+def _attempted(member: GroupMember, order: m.Order) -> m.OrderDone:
     try:
-        return carry_out(order)
-    except Exception as error:
-        # Whatever torch raises is for the replica to report.
-        logger.info("%s failed", type(order).__name__, exc_info=error)
-        return m.OrderDone(order.call, error=f"{' '.join(str(error).split())[:500] or type(error).__name__}")
+        return member.carry_out(order)
+    except Exception as error:  # noqa: BLE001 - whatever torch raises is for the replica to report
+        # The key of the group is not.
+        text = " ".join(str(error).split())
+        if member.prefix:
+            text = text.replace(member.prefix, "KEY")
+        logger.info("%s failed: %s", type(order).__name__, text)
+        return m.OrderDone(order.call, error=text[:500] or type(error).__name__)
 
 
 def serve(channel: Channel[m.Order]) -> None:
@@ -159,7 +164,7 @@ def serve(channel: Channel[m.Order]) -> None:
 
     def answer(order: m.Order) -> None:
         with contextlib.suppress(Disconnected):
-            channel.send(_attempted(member.carry_out, order))
+            channel.send(_attempted(member, order))
 
     orders = ThreadPoolExecutor(1, "orders")
     while True:
