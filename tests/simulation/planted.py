@@ -11,15 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from midstream.core.reports import Reported
 from midstream.core.types import Desired
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
 from midstream.fleet import loop as fleet_loop
-from midstream.fleet import reconcile
+from midstream.fleet import push, reconcile
+from midstream.fleet.push import PushDoor
 from midstream.fleet.sessions import SessionTable
 from midstream.fleet.view import ReplicaView
 from midstream.http.upstream import UpstreamPool
 from midstream.launch.process import Child, ChildProcess
+from midstream.ledger import Ledger
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import RULINGS, RequestEvent, Ruling
@@ -33,7 +37,9 @@ from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import ServedPolicy
 from midstream.replica.response.generation import Surroundings
 from midstream.replica.swap import source
+from midstream.replica.transfer import GroupPart
 from midstream.snapshots.store import fetch
+from midstream.transfer.process import GlooReceiver
 
 
 def _namespace_kept() -> None:
@@ -264,6 +270,75 @@ def _ended_under_its_requests() -> None:
     ServedPolicies._end = end  # type: ignore[method-assign]
 
 
+def _pushed_bytes_are_not_compared() -> None:
+    """A push is signalled as the first replica has it, whatever the others received."""
+    before = PushDoor._agreed
+
+    async def agreed(self: PushDoor, deployment: Any, group: Any, found: Any) -> Any:
+        first = next(iter(found.answers))
+        return await before(self, deployment, group, replace(found, answers={first: found.answers[first]}))
+
+    PushDoor._agreed = agreed  # type: ignore[method-assign]
+
+
+def _late_joiners_are_not_seen() -> None:
+    """An update begins with the group that there was, though a replica joined since."""
+
+    async def check_members(self: PushDoor, *_: Any) -> None:
+        pass
+
+    PushDoor._check_members = check_members  # type: ignore[method-assign]
+
+
+def _two_replicas_have_one_rank() -> None:
+    """The replica that comes last gets the rank of the first one."""
+    before = push.all_ready
+
+    def all_ready(*given: Any) -> Any:
+        first, *others = before(*given)
+        return [first, *others[:-1], *(last._replace(rank=first.rank) for last in others[-1:])]
+
+    push.all_ready = all_ready
+
+
+def _received_weights_serve_at_once() -> None:
+    """A replica serves the weights that it received before they are signalled, under the name of what it serves."""
+    before = GroupPart.finish
+
+    async def finish(self: GroupPart, order: Any) -> Any:
+        from simengine import of_directory
+        from simloop import PROCESS
+
+        received = await before(self, order)
+        assert self._finished is not None
+        slot = PROCESS.get().engine.slots[""]
+        slot.load = slot.load._replace(weights=of_directory(self._finished[1]))
+        return received
+
+    GroupPart.finish = finish  # type: ignore[method-assign]
+
+
+def _late_groups_are_not_ended() -> None:
+    """A group whose gateway died stays open past its deadline."""
+
+    async def overdue(self: Ledger) -> Any:
+        return []
+
+    Ledger.overdue_transfers = overdue  # type: ignore[method-assign]
+
+
+def _updates_have_the_digests_of_the_first() -> None:
+    """The files of each update pass for those of the first one that came to this replica."""
+    before, first = GlooReceiver.finish, dict[Any, Any]()
+
+    async def finish(self: GlooReceiver, within_s: float) -> Any:
+        received = await before(self, within_s)
+        content = first.setdefault(self._cache.root, received.content)
+        return msgspec.structs.replace(received, content=content)
+
+    GlooReceiver.finish = finish  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -295,4 +370,10 @@ FOUND_AT = {
     "ends_are_forgotten": (7, "every policy was ended"),
     "policies_of_a_name_are_one": (33, "was ended and made again"),
     "ended_under_its_requests": (10, "no such weights"),
+    "pushed_bytes_are_not_compared": (167, "pushed under this name"),
+    "late_joiners_are_not_seen": (5, "a replica joined before"),
+    "two_replicas_have_one_rank": (5, "no push is taken in calm weather"),
+    "received_weights_serve_at_once": (8, "computes:"),
+    "late_groups_are_not_ended": (174, "past their deadlines"),
+    "updates_have_the_digests_of_the_first": (8, "push-2-1"),
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +31,10 @@ class Object:
 
 
 class Bucket:
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    """clock: seconds, for what comes from the server."""
+
+    def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
+        self._rng, self.clock = rng, clock
         self.trouble = Trouble()
         #: By URL.
         self.objects: dict[str, Object] = {}
@@ -45,6 +49,10 @@ class Bucket:
 
     async def answer(self) -> None:
         await asyncio.sleep(self._rng.random() * self.trouble.seconds)
+        self.check()
+
+    def check(self) -> None:
+        """Raises GenericError when the bucket is out of order."""
         if self._rng.random() < self.trouble.fails:
             raise GenericError("Generic S3 error: the bucket is out of order")
 
@@ -76,6 +84,13 @@ class Store:
 
     def head(self, name: str) -> dict[str, Any]:
         return self._meta(name)
+
+    def put(self, name: str, data: Path | bytes, **_: Any) -> None:
+        """The write is done, or its answer is lost, or nothing happens."""
+        self._bucket.check()
+        whole = data.read_bytes() if isinstance(data, Path) else bytes(data)
+        self._bucket.put(self._prefix + name, whole, self._bucket.clock())
+        self._bucket.check()
 
     async def get_async(self, name: str, *, options: dict[str, Any] | None = None) -> Any:
         await self._bucket.answer()

@@ -49,6 +49,10 @@ class Disk:
         self._fate(os.fstat(file).st_size)
         _FSYNC(file)
 
+    def reserve(self, file: int, size: int) -> None:
+        """In place of `fallocate`. Raises OSError where the disk is full."""
+        self._fate(size)
+
     def _fate(self, *of: int) -> random.Random:
         """Raises OSError where the disk is full for this write."""
         fate = random.Random(f"{self._clock()} {of}")

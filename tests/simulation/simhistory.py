@@ -22,19 +22,30 @@ from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
 from simpolicies import Policies, kinds
 from simprocess import Process
+from simpush import WITH_PUSHES, Pushes
+from simpush import kinds as push_kinds
+from simpush import settings_of as push_settings
 from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
 from simworld import BUCKET, PORT, World, asked_of
 
-from midstream.core.config import TinkerSettings
+from midstream.core.config import PushSettings, TinkerSettings
 
 DEPLOYMENT = "accounts/local/deployments/default"
 #: When trouble ends, and how long the server then has to be well again, in seconds.
 STORM_S = 20.0
 CALM_S = 60.0
 READY_S = 60.0
+#: How long a death keeps a server from answering.
+UPSET_S = 5.0
+#: What befalls pushes.
+PUSHES = frozenset(("push", "kill receiver", "hang receiver"))
+#: What keeps a server from answering for a while.
+SLOWS = frozenset(
+    ("kill replica", "kill gateway", "engine dies", "stop", "stall", "bucket", "disk", "ledger", "restart")
+)
 #: What no client and no session notices.
-HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger"))
+HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger")) | PUSHES
 #: Of histories, those with policies.
 WITH_POLICIES = 0.4
 #: Of histories, those with streams that kill each engine that goes on with them.
@@ -110,6 +121,10 @@ def plan_of(seed: int) -> Plan:
     if policies.random() < WITH_POLICIES:
         policy_clients = policies.randint(1, 4)
         entries += [Entry(_some_time(policies), kind, value) for kind, value in kinds(policies)]
+    push = random.Random(f"{seed} pushed")
+    if push.random() < WITH_PUSHES:
+        settings["push"] = push_settings(push)
+        entries += [Entry(_some_time(push), kind, value) for kind, value in push_kinds(push)]
     in_order = tuple(sorted(entries, key=lambda entry: entry.at))
     return Plan(settings, in_order, rng.randint(1, 5), samplers, policy_clients)
 
@@ -200,6 +215,10 @@ class History:
             self._count,
         )
         self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
+        limits = self.plan.settings.get("push", PushSettings())
+        self._pushes = Pushes(
+            PORT, self.world, BUCKET, weights, self.oracle, limits, seed, self._say, self._kill_amid
+        )
         self._rng = random.Random(f"{seed} history")
         #: What a client could notice has happened.
         self._disturbed = False
@@ -281,7 +300,9 @@ class History:
         while True:
             await asyncio.sleep(0.5)
             with contextlib.suppress(Broken):
-                for row in (await exchange(PORT, "GET", HOT_LOAD)).json().get("replicas", ()):
+                rows = (await exchange(PORT, "GET", HOT_LOAD)).json().get("replicas", ())
+                self._pushes.ready.append((self.world.now, sum(row["readiness"] for row in rows)))
+                for row in rows:
                     name = row["midstream"]["replica"]
                     left = row["readiness"] and row["current_snapshot_identity"] != "base"
                     if left and name not in self.oracle.left_base:
@@ -300,6 +321,13 @@ class History:
             await self._policies.befall(entry.kind, entry.value)
             self._count(f"event: {entry.kind}")
             return
+        if entry.kind in PUSHES:
+            await self._pushes.befall(entry.kind, entry.value)
+            self._count(f"event: {entry.kind}")
+            return
+        if entry.kind in SLOWS:
+            seconds = entry.value["s"] if isinstance(entry.value, dict) else UPSET_S
+            self._pushes.pauses.append((self.world.now, seconds))
         await getattr(self, "_" + entry.kind.replace(" ", "_"))(entry.value)
         self._count(f"event: {entry.kind}")
 
@@ -321,6 +349,13 @@ class History:
 
     async def _kill_gateway(self, which: float) -> None:
         self._kill(self._some("gateway", which))
+
+    def _kill_amid(self, name: str) -> None:
+        """A process that a push needs is killed."""
+        if not self.world.counts["calm"]:
+            self._disturbed = True
+            self._pushes.pauses.append((self.world.now, UPSET_S))
+            self._kill(self._some(name, self._rng.random()))
 
     def _kill(self, process: Process | None) -> None:
         if process is not None:
@@ -478,6 +513,17 @@ class History:
         self._say(f"all serve {name}")
         self._count("end: well")
         asking = Rollout("last", PORT, random.Random(self.seed), self.oracle, self._count, lambda: None)
+        await self._all_answer_by(asking, name)
+        if "push" in self.plan.settings:
+            pushed = await self._pushes.end_well(self.world.now + CALM_S)
+            await self._all_answer_by(asking, pushed)
+        await self._all_are_there(self.world.now + CALM_S)
+        if self.plan.policy_clients:
+            await self._policies.all_are_well(self.world.now + CALM_S)
+            self._policies.nothing_is_left()
+
+    async def _all_answer_by(self, asking: Rollout, name: str) -> None:
+        """In calm weather all requests are answered by this snapshot."""
         for number in range(4):
             body = {
                 "model": "sim",
@@ -493,16 +539,12 @@ class History:
                 "temperature": 1.0,
             }
             try:
-                turn = await asking.ask_once(body, [("x-multi-turn-session-id", f"last-{number}")])
+                turn = await asking.ask_once(body, [("x-multi-turn-session-id", f"last-{name}-{number}")])
             except Broken as error:
                 raise Wrong(f"a request in calm weather: {error}") from error
             self.oracle.check(turn, 4)
             if set(turn.labels) != {name}:
                 raise Wrong(f"{turn.labels}, not {name}")
-        await self._all_are_there(until)
-        if self.plan.policy_clients:
-            await self._policies.all_are_well(self.world.now + CALM_S)
-            self._policies.nothing_is_left()
 
     async def _all_are_there(self, until: float) -> None:
         """As many replicas and gateways as there should be, and nothing is in flight."""

@@ -29,12 +29,17 @@ from simengine import SimEngine, weights_of
 from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
 from simprocess import Process, Processes
+from simreceiver import Receivers
 
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
 import midstream.proxy.server as proxy_server
+import midstream.snapshots.store.kept as kept_module
 import midstream.snapshots.store.listing as listing_module
+import midstream.snapshots.store.received as received_module
+import midstream.snapshots.store.upload as upload_module
+import midstream.transfer.process as receiver_module
 import midstream_tinker.front as tinker_module
 from midstream.core.config import (
     DeploymentSettings,
@@ -49,6 +54,7 @@ from midstream.core.pulse import Pulse
 from midstream.core.supervision import TinkerSpec
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied
+from midstream.http import ipc
 from midstream.launch.local import LocalLauncher
 from midstream.launch.process import StartFailed
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
@@ -61,6 +67,8 @@ from midstream.replica.text.chat import TextModel
 
 PORT = 8000
 BUCKET = "s3://sim/bucket"
+#: For so long a fetch waits for what was pushed.
+KEPT_WAIT_S = 15.0
 #: In memory where the system has such a place.
 PLACE = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
@@ -92,7 +100,8 @@ class World:
         told = (ConfigError, SnapshotError, OSError, EngineDied)
         self.processes = self.loop.processes = Processes(self.loop, programs, told)
         self.processes.on_death = self._died
-        self.bucket = Bucket(random.Random(f"{seed} bucket"))
+        self.receivers = Receivers(self.loop, self.network, random.Random(f"{seed} receivers"))
+        self.bucket = Bucket(random.Random(f"{seed} bucket"), lambda: self.loop.now)
         self.disk = Disk(random.Random(f"{seed} disk"), lambda: self.loop.now)
         self.model_dir = model_dir
         self.place = Path(tempfile.mkdtemp(prefix="midstream-sim-", dir=PLACE))
@@ -312,6 +321,13 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
+    put(upload_module, "open_bucket", world.bucket.open)
+    # Uploads take milliseconds here, and a replica serves nothing while it waits for one.
+    put(kept_module, "KEPT_WAIT_S", KEPT_WAIT_S)
+    # It would use a thread.
+    put(received_module, "behind", lambda call, *given: call(*given))
+    put(ipc, "spawn", world.receivers.spawn)
+    put(receiver_module, "reserve", world.disk.reserve)
     put(uvicorn.server, "ServerState", _InOrder)
     # Directories of processes that are killed.
     put(tempfile, "tempdir", str(world.place))
