@@ -201,8 +201,8 @@ class Gateway:
     async def update(self) -> Any:
         return await self.door.run(self.door.update(self.deployment, [SENT]))
 
-    async def finish(self) -> Any:
-        return await self.door.run(self.door.finish(self.deployment, self))
+    async def finish(self, version: str | None = None) -> Any:
+        return await self.door.run(self.door.finish(self.deployment, self, version))
 
     async def push(self) -> Any:
         """From the start to the finish."""

@@ -21,7 +21,7 @@ from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, Leav
 from midstream.core.types import Stage, Transition
 from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
 from midstream.fleet.registry import Deployments
-from midstream.ledger import LedgerUnavailable, Phase
+from midstream.ledger import LedgerUnavailable, Phase, Signal
 
 TWO_OF_THREE = msgspec.structs.replace(SETTINGS, quorum=0.6)
 
@@ -578,5 +578,29 @@ def test_a_shutdown_ends_a_group_that_another_call_moves_meanwhile(tmp_path: Pat
         one.ledger.transfer = transfer  # type: ignore[method-assign,assignment]
         assert await one.door.shutdown(one.deployment)
         assert (await world.group(), world.groups) == (None, set())
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_a_finish_whose_answer_was_lost_may_be_repeated(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        done = await one.push()
+        for version in (None, "v1"):
+            assert await other.finish(version) == done
+            assert other.waited_for == sorted(done.replicas)
+        with pytest.raises(Conflict, match="call /start_weight_update"):
+            await other.finish("v2")
+        finishes = [o for o in world.replicas["replica-0"].orders if isinstance(o, Finish)]
+        assert len(finishes) == 1
+        newer = Signal(identity="newer", url="file:///bucket/newer", fingerprint="x")
+        await one.ledger.signal(DEPLOYMENT, newer)
+        with pytest.raises(Conflict, match="'v1' was superseded"):
+            await other.finish("v1")
+        await one.start()
+        await one.update()
+        world.version = "v3"
+        assert (await other.finish("v3")).desired.snapshot == "v3"
 
     in_world(tmp_path, work, gateways=2)

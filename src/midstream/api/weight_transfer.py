@@ -151,7 +151,7 @@ class WeightTransferApi:
         await self._take.check_pushed(request, deployment, signal)
         overwrite = overwrites(request.headers)
         publishing = _SignalOf(deployment, signal, overwrite, self._take, self._updates)
-        done = await self._door.run(self._door.finish(deployment, publishing))
+        done = await self._door.run(self._door.finish(deployment, publishing, body.weight_version))
         return TransferFinished(
             message="Weight update finished",
             weight_version=done.desired.snapshot,

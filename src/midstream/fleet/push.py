@@ -51,6 +51,7 @@ from midstream.ledger import (
     SignalResult,
     Transfer,
     TransferMember,
+    TransferUpdate,
 )
 from midstream.ledger.transfers import MOVES
 
@@ -207,9 +208,18 @@ class PushDoor:
             raise InvalidRequest(_and_ended(error.message), param=error.param) from error
         raise error
 
-    async def finish(self, deployment: Deployment, publishing: UpdateSignal) -> Finished:
-        """Make a snapshot of what the replicas received, and wait until they serve it. Raises MidstreamError."""
+    async def finish(
+        self, deployment: Deployment, publishing: UpdateSignal, version: str | None = None
+    ) -> Finished:
+        """Make a snapshot of what the replicas received, and wait until they serve it. Raises MidstreamError.
+
+        version: the name that the trainer gives. A call whose answer was lost may be repeated, and changes nothing then.
+        """
         finish_s = self._settings.finish_s
+        before = await self._finished_before(deployment, version)
+        if before is not None:
+            await publishing.served(before.desired, before.replicas, finish_s)
+            return before
         seen = await self._open(deployment, Event.FINISH)
         group = await self._ledger.move_transfer(seen, Event.FINISH, within_s=finish_s + GRACE_S)
         until = asyncio.get_running_loop().time() + finish_s
@@ -401,16 +411,30 @@ class PushDoor:
             await self._drop(deployment, group)
             raise
 
-    async def _recall(self, deployment: Deployment, group: Transfer) -> Desired:
-        """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell."""
+    async def _finished_before(self, deployment: Deployment, version: str | None) -> Finished | None:
+        """What the last update became, if it has this name and no other was started since. Raises Conflict."""
+        group = await self._ledger.transfer(deployment.name)
+        if group is None or group.phase is not Phase.JOINED:
+            return None
         update = await self._ledger.committed_update(group)
+        if update is None or version not in (None, update.identity):
+            return None
+        return Finished(await self._desired_of(deployment, update), update.replicas, {})
+
+    async def _desired_of(self, deployment: Deployment, update: TransferUpdate) -> Desired:
+        """Raises Conflict when something else is desired by now."""
         desired = (await self._ledger.state(deployment.name)).desired
-        if update is None:
-            await self._drop(deployment, group)
-            raise LedgerUnavailable("the ledger did not take the update; the old weights serve")
         if desired is None or desired.generation != update.generation:
             raise Conflict(f"{update.identity!r} was superseded before it served everywhere")
         return desired
+
+    async def _recall(self, deployment: Deployment, group: Transfer) -> Desired:
+        """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell."""
+        update = await self._ledger.committed_update(group)
+        if update is None:
+            await self._drop(deployment, group)
+            raise LedgerUnavailable("the ledger did not take the update; the old weights serve")
+        return await self._desired_of(deployment, update)
 
     async def _drop(self, deployment: Deployment, group: Transfer) -> None:
         """The update is refused, and the group waits for the next one. Raises GroupMoved."""
