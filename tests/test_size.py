@@ -18,14 +18,14 @@ from source import PACKAGES, modules, nodes
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 LINES_MAX = {
-    "api": 6060,
+    "api": 6090,
     "apidocs": 10,
     "client": 4450,
     "commands": 2470,
     "core": 4560,
     "dashboard": 10,
     "engine": 9256,
-    "fleet": 5380,
+    "fleet": 5450,
     "http": 2490,
     "integrations": 1090,
     "launch": 3830,
@@ -36,8 +36,8 @@ LINES_MAX = {
     "models": 260,
     "proxy": 4180,
     "replica": 16110,
-    "snapshots": 5000,
-    "transfer": 710,
+    "snapshots": 5030,
+    "transfer": 725,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
 NAMES_TWICE_MAX = 10

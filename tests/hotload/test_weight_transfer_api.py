@@ -18,7 +18,7 @@ from midstream.core.http_answer import HttpAnswer
 from midstream.core.transfer import Check, Done, Finish, Join, Leave, Receive, Received, TransferOrder
 from midstream.core.types import FileContent, SnapshotContent
 from midstream.fleet.replicas import ReplicaRefused
-from midstream.snapshots.content import content_fingerprint
+from midstream.snapshots.content import MANIFEST_FILE, content_fingerprint, encode_manifest
 
 INIT = {"init_info": {"master_address": "127.0.0.1", "master_port": 29500, "world_size": 4, "key": "k"}}
 SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
@@ -305,5 +305,33 @@ def test_an_update_that_is_too_long_ends_the_group(tmp_path: Path, monkeypatch: 
         assert answer.status_code == 400
         assert "must be at most 1000 bytes. The group has ended" in answer.json()["error"]["message"]
         assert (len(replicas.of(Leave)), await server.ledger.transfer(DEPLOYMENT)) == (3, None)
+
+    pushing(tmp_path, work)
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_a_version_under_which_the_bucket_has_other_files_is_refused(tmp_path: Path, manifest: bool) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        there = server.bucket / "7"
+        there.mkdir(parents=True)
+        (there / "model.safetensors").write_bytes(b"y" * (12 if manifest else 13))
+        if manifest:
+            (there / MANIFEST_FILE).write_bytes(
+                encode_manifest((FileContent("model.safetensors", 12, "b" * 64),))
+            )
+        await begin(server)
+        await send(server)
+        answer = await server.http.post("/finish_weight_update", json={"weight_version": "7"})
+        assert bad(answer) == (400, "weight_version")
+        assert "the bucket has other files" in answer.json()["error"]["message"]
+        assert await server.desired() is None
+        # The same files may be there. The group is still open.
+        for file in there.iterdir():
+            file.unlink()
+        (there / "model.safetensors").write_bytes(b"x" * 12)
+        await server.http.post("/start_weight_update")
+        await send(server)
+        asked = server.http.post("/finish_weight_update", json={"weight_version": "7"})
+        assert (await while_three_load(server, asked)).status_code == 200
 
     pushing(tmp_path, work)

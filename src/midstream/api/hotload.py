@@ -12,6 +12,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
@@ -72,7 +73,10 @@ from midstream.ledger.signals import PUSHED
 from midstream.snapshots.adapter import check_found, is_adapter_listing
 from midstream.snapshots.content import content_fingerprint
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
+from midstream.snapshots.store.kept import check_place
 from midstream.snapshots.store.listing import DirectoryContents, check_inside, find_file, find_snapshot
+
+logger = logging.getLogger(__name__)
 
 # Transitions of the ledger, unless the client asks for more or fewer.
 TRANSITIONS_SHOWN = 1000
@@ -211,10 +215,26 @@ class HotLoadApi:
         *,
         overwrite: bool = False,
     ) -> SignalResult:
-        """Make the snapshot desired whose files are on the replicas, and commit its update. Raises MidstreamError."""
+        """Make the snapshot desired whose files are on the replicas, and commit its update. Raises MidstreamError.
+
+        overwrite: also where the bucket has other files. They stay until somebody removes them, and are not served.
+        """
+        if body.identity and not overwrite:
+            await self._check_place(deployment, body.identity, content)
         sizes = {file.name: file.size for file in content}
         found = DirectoryContents(content_fingerprint(content), sizes, content)
         return await self._take_found(deployment, body, "", found, overwrite, (), committing)
+
+    async def _check_place(self, deployment: Deployment, identity: str, content: Content) -> None:
+        """Raises SnapshotRefused when other files lie where the pushed ones are to be written."""
+        bucket = (await self._ledger.deployment(deployment.name)).bucket_url
+        try:
+            await check_place(snapshot_url(bucket, identity), content)
+        except SnapshotRefused:
+            raise
+        except SnapshotError as error:
+            # The replicas write them when the bucket is back.
+            logger.warning("the bucket cannot be looked into for %s: %s", identity, error)
 
     async def _take_found(
         self,

@@ -86,6 +86,26 @@ def _other_sizes(content: Content, listing: Listing) -> str | None:
     return size_difference(content, {file.name: file.size for file in listing.files})
 
 
+async def check_place(url: str, content: Content) -> None:
+    """Raise SnapshotRefused when the directory at `url` has other files than `content`, as far as its manifest and the sizes
+    show. Reads no other file. SnapshotError when the store does not answer."""
+    try:
+        listing = await list_snapshot(url)
+    except SnapshotMissing:
+        return
+    stated = await read_manifest(listing)
+    if stated is None:
+        here = {file.name for file in listing.files}
+        other = _other_sizes(tuple(file for file in content if file.name in here), listing)
+    else:
+        other = difference(content, stated)
+    if other is not None:
+        raise SnapshotRefused(
+            f"identity: the bucket has other files at {public_url(url)}: {other}. Push under another name, or remove them",
+            param="identity",
+        )
+
+
 async def lacking_files(url: str, content: Content) -> frozenset[str] | None:
     """The files of `content` that the directory at `url` lacks. None: it has all, and the manifest, which was put last.
 
