@@ -300,6 +300,22 @@ async def test_a_caller_that_leaves_does_not_end_what_it_asked_for() -> None:
 
 
 @in_a_loop
+async def test_an_order_that_fails_after_its_caller_left_is_no_error_in_the_log() -> None:
+    here = Here()
+    await here.at("open")
+    here.blocked.add("receive")
+    asked = asyncio.create_task(here.transfers.answer(orders()["receive"]))
+    await here.receivers[0].at("receive")
+    [order] = here.transfers._tasks
+    asked.cancel()
+    await here.do("leave")
+    await soon(lambda: not here.transfers._tasks)
+    # What asyncio logs, once the task is collected, is an error that none has read.
+    assert not order._log_traceback  # type: ignore[attr-defined]
+    await here.transfers.close()
+
+
+@in_a_loop
 async def test_whether_the_trainer_lives_is_the_answer() -> None:
     here = Here()
     await here.at("joined")

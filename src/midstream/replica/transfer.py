@@ -336,8 +336,14 @@ class Transfers:
         """Carry out an order. It continues if the caller is cancelled. Raises MidstreamError."""
         task = asyncio.create_task(self._carry_out(order), name=f"transfer: {type(order).__name__}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[TransferAnswer]) -> None:
+        self._tasks.discard(task)
+        # Read here: its caller may be gone.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("%s ended with: %s", task.get_name(), error)
 
     def end_group(self, reason: str) -> None:
         """End the part in a group, if there is one. Its receiver is gone soon."""
