@@ -38,7 +38,7 @@ from midstream.fleet.push_upkeep import PushUpkeep
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
-from midstream.ledger import Committing, Ledger, Signal, SignalResult, sqlite_url
+from midstream.ledger import Committing, Ledger, Phase, Signal, SignalResult, sqlite_url
 from midstream.snapshots.content import content_fingerprint
 
 MODEL = "accounts/local/models/tiny-moe"
@@ -193,16 +193,16 @@ class Gateway:
     async def init(self, port: int = 29500, world_size: int | None = None) -> Any:
         size = 1 + len(self.world.replicas) if world_size is None else world_size
         given = Rendezvous(master_address="127.0.0.1", master_port=port, world_size=size, key="k")
-        return await self.door.run(self.door.init(self.deployment, given))
+        return await self.door.run(self.door.init(self.deployment, given), Phase.JOINING)
 
     async def start(self) -> Any:
-        return await self.door.run(self.door.start(self.deployment))
+        return await self.door.run(self.door.start(self.deployment), Phase.STARTING)
 
     async def update(self) -> Any:
-        return await self.door.run(self.door.update(self.deployment, [SENT]))
+        return await self.door.run(self.door.update(self.deployment, [SENT]), Phase.RECEIVING)
 
     async def finish(self, version: str | None = None) -> Any:
-        return await self.door.run(self.door.finish(self.deployment, self, version))
+        return await self.door.run(self.door.finish(self.deployment, self, version), Phase.FINISHING)
 
     async def push(self) -> Any:
         """From the start to the finish."""

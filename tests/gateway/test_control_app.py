@@ -30,13 +30,15 @@ from starlette.responses import Response
 
 from midstream.api.app import control_app
 from midstream.core.endpoints import Endpoint, serves
-from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Trajectories
+from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Histogram, Trajectories
 from midstream.core.types import EngineStats
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
+from midstream.fleet.tally import Siblings, Tally
+from midstream.ledger import Phase
 from midstream.proxy.families import FAMILIES
-from midstream.proxy.metrics import GatewayMetrics, Histogram, cumulative
+from midstream.proxy.metrics import GatewayMetrics, cumulative
 
 
 def decoded(message: Message) -> dict:  # type: ignore[type-arg]
@@ -347,6 +349,8 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             for name in ("routes", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
             stage.metrics.stall_s["gateway"].observe(0.07)
+            stage.metrics.pushes.received_bytes["replica-0"] += 7
+            stage.metrics.pushes.open = {NAMES.deployment: Phase.RECEIVING}
             await stage.ask(post())
             text = (await stage.ask(get("/metrics"))).body.decode()
             found = {}
@@ -361,5 +365,39 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
                 sample = f'midstream_event_loop_stall_seconds_bucket{{le="{le}",process="gateway"}} {count}'
                 assert sample in text
             assert 'midstream_event_loop_stall_seconds_sum{process="replica-0"} 2.0' in text
+
+    run(main)
+
+
+def test_pushes_of_all_gateways_are_added_up_and_what_the_ledger_has_is_not() -> None:
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            pushes = stage.metrics.pushes
+            pushes.updates["committed"] += 2
+            pushes.groups_ended["deadline"] += 1
+            pushes.received_bytes["replica-0"] += 7
+            pushes.seconds["receiving"].observe(0.2)
+            pushes.open, pushes.waiting_s = (
+                {NAMES.deployment: Phase.RECEIVING},
+                {NAMES.deployment: 3.5, "another": 9.0},
+            )
+            # As it comes from another process.
+            other = msgspec.json.decode(msgspec.json.encode(stage.metrics.tally()), type=Tally)
+            stage.metrics.siblings = lambda: Siblings(tally=other)
+            text = (await stage.ask(get("/metrics"))).body.decode()
+            for line in (
+                'push_updates_total{outcome="committed"} 4.0',
+                # Prometheus sees the first one as an increase.
+                'push_updates_total{outcome="dropped"} 0.0',
+                'push_groups_ended_total{reason="deadline"} 2.0',
+                'push_keeps_total{outcome="given_up"} 0.0',
+                'push_received_bytes_total{replica="replica-0"} 14.0',
+                'push_seconds_count{phase="receiving"} 2.0',
+                'push_seconds_count{phase="joining"} 0.0',
+                f'push_groups{{deployment="{NAMES.deployment}",phase="receiving"}} 1.0',
+                f'push_waiting_seconds{{deployment="{NAMES.deployment}"}} 3.5',
+            ):
+                assert f"midstream_{line}" in text
+            assert 'deployment="another"' not in text
 
     run(main)

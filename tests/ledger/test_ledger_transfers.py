@@ -95,11 +95,11 @@ def test_only_a_group_that_works_has_a_deadline(url: str) -> None:
         assert until is not None
         seen = await moved(ledger, seen, Event.STARTED, Event.UPDATE)
         assert seen.deadline == until, "one deadline from the start until the call to finish"
-        assert await ledger.overdue_transfers() == []
-        ledger.now = lambda: until + 1
-        assert await ledger.overdue_transfers() == [seen]
-        await ledger.move_transfer(seen, Event.END, reason="late")
-        assert await ledger.overdue_transfers() == []
+        assert (seen.late(until), seen.late(until + 1)) == (False, True)
+        assert await ledger.open_transfers() == [seen]
+        ended = await ledger.move_transfer(seen, Event.END, reason="late")
+        assert not ended.late(until + 1)
+        assert await ledger.open_transfers() == []
 
     on_ledger(url, work)
 
@@ -155,7 +155,11 @@ def test_pushed_weights_without_a_name_get_a_growing_one_in_the_bucket(url: str)
 def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         seen = await finishing(ledger)
+        then = ledger.now()
+        ledger.now = lambda: then
         await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(seen))
+        assert await ledger.updates_waiting_s() == {DEPLOYMENT: 0.0}
+        ledger.now = lambda: then + 30.0
         [update] = await ledger.unkept_updates()
         assert (update.identity, update.bucket, update.content, update.desired) == (
             "v1", "file:///bucket", CONTENT, True
@@ -163,11 +167,13 @@ def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url:
         assert await ledger.claim_keeping(update, 600.0)
         assert not await ledger.claim_keeping(update, 600.0), "another gateway saw the same row"
         assert await ledger.unkept_updates() == []
+        assert await ledger.updates_waiting_s() == {DEPLOYMENT: pytest.approx(30.0)}, "a replica works on it"
         await ledger.settle_keeping(update, "wanted", again_s=0.0, tries=1)
         [again] = await ledger.unkept_updates()
         assert (again.tries, again.keep_at > update.keep_at) == (1, True)
         assert await ledger.claim_keeping(again, 600.0)
         await ledger.settle_keeping(again, "kept")
+        assert await ledger.updates_waiting_s() == {}
         assert await ledger.unkept_updates() == []
         kept = await ledger.committed_update(seen)
         assert kept is not None

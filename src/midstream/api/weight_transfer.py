@@ -28,7 +28,7 @@ from midstream.core.types import Content, Desired
 from midstream.fleet.push import PushDoor
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import fields_of, json_object, read_body
-from midstream.ledger import Committing, SignalResult
+from midstream.ledger import Committing, Phase, SignalResult
 from midstream.snapshots.identity import check_identity
 
 #: The names of a large model's tensors take several MiB.
@@ -91,7 +91,7 @@ class WeightTransferApi:
         deployment = only(self._deployments, request)
         raw = json_object(await read_body(request) or b"{}")
         rendezvous = _rendezvous(raw)
-        group = await self._door.run(self._door.init(deployment, rendezvous))
+        group = await self._door.run(self._door.init(deployment, rendezvous), Phase.JOINING)
         return TransferOpened(
             message="Weight transfer initialized",
             group=group.group,
@@ -115,7 +115,7 @@ class WeightTransferApi:
                 "is_checkpoint_format",
                 "false means tensors as an engine's kernels keep them; send those of the checkpoint, with its names",
             )
-        group = await self._door.run(self._door.start(deployment))
+        group = await self._door.run(self._door.start(deployment), Phase.STARTING)
         return TransferStarted("Weight update started", group.group, group.number)
 
     async def refuse(self, deployment: Deployment, error: MidstreamError) -> NoReturn:
@@ -128,7 +128,7 @@ class WeightTransferApi:
             sent = await asyncio.to_thread(sent_tensors, raw)
         except MidstreamError as error:
             await self.refuse(deployment, error)
-        await self._door.run(self._door.update(deployment, sent))
+        await self._door.run(self._door.update(deployment, sent), Phase.RECEIVING)
         return TransferDone("Weights updated")
 
     @serves(
@@ -151,7 +151,9 @@ class WeightTransferApi:
         await self._take.check_pushed(request, deployment, signal)
         overwrite = overwrites(request.headers)
         publishing = _SignalOf(deployment, signal, overwrite, self._take, self._updates)
-        done = await self._door.run(self._door.finish(deployment, publishing, body.weight_version))
+        done = await self._door.run(
+            self._door.finish(deployment, publishing, body.weight_version), Phase.FINISHING
+        )
         return TransferFinished(
             message="Weight update finished",
             weight_version=done.desired.snapshot,

@@ -41,6 +41,17 @@ BUCKETS_S = (
     1800.0,
 )
 
+
+class Histogram(Distribution):
+    """How many durations fell into each bucket of BUCKETS_S, and their sum in seconds."""
+
+    counts: list[Whole] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum += seconds
+
+
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 _PAUSE_S = (0.0001, 0.00025, 0.0005, *BUCKETS_S[:12])
 

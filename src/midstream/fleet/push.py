@@ -38,6 +38,7 @@ from midstream.core.transfer import (
     TrainerAlive,
 )
 from midstream.core.types import Content, Desired
+from midstream.fleet.push_counts import CHOSEN, Ending, PushCounts
 from midstream.fleet.push_members import AGAIN, INIT, all_ready, boot_of, changed_since
 from midstream.fleet.push_orders import OrderAnswers, OrderRefused, Orders, ReplicaOrders, ask, drop, release
 from midstream.fleet.registry import Deployment
@@ -114,6 +115,7 @@ class PushDoor:
         self._orders = orders
         self._group_id = group_id
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.counts = PushCounts()
         #: Is called when an update was committed.
         self.on_commit: Callable[[], None] = lambda: None
 
@@ -123,12 +125,18 @@ class PushDoor:
     def orders(self, deployment: Deployment) -> Orders:
         return self._orders(deployment)
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of the work, which ends by itself if its caller goes."""
-        task = asyncio.create_task(work)
+    async def run(self, work: Coroutine[Any, Any, T], phase: Phase | None = None) -> T:
+        """The result of the work, which ends by itself if its caller goes. phase: the time it takes is counted for it."""
+        task = asyncio.create_task(work if phase is None else self._timed(work, phase))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
+
+    async def _timed(self, work: Coroutine[Any, Any, T], phase: Phase) -> T:
+        began = asyncio.get_running_loop().time()
+        done = await work
+        self.counts.seconds[phase.value].observe(asyncio.get_running_loop().time() - began)
+        return done
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -204,7 +212,7 @@ class PushDoor:
         """End the group, whose trainer waits in a broadcast of tensors that cannot be taken. Raises the error."""
         group = await self._ledger.transfer(deployment.name)
         if group is not None and group.phase is Phase.STARTED:
-            await self.end(deployment, group, error.message)
+            await self.end(deployment, group, "refused", error.message)
             raise InvalidRequest(_and_ended(error.message), param=error.param) from error
         raise error
 
@@ -243,6 +251,9 @@ class PushDoor:
             ends=_words(fenced),
         )
         desired = await self._sign(deployment, publishing, content, committing)
+        self.counts.updates["fenced" if fenced else "committed"] += 1
+        if fenced:
+            self.counts.groups_ended["fenced"] += 1
         self.on_commit()
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         try:
@@ -256,21 +267,23 @@ class PushDoor:
         """End the group; whether there was one."""
         while (group := await self._ledger.transfer(deployment.name)) is not None:
             # Another call may move it meanwhile. It is ended where it is then.
-            if await self.end(deployment, group, "the trainer shut it down", level=logging.INFO):
+            if await self.end(deployment, group, "shutdown", "the trainer shut it down"):
                 return True
         return False
 
-    async def end(
-        self, deployment: Deployment, seen: Transfer, reason: str, *, level: int = logging.WARNING
-    ) -> bool:
+    async def end(self, deployment: Deployment, seen: Transfer, ending: Ending, reason: str) -> bool:
         """End the group unless it was moved since; have all replicas leave it. Whether it was ended here.
 
-        level: of the line in the log.
+        ending: the kind of the reason, which is counted.
         """
         try:
             await self._ledger.move_transfer(seen, Event.END, reason=reason)
         except GroupMoved:
             return False
+        self.counts.groups_ended[ending] += 1
+        if seen.phase in _UNFINISHED:
+            self.counts.updates["ended"] += 1
+        level = logging.INFO if ending in CHOSEN else logging.WARNING
         logger.log(level, "the trainer's group %s of %s has ended: %s", seen.group, deployment.name, reason)
         await release(self._orders(deployment), seen, seen.members, drop=seen.phase in _UNFINISHED)
         return True
@@ -282,9 +295,9 @@ class PushDoor:
         group = await self._ledger.transfer(deployment.name)
         if group is None:
             raise Conflict(f"no trainer's group is open for {deployment.name}; {INIT}")
-        if group.deadline is not None and group.deadline < self._ledger.now():
+        if group.late(self._ledger.now()):
             reason = f"it was past its deadline while it was {group.phase}"
-            await self.end(deployment, group, reason)
+            await self.end(deployment, group, "deadline", reason)
             raise Conflict(f"the trainer's group has ended: {reason}; {INIT}")
         if (group.phase, event) not in MOVES:
             raise Conflict(f"the trainer's group is {group.phase}; {NEXT[group.phase]}")
@@ -295,13 +308,13 @@ class PushDoor:
         old = await self._ledger.transfer(deployment.name)
         if old is None:
             return
-        late = old.deadline is not None and old.deadline < self._ledger.now()
+        late = old.late(self._ledger.now())
         if not late and old.trainer != trainer and await self._trainer_lives(deployment, old):
             raise Conflict(
                 f"another trainer's group, of {old.trainer}, is open for {deployment.name} and {old.phase};"
                 " end it with /shutdown_weight_transfer_engine, or with its trainer"
             )
-        if not await self.end(deployment, old, "another group replaced it", level=logging.INFO):
+        if not await self.end(deployment, old, "replaced", "another group replaced it"):
             raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {AGAIN}")
 
     async def _trainer_lives(self, deployment: Deployment, old: Transfer) -> bool:
@@ -322,7 +335,7 @@ class PushDoor:
         changed = changed_since(deployment, group)
         if not changed:
             return
-        await self.end(deployment, group, ", ".join(changed))
+        await self.end(deployment, group, "members", ", ".join(changed))
         size = min(member.rank for member in group.members) + deployment.wanted_in_all
         raise Conflict(f"{', '.join(changed)}: the world size is {size} now; {AGAIN}")
 
@@ -354,14 +367,15 @@ class PushDoor:
     async def _raise_refusal(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> None:
         refused: OrderRefused | None = found.refused
         if refused is not None:
-            await self.end(deployment, group, refused.message)
+            await self.end(deployment, group, "refused", refused.message)
             raise InvalidRequest(_and_ended(refused.message), param=refused.param)
 
     async def _fail(
         self, deployment: Deployment, group: Transfer, failed: dict[str, str], what: str
     ) -> NoReturn:
         why = _words(failed) or f"{group.phase} took longer than its deadline allows"
-        await self.end(deployment, group, f"did not {what}: {why}")
+        ending: Ending = "failed" if failed else "deadline"
+        await self.end(deployment, group, ending, f"did not {what}: {why}")
         raise ReplicaUnavailable(_and_ended(f"not every replica could {what}: {why}"))
 
     async def _fence(
@@ -388,6 +402,8 @@ class PushDoor:
         if unread:
             await self._fail(deployment, group, unread, "finish the update")
         contents = {name: one.content for name, one in received.items() if one is not None}
+        for name, one in received.items():
+            self.counts.received_bytes[name] += one.received_bytes if one is not None else 0
         first, *others = contents
         differing = [name for name in others if contents[name] != contents[first]]
         if differing:
@@ -439,6 +455,7 @@ class PushDoor:
     async def _drop(self, deployment: Deployment, group: Transfer) -> None:
         """The update is refused, and the group waits for the next one. Raises GroupMoved."""
         await self._ledger.move_transfer(group, Event.DROPPED)
+        self.counts.updates["dropped"] += 1
         await drop(self._orders(deployment), group)
 
     async def _advance(

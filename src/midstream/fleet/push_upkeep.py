@@ -82,11 +82,15 @@ class PushUpkeep:
 
     async def look_once(self) -> None:
         """End what is past its deadline, and begin to keep what is not kept. Raises LedgerUnavailable."""
-        for group in await self._ledger.overdue_transfers():
+        groups = await self._ledger.open_transfers()
+        counts = self._door.counts
+        counts.open = {group.deployment: group.phase for group in groups}
+        counts.waiting_s = await self._ledger.updates_waiting_s()
+        for group in groups:
             deployment = self._deployments.known(group.deployment)
-            if deployment is not None:
+            if deployment is not None and group.late(self._ledger.now()):
                 await self._door.end(
-                    deployment, group, f"it was past its deadline while it was {group.phase}"
+                    deployment, group, "deadline", f"it was past its deadline while it was {group.phase}"
                 )
         for update in await self._ledger.unkept_updates():
             deployment = self._deployments.known(update.deployment)
@@ -128,9 +132,11 @@ class PushUpkeep:
             await asyncio.gather(renewing, return_exceptions=True)
         rounds = update.tries + 1
         if not failed:
+            self._door.counts.keeps["kept"] += 1
             await self._settle(update, "kept", 0.0, rounds)
         elif rounds >= KEEP_ROUNDS and not update.desired:
             logger.error("%s is not in the bucket, and is given up: %s", update.identity, failed)
+            self._door.counts.keeps["given_up"] += 1
             await self._settle(update, "given up", 0.0, rounds)
         else:
             logger.warning("%s is not in the bucket yet: %s", update.identity, failed)

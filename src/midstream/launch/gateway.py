@@ -119,6 +119,7 @@ def _gateway(
     spec: GatewaySpec, ledger: Ledger, deployments: Deployments, desired_state: DesiredState, door: PushDoor
 ) -> Gateway:
     metrics = GatewayMetrics(deployments)
+    metrics.pushes = door.counts
     board = Board(deployments, metrics)
     app = control_app(
         deployments,

@@ -353,9 +353,13 @@ class Ledger:
         """The group's last update, if it was committed."""
         return await self._read(transfers.committed, of)
 
-    async def overdue_transfers(self) -> list[transfers.Transfer]:
-        """Open groups of all deployments that are past their deadline."""
-        return await self._read(transfers.overdue, self.now())
+    async def open_transfers(self) -> list[transfers.Transfer]:
+        """Open groups of all deployments."""
+        return await self._read(transfers.every_open)
+
+    async def updates_waiting_s(self) -> dict[str, float]:
+        """By deployment: the age of its oldest committed update that is not in the bucket yet."""
+        return await self._read(transfers.waiting_s, self.now())
 
     async def unkept_updates(self) -> list[transfers.Unkept]:
         """Committed updates of all deployments whose files somebody is to bring into the bucket now."""

@@ -125,6 +125,10 @@ class Transfer:
     def active(self) -> tuple[TransferMember, ...]:
         return tuple(member for member in self.members if not member.fenced)
 
+    def late(self, now: float) -> bool:
+        """It is past its deadline."""
+        return self.deadline is not None and self.deadline < now
+
 
 @dataclass(frozen=True, kw_only=True)
 class Committing:
@@ -298,11 +302,20 @@ def committed(db: sa.Connection, of: Transfer) -> TransferUpdate | None:
     return None if found is None or found.committed_at is None else _update(found)
 
 
-def overdue(db: sa.Connection, now: float) -> list[Transfer]:
-    """Open groups that are past their deadline, of all deployments."""
-    query = sa.select(transfers, deployments_table.c.name.label("of")).join(deployments_table)
-    late = query.where(transfers.c.deadline < now).order_by(transfers.c.deadline)
-    return [_transfer(row, row.of) for row in db.execute(late)]
+def every_open(db: sa.Connection) -> list[Transfer]:
+    """Open groups of all deployments."""
+    of = transfers.c.open_of == deployments_table.c.id
+    query = sa.select(transfers, deployments_table.c.name.label("of")).join(deployments_table, of)
+    return [_transfer(row, row.of) for row in db.execute(query.order_by(transfers.c.id))]
+
+
+def waiting_s(db: sa.Connection, now: float) -> dict[str, float]:
+    """By deployment: how long its oldest update that somebody is to bring into the bucket has been committed."""
+    joined = transfer_updates.join(transfers).join(deployments_table)
+    oldest = sa.func.min(transfer_updates.c.committed_at)
+    query = sa.select(deployments_table.c.name, oldest).select_from(joined)
+    query = query.where(transfer_updates.c.keep_at.is_not(None)).group_by(deployments_table.c.name)
+    return {name: max(0.0, now - since) for name, since in db.execute(query)}
 
 
 def unkept(db: sa.Connection, now: float, contents: Contents) -> list[Unkept]:

@@ -147,6 +147,33 @@ SWAPS: dict[str, Family] = {
         for stage in SWAP_STAGES
     },
 }
+PUSHES: dict[str, Family] = {
+    "midstream_push_groups": Family(
+        "gauge", "open groups of trainers; joined: it waits for its next update", ("deployment", "phase")
+    ),
+    "midstream_push_waiting_seconds": Family(
+        "gauge",
+        "age of the oldest pushed snapshot that is not in the bucket yet; 0: there is none",
+        _DEPLOYMENT,
+    ),
+    "midstream_push_keeps": Family(
+        "counter",
+        "pushed snapshots that a replica wrote into the bucket, or that were given up after all tries",
+        ("outcome",),
+    ),
+    "midstream_push_updates": Family(
+        "counter",
+        "updates; fenced: committed without some replicas; dropped: refused at the end; ended: with their group",
+        ("outcome",),
+    ),
+    "midstream_push_groups_ended": Family(
+        "counter",
+        "groups that ended; members: replicas changed; failed: a replica did not do its part; deadline: no call came in time",
+        ("reason",),
+    ),
+    "midstream_push_seconds": Family("histogram", "calls of trainers that succeeded, by phase", ("phase",)),
+    "midstream_push_received_bytes": Family("counter", "bytes of tensors of updates it finished", _REPLICA),
+}
 _MODEL = ("model_name", "engine")
 VLLM: dict[str, Family] = {
     "vllm:num_requests_running": Family("gauge", "sequences being stepped", _MODEL),
@@ -176,6 +203,7 @@ SECTIONS: dict[str, dict[str, Family]] = {
     "Replicas": REPLICAS,
     "Turns": TURNS,
     "Swaps": SWAPS,
+    "Pushes": PUSHES,
     "vLLM's names": VLLM,
 }
 FAMILIES: dict[str, Family] = {name: one for section in SECTIONS.values() for name, one in section.items()}

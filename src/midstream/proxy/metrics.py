@@ -10,12 +10,10 @@ families.py.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -26,8 +24,17 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, SWAP_MEASURES, Distribution, Trajectories
+from midstream.core.measures import (
+    BUCKETS_S,
+    COUNTS,
+    MEASURES,
+    SWAP_MEASURES,
+    Distribution,
+    Histogram,
+    Trajectories,
+)
 from midstream.core.reports import RecordsStats, ReplicaReport
+from midstream.fleet.push_counts import ENDINGS, KEEPS, OUTCOMES, TIMED, PushCounts
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import STALLS, Siblings, Tally, merged
 from midstream.fleet.view import ReplicaView
@@ -91,20 +98,18 @@ _VLLM_MEASURED = {
     "vllm:request_prompt_tokens": "prompt_tokens",
     "vllm:request_generation_tokens": "generated_tokens",
 }
+#: Counters of pushes, each with the values of its label. All of them are shown from the start: Prometheus sees no increase from
+#: nothing to one.
+_PUSH_COUNTED = {
+    "midstream_push_updates": ("push_updates", OUTCOMES),
+    "midstream_push_groups_ended": ("push_groups_ended", ENDINGS),
+    "midstream_push_keeps": ("push_keeps", KEEPS),
+}
+_RECEIVED = "push_received_bytes"
 _STALLS_OF_REPLICA = "event_loop_stall_seconds"
 _NOTHING = Trajectories.none()
 #: A tool call ends where the model stopped.
 _VLLM_FINISHES = {"tool_calls": "stop"}
-
-
-class Histogram(Distribution):
-    """How many durations fell into each bucket of BUCKETS_S, and their sum in seconds."""
-
-    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
-        self.sum += seconds
 
 
 class GatewayMetrics:
@@ -135,6 +140,8 @@ class GatewayMetrics:
         self.total_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         # By process.
         self.stall_s: defaultdict[str, Histogram] = defaultdict(Histogram)
+        # Of the door of pushes.
+        self.pushes = PushCounts()
 
     @property
     def workers(self) -> int:
@@ -153,12 +160,24 @@ class GatewayMetrics:
 
     @property
     def _histograms(self) -> dict[str, defaultdict[str, Histogram]]:
-        return {"first_byte_s": self.first_byte_s, "total_s": self.total_s, STALLS: self.stall_s}
+        own = {"first_byte_s": self.first_byte_s, "total_s": self.total_s, STALLS: self.stall_s}
+        return own | {"push_s": self.pushes.seconds}
+
+    @property
+    def _push_counters(self) -> dict[str, Counter[str]]:
+        pushes = self.pushes
+        return {
+            "push_updates": pushes.updates,
+            "push_groups_ended": pushes.groups_ended,
+            "push_keeps": pushes.keeps,
+            _RECEIVED: pushes.received_bytes,
+        }
 
     def tally(self) -> Tally:
+        counters = self._counters | self._push_counters
         return Tally(
             requests=[(path, status, count) for (path, status), count in self.requests.items()],
-            counters={name: dict(counts) for name, counts in self._counters.items()},
+            counters={name: dict(counts) for name, counts in counters.items()},
             histograms={
                 name: {path: Distribution([*one.counts], one.sum) for path, one in histograms.items()}
                 for name, histograms in self._histograms.items()
@@ -171,11 +190,12 @@ class GatewayMetrics:
 
     def _in_all(self) -> GatewayMetrics:
         total = GatewayMetrics(self._deployments)
+        counters = total._counters | total._push_counters
         tally = self.in_all()
         for path, status, count in tally.requests:
             total.requests[path, status] = count
         for name, counts in tally.counters.items():
-            total._counters[name].update(counts)
+            counters[name].update(counts)
         for name, histograms in tally.histograms.items():
             for path, one in histograms.items():
                 total._histograms[name][path] = Histogram(one.counts, one.sum)
@@ -198,6 +218,26 @@ class GatewayMetrics:
         yield from self._replicas()
         yield from self._measured()
         yield from self._ended()
+        yield from total._push_counts()
+        yield from self._push_states()
+
+    def _push_counts(self) -> Iterator[Metric]:
+        counters, seconds = self._push_counters, self.pushes.seconds
+        for name, (counter, values) in _PUSH_COUNTED.items():
+            yield _samples(name, [((value,), counters[counter][value]) for value in values])
+        yield _durations("midstream_push_seconds", {phase.value: seconds[phase.value] for phase in TIMED})
+        yield _samples(
+            "midstream_push_received_bytes",
+            [((replica,), count) for replica, count in counters[_RECEIVED].items()],
+        )
+
+    def _push_states(self) -> Iterator[Metric]:
+        """As the ledger had them a second ago at most."""
+        pushes = self.pushes
+        groups = [((d.name, pushes.open[d.name]), 1) for d in self._deployments if d.name in pushes.open]
+        yield _samples("midstream_push_groups", groups)
+        waiting = [((d.name,), pushes.waiting_s.get(d.name, 0.0)) for d in self._deployments]
+        yield _samples("midstream_push_waiting_seconds", waiting)
 
     def _data_path(self) -> Iterator[Metric]:
         requests = [((path, str(status)), count) for (path, status), count in self.requests.items()]

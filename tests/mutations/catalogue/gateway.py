@@ -224,7 +224,7 @@ GATEWAY = (
     Mutation(
         "a_refused_update_leaves_its_trainer_in_a_broadcast",
         "fleet/push.py",
-        "            await self.end(deployment, group, refused.message)\n",
+        '            await self.end(deployment, group, "refused", refused.message)\n',
         "            pass\n",
         "When an update is refused, its group ends, so that the trainer does not hang.",
         ("control/test_push.py",),
