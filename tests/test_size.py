@@ -21,7 +21,7 @@ LINES_MAX = {
     "api": 6090,
     "apidocs": 10,
     "client": 4450,
-    "commands": 2470,
+    "commands": 2554,
     "core": 4560,
     "dashboard": 10,
     "engine": 9256,

@@ -1,4 +1,7 @@
-"""`midstream ledger`: every snapshot that was signalled, and when each replica was ready with it, or why it failed."""
+"""`midstream ledger`: every snapshot that was signalled, and when each replica was ready with it, or why it failed.
+
+Below are the newest group of a trainer that pushes, and its last updates.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from midstream.commands.common import (
     guarded,
     show,
 )
+from midstream.commands.pushes_view import pushes_text
 from midstream.core.text import plain, seconds, table
 
 HEADS = ("snapshot", "kind", "on", "cache", "signalled", "ready after", "")
@@ -49,6 +53,8 @@ def render(ledger: dict[str, Any]) -> str:
     ]
     if ledger.get("older_transitions_left_out"):
         lines.append("(stage changes of older snapshots are left out; ?limit= of the API has them)")
+    if pushes := pushes_text(ledger.get("transfers", ())):
+        lines += ["", pushes]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`midstream status`: the snapshot, the stage and the load of each replica, and the adapter that each policy serves."""
+"""`midstream status`: the snapshot, the stage and the load of each replica, the adapter that each policy serves, and pushes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from midstream.commands.common import (
     guarded,
     show,
 )
-from midstream.commands.observed import Metrics, cached_share, metrics_of, of_replica
+from midstream.commands.observed import Metrics, cached_share, ledger_of, metrics_of, of_replica
+from midstream.commands.pushes_view import Groups, pushes_text
 from midstream.core.errors import ConfigError
 from midstream.core.text import plain, table
 from midstream.core.types import BASE_SNAPSHOT
@@ -44,10 +45,12 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _look(
-    server: ServerClient, draw: Callable[[Status, Metrics, Policies], str], deployment: str | None
+    server: ServerClient, draw: Callable[[Status, Metrics, Policies, Groups], str], deployment: str | None
 ) -> str:
     status = server.snapshots.status(retry_s=0)
-    picture = draw(status, metrics_of(server), _policies(server, deployment))
+    metrics, own = metrics_of(server), _own_name(server, deployment)
+    policies = () if own is None else server.deployments.policies(own, retry_s=0)
+    picture = draw(status, metrics, policies, _groups(server, own, metrics))
     if status.replicas or draw is as_json:
         return picture
     name = full_deployment_name(server, deployment)
@@ -56,29 +59,38 @@ def _look(
     return f"{picture}: {row.get('state')}, {plain(why)}" if why else picture
 
 
-def _policies(server: ServerClient, deployment: str | None) -> Policies:
-    """Of the deployment by its own name: a model's name does not say which one it is."""
+def _own_name(server: ServerClient, deployment: str | None) -> str | None:
+    """None for a model's name, which does not say which deployment it is."""
     if deployment is not None and "/models/" in deployment:
-        return ()
+        return None
     try:
-        name = full_deployment_name(server, deployment)
+        return full_deployment_name(server, deployment)
     except ConfigError:
         # There are several, and the one that is meant without a name is not called so.
-        return ()
-    return server.deployments.policies(name, retry_s=0)
+        return None
 
 
-def render(status: Status, metrics: Metrics, policies: Policies = ()) -> str:
+def _groups(server: ServerClient, own: str | None, metrics: Metrics) -> Groups:
+    """The ledger of a long run is large, so it is asked for only where a trainer has pushed since the server started."""
+    pushes = ("midstream_push_groups", "midstream_push_updates_total", "midstream_push_groups_ended_total")
+    used = any(value for name in pushes for _, value in metrics.get(name, ()))
+    ledger = ledger_of(server, own) if own is not None and used else None
+    return ledger.get("transfers", ()) if ledger else ()
+
+
+def render(status: Status, metrics: Metrics, policies: Policies = (), groups: Groups = ()) -> str:
     if not status.replicas:
         return "there are no replicas"
     replicas = sorted(status.replicas, key=lambda r: r.name)
-    drawn = table(HEADS, [_row(replica, metrics) for replica in replicas])
-    if not policies:
-        return drawn
-    return f"{drawn}\n\n{table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)])}"
+    parts = [table(HEADS, [_row(replica, metrics) for replica in replicas])]
+    if policies:
+        parts.append(table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)]))
+    if groups:
+        parts.append(pushes_text(groups))
+    return "\n\n".join(parts)
 
 
-def as_json(status: Status, metrics: Metrics, policies: Policies = ()) -> str:
+def as_json(status: Status, metrics: Metrics, policies: Policies = (), groups: Groups = ()) -> str:
     """The numbers of `render` as JSON. Replicas are in the server's order, the least ready first."""
     rows = []
     for replica in status.replicas:
@@ -103,7 +115,7 @@ def as_json(status: Status, metrics: Metrics, policies: Policies = ()) -> str:
         }
         for policy in policies
     ]
-    return json.dumps({"replicas": rows, "policies": shown})
+    return json.dumps({"replicas": rows, "policies": shown, "transfers": groups})
 
 
 def _policy_rows(policy: Mapping[str, Any]) -> list[tuple[str, ...]]:
