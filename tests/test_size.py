@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7415,
     "models": 260,
     "proxy": 4243,
-    "replica": 16110,
+    "replica": 16140,
     "snapshots": 5030,
     "transfer": 725,
 }

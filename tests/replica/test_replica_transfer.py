@@ -37,7 +37,7 @@ from midstream.core.transfer import (
     TrainerAlive,
     TransferOrder,
 )
-from midstream.replica.transfer import PartPhase, Transfers
+from midstream.replica.transfer import LOOK_S, PartPhase, Transfers
 
 BOOT = "boot-1"
 
@@ -87,6 +87,7 @@ class Here:
     async def pass_time(self) -> None:
         """All that sleep wake."""
         self._waking.set()
+        self._waking = asyncio.Event()
         for _ in range(4):
             await asyncio.sleep(0)
 
@@ -250,7 +251,7 @@ async def test_finished_files_are_the_sources_until_they_are_dropped() -> None:
 async def test_an_open_update_that_lives_too_long_is_dropped() -> None:
     here = Here()
     await here.at("open")
-    assert here.slept == [600]
+    assert here.slept == [LOOK_S, 600]
     await here.pass_time()
     assert here.phase == "joined"
     assert here.receivers[0].calls[-1] == "drop"
@@ -322,6 +323,25 @@ async def test_whether_the_trainer_lives_is_the_answer() -> None:
     for alive in (True, False):
         here.receivers[0].alive = alive
         assert await here.transfers.answer(orders()["alive"]) == TrainerAlive(alive)
+    assert here.phase == "joined"
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_receiver_does_not_outlive_its_trainer_for_long() -> None:
+    here = Here()
+    await here.at("joined")
+    receiver = here.receivers[0]
+    for alive in (False, False, True, False, False):
+        receiver.alive = alive
+        await here.pass_time()
+        assert here.phase == "joined", "one answer is enough"
+    await here.pass_time()
+    assert here.phase == "ended"
+    assert receiver.calls[-1] == "end"
+    with pytest.raises(Conflict, match="group g ended here: its trainer is gone"):
+        await here.do("begin")
+    await here.do("join")
     assert here.phase == "joined"
     await here.transfers.close()
 

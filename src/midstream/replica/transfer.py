@@ -2,8 +2,9 @@
 
 Owns: the one group at a time that this replica is a member of, and the orders under way.
 Always holds: every move is one entry of `PARTS`. An order that began is carried out, whether or not its caller still waits.
-A group ends with its receiver: when that fails or misses a deadline, at Leave, at a newer Join, with the boot. The files of an
-update are the receiver's until it is finished, and the snapshot source's from then on. The weights that serve are not touched.
+A group ends with its receiver: when that fails or misses a deadline, at Leave, at a newer Join, with the boot, and soon after
+its trainer. The files of an update are the receiver's until it is finished, and the snapshot source's from then on. The
+weights that serve are not touched.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ from midstream.core.transfer import (
 from midstream.replica.swap.source import SnapshotSource
 
 log = logging.getLogger(__name__)
+
+#: Between two looks for the trainer of a group that waits for its next update.
+LOOK_S = 30.0
+#: A trainer is gone that does not answer so many in a row.
+UNANSWERED_LOOKS = 3
+#: It has so long to answer one.
+LOOK_WITHIN_S = 5.0
 
 T = TypeVar("T")
 TransferAnswer = Done | Received | TrainerAlive
@@ -173,6 +181,7 @@ class GroupPart:
         self._finished: tuple[int, Path] | None = None
         self._expiry: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._looks: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"GroupPart({self.group}, {self.phase.value}, update={self.update})"
@@ -185,6 +194,7 @@ class GroupPart:
             raise
         self._done(PartEvent.IS_MEMBER)
         self._watch = asyncio.create_task(self._watch_end(), name="end of the receiver")
+        self._looks = asyncio.create_task(self._look_for_trainer(), name="looks for a trainer")
 
     async def begin(self, order: Begin) -> None:
         self._may(PartEvent.BEGIN)
@@ -300,12 +310,26 @@ class GroupPart:
         if lost:
             log.warning("group %s ended: %s", self.group, reason)
         self._close_update()
+        looks, self._looks = self._looks, None
+        if looks is not None and looks is not asyncio.current_task():
+            looks.cancel()
         self._receiver.end(reason)
 
     async def _expire(self, update: int, live_s: float) -> None:
         await self._sleep(live_s)
         if self.update == update:
             self.drop(update, f"it was not finished within {live_s:g} s")
+
+    async def _look_for_trainer(self) -> None:
+        """End a part whose trainer is gone. While an update is open, its deadline does that."""
+        unanswered = 0
+        while unanswered < UNANSWERED_LOOKS:
+            await self._sleep(LOOK_S)
+            gone = self.phase is PartPhase.JOINED and not await self._receiver.trainer_alive(LOOK_WITHIN_S)
+            unanswered = unanswered + 1 if gone else 0
+        if self.phase is PartPhase.JOINED:
+            log.info("group %s ended: its trainer is gone", self.group)
+            self.end("its trainer is gone")
 
     async def _watch_end(self) -> None:
         self.end(await self._receiver.ended(), lost=True)
