@@ -96,12 +96,12 @@ async def check_place(url: str, content: Content) -> None:
     stated = await read_manifest(listing)
     if stated is None:
         here = {file.name for file in listing.files}
-        other = _other_sizes(tuple(file for file in content if file.name in here), listing)
+        differs = _other_sizes(tuple(file for file in content if file.name in here), listing)
     else:
-        other = difference(content, stated)
-    if other is not None:
+        differs = difference(content, stated)
+    if differs is not None:
         raise SnapshotRefused(
-            f"identity: the bucket has other files at {public_url(url)}: {other}. Push under another name, or remove them",
+            f"the bucket has other files at {public_url(url)}: {differs}. Push under another name, or remove them",
             param="identity",
         )
 
