@@ -106,7 +106,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     "docs/runbook.md": [NAMES],
     "docs/soak.md": [MAKE],
     "docs/start.md": [SERVER_START, SH, SH, SH],
-    "docs/state-machines.md": [PICTURE, PICTURE, PICTURE, PICTURE],
+    "docs/state-machines.md": [PICTURE, PICTURE, PICTURE, PICTURE, PICTURE],
     "docs/tracing.md": [
         Elsewhere("e2e/test_tracing.py", "it needs a collector of traces"),
         SETTINGS,

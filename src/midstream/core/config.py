@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -18,40 +17,30 @@ from msgspec import Meta
 from midstream.core.errors import ConfigError
 from midstream.core.logs import LogFormat
 from midstream.core.scopes import parse_grant
+from midstream.core.setting_types import (
+    NAME_EXPECTED,
+    NAME_PATTERN,
+    SIZE_EXPECTED,
+    SIZE_PATTERN,
+    SIZE_UNITS,
+    BaseModel,
+    Count,
+    CountOrZero,
+    Name,
+    NotNegative,
+    Port,
+    Positive,
+    Seconds,
+    Size,
+    VllmUrl,
+    Weight,
+)
 
 EngineKind = Literal["embedded", "vllm"]
 Dtype = Literal["bfloat16", "float32"]
 Kernels = Literal["auto", "native", "torch"]
 SwapOrder = Literal["together", "one-by-one"]
 Launcher = Literal["local", "ray"]
-
-_FINITE = sys.float_info.max
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_SIZE_PATTERN = r"^([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|kB|MB|GB)\Z"
-_SIZE_EXPECTED = f"expected a number and one of {', '.join(_UNITS)}"
-_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
-_NAME_EXPECTED = "expected letters, digits, '.', '_' and '-', at most 128"
-
-# The description of a bound is the end of the error that a value outside it gets.
-Positive = Annotated[float, Meta(gt=0, le=_FINITE, description="must be above 0 and finite")]
-NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, description="must be at least 0 and finite")]
-Seconds = Annotated[float, Meta(ge=1, le=_FINITE, description="must be at least 1 and finite")]
-Count = Annotated[int, Meta(ge=1, description="must be at least 1")]
-CountOrZero = Annotated[int, Meta(ge=0, description="must be at least 0")]
-Size = Annotated[str, Meta(pattern=_SIZE_PATTERN, description=_SIZE_EXPECTED)]
-Port = Annotated[int, Meta(ge=0, le=65535, description="must be 0 to 65535")]
-Name = Annotated[str, Meta(pattern=_NAME_PATTERN, description=_NAME_EXPECTED)]
-Weight = Annotated[float, Meta(gt=0, le=1e6, description="must be above 0 and at most 1e6")]
-BaseModel = Annotated[
-    str,
-    Meta(
-        pattern=r"(?s)^(?=\S)(?=.*\S\Z).{1,1024}\Z",
-        description="must hold names of 1 to 1024 characters, without blanks around them",
-    ),
-]
-VllmUrl = Annotated[
-    str, Meta(pattern=r"^http://[^/\s]+:[0-9]+\Z", description="must be of the form http://HOST:PORT")
-]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,10 +78,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def parse_size(what: str, text: str) -> int:
     """Bytes of a size such as "512MiB". Raises ConfigError."""
-    match = re.search(_SIZE_PATTERN, text)
+    match = re.search(SIZE_PATTERN, text)
     if match is None:
-        raise ConfigError(f"{what} {text!r}: {_SIZE_EXPECTED}")
-    return int(float(match[1]) * _UNITS[match[2]])
+        raise ConfigError(f"{what} {text!r}: {SIZE_EXPECTED}")
+    return int(float(match[1]) * SIZE_UNITS[match[2]])
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -376,8 +365,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def check_name(what: str, name: str) -> None:
     """Raises ConfigError unless `name` can be a segment of a resource name (no '/', no '@', nothing to escape)."""
-    if not re.search(_NAME_PATTERN, name):
-        raise ConfigError(f"{what} {name!r}: {_NAME_EXPECTED}")
+    if not re.search(NAME_PATTERN, name):
+        raise ConfigError(f"{what} {name!r}: {NAME_EXPECTED}")
 
 
 def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
