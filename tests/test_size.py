@@ -22,7 +22,7 @@ LINES_MAX = {
     "apidocs": 10,
     "client": 4450,
     "commands": 2554,
-    "core": 4560,
+    "core": 4575,
     "dashboard": 10,
     "engine": 9256,
     "fleet": 5530,
@@ -40,7 +40,7 @@ LINES_MAX = {
     "transfer": 725,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
-NAMES_TWICE_MAX = 10
+NAMES_TWICE_MAX = 8
 #: `make walk` measures them (benchmarks/walk.py).
 FILES_MAX = {"chat": 65, "tinker sample": 93, "hot load": 112}
 #: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for

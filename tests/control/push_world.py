@@ -16,13 +16,13 @@ from midstream.core.served_names import ServedNames
 from midstream.core.transfer import (
     Alive,
     Begin,
+    CarriedOut,
     Check,
-    Done,
     Drop,
     Finish,
     Join,
     Keep,
-    Leave,
+    LeaveGroup,
     Receive,
     Received,
     Rendezvous,
@@ -113,7 +113,7 @@ class FakeReplica:
         match order:
             case Join(rendezvous=given):
                 self.group, self.rank = order.group, given.rank_offset
-            case Leave():
+            case LeaveGroup():
                 if order.group == self.group:
                     self.group = ""
             case Drop(update=update):
@@ -127,7 +127,7 @@ class FakeReplica:
                 if order.group != self.group:
                     raise OrderFailed(f"{self.name} answered 409: another group")
                 return self._work(order)
-        return Done()
+        return CarriedOut()
 
     def _work(self, order: TransferOrder) -> msgspec.Struct:
         match order:
@@ -139,7 +139,7 @@ class FakeReplica:
                 return Received(content=content(self.bytes), received_bytes=28)
             case Check():
                 pass
-        return Done()
+        return CarriedOut()
 
 
 class Gateway:

@@ -17,7 +17,7 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotRefused,
 )
-from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, Leave, Receive
+from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, LeaveGroup, Receive
 from midstream.core.types import Stage, Transition
 from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
 from midstream.fleet.registry import Deployments
@@ -452,6 +452,7 @@ def test_the_tries_to_keep_files_that_are_not_desired_come_to_an_end(tmp_path: P
         assert await kept_nowhere(world, 2 * KEEP_ROUNDS) == 2 * KEEP_ROUNDS, "v2 is desired"
         [(_, [second, before])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 2)
         assert (second.kept, before.kept) == ("wanted", "given up")
+        assert gateway.door.counts.keeps == {"given_up": 1}
 
     in_world(tmp_path, work)
 
@@ -535,7 +536,7 @@ def test_a_leave_goes_to_every_member_of_a_group_that_ends(tmp_path: Path) -> No
         [gateway] = world.gateways
         await gateway.init()
         await gateway.door.shutdown(gateway.deployment)
-        left = [[o for o in one.orders if isinstance(o, Leave)] for one in world.replicas.values()]
+        left = [[o for o in one.orders if isinstance(o, LeaveGroup)] for one in world.replicas.values()]
         assert [len(orders) for orders in left] == [1, 1, 1]
 
     in_world(tmp_path, work)

@@ -15,7 +15,16 @@ from test_trainer_calls_api import bad
 from midstream.api import trainer_calls
 from midstream.core.errors import InvalidRequest
 from midstream.core.http_answer import HttpAnswer
-from midstream.core.transfer import Check, Done, Finish, Join, Leave, Receive, Received, TransferOrder
+from midstream.core.transfer import (
+    CarriedOut,
+    Check,
+    Finish,
+    Join,
+    LeaveGroup,
+    Receive,
+    Received,
+    TransferOrder,
+)
 from midstream.core.types import FileContent, SnapshotContent
 from midstream.fleet.replicas import ReplicaRefused
 from midstream.snapshots.content import MANIFEST_FILE, content_fingerprint, encode_manifest
@@ -49,7 +58,7 @@ class Replicas:
             answer = HttpAnswer(refusal.status, {}, msgspec.json.encode(refusal.body()))
             raise ReplicaRefused(view.name, answer)
         finished = Received(content=self.content, received_bytes=12)
-        return msgspec.json.encode(finished if isinstance(order, Finish) else Done())
+        return msgspec.json.encode(finished if isinstance(order, Finish) else CarriedOut())
 
     def of(self, kind: type) -> list[tuple[str, Any]]:
         return [(name, order) for name, order, _ in self.orders if isinstance(order, kind)]
@@ -108,7 +117,7 @@ def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Pa
         assert (await server.http.post("/start_weight_update")).json()["update"] == 2
         answer = await server.http.post("/shutdown_weight_transfer_engine")
         assert answer.json() == {"message": "Weight transfer shut down"}
-        assert len(replicas.of(Leave)) == 3
+        assert len(replicas.of(LeaveGroup)) == 3
 
     pushing(tmp_path, work)
 
@@ -241,7 +250,7 @@ def test_tensors_that_cannot_be_read_are_refused_by_name_and_end_the_group(
     async def work(server: Server, replicas: Replicas) -> None:
         await begin(server)
         assert bad(await send(server, info)) == (400, param)
-        assert (replicas.of(Receive), len(replicas.of(Leave))) == ([], 3)
+        assert (replicas.of(Receive), len(replicas.of(LeaveGroup))) == ([], 3)
         assert await server.ledger.transfer(DEPLOYMENT) is None
         assert (await server.http.post("/finish_weight_update")).status_code == 409
 
@@ -304,7 +313,7 @@ def test_an_update_that_is_too_long_ends_the_group(tmp_path: Path, monkeypatch: 
         answer = await send(server, {**SENT, "names": ["a" * 1000]})
         assert answer.status_code == 400
         assert "must be at most 1000 bytes. The group has ended" in answer.json()["error"]["message"]
-        assert (len(replicas.of(Leave)), await server.ledger.transfer(DEPLOYMENT)) == (3, None)
+        assert (len(replicas.of(LeaveGroup)), await server.ledger.transfer(DEPLOYMENT)) == (3, None)
 
     pushing(tmp_path, work)
 

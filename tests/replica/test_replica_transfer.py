@@ -25,13 +25,13 @@ from midstream.core.transfer import (
     TRANSFER_PATH,
     Alive,
     Begin,
+    CarriedOut,
     Check,
-    Done,
     Drop,
     Finish,
     Join,
     Keep,
-    Leave,
+    LeaveGroup,
     Receive,
     Received,
     TrainerAlive,
@@ -52,7 +52,7 @@ def orders(group: str = "g", boot: str = BOOT, update: int = 1) -> dict[str, Tra
         "finish": Finish(group=group, boot=boot, within_s=60, update=update),
         "drop": Drop(group=group, boot=boot, within_s=60, update=update),
         "alive": Alive(group=group, boot=boot, within_s=60),
-        "leave": Leave(group=group, boot=boot, within_s=60),
+        "leave": LeaveGroup(group=group, boot=boot, within_s=60),
     }
 
 
@@ -208,7 +208,7 @@ async def test_a_conflict_names_both_groups_or_both_updates() -> None:
         with pytest.raises(Conflict, match=r"the open update of group g is 1, not 2"):
             await here.transfers.answer(orders(update=2)[name])
     # To leave another group is to be done already.
-    assert await here.transfers.answer(orders(group="other")["leave"]) == Done()
+    assert await here.transfers.answer(orders(group="other")["leave"]) == CarriedOut()
     assert here.phase == "open"
     await here.transfers.close()
 

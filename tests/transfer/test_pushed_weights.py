@@ -11,7 +11,7 @@ import pytest
 from gloo_trainer import gloo_trainer
 from replica_fakes import FakeEngine, make_replica
 
-from midstream.core.transfer import Begin, Check, Finish, Join, Keep, Leave, Receive, Received
+from midstream.core.transfer import Begin, Check, Finish, Join, Keep, LeaveGroup, Receive, Received
 from midstream.core.types import Desired
 from midstream.replica.replica import Replica
 from midstream.replica.swap.source import CachedSource
@@ -48,7 +48,7 @@ async def pushed(replica: Replica, file: Path) -> Received:
         trainer.send(trainer.names)
         await answer(Receive(update=1, sent=sent, **named))
         received = await answer(Finish(update=1, **named))
-        await answer(Leave(**named))
+        await answer(LeaveGroup(**named))
     assert isinstance(received, Received)
     return received
 

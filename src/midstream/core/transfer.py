@@ -98,7 +98,7 @@ class Drop(_Order, frozen=True, kw_only=True, tag="drop"):
     update: int
 
 
-class Leave(_Order, frozen=True, kw_only=True, tag="leave"):
+class LeaveGroup(_Order, frozen=True, kw_only=True, tag="leave"):
     """End the receiver, whatever it does. Also of a group that is unknown."""
 
 
@@ -114,10 +114,10 @@ class Keep(_Order, frozen=True, kw_only=True, tag="keep"):
     content: Content
 
 
-TransferOrder = Join | Begin | Check | Receive | Finish | Drop | Leave | Alive | Keep
+TransferOrder = Join | Begin | Check | Receive | Finish | Drop | LeaveGroup | Alive | Keep
 
 
-class Done(msgspec.Struct, frozen=True):
+class CarriedOut(msgspec.Struct, frozen=True):
     """The answer of an order that has none of its own."""
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.transfer import TRANSFER_PATH, Drop, Keep, Leave, TransferOrder
+from midstream.core.transfer import TRANSFER_PATH, Drop, Keep, LeaveGroup, TransferOrder
 from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaRefused
 from midstream.ledger import Transfer, TransferMember
@@ -121,7 +121,7 @@ async def release(orders: Orders, group: Transfer, members: Iterable[TransferMem
             await quietly(
                 orders, member.replica, Drop(group=name, boot=boot, within_s=LEAVE_S, update=number)
             )
-        await quietly(orders, member.replica, Leave(group=name, boot=boot, within_s=LEAVE_S))
+        await quietly(orders, member.replica, LeaveGroup(group=name, boot=boot, within_s=LEAVE_S))
 
     await asyncio.gather(*(one(member) for member in members))
 

@@ -2,8 +2,8 @@
 
 Owns: the one group at a time that this replica is a member of, and the orders under way.
 Always holds: every move is one entry of `PARTS`. An order that began is carried out, whether or not its caller still waits.
-A group ends with its receiver: when that fails or misses a deadline, at Leave, at a newer Join, with the boot, and soon after
-its trainer. The files of an update are the receiver's until it is finished, and the snapshot source's from then on. The
+A group ends with its receiver: when that fails or misses a deadline, at LeaveGroup, at a newer Join, with the boot, and soon
+after its trainer. The files of an update are the receiver's until it is finished, and the snapshot source's from then on. The
 weights that serve are not touched.
 """
 
@@ -29,13 +29,13 @@ from midstream.core.table import Table
 from midstream.core.transfer import (
     Alive,
     Begin,
+    CarriedOut,
     Check,
-    Done,
     Drop,
     Finish,
     Join,
     Keep,
-    Leave,
+    LeaveGroup,
     Receive,
     Received,
     Rendezvous,
@@ -55,7 +55,7 @@ UNANSWERED_LOOKS = 3
 LOOK_WITHIN_S = 5.0
 
 T = TypeVar("T")
-TransferAnswer = Done | Received | TrainerAlive
+TransferAnswer = CarriedOut | Received | TrainerAlive
 
 
 class PartPhase(enum.StrEnum):
@@ -390,7 +390,7 @@ class Transfers:
         match order:
             case Join():
                 await self._join(order)
-            case Leave(group=group):
+            case LeaveGroup(group=group):
                 if self._part is not None and self._part.group == group:
                     self._part.end("the group was left")
                     await self._part.gone()
@@ -408,7 +408,7 @@ class Transfers:
                 self._of(order.group).drop(order.update)
             case Alive():
                 return TrainerAlive(await self._of(order.group).trainer_alive(order.within_s))
-        return Done()
+        return CarriedOut()
 
     def _check_boot(self, meant: str) -> None:
         boot = self._boot()
