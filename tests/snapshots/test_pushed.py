@@ -350,6 +350,24 @@ def test_the_wait_for_the_bucket_ends_with_an_error_and_with_a_cancellation(
     replica.load(local.link("p1"))
 
 
+def test_files_that_failed_their_check_here_are_not_awaited_in_the_bucket(local: Bucket) -> None:
+    """Nobody serves NaN, so nobody brings it there. A start must not wait for it before it serves what was good."""
+    replica = Replica(local)
+    replica.receive("p1")
+    path = replica.load(local.link("p1"))
+    replica.run(replica.fetcher.distrust(path))
+    replica.start()
+    with pytest.raises(SnapshotMissing, match="the snapshot was pushed, and its files are not in the bucket"):
+        replica.load(local.link("p1"))
+    assert replica.slept == 0
+    # Where the copy here was to blame, the bucket has them.
+    other = Replica(local, "r2")
+    other.receive("p1")
+    other.load(local.link("p1"))
+    other.keep("p1")
+    replica.load(local.link("p1"))
+
+
 @pytest.mark.parametrize("refetch", [False, True])
 def test_a_copy_in_the_bucket_that_went_bad_is_refused_by_its_content(local: Bucket, refetch: bool) -> None:
     path = file_url_path(put_directory(local.url, "p1", local.source("p1")))

@@ -322,10 +322,17 @@ class ChainFetcher:
         return None
 
     async def _in_bucket(self, link: SnapshotFiles) -> tuple[Listing, Content | None]:
-        """Its files in the bucket, and the content that they must have. What was pushed is waited for."""
+        """Its files in the bucket, and the content that they must have. What was pushed is waited for, unless it was here and
+        failed its check: no replica brings such files to the bucket."""
         if by_content(link.fingerprint):
-            return await kept_listing(link, self._sleep)
+            refuted = await asyncio.to_thread(self._is_distrusted, link)
+            return await kept_listing(link, self._sleep, waits=not refuted)
         return await list_snapshot(link.url, link.fingerprint), link.content
+
+    def _is_distrusted(self, link: SnapshotFiles) -> bool:
+        """Whether these very files are here, and are not to be used."""
+        path = self._cache.whole([link])
+        return noted_contents(path) == (link.content,) and not is_whole(path, None, [link.content])
 
     def _make_room_for(self, chain: Chain, start: int, listed: Sequence[Listing]) -> None:
         partials = (partial_directory(self._cache.root, listing.url) for listing in listed)

@@ -40,8 +40,12 @@ _POLL_S = 1.0
 Sleep = Callable[[float], Awaitable[object]]
 
 
-async def kept_listing(link: SnapshotFiles, sleep: Sleep = asyncio.sleep) -> tuple[Listing, Content]:
+async def kept_listing(
+    link: SnapshotFiles, sleep: Sleep = asyncio.sleep, *, waits: bool = True
+) -> tuple[Listing, Content]:
     """The files of `link`, which is known by its content, and that content. Waits until the bucket has them.
+
+    waits: False looks once.
 
     Raises SnapshotMissing when it does not get them in time, SnapshotCorrupt when it has another snapshot there,
     SnapshotError when it does not answer.
@@ -52,7 +56,7 @@ async def kept_listing(link: SnapshotFiles, sleep: Sleep = asyncio.sleep) -> tup
         )
     waited = 0.0
     while (found := await _in_bucket(link)) is None:
-        if waited >= KEPT_WAIT_S:
+        if not waits or waited >= KEPT_WAIT_S:
             raise SnapshotMissing(
                 f"{public_url(link.url)}: the snapshot was pushed, and its files are not in the bucket yet"
             )
