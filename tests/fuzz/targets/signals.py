@@ -16,7 +16,7 @@ import msgspec
 from midstream.api.signals import parse_hint, parse_signal, source_url
 from midstream.core.errors import ConfigError
 from midstream.http.message import Request
-from midstream.replica import app
+from midstream.replica import app, control
 from midstream.snapshots.identity import check_identity, file_url_path, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import is_snapshot_file
 from targets.inference_wires import replica
@@ -90,6 +90,7 @@ MESSAGES = (
     (app._response_asked, "response"),
     (app._paused, "pause"),
     (app._ids, "ids"),
+    (control._transfer, "an order"),
 )
 #: Of these, what a replica answers without an engine, and what leaves nothing for the next input.
 ANSWERED = (
@@ -108,7 +109,7 @@ def run_internal(data: bytes) -> None:
     """Bodies that gateways send replicas."""
     request = Request(b"POST", b"/", [], {}, data, False, True)
     for decoder, what in MESSAGES:
-        read, _ = refusable(lambda d=decoder, w=what: app._decoded(request, d, w))  # type: ignore[misc]
+        read, _ = refusable(lambda d=decoder, w=what: control.decoded(request, d, w))  # type: ignore[misc]
         if read is not None:
             again = decoder.decode(msgspec.json.encode(read))
             check(repr(again) == repr(read), "another message when it is written again", read)
