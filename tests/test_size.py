@@ -37,7 +37,7 @@ LINES_MAX = {
     "proxy": 4243,
     "replica": 16140,
     "snapshots": 5030,
-    "transfer": 725,
+    "transfer": 750,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
 NAMES_TWICE_MAX = 8

@@ -103,7 +103,7 @@ class GlooReceiver(Receiver):
         try:
             await finished(self._make_files, directory, layout.bytes_max)
             await self._call(
-                lambda call: m.OpenFile(call, str(directory / WEIGHTS_FILE), layout.bytes_max),
+                lambda call: m.OpenFile(call, str(directory / WEIGHTS_FILE)),
                 within_s,
                 "open its file",
             )
@@ -119,7 +119,7 @@ class GlooReceiver(Receiver):
         directory.mkdir()
         shutil.copyfile(self._config, directory / CONFIG_FILE)
         with (directory / WEIGHTS_FILE).open("wb") as file:
-            # A full disk is found here. Later it would kill the receiver.
+            # A full disk is found here, before the trainer sends.
             self._cache.make_room(
                 size,
                 (),

@@ -22,11 +22,10 @@ class JoinGroup(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenFile(msgspec.Struct, tag=True, frozen=True):
-    """The target of what comes. It is there, and has its size."""
+    """The target of what comes. It is there, and has room for all of it."""
 
     call: int
     path: str
-    size: int
 
 
 class ReceiveRanges(msgspec.Struct, tag=True, frozen=True):

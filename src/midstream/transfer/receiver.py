@@ -1,14 +1,15 @@
 """The receiver process: it takes part in a group of `torch.distributed` and writes what comes into a file.
 
-Owns: the group's connections, the mapping of the file, and the digests of its parts.
-Always holds: the target of a broadcast is the mapped file itself. A part is digested once, behind the write position. Nothing
-is unpickled. The process ends when its socket closes, so it never outlives its replica; a deadline is the replica's, which
+Owns: the group's connections, the memory of the pieces, and the digests of the file's parts.
+Always holds: a piece is written and digested from the memory into which it came, once, while the next one comes. Nothing is
+unpickled. The process ends when its socket closes, so it never outlives its replica; a deadline is the replica's, which
 kills it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
@@ -33,48 +34,80 @@ logger = logging.getLogger(__name__)
 #: torch's type stubs leave out most of what is used here.
 _distributed: Any = torch.distributed
 
-#: They compute beside the engine.
-DIGEST_THREADS = 2
-
 
 class UpdateFile:
-    """The file of one update. `written`: everything from the data's start to there has come."""
+    """The file of one update. Its data comes piece after piece, without gaps.
 
-    def __init__(self, path: Path, size: int) -> None:
-        # Mapped and shared: what is written to the tensor is in the file.
-        self.mapped: torch.Tensor = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        self._file = path.open("r+b")
-        self._digests: dict[int, Future[bytes]] = {}
-        self._threads = ThreadPoolExecutor(DIGEST_THREADS, "digests")
+    buffers: two, for pieces in turn. While one piece comes, the one before is written and digested. The next update uses the
+    same memory: the first touch of new memory costs more than a copy.
+    """
 
-    def written(self, position: int) -> None:
-        """All before `position` has come. Digests the parts that are whole, but for the first, which has the header."""
-        for part in range(len(self._digests) + 1, position // PART_BYTES):
-            self._digest(part, (part + 1) * PART_BYTES)
+    def __init__(self, path: Path, buffers: list[torch.Tensor]) -> None:
+        self._file = os.open(path, os.O_RDWR)
+        self._buffers = buffers
+        # What still reads each buffer.
+        self._readers: list[tuple[Future[None], ...]] = [(), ()]
+        self._turn = 0
+        self._writer = ThreadPoolExecutor(1, "writes")
+        self._digester = ThreadPoolExecutor(1, "digests")
+        # The parts that have some of the header, which comes last. None: no data has come.
+        self._header_parts: int | None = None
+        # Of the parts behind those.
+        self._parts: list[hashlib._Hash] = []
 
-    def _digest(self, part: int, end: int) -> None:
-        begin = part * PART_BYTES
-        self._digests[part] = self._threads.submit(part_digest, self._file.fileno(), begin, end)
+    def target(self, size: int) -> torch.Tensor:
+        """Memory for the next piece, of `size` bytes. Raises OSError when an earlier piece could not be written."""
+        for reader in self._readers[self._turn]:
+            reader.result()
+        if self._buffers[self._turn].numel() < size:
+            self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[self._turn][:size]
+
+    def came(self, piece: torch.Tensor, begin: int) -> None:
+        """The target has the bytes of the file from `begin` on."""
+        if self._header_parts is None:
+            self._header_parts = begin // PART_BYTES + 1
+        data: memoryview = piece.numpy().data
+        self._readers[self._turn] = (
+            self._writer.submit(_write, self._file, data, begin),
+            self._digester.submit(self._digest, data, begin),
+        )
+        self._turn = 1 - self._turn
+
+    def _digest(self, data: memoryview, begin: int) -> None:
+        while data:
+            part, inside = divmod(begin, PART_BYTES)
+            piece = data[: PART_BYTES - inside]
+            number = part - (self._header_parts or 0)
+            if number == len(self._parts):
+                self._parts.append(hashlib.sha256())
+            if number >= 0:
+                self._parts[number].update(piece)
+            data, begin = data[len(piece) :], begin + len(piece)
 
     def close(self, header: bytes, size: int) -> str:
-        """Complete the file, and return its digest."""
-        # Nothing is written through the mapping after the last change that the file's time shows.
-        del self.mapped
-        self._file.truncate(size)
-        self._file.seek(0)
-        self._file.write(header)
-        self._file.flush()
-        for part in range(-(-size // PART_BYTES)):
-            if part not in self._digests:
-                self._digest(part, min((part + 1) * PART_BYTES, size))
+        """Complete the file, and return its digest. Raises OSError."""
         try:
-            return combined(self._digests[part].result() for part in sorted(self._digests))
+            for reader in (*self._readers[0], *self._readers[1]):
+                reader.result()
+            os.ftruncate(self._file, size)
+            _write(self._file, memoryview(header), 0)
+            ends = [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
+            first = [part_digest(self._file, *part) for part in ends[: self._header_parts]]
+            return combined((*first, *(part.digest() for part in self._parts)))
         finally:
             self.forget()
 
     def forget(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._file.close()
+        self._writer.shutdown(cancel_futures=True)
+        self._digester.shutdown(cancel_futures=True)
+        os.close(self._file)
+
+
+def _write(file: int, data: memoryview, begin: int) -> None:
+    while data:
+        count = os.pwrite(file, data, begin)
+        data, begin = data[count:], begin + count
 
 
 class GroupMember:
@@ -85,15 +118,16 @@ class GroupMember:
         self.prefix = ""
         self._group: Any = None
         self._target: UpdateFile | None = None
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def carry_out(self, order: m.Order) -> m.OrderDone:
         digest = ""
         match order:
             case m.JoinGroup():
                 self._join(order)
-            case m.OpenFile(_, path, size):
+            case m.OpenFile(_, path):
                 self._forget()
-                self._target = UpdateFile(Path(path), size)
+                self._target = UpdateFile(Path(path), self._buffers)
             case m.ReceiveRanges():
                 self._receive(order)
             case m.CloseFile(_, header, size):
@@ -130,8 +164,9 @@ class GroupMember:
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=order.timeout_s)
         for begin, end in pieces(order.ranges, order.piece_bytes):
-            self._group.broadcast([self._target.mapped[begin:end]], options).wait()
-            self._target.written(end)
+            piece = self._target.target(end - begin)
+            self._group.broadcast([piece], options).wait()
+            self._target.came(piece, begin)
 
     def _forget(self) -> None:
         target, self._target = self._target, None

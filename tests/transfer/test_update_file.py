@@ -1,0 +1,53 @@
+"""The file that a receiver fills: its bytes, and the digest that is made while they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from midstream.snapshots import content
+from midstream.transfer import receiver
+from midstream.transfer.receiver import UpdateFile
+
+PART = 64
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    header=st.integers(1, 3 * PART),
+    sizes=st.lists(st.integers(1, 3 * PART), max_size=12),
+    room=st.integers(0, 2 * PART),
+)
+def test_whatever_the_pieces_are_the_file_and_its_digest_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: int, sizes: list[int], room: int
+) -> None:
+    for module in (content, receiver):
+        monkeypatch.setattr(module, "PART_BYTES", PART)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(header + sum(sizes) + room))
+    sent = torch.arange(sum(sizes), dtype=torch.int64).remainder(251).to(torch.uint8)
+    buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+    for _ in range(2):
+        # The second update finds the memory of the first one.
+        file, at = UpdateFile(path, buffers), 0
+        for size in sizes:
+            piece = file.target(size)
+            piece.copy_(sent[at : at + size])
+            file.came(piece, header + at)
+            at += size
+        digest = file.close(b"h" * header, header + at)
+        assert path.read_bytes() == b"h" * header + bytes(sent.numpy())
+        assert digest == content.file_content(path).digest
+
+
+def test_a_piece_that_cannot_be_written_is_an_error_and_not_a_digest(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(100))
+    file = UpdateFile(path, [torch.empty(0, dtype=torch.uint8) for _ in range(2)])
+    file.came(file.target(10), -5)
+    with pytest.raises(OSError, match="Invalid argument"):
+        file.close(b"h", 100)
