@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from labelled_stream import Stream, completion
 from safetensors.numpy import load_file as load_arrays
 from serving import Server, descendants, serve
 
@@ -41,16 +40,11 @@ def tensors(directory: Path) -> dict[str, Any]:
     return dict(load_file(directory / "model.safetensors"))
 
 
-def completion(server: Server, seed: int, **fields: Any) -> dict[str, Any]:
-    body = {"model": server.model, "prompt": list(f"Rollout {seed} goes".encode()), "seed": seed}
-    return body | {"ignore_eos": True, "return_token_ids": True} | fields
-
-
 def sampled(
     server: Server, seed: int = 1, *, check: bool = True
 ) -> tuple[str, list[int], list[float]] | None:
     """The label, the ids and the log-probabilities of an answer. None: it was refused, and need not be answered."""
-    body = completion(server, seed, max_tokens=24, logprobs=True, raw_output=True)
+    body = completion(server, seed, 24, logprobs=True, raw_output=True)
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S)
     if not check and response.is_error:
         return None
@@ -60,35 +54,6 @@ def sampled(
     return answer["model"].partition("@")[2], choice["token_ids"], numbers
 
 
-class Stream(threading.Thread):
-    """One streamed completion: its ids and the label of each."""
-
-    def __init__(self, server: Server, seed: int, max_tokens: int) -> None:
-        super().__init__()
-        self.started = threading.Event()
-        self.ids: list[int] = []
-        self.labels: list[str] = []
-        self._url = f"{server.url}/v1/completions"
-        self._body = completion(server, seed, stream=True, max_tokens=max_tokens)
-
-    def run(self) -> None:
-        try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=300) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        self._take(json.loads(line[6:]))
-        finally:
-            self.started.set()
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        for choice in chunk["choices"]:
-            new = choice.get("token_ids") or []
-            self.ids += new
-            self.labels += [chunk["model"].partition("@")[2]] * len(new)
-            if new:
-                self.started.set()
-
-
 def label_of(server: Server) -> str:
     found = sampled(server)
     assert found is not None
@@ -96,7 +61,7 @@ def label_of(server: Server) -> str:
 
 
 def answered_by(server: Server, seed: int) -> str:
-    body = completion(server, seed, max_tokens=1)
+    body = completion(server, seed, 1)
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
     return str(answer.headers["x-midstream-replica"])
 
@@ -141,7 +106,7 @@ def test_pushed_weights_serve_with_true_labels_and_the_numbers_of_the_same_files
     assert found[0] == "pushed-1"
     for stream in running:
         stream.join()
-        assert len(stream.ids) == 3500
+        assert (len(stream.ids), stream.finish, stream.usage) == (3500, "length", 3500)
         assert list(dict.fromkeys(stream.labels)) == [before, "pushed-1"]
     with SnapshotPublisher(server.url, f"file://{server.bucket}") as publisher:
         publisher.publish("filed-1", trained, kind="full")

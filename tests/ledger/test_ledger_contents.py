@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from ledger_helpers import DEPLOYMENT, on_ledger
 
 from midstream.core.errors import Conflict, SnapshotRefused
 from midstream.core.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
@@ -28,14 +27,13 @@ from midstream.ledger.schema import (
 #: In an order in which they may be dropped.
 TRANSFERS = (transfer_updates, transfers)
 
-DEPLOYMENT = "accounts/a/deployments/d"
 ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))
 OTHER: Content = (ONE[0], FileContent("model.safetensors", 9, "3" * 64))
 SIZES = {"config.json": 2, "model.safetensors": 9}
 
 
 def signal(identity: str = "a", **more: Any) -> Signal:
-    fields = {"url": f"file:///b/{identity}", "fingerprint": f"files of {identity}", "sizes": SIZES}
+    fields = {"url": f"file:///bucket/{identity}", "fingerprint": f"files of {identity}", "sizes": SIZES}
     return Signal(identity=identity, **fields | more)
 
 
@@ -46,18 +44,6 @@ def found(identity: str = "a", files: Content = ONE, fingerprint: str | None = N
 
 def check(weights: str | None, generation: int = 1) -> SnapshotCheck:
     return SnapshotCheck(snapshot="a", generation=generation, weights=weights)
-
-
-def ledger_test(work: Callable[[Ledger], Awaitable[None]], url: str) -> None:
-    async def run() -> None:
-        ledger = Ledger(url)
-        try:
-            await ledger.ensure_deployment(DEPLOYMENT, "m", "file:///b")
-            await work(ledger)
-        finally:
-            ledger.close()
-
-    asyncio.run(run())
 
 
 def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: str) -> None:
@@ -78,7 +64,7 @@ def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: st
             ("b", None),
         ]
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
@@ -93,7 +79,7 @@ def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
         assert again is not None
         assert [link.content for link in again.files] == [ONE, OTHER]
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +113,7 @@ def test_other_files_under_a_served_name_are_refused_unless_they_are_said_to_rep
         assert state.desired is not None
         assert state.desired.content == other.get("content")
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_what_only_a_manifest_said_gives_way(url: str) -> None:
@@ -138,7 +124,7 @@ def test_what_only_a_manifest_said_gives_way(url: str) -> None:
         plain = await ledger.signal(DEPLOYMENT, signal(fingerprint="plain"))
         assert plain.desired.content is None
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def serves(identity: str, generation: int) -> list[Transition]:
@@ -159,7 +145,7 @@ def test_what_a_manifest_said_stays_once_a_replica_has_served_it(url: str, other
         taken = await ledger.signal(DEPLOYMENT, signal(fingerprint="others", overwrite=True, **other))
         assert (taken.changed, taken.desired.content) == (True, other.get("content"))
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_what_manifests_said_of_a_chain_stays_once_a_replica_has_served_its_end(url: str) -> None:
@@ -171,7 +157,7 @@ def test_what_manifests_said_of_a_chain_stays_once_a_replica_has_served_its_end(
         with pytest.raises(SnapshotRefused, match="'a' are not those"):
             await ledger.signal(DEPLOYMENT, signal(fingerprint="others", content=OTHER))
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_a_late_word_of_a_replica_proves_nothing_of_a_manifest_that_came_since(url: str) -> None:
@@ -183,7 +169,7 @@ def test_a_late_word_of_a_replica_proves_nothing_of_a_manifest_that_came_since(u
         again = await ledger.signal(DEPLOYMENT, signal(content=ONE, fingerprint="mended again"))
         assert again.desired.content == ONE
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) -> None:
@@ -203,7 +189,7 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
         assert fresh.desired.content == OTHER
         assert (await ledger.state(DEPLOYMENT)).weights == {}
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +229,13 @@ def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
         with pytest.raises(Conflict, match="max_policies_per_tenant allows 3"):
             await make(ledger, "yellow")
 
-    ledger_test(before, url)
+    on_ledger(url, before)
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
     with engine.begin() as db:
         for table in lacked:
             table.drop(db)
         db.exec_driver_sql(f"UPDATE midstream_schema SET version = {version}")
-    ledger_test(after, url)
+    on_ledger(url, after)
     with engine.connect() as db:
         found_version = db.exec_driver_sql("SELECT version FROM midstream_schema").scalar_one()
     engine.dispose()

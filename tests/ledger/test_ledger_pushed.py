@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from ledger_helpers import DEPLOYMENT, on_ledger
 
 from midstream.core.errors import SnapshotRefused
 from midstream.core.types import Content, FileContent, Stage, Transition
 from midstream.ledger import FleetReports, Ledger, Signal
 from midstream.snapshots.content import content_fingerprint
 
-DEPLOYMENT = "accounts/a/deployments/d"
 ONE: Content = (FileContent("config.json", 2, "1" * 64), FileContent("model.safetensors", 9, "2" * 64))
 OTHER: Content = (ONE[0], FileContent("model.safetensors", 9, "3" * 64))
 SIZES = {"config.json": 2, "model.safetensors": 9}
 
 
 def pushed(identity: str = "a", content: Content = ONE, **more: Any) -> Signal:
-    fields = {"url": f"file:///b/{identity}", "fingerprint": content_fingerprint(content)}
+    fields = {"url": f"file:///bucket/{identity}", "fingerprint": content_fingerprint(content)}
     return Signal(identity=identity, content=content, **fields | more)
 
 
 def published(identity: str = "a", content: Content | None = ONE, **more: Any) -> Signal:
     """As a trainer signals what is in the bucket. content: by the manifest."""
-    fields = {"url": f"file:///b/{identity}", "fingerprint": f"listing of {identity}", "sizes": SIZES}
+    fields = {"url": f"file:///bucket/{identity}", "fingerprint": f"listing of {identity}", "sizes": SIZES}
     return Signal(identity=identity, content=content, **fields | more)
-
-
-def ledger_test(work: Callable[[Ledger], Awaitable[None]], url: str) -> None:
-    async def run() -> None:
-        ledger = Ledger(url)
-        try:
-            await ledger.ensure_deployment(DEPLOYMENT, "m", "file:///b")
-            await work(ledger)
-        finally:
-            ledger.close()
-
-    asyncio.run(run())
 
 
 async def serve(ledger: Ledger, identity: str, generation: int) -> None:
@@ -68,7 +55,7 @@ def test_what_was_pushed_has_its_content_from_the_first_moment_and_once_more_is_
         assert (again.changed, again.desired) == (False, first.desired)
         assert [(row.identity, row.content) for row in await ledger.snapshots(DEPLOYMENT)] == [("a", ONE)]
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 @pytest.mark.parametrize("proven", [False, True])
@@ -88,7 +75,7 @@ def test_other_content_under_a_pushed_name_is_refused_unless_it_is_said_to_repla
         assert (taken.changed, taken.desired.content) == (True, OTHER)
         assert taken.desired.generation > first.desired.generation
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 @pytest.mark.parametrize("proven", [False, True])
@@ -107,7 +94,7 @@ def test_the_same_bytes_from_the_bucket_are_no_other_files(url: str, proven: boo
         assert (back.desired.fingerprint, back.desired.content) == (content_fingerprint(ONE), ONE)
         assert (await ledger.state(DEPLOYMENT)).since["a"] == first.desired.generation
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_a_copy_without_a_manifest_is_taken_if_its_sizes_agree_and_replicas_check_the_bytes(
@@ -120,7 +107,7 @@ def test_a_copy_without_a_manifest_is_taken_if_its_sizes_agree_and_replicas_chec
         plain = await ledger.signal(DEPLOYMENT, published(content=None))
         assert (plain.desired.fingerprint, plain.desired.content) == ("listing of a", ONE)
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_what_is_in_the_bucket_may_be_pushed_too(url: str) -> None:
@@ -131,7 +118,7 @@ def test_what_is_in_the_bucket_may_be_pushed_too(url: str) -> None:
             await ledger.signal(DEPLOYMENT, pushed(content=OTHER))
         assert (await ledger.signal(DEPLOYMENT, pushed())).desired.content == ONE
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_a_push_that_failed_on_a_replica_is_asked_for_again(url: str) -> None:
@@ -143,7 +130,7 @@ def test_a_push_that_failed_on_a_replica_is_asked_for_again(url: str) -> None:
         assert again.desired.generation > first.desired.generation
         assert again.desired.files == first.desired.files
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_a_delta_stands_on_what_was_pushed_by_its_content(url: str) -> None:
@@ -158,7 +145,7 @@ def test_a_delta_stands_on_what_was_pushed_by_its_content(url: str) -> None:
         back = (await ledger.signal(DEPLOYMENT, replace(delta))).desired
         assert [(link.snapshot, link.fingerprint, link.content) for link in back.files] == expected
 
-    ledger_test(work, url)
+    on_ledger(url, work)
 
 
 def test_a_reset_forgets_what_was_pushed(url: str) -> None:
@@ -168,4 +155,4 @@ def test_a_reset_forgets_what_was_pushed(url: str) -> None:
         fresh = await ledger.signal(DEPLOYMENT, pushed(content=OTHER))
         assert fresh.desired.content == OTHER
 
-    ledger_test(work, url)
+    on_ledger(url, work)

@@ -156,6 +156,7 @@ def _reasons() -> Iterator[None]:
     """Within: an error of vLLM's client has the server's words, which the client leaves out."""
     try:
         yield
+    # Of whatever kind: it is raised again as it is.
     except Exception as error:
         response = getattr(error, "response", None)
         if response is not None:
