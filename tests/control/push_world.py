@@ -104,6 +104,8 @@ class FakeReplica:
         if fault == "hang":
             self.hangs.set()
             await self.goes_on.wait()
+            if self.dead:
+                raise OrderFailed(f"{self.name}: connection lost")
 
     def restart(self) -> None:
         self.boot += "+"
@@ -162,6 +164,8 @@ class Gateway:
         self.waited_for: list[str] = []
 
     async def send(self, replica: str, order: TransferOrder) -> bytes:
+        if self.replicas.named(replica) is None:
+            raise OrderFailed(f"{replica} is gone")
         return await self.world.replicas[replica].take(order)
 
     async def sign(self, content: Content, committing: Committing) -> SignalResult:
@@ -187,6 +191,12 @@ class Gateway:
             told: dict[str, Any] = {"replica": view.name, "boot": replica.boot, "ready": True}
             view.replica.hear(replica_report(**told, snapshot=snapshot, generation=generation))
             view.admitted = True
+
+    def scale(self, count: int) -> None:
+        """The deployment is to have so many replicas. The others drain."""
+        members = [(name, f"http://127.0.0.1:{n + 1}") for n, name in enumerate(self.world.replicas)]
+        self.replicas.facts.set_members(members, leaving=[name for name, _ in members[count:]])
+        self.deployment.wanted = count
 
     # -- the trainer's calls
 

@@ -140,6 +140,53 @@ def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
     in_world(tmp_path, work, TWO_OF_THREE)
 
 
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_member_that_is_not_wanted_any_more_does_not_count_at_the_finish(tmp_path: Path, when: str) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.start()
+        await gateway.update()
+        last = world.replicas["replica-2"]
+        if when == "before":
+            gateway.scale(2)
+            done = await gateway.finish()
+        else:
+            last.faults[Finish] = "hang"
+            call = asyncio.create_task(gateway.finish())
+            await last.hangs.wait()
+            gateway.scale(2)
+            last.dead = True
+            last.goes_on.set()
+            done = await call
+        assert (done.desired.snapshot, done.replicas, done.fenced) == ("v1", ("replica-0", "replica-1"), {})
+        assert gateway.waited_for == ["replica-0", "replica-1"]
+        assert (gateway.door.counts.updates, gateway.door.counts.groups_ended) == (
+            {"committed": 1}, {"members": 1}
+        )  # fmt: skip
+        # The next group has those that stay.
+        await gateway.init(world_size=3)
+        world.version = "v2"
+        assert len((await gateway.push()).replicas) == 2
+
+    in_world(tmp_path, work)
+
+
+def test_a_failure_counts_also_where_another_member_is_not_wanted_any_more(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.start()
+        await gateway.update()
+        gateway.scale(2)
+        world.replicas["replica-1"].faults[Finish] = "die"
+        with pytest.raises(ReplicaUnavailable, match="replica-1"):
+            await gateway.finish()
+        assert (await world.signalled(), await world.group()) == ([], None)
+
+    in_world(tmp_path, work)
+
+
 def test_replicas_that_received_other_bytes_are_never_signalled(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways

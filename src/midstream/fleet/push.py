@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from midstream.core.config import PushSettings
-from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, ReplicaUnavailable
 from midstream.core.transfer import (
-    Alive,
     Begin,
     Check,
     Finish,
@@ -35,12 +32,30 @@ from midstream.core.transfer import (
     Received,
     Rendezvous,
     SentTensors,
-    TrainerAlive,
 )
 from midstream.core.types import Content, Desired
 from midstream.fleet.push_counts import CHOSEN, Ending, PushCounts
-from midstream.fleet.push_members import AGAIN, INIT, all_ready, boot_of, changed_since
-from midstream.fleet.push_orders import OrderAnswers, OrderRefused, Orders, ReplicaOrders, ask, drop, release
+from midstream.fleet.push_members import (
+    AGAIN,
+    INIT,
+    NEXT,
+    all_ready,
+    boot_of,
+    changed_since,
+    left_since,
+    needed,
+)
+from midstream.fleet.push_orders import (
+    OrderAnswers,
+    OrderRefused,
+    Orders,
+    ReplicaOrders,
+    ask,
+    drop,
+    read_answer,
+    release,
+    trainer_lives,
+)
 from midstream.fleet.registry import Deployment
 from midstream.ledger import (
     Committing,
@@ -60,19 +75,8 @@ logger = logging.getLogger(__name__)
 
 #: A gateway ends its own phases by then. Other gateways wait so much longer.
 GRACE_S = 10.0
-#: A replica says within this time whether the trainer's store answers.
-ALIVE_S = 5.0
 #: Work that has begun has so long when the gateway closes.
 CLOSE_S = 5.0
-#: What is to be done in each phase.
-NEXT = {
-    Phase.JOINING: "wait for the answer of /init_weight_transfer_engine",
-    Phase.JOINED: "call /start_weight_update",
-    Phase.STARTING: "wait for the answer of /start_weight_update",
-    Phase.STARTED: "call /update_weights with update_info, then /finish_weight_update",
-    Phase.RECEIVING: "wait for the answer of /update_weights",
-    Phase.FINISHING: "wait for the answer of /finish_weight_update",
-}
 #: Phases in which replicas may hold bytes of an update.
 _UNFINISHED = (Phase.STARTING, Phase.STARTED, Phase.RECEIVING, Phase.FINISHING)
 
@@ -237,29 +241,32 @@ class PushDoor:
             lambda member: Finish(
                 group=group.group, boot=member.boot, within_s=finish_s, update=group.number
             ),
+            lambda: left_since(deployment, group),
         )
         if found.refused is not None:
             await self._drop(deployment, group)
             raise InvalidRequest(found.refused.message, param=found.refused.param)
-        group = await self._fence(deployment, group, found, "finish the update")
+        left = left_since(deployment, group)
+        group = await self._fence(deployment, group, found, "finish the update", left)
         content = await self._agreed(deployment, group, found)
-        fenced = {member.replica: member.fenced for member in group.members if member.fenced}
+        out = {member.replica: member.fenced for member in group.members if member.fenced}
+        fenced = {name: why for name, why in out.items() if name not in left}
         committing = Committing(
             transfer=group,
             replicas=tuple(member.replica for member in group.active),
             keep=self._settings.keep,
-            ends=_words(fenced),
+            ends=_words(out),
         )
         desired = await self._sign(deployment, publishing, content, committing)
         self.counts.updates["fenced" if fenced else "committed"] += 1
-        if fenced:
-            self.counts.groups_ended["fenced"] += 1
+        if out:
+            self.counts.groups_ended["fenced" if fenced else "members"] += 1
         self.on_commit()
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         try:
             await publishing.served(desired, committing.replicas, left_s)
         finally:
-            if fenced:
+            if out:
                 await release(self._orders(deployment), group, group.active, drop=False)
         return Finished(desired, committing.replicas, fenced)
 
@@ -309,26 +316,14 @@ class PushDoor:
         if old is None:
             return
         late = old.late(self._ledger.now())
-        if not late and old.trainer != trainer and await self._trainer_lives(deployment, old):
+        there = [member for member in old.active if boot_of(deployment, member.replica) == member.boot]
+        if not late and old.trainer != trainer and await trainer_lives(self._orders(deployment), old, there):
             raise Conflict(
                 f"another trainer's group, of {old.trainer}, is open for {deployment.name} and {old.phase};"
                 " end it with /shutdown_weight_transfer_engine, or with its trainer"
             )
         if not await self.end(deployment, old, "replaced", "another group replaced it"):
             raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {AGAIN}")
-
-    async def _trainer_lives(self, deployment: Deployment, old: Transfer) -> bool:
-        """Whether a replica that is still in the group reaches its trainer. If none can tell: whether the group works."""
-        there = [member for member in old.active if boot_of(deployment, member.replica) == member.boot]
-        found = await ask(
-            self._orders(deployment),
-            there,
-            lambda member: Alive(group=old.group, boot=member.boot, within_s=ALIVE_S),
-            len(there),
-        )
-        alive = [_read(answer, TrainerAlive) for answer in found.answers.values()]
-        heard = [answer.alive for answer in alive if answer is not None]
-        return any(heard) if heard else bool(there) and old.deadline is not None
 
     async def _check_members(self, deployment: Deployment, group: Transfer) -> None:
         """Raises Conflict when other replicas, or other boots, are to take part; the group has ended then."""
@@ -359,10 +354,17 @@ class PushDoor:
         return await self._fence(deployment, group, found, what)
 
     async def _ask(
-        self, deployment: Deployment, group: Transfer, order: Callable[[TransferMember], Any]
+        self,
+        deployment: Deployment,
+        group: Transfer,
+        order: Callable[[TransferMember], Any],
+        left: Callable[[], Collection[str]] = tuple,
     ) -> OrderAnswers:
-        may_fail = len(group.active) - self._needed(group)
-        return await ask(self._orders(deployment), group.active, order, may_fail)
+        """left: members that do not count."""
+        gone = set(left())
+        members = [member for member in group.active if member.replica not in gone]
+        may_fail = len(members) - needed(group, self._settings.quorum, gone)
+        return await ask(self._orders(deployment), members, order, may_fail, left)
 
     async def _raise_refusal(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> None:
         refused: OrderRefused | None = found.refused
@@ -379,25 +381,35 @@ class PushDoor:
         raise ReplicaUnavailable(_and_ended(f"not every replica could {what}: {why}"))
 
     async def _fence(
-        self, deployment: Deployment, group: Transfer, found: OrderAnswers, what: str
+        self,
+        deployment: Deployment,
+        group: Transfer,
+        found: OrderAnswers,
+        what: str,
+        left: Mapping[str, str] | None = None,
     ) -> Transfer:
-        """The group without members that failed, which leave it. Raises ReplicaUnavailable below the quorum."""
-        if not found.failed:
+        """The group without members that did not answer, which leave it. Raises ReplicaUnavailable below the quorum.
+
+        left: members that do not count, with the reasons.
+        """
+        left = left or {}
+        lost = [member for member in group.active if member.replica not in found.answers]
+        if not lost:
             return group
-        if len(group.active) - len(found.failed) < self._needed(group):
-            await self._fail(deployment, group, found.failed, what)
+        reasons = {one.replica: left.get(one.replica) or found.failed.get(one.replica, "") for one in lost}
+        there = [member for member in group.active if member.replica not in {**reasons, **left}]
+        if len(there) < needed(group, self._settings.quorum, left):
+            await self._fail(deployment, group, found.failed or reasons, what)
         members = tuple(
-            member._replace(fenced=found.failed.get(member.replica, member.fenced))
-            for member in group.members
+            member._replace(fenced=reasons.get(member.replica, member.fenced)) for member in group.members
         )
-        lost = [member for member in group.members if member.replica in found.failed]
         await release(self._orders(deployment), group, lost, drop=True)
-        logger.warning("the push to %s continues without: %s", deployment.name, _words(found.failed))
+        logger.warning("the push to %s continues without: %s", deployment.name, _words(reasons))
         return await self._advance(deployment, group, Event.FENCED, members)
 
     async def _agreed(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> Content:
         """The content that all have. Raises ReplicaUnavailable; the group has ended then."""
-        received = {name: _read(answer, Received) for name, answer in found.answers.items()}
+        received = {name: read_answer(answer, Received) for name, answer in found.answers.items()}
         unread = {name: f"{name} answered something else" for name, one in received.items() if one is None}
         if unread:
             await self._fail(deployment, group, unread, "finish the update")
@@ -473,9 +485,6 @@ class PushDoor:
             await release(self._orders(deployment), group, group.members, drop=True)
             raise
 
-    def _needed(self, group: Transfer) -> int:
-        return max(1, math.ceil(self._settings.quorum * len(group.members) - 1e-9))
-
     def _left_s(self, group: Transfer) -> float:
         """Until this gateway has to end the phase."""
         return (group.deadline or 0.0) - GRACE_S - self._ledger.now()
@@ -487,11 +496,3 @@ def _and_ended(message: str) -> str:
 
 def _words(failed: dict[str, str]) -> str:
     return "; ".join(failed.values())
-
-
-def _read(answer: bytes, kind: type[T]) -> T | None:
-    """None: it is no such answer."""
-    try:
-        return decoded(lambda data: msgspec.json.decode(data, type=kind), answer)
-    except NOT_JSON:
-        return None

@@ -1,20 +1,34 @@
-"""Which replicas take part in a trainer's group, and whether the group is still theirs. Pure.
+"""Which replicas take part in a trainer's group, whether the group is still theirs, and how many of them are enough. Pure.
 
-Always holds: every replica that a deployment is to have takes part, in its present boot.
+Always holds:
+- Every replica that a deployment is to have takes part, in its present boot.
+- At the finish, a member that the deployment is to have no more counts for nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from midstream.core.errors import Conflict, ReplicaUnavailable
 from midstream.core.transfer import Rendezvous
 from midstream.fleet.registry import Deployment
-from midstream.ledger import Transfer, TransferMember
+from midstream.ledger import Phase, Transfer, TransferMember
 
 #: Replicas that are not ready are waited for so long before the next try.
 READY_AGAIN_S = 5
 INIT = "call /init_weight_transfer_engine"
 #: Clients find the first two words.
 AGAIN = f"init again: {INIT}"
+#: What is to be done in each phase.
+NEXT = {
+    Phase.JOINING: "wait for the answer of /init_weight_transfer_engine",
+    Phase.JOINED: "call /start_weight_update",
+    Phase.STARTING: "wait for the answer of /start_weight_update",
+    Phase.STARTED: "call /update_weights with update_info, then /finish_weight_update",
+    Phase.RECEIVING: "wait for the answer of /update_weights",
+    Phase.FINISHING: "wait for the answer of /finish_weight_update",
+}
 
 
 def all_ready(deployment: Deployment, rendezvous: Rendezvous) -> list[TransferMember]:
@@ -42,6 +56,20 @@ def boot_of(deployment: Deployment, replica: str) -> str | None:
     """None: the replica is gone, or not reachable."""
     view = deployment.replicas.named(replica)
     return None if view is None or view.report is None else view.report.boot
+
+
+def left_since(deployment: Deployment, group: Transfer) -> dict[str, str]:
+    """Members that the deployment is to have no more, with that as the reason. Their failures count for nothing."""
+    return {
+        member.replica: f"{member.replica} has left the deployment"
+        for member in group.members
+        if deployment.replicas.named(member.replica) is None and member.replica not in deployment.absent
+    }
+
+
+def needed(group: Transfer, quorum: float, left: Collection[str] = ()) -> int:
+    """How many members have to do their part, of those that have not left."""
+    return max(1, math.ceil(quorum * (len(group.members) - len(left)) - 1e-9))
 
 
 def changed_since(deployment: Deployment, group: Transfer) -> list[str]:

@@ -10,14 +10,23 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.transfer import TRANSFER_PATH, Drop, Keep, LeaveGroup, TransferOrder
+from midstream.core.transfer import (
+    TRANSFER_PATH,
+    Alive,
+    Drop,
+    Keep,
+    LeaveGroup,
+    TrainerAlive,
+    TransferOrder,
+)
 from midstream.fleet.registry import Deployment
 from midstream.fleet.replicas import ReplicaRefused
 from midstream.ledger import Transfer, TransferMember
@@ -26,6 +35,10 @@ from midstream.ledger import Transfer, TransferMember
 ANSWER_S = 5.0
 #: Orders that end something take a short time.
 LEAVE_S = 5.0
+#: A replica says within this time whether the trainer's store answers.
+ALIVE_S = 5.0
+
+T = TypeVar("T")
 
 
 class OrderRefused(Exception):
@@ -83,15 +96,19 @@ async def ask(
     members: Sequence[TransferMember],
     order: Callable[[TransferMember], TransferOrder],
     may_fail: int = 0,
+    left: Callable[[], Collection[str]] = tuple,
 ) -> OrderAnswers:
-    """Send each member its order, all at once. Ends early on a refusal, or once more than `may_fail` have failed."""
+    """Send each member its order, all at once. Ends early on a refusal, or once more than `may_fail` have failed.
+
+    left: members whose failures do not count.
+    """
     found = OrderAnswers()
     tasks = {
         asyncio.create_task(orders.send(member.replica, order(member))): member.replica for member in members
     }
     waiting = set(tasks)
     try:
-        while waiting and found.refused is None and len(found.failed) <= may_fail:
+        while waiting and found.refused is None and len(found.failed.keys() - set(left())) <= may_fail:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             # In the order of the members.
             for task in [task for task in tasks if task in done]:
@@ -110,6 +127,30 @@ def _note(found: OrderAnswers, replica: str, task: asyncio.Task[bytes]) -> None:
         found.failed[replica] = str(error)
     except OrderRefused as error:
         found.refused = found.refused or error
+
+
+async def trainer_lives(orders: Orders, group: Transfer, there: Sequence[TransferMember]) -> bool:
+    """Whether a member reaches the trainer of its group. If none can tell: whether the group works on something.
+
+    there: the members that are still in the group.
+    """
+    found = await ask(
+        orders,
+        there,
+        lambda member: Alive(group=group.group, boot=member.boot, within_s=ALIVE_S),
+        len(there),
+    )
+    alive = [read_answer(answer, TrainerAlive) for answer in found.answers.values()]
+    heard = [answer.alive for answer in alive if answer is not None]
+    return any(heard) if heard else bool(there) and group.deadline is not None
+
+
+def read_answer(answer: bytes, kind: type[T]) -> T | None:
+    """None: it is no such answer."""
+    try:
+        return decoded(lambda data: msgspec.json.decode(data, type=kind), answer)
+    except NOT_JSON:
+        return None
 
 
 async def release(orders: Orders, group: Transfer, members: Iterable[TransferMember], *, drop: bool) -> None:
