@@ -18,7 +18,7 @@ from tiers import slow
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
-from midstream.core.errors import ConfigError, SnapshotError, SnapshotNotFinite
+from midstream.core.errors import ConfigError, SnapshotError, SnapshotIncompatible, SnapshotNotFinite
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.embedded.core import EngineCore
 from midstream_kernels.decoder import CpuDecoder
@@ -354,7 +354,7 @@ def test_alternatives_of_prompt_tokens_survive_chunked_prefill(
         ),
         # Finite, and too large to compute with.
         ("model.layers.1.mlp.experts.2.down_proj.weight", ..., 3e38, SnapshotNotFinite, "are not finite"),
-        (None, ..., 0.0, SnapshotError, "logits of a fixed prompt are all equal"),
+        (None, ..., 0.0, SnapshotIncompatible, "logits of a fixed prompt are all equal"),
     ],
 )
 def test_weights_that_compute_nothing_are_refused_before_they_serve(

@@ -23,7 +23,7 @@ from tiers import variant
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
-from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.base import EngineDied, StagingFailed, WeightsRefused
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.http.ipc import Frames, frame
@@ -170,7 +170,7 @@ def test_an_adapter_that_computes_no_finite_number_is_refused_beside_a_stream(
         stream = asyncio.create_task(records(engine, request("r", [1, 2, 3], max_tokens=200)))
         slot = engine.slot("red")
         assert slot.proves_staged
-        with pytest.raises(StagingFailed, match="SnapshotNotFinite: the log-probabilities of a fixed prompt"):
+        with pytest.raises(WeightsRefused, match="SnapshotNotFinite: the log-probabilities of a fixed prompt"):
             await slot.stage("a1", write(3e38))
         with pytest.raises(StagingFailed, match="not the staged snapshot"):
             await slot.commit("a1")

@@ -185,18 +185,23 @@ def test_a_deployment_that_takes_no_signals_takes_no_update(tmp_path: Path) -> N
     pushing(tmp_path, work)
 
 
-def test_a_replica_that_cannot_load_the_weights_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("refused", "status"), [(1, 400), (0, 503)])
+def test_a_replica_that_cannot_load_is_said_and_whether_the_weights_are_at_fault(
+    tmp_path: Path, refused: int, status: int
+) -> None:
     async def work(server: Server, replicas: Replicas) -> None:
         await begin(server)
         await send(server)
         asked = asyncio.create_task(server.http.post("/finish_weight_update", json={"weight_version": "7"}))
         while await server.desired() is None:
             assert not asked.done()
-        server.report(1, generation=1, transitions=failed("7", 1, "NaN in a"))
+        why = "NaN in a" if refused else "the disk is full"
+        server.report(1, generation=1, refused=refused, transitions=failed("7", 1, why))
         server.replicas._changed()
         answer = await asked
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "replica-1 could not load '7': NaN in a"
+        more = "" if refused else "; push it again"
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"] == f"replica-1 could not load '7': {why}{more}"
 
     pushing(tmp_path, work)
 

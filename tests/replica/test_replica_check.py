@@ -148,6 +148,7 @@ def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_pat
             None,
         )
         assert report.own.error == "the log-probability of canary token 1 is nan"
+        assert report.own.refused == 1, "the weights are at fault"
         replica.desire(wanted("v1", 2, reset_prompt_cache="none"))
         await at(replica, "v1", Stage.IDLE)
         assert engine.switches == ["v1", "v1"], "its user asked again"

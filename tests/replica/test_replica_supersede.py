@@ -449,6 +449,7 @@ def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytes
         await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         assert engine.switches == ["v1"], "it is not tried again by itself"
         assert replica.report().own.error == "its check did not end within 0 s"
+        assert replica.report().own.refused == 0, "the weights may be good"
         assert not replica.report().ready
 
     play(tmp_path, engine, source, scenario)

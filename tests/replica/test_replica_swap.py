@@ -264,6 +264,7 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
         report = replica.report()
         assert (report.own.snapshot, report.own.stage, report.own.target) == ("v1", Stage.ERROR, "v2")
         assert report.own.error == "v2: checksum of a.weight differs"
+        assert report.own.refused == 0, "the files are at fault, not the weights"
         assert report.own.transitions[-1].detail == report.own.error
         assert (engine.serving, report.ready, replica.own.gate.door) == ("v1", True, Door.OPEN)
         assert "stage v2 v2" not in engine.calls

@@ -40,6 +40,10 @@ INSTEAD = (
 )
 
 
+class NotLoaded(SnapshotRefused):
+    """A replica could not load the snapshot."""
+
+
 class Take(Protocol):
     """What takes a signal."""
 
@@ -122,7 +126,7 @@ class Updates:
     ) -> None:
         """Returns when every replica that is to serve it does. replicas: only these are waited for.
 
-        Raises SnapshotRefused, Conflict and ReplicaUnavailable.
+        Raises NotLoaded, Conflict and ReplicaUnavailable.
         """
         deadline = asyncio.get_running_loop().time() + within_s
         while True:
@@ -142,7 +146,7 @@ class Updates:
                 return
             if "error" in stages:
                 bad = rows[stages.index("error")].midstream
-                raise SnapshotRefused(f"{bad.replica} could not load {desired.snapshot!r}: {bad.error}")
+                raise NotLoaded(f"{bad.replica} could not load {desired.snapshot!r}: {bad.error}")
             left = deadline - asyncio.get_running_loop().time()
             if not rows or left <= 0:
                 why = f"they are at {', '.join(stages)}" if rows else "there are none"

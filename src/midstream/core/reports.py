@@ -51,6 +51,8 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     # The snapshot that is being loaded, or the one that failed.
     target: str | None = None
     error: str | None = None
+    # Generation of the last target whose weights were at fault, so that any replica would refuse them. 0: of none.
+    refused: Whole = 0
     # Requests being served.
     in_flight: Whole = 0
     # The target is staged and waits to be let go.

@@ -28,6 +28,10 @@ class StagingFailed(Exception):
     """The staged files could not become a model; what serves is unchanged."""
 
 
+class WeightsRefused(StagingFailed):
+    """The weights in the files are at fault: another engine would refuse them, too."""
+
+
 class Slot(abc.ABC):
     """What one policy serves, and what is to take its place. Every engine is the slot of its deployment's own policy.
 

@@ -245,6 +245,7 @@ class ServedPolicy:
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
             error=machine.error,
+            refused=machine.refused,
             in_flight=self.gate.inside,
             held=machine.stage is Stage.STAGED and machine.held,
             admitting=self.gate.door is not Door.CLOSED,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
-from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed
+from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed, WeightsRefused
 from midstream.engine.embedded import protocol as m
 from midstream.engine.request_events import RequestEvents
 from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer, StillnessTimer, cpu_ticks
@@ -217,7 +217,7 @@ class EmbeddedEngine(Engine):
         finally:
             self._calls.pop(call, None)
         if done.error is not None:
-            raise StagingFailed(done.error)
+            raise (WeightsRefused if done.refused else StagingFailed)(done.error)
         return done
 
     def _running_link(self) -> _EngineLink:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from midstream.core.config import EngineSettings, parse_size
-from midstream.core.errors import ConfigError, SnapshotError, SnapshotNotFinite
+from midstream.core.errors import ConfigError, SnapshotIncompatible, SnapshotNotFinite
 from midstream.engine.adapter import LowRanks
 from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
 from midstream.engine.embedded.attention import IMPLEMENTATION
@@ -175,8 +175,8 @@ def _check_shapes(module: Any, serving: LoadedModel) -> None:
 def probe(model: LoadedModel, adapter: Any = None) -> None:
     """Score the canary with the model, or with an adapter on it. Not while another thread runs this model.
 
-    adapter: the decoder's own form. Raises SnapshotNotFinite when a log-probability is not finite, SnapshotError when the
-    logits of each token are all equal.
+    adapter: the decoder's own form. Raises SnapshotNotFinite when a log-probability is not finite,
+    SnapshotIncompatible when the logits of each token are all equal.
     """
     config, tokens = model.config, CANARY_TOKENS if adapter is None else CANARY_TOKENS_OF_POLICY
     ids = canary_ids(int(config.vocab_size), int(config.max_position_embeddings), tokens)
@@ -184,7 +184,7 @@ def probe(model: LoadedModel, adapter: Any = None) -> None:
     if not torch.isfinite(logits.log_softmax(-1)).all():
         raise SnapshotNotFinite("the log-probabilities of a fixed prompt are not finite")
     if adapter is None and bool((logits == logits[:, :1]).all()):
-        raise SnapshotError(
+        raise SnapshotIncompatible(
             "the logits of a fixed prompt are all equal, so the weights cannot distinguish tokens"
         )
 

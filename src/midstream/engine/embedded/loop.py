@@ -30,7 +30,7 @@ from midstream.engine.embedded.background import Background, Job
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.grammar_queue import GrammarQueue
 from midstream.engine.embedded.model_runner import dispose
-from midstream.engine.embedded.stager import Staged, Stager
+from midstream.engine.embedded.stager import Staged, Stager, Unservable
 from midstream.http.ipc import Channel, Disconnected
 from midstream.snapshots.adapter import is_adapter
 
@@ -182,7 +182,8 @@ class EngineLoop:
                 result = why
             if isinstance(result, str):
                 self._core.store.adapter_came(request.call)
-                self._channel.send(m.CallDone(request.call, error=result))
+                refused = isinstance(result, Unservable)
+                self._channel.send(m.CallDone(request.call, error=result, refused=refused))
                 continue
             self._core.set_staged(result, request.policy)
             self._core.store.adapter_came(request.call)

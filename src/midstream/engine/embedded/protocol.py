@@ -125,10 +125,14 @@ class Events(msgspec.Struct, tag=True, frozen=True):
 
 
 class CallDone(msgspec.Struct, tag=True, frozen=True):
-    """The end of a call: `error` if it failed, `timing` of a commit, `digest` of the weights."""
+    """The end of a call: `error` if it failed, `timing` of a commit, `digest` of the weights.
+
+    refused: the weights to be staged are at fault.
+    """
 
     call: int
     error: str | None = None
+    refused: bool = False
     timing: SwapTiming | None = None
     digest: str | None = None
 

@@ -12,7 +12,7 @@ import queue
 from collections.abc import Callable
 from pathlib import Path
 
-from midstream.core.errors import MidstreamError
+from midstream.core.errors import MidstreamError, SnapshotIncompatible, SnapshotNotFinite
 from midstream.engine.embedded.background import Job
 from midstream.engine.embedded.protocol import StageSnapshot
 from midstream.engine.embedded.weights import Weights
@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 SUPERSEDED = "superseded by a newer snapshot"
 DROPPED = "its caller was cancelled"
+
+
+class Unservable(str):
+    """A reason that lies in the weights: another engine would refuse them, too."""
+
 
 #: A request and its weights, or the reason why there are none.
 Staged = tuple[StageSnapshot, Weights | str]
@@ -95,5 +100,6 @@ class Stager:
             policy = request.policy.partition("#")[0]
             called = f"{request.snapshot} of policy {policy}" if policy else request.snapshot
             logger.warning("staging %s failed: %s", called, error, exc_info=not known)
-            result = f"{type(error).__name__}: {error}"
+            kind = Unservable if isinstance(error, SnapshotIncompatible | SnapshotNotFinite) else str
+            result = kind(f"{type(error).__name__}: {error}")
         self._finished.put((request, result))

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import enum
 
+from midstream.core.errors import SnapshotIncompatible, SnapshotNotFinite
 from midstream.core.table import Table
 from midstream.core.types import Desired
-from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.base import EngineDied, StagingFailed, WeightsRefused
 from midstream.replica.swap import table
+from midstream.replica.swap.checker import ScoresNotFinite
 from midstream.replica.swap.table import SwapMachine
 
 #: Attempts in a row that may be given up for newer targets. Those given up while HELD are counted by themselves.
 GIVEN_UP_MAX = 2
+#: Failures for which the weights are at fault, whatever replica loads them.
+REFUSALS = (SnapshotIncompatible, SnapshotNotFinite, WeightsRefused, ScoresNotFinite)
 
 
 class AttemptPhase(enum.StrEnum):
@@ -195,7 +199,7 @@ class Attempts:
             event = AttemptEvent.LOST_TRACK
         action = self.move(event)
         if action is not AttemptAction.NOTHING:
-            self._machine.fail(message)
+            self._machine.fail(message, refused=isinstance(error, REFUSALS))
         return action
 
     def ended(self) -> AttemptAction:

@@ -29,6 +29,10 @@ class NotSound(Exception):
     """The serving weights are not what they should be."""
 
 
+class ScoresNotFinite(NotSound):
+    """The serving weights compute a number that is not finite."""
+
+
 class Checker:
     """new_id: never the same twice, also between boots. slot: of the policy; None: of the deployment's own."""
 
@@ -75,7 +79,7 @@ class Checker:
         logprobs = tuple(record.logprob for record in records[1:])
         for position, logprob in enumerate(logprobs, start=1):
             if not math.isfinite(logprob):
-                raise NotSound(f"the log-probability of canary token {position} is {logprob}")
+                raise ScoresNotFinite(f"the log-probability of canary token {position} is {logprob}")
         return logprobs
 
 

@@ -81,6 +81,8 @@ class SwapMachine:
         self.accepted: Desired | None = None
         self.target: Desired | None = None
         self.error: str | None = None
+        #: Generation of the last target whose weights were at fault. 0: of none.
+        self.refused = 0
         self.transitions: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
 
     def __repr__(self) -> str:
@@ -177,8 +179,11 @@ class SwapMachine:
         elif event is SwapEvent.CHECKED:
             self.sound = self.checked = True
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, *, refused: bool = False) -> None:
+        """refused: the weights are at fault, and would be on any replica."""
         assert self.target is not None
+        if refused:
+            self.refused = self.target.generation
         checking = self.stage is Stage.CHECKING
         self._move(SwapEvent.FAILED, self.target, printable(message))
         if checking:
