@@ -15,7 +15,7 @@ from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
 from postgres import PASSWORD, Postgres, Wire
 
 from midstream.core.errors import ConfigError
-from midstream.ledger import Ledger, LedgerUnavailable
+from midstream.ledger import Event, Ledger, LedgerUnavailable, TransferMember
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,27 @@ def test_the_password_is_in_no_message(
         shown.append(str(refused.value))
     assert not [text for text in (*shown, caplog.text) if PASSWORD in text]
     assert "password authentication failed" in shown[1]
+
+
+def test_gateways_whose_clocks_differ_judge_a_deadline_alike(postgres_url: str) -> None:
+    members = (TransferMember("replica-0", "boot", 1),)
+
+    async def work(ledger: Ledger) -> None:
+        behind, ahead = 0.0, 4e9
+        ledger.now = lambda: behind
+        group = await ledger.open_transfer(DEPLOYMENT, "g", members, "127.0.0.1:29500", 60.0)
+        with opened(postgres_url) as other:
+            other.now = lambda: ahead
+            seen = await other.transfer(DEPLOYMENT)
+            assert seen == group
+            assert not seen.late(other.clock())
+            assert seen.late(other.clock() + 61.0)
+            joined = await other.move_transfer(seen, Event.JOINED)
+            started = await other.move_transfer(joined, Event.START, within_s=60.0)
+            assert not started.late(ledger.clock())
+            assert started.late(ledger.clock() + 61.0)
+
+    on_ledger(postgres_url, work)
 
 
 def test_a_lost_connection_is_a_retryable_error_or_none(

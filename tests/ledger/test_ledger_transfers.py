@@ -155,11 +155,11 @@ def test_pushed_weights_without_a_name_get_a_growing_one_in_the_bucket(url: str)
 def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         seen = await finishing(ledger)
-        then = ledger.now()
-        ledger.now = lambda: then
+        then = ledger.clock()
+        ledger.clock.read = lambda _: then  # type: ignore[method-assign]
         await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(seen))
         assert await ledger.updates_waiting_s() == {DEPLOYMENT: 0.0}
-        ledger.now = lambda: then + 30.0
+        ledger.clock.read = lambda _: then + 30.0  # type: ignore[method-assign]
         [update] = await ledger.unkept_updates()
         assert (update.identity, update.bucket, update.content, update.desired) == (
             "v1", "file:///bucket", CONTENT, True

@@ -302,7 +302,7 @@ class PushDoor:
         group = await self._ledger.transfer(deployment.name)
         if group is None:
             raise Conflict(f"no trainer's group is open for {deployment.name}; {INIT}")
-        if group.late(self._ledger.now()):
+        if group.late(self._ledger.clock()):
             reason = f"it was past its deadline while it was {group.phase}"
             await self.end(deployment, group, "deadline", reason)
             raise Conflict(f"the trainer's group has ended: {reason}; {INIT}")
@@ -315,7 +315,7 @@ class PushDoor:
         old = await self._ledger.transfer(deployment.name)
         if old is None:
             return
-        late = old.late(self._ledger.now())
+        late = old.late(self._ledger.clock())
         there = [member for member in old.active if boot_of(deployment, member.replica) == member.boot]
         if not late and old.trainer != trainer and await trainer_lives(self._orders(deployment), old, there):
             raise Conflict(
@@ -487,7 +487,7 @@ class PushDoor:
 
     def _left_s(self, group: Transfer) -> float:
         """Until this gateway has to end the phase."""
-        return (group.deadline or 0.0) - GRACE_S - self._ledger.now()
+        return (group.deadline or 0.0) - GRACE_S - self._ledger.clock()
 
 
 def _and_ended(message: str) -> str:

@@ -88,7 +88,7 @@ class PushUpkeep:
         counts.waiting_s = await self._ledger.updates_waiting_s()
         for group in groups:
             deployment = self._deployments.known(group.deployment)
-            if deployment is not None and group.late(self._ledger.now()):
+            if deployment is not None and group.late(self._ledger.clock()):
                 await self._door.end(
                     deployment, group, "deadline", f"it was past its deadline while it was {group.phase}"
                 )

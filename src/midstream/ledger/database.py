@@ -76,6 +76,11 @@ class Database:
                 "use the midstream that wrote it, or another --state-dir or --database"
             )
 
+    @property
+    def is_server(self) -> bool:
+        """Whether it is a server, which other machines may use, too."""
+        return self.engine.dialect.name != "sqlite"
+
     def close(self) -> None:
         self.engine.dispose()
 

@@ -39,6 +39,7 @@ from midstream.core.types import (
 )
 from midstream.ledger import changes, deployments, reports, signals, snapshots, transfers
 from midstream.ledger.changes import Changes
+from midstream.ledger.clock import LedgerClock
 from midstream.ledger.contents import Contents
 from midstream.ledger.database import Database, LedgerUnavailable
 from midstream.ledger.records import (
@@ -84,8 +85,10 @@ class Ledger:
         """Open or create. Raises ConfigError when the file is no ledger or was written by another schema version."""
         self._database = Database(url)
         self._contents = Contents()
-        #: The clock of deadlines: seconds since the epoch.
+        #: This machine's clock: seconds since the epoch.
         self.now = now
+        #: The clock of deadlines and claims. It is right once a method of transfers was called.
+        self.clock = LedgerClock(lambda: self.now(), server=self._database.is_server)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         #: The transaction that the thread runs, or ran last.
         self._at_work: object = None
@@ -240,9 +243,12 @@ class Ledger:
         deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/signals.py), and for
         files that differ from those that the identity means (ledger/contents.py).
         """
-        return await self._write(
-            transfers.accept, name, signal, fleet, chain_max, self._contents, self.now(), committing
-        )
+
+        def accept(db: sa.Connection) -> SignalResult:
+            now = self.now() if committing is None else self.clock.read(db)
+            return transfers.accept(db, name, signal, fleet, chain_max, self._contents, now, committing)
+
+        return await self._write(accept)
 
     async def new_generation(self, name: str, floor: int = 0) -> int:
         """A generation that no replica has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""
@@ -326,11 +332,19 @@ class Ledger:
         within_s: float,
     ) -> transfers.Transfer:
         """Make a group, which has to be complete within so many seconds. Raises GroupMoved where another one is open."""
-        return await self._write(transfers.open_group, name, group, members, trainer, within_s, self.now())
+        return await self._write(
+            lambda db: transfers.open_group(db, name, group, members, trainer, within_s, self.clock.read(db))
+        )
 
     async def transfer(self, name: str) -> transfers.Transfer | None:
         """The open group of a deployment. Raises NotFound."""
-        return await self._read(transfers.current, name)
+
+        def current(db: sa.Connection) -> transfers.Transfer | None:
+            # The caller judges its deadline.
+            self.clock.read(db)
+            return transfers.current(db, name)
+
+        return await self._read(current)
 
     async def move_transfer(
         self,
@@ -346,7 +360,9 @@ class Ledger:
         within_s: of a new deadline; None: the deadline stays. members: with those that are fenced. reason: why it ends.
         """
         return await self._write(
-            transfers.move, seen, event, self.now(), within_s=within_s, members=members, reason=reason
+            lambda db: transfers.move(
+                db, seen, event, self.clock.read(db), within_s=within_s, members=members, reason=reason
+            )
         )
 
     async def committed_update(self, of: transfers.Transfer) -> transfers.TransferUpdate | None:
@@ -359,21 +375,21 @@ class Ledger:
 
     async def updates_waiting_s(self) -> dict[str, float]:
         """By deployment: the age of its oldest committed update that is not in the bucket yet."""
-        return await self._read(transfers.waiting_s, self.now())
+        return await self._read(lambda db: transfers.waiting_s(db, self.clock.read(db)))
 
     async def unkept_updates(self) -> list[transfers.Unkept]:
         """Committed updates of all deployments whose files somebody is to bring into the bucket now."""
-        return await self._read(transfers.unkept, self.now(), self._contents)
+        return await self._read(lambda db: transfers.unkept(db, self.clock.read(db), self._contents))
 
     async def claim_keeping(self, update: transfers.Unkept, within_s: float) -> bool:
         """Whether the caller is to bring its files into the bucket: no other gateway tries within that time."""
-        return await self._write(transfers.claim, update, within_s, self.now())
+        return await self._write(lambda db: transfers.claim(db, update, within_s, self.clock.read(db)))
 
     async def settle_keeping(
         self, update: transfers.Unkept, kept: transfers.Kept, again_s: float = 0.0, tries: int = 0
     ) -> None:
         """Store how a try ended. "wanted": there is another one after `again_s`; `tries` were made so far."""
-        await self._write(transfers.settle, update, kept, again_s, tries, self.now())
+        await self._write(lambda db: transfers.settle(db, update, kept, again_s, tries, self.clock.read(db)))
 
     async def newest_transfers(
         self, name: str, newest: int

@@ -105,7 +105,7 @@ class TransferMember(NamedTuple):
 class Transfer:
     """A group. trainer: HOST:PORT of its store. number: of the last update that was started, 0 before the first.
 
-    deadline, opened_at, ended_at: seconds since the epoch. reason: why it ended.
+    deadline, opened_at, ended_at: by the ledger's clock (clock.py). reason: why it ended.
     """
 
     key: int

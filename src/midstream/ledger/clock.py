@@ -1,0 +1,48 @@
+"""The clock of deadlines and claims, which several gateways have to read alike.
+
+Always holds: with a database server it is the server's clock, whatever the machines of the gateways show. Between two looks at
+it, time passes as this process's own clock says that cannot jump. Without a server there is one machine, and its clock counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+#: The server's clock is looked at again after so long.
+LOOK_S = 10.0
+_SERVER_TIME = sa.text("SELECT extract(epoch FROM clock_timestamp())")
+
+
+class LedgerClock:
+    """Seconds since the epoch.
+
+    own: this machine's clock. server: the database has a clock of its own.
+    """
+
+    def __init__(
+        self, own: Callable[[], float], *, server: bool, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._own = own
+        self._server = server
+        self._monotonic = monotonic
+        # The server's time, and our own when it was read.
+        self._seen: tuple[float, float] | None = None
+
+    def __repr__(self) -> str:
+        return f"<LedgerClock of the {'database' if self._server else 'machine'}>"
+
+    def __call__(self) -> float:
+        """The time, as `read` found it last."""
+        if self._seen is None:
+            return self._own()
+        theirs, ours = self._seen
+        return theirs + self._monotonic() - ours
+
+    def read(self, db: sa.Connection) -> float:
+        """The time, in a transaction."""
+        if self._server and (self._seen is None or self._monotonic() - self._seen[1] > LOOK_S):
+            self._seen = float(db.scalar(_SERVER_TIME) or 0.0), self._monotonic()
+        return self()
