@@ -30,7 +30,8 @@ from midstream.engine.embedded.background import Background, Job
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.grammar_queue import GrammarQueue
 from midstream.engine.embedded.model_runner import dispose
-from midstream.engine.embedded.stager import Staged, Stager, Unservable
+from midstream.engine.embedded.stager import Staged, Stager
+from midstream.engine.embedded.weights import Unservable
 from midstream.http.ipc import Channel, Disconnected
 from midstream.snapshots.adapter import is_adapter
 
@@ -183,7 +184,7 @@ class EngineLoop:
             if isinstance(result, str):
                 self._core.store.adapter_came(request.call)
                 refused = isinstance(result, Unservable)
-                self._channel.send(m.CallDone(request.call, error=result, refused=refused))
+                self._channel.send(m.CallDone(request.call, error=str(result), refused=refused))
                 continue
             self._core.set_staged(result, request.policy)
             self._core.store.adapter_came(request.call)

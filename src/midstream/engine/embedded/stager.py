@@ -12,19 +12,15 @@ import queue
 from collections.abc import Callable
 from pathlib import Path
 
-from midstream.core.errors import MidstreamError, SnapshotIncompatible, SnapshotNotFinite
+from midstream.core.errors import MidstreamError
 from midstream.engine.embedded.background import Job
 from midstream.engine.embedded.protocol import StageSnapshot
-from midstream.engine.embedded.weights import Weights
+from midstream.engine.embedded.weights import Weights, reason
 
 logger = logging.getLogger(__name__)
 
 SUPERSEDED = "superseded by a newer snapshot"
 DROPPED = "its caller was cancelled"
-
-
-class Unservable(str):
-    """A reason that lies in the weights: another engine would refuse them, too."""
 
 
 #: A request and its weights, or the reason why there are none.
@@ -100,6 +96,5 @@ class Stager:
             policy = request.policy.partition("#")[0]
             called = f"{request.snapshot} of policy {policy}" if policy else request.snapshot
             logger.warning("staging %s failed: %s", called, error, exc_info=not known)
-            kind = Unservable if isinstance(error, SnapshotIncompatible | SnapshotNotFinite) else str
-            result = kind(f"{type(error).__name__}: {error}")
+            result = reason(error)
         self._finished.put((request, result))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from midstream.core.config import EngineSettings
-from midstream.core.errors import SnapshotError, SnapshotNotFinite
+from midstream.core.errors import SnapshotError, SnapshotIncompatible, SnapshotNotFinite
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.engine.adapter import load_adapter
 from midstream.engine.embedded.device import loading
@@ -26,6 +26,16 @@ from midstream.engine.embedded.loading import LoadedModel, probe
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.track import Track
 from midstream_kernels import KernelsUnavailable
+
+
+class Unservable(str):
+    """A reason that lies in the weights: another engine would refuse them, too."""
+
+
+def reason(error: BaseException) -> str:
+    """Why weights cannot be staged."""
+    kind = Unservable if isinstance(error, SnapshotIncompatible | SnapshotNotFinite) else str
+    return kind(f"{type(error).__name__}: {error}")
 
 
 class Retired(Protocol):
@@ -49,7 +59,7 @@ class Weights:
             probe(self.model, self.adapter)
         # The pass itself may fail, for want of memory or in a kernel. The steps of others continue.
         except (SnapshotError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
+            return reason(error)
         return None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
