@@ -12,6 +12,7 @@ from midstream.core.reports import Reported
 from midstream.core.types import BASE_SNAPSHOT, Desired, Stage, Transition
 from midstream.fleet.reconcile import (
     BootLoss,
+    Delivered,
     ReplicaAction,
     decide,
     effective_reset,
@@ -245,7 +246,7 @@ def died(detail: str, seq: int | None, identity: str = "a", generation: int = 3)
     return BootLoss(Death("replica-0", identity, generation, detail), seq)
 
 
-SENT_A = ("a", 3)
+SENT_A = Delivered("b1", "a", 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,8 @@ SENT_A = ("a", 3)
     [
         ("staging", [row(Stage.STAGING)], SENT_A, True, died(f"{DIED} (stage: staging)", 5)),
         ("staging, unseen", [row(Stage.STAGING)], None, False, died(f"{DIED} (stage: staging)", 5)),
-        ("committing, told of another", [row(Stage.COMMITTING)], ("z", 9), True, died(f"{DIED} (stage: committing)", 5)),
+        ("committing, told of another", [row(Stage.COMMITTING)], Delivered("b1", "z", 9, 3), True,
+         died(f"{DIED} (stage: committing)", 5)),
         ("fetching, seen", [row(Stage.FETCHING)], SENT_A, True, died(f"{DIED} (stage: fetching)", 5)),
         ("fetching, unseen: a server that was stopped", [row(Stage.FETCHING)], None, False, None),
         ("sent, nothing heard", [], SENT_A, True, died(f"{DIED} (stage: not reported)", 0)),
@@ -266,13 +268,17 @@ SENT_A = ("a", 3)
         ("failed after another one was staged", [row(Stage.STAGED, "old", 2, 3), row(Stage.ERROR)], SENT_A, True,
          None),
         ("served", [row(Stage.COMMITTING, seq=3), row(Stage.IDLE)], SENT_A, True, None),
+        ("served a newer one, which another gateway sent", [row(Stage.IDLE, "b", 4)], SENT_A, True, None),
+        ("an older one after a newer one failed", [row(Stage.ERROR, "b", 4)], Delivered("b1", "a", 3, 4), True,
+         died(f"{DIED} (stage: not reported)", 5)),
+        ("sent to the boot before it", [], Delivered("b0", "a", 3, 2), True, None),
         ("never told anything", [], None, True, None),
     ],
 )  # fmt: skip
 def test_whether_a_boot_that_ended_died_of_a_snapshot(
     case: str,
     tail: list[TransitionRow],
-    sent: tuple[str, int] | None,
+    sent: Delivered | None,
     watched: bool,
     expected: BootLoss | None,
 ) -> None:

@@ -39,6 +39,7 @@ from midstream.fleet.pauses import Pauses
 from midstream.fleet.reconcile import (
     BACKOFF,
     LOSSES_MAX,
+    Delivered,
     Stuck,
     decide,
     failure,
@@ -97,8 +98,8 @@ class Reconciler:
         self._recorded: dict[str, tuple[str, int]] = {}
         # Replica to its boot, what was sent, and when.
         self._attempts: dict[str, tuple[str, Desired, float]] = {}
-        # Replica to its boot, snapshot and generation.
-        self._delivered: dict[str, tuple[str, str, int]] = {}
+        # By replica: what it was sent last.
+        self._delivered: dict[str, Delivered] = {}
         self._stuck: dict[str, Stuck] = {}
         # Replica to its boot and the contents stored.
         self._learnt: dict[str, tuple[str, tuple[SnapshotContent, ...]]] = {}
@@ -422,9 +423,7 @@ class Reconciler:
         history = await self._ledger.boot_history(self._deployment, replica, boot, ended)
         if history.previous_boot is None:
             return history
-        delivered = self._delivered.get(replica)
-        sent = delivered[1:] if delivered is not None and delivered[0] == ended else None
-        lost = loss(replica, history, sent, watched=ended is not None)
+        lost = loss(replica, history, self._delivered.get(replica), watched=ended is not None)
         if lost is not None:
             await self._ledger.record_death(self._deployment, history.previous_boot, lost.death, lost.seq)
             self._read_at = float("-inf")
@@ -460,7 +459,8 @@ class Reconciler:
     async def _deliver(self, view: ReplicaView, boot: str, desired: Desired) -> None:
         message = self._replicas.send_desired(view, desired)
         if await self._tell(view, message, f"to load {desired.snapshot}", desired.snapshot):
-            self._delivered[view.name] = (boot, desired.snapshot, desired.generation)
+            known = (desired.snapshot, desired.generation, desired.seen or 0)
+            self._delivered[view.name] = Delivered(boot, *known)
 
     async def _tell(
         self, view: ReplicaView, message: Coroutine[Any, Any, None], what: str, snapshot: str | None

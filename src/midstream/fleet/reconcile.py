@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -276,21 +277,39 @@ class BootLoss:
     seq: int | None
 
 
-def loss(replica: str, history: BootHistory, sent: tuple[str, int] | None, watched: bool) -> BootLoss | None:
+class Delivered(NamedTuple):
+    """What this process last asked a boot to load. seen: the generation in the report that it answered."""
+
+    boot: str
+    identity: str
+    generation: int
+    seen: int
+
+
+def loss(replica: str, history: BootHistory, sent: Delivered | None, watched: bool) -> BootLoss | None:
     """Whether the boot that ended before this one died of a snapshot.
 
-    sent: (identity, generation) last delivered to it. watched: this process saw it live. Only then a boot counts that ended
-    before it reported staging, as its last reports were lost with it. Without watching, the boot may as well have been
-    stopped and started over.
+    sent: last delivered by this process. Another gateway may have sent something newer. watched: this process saw it live.
+    Only then a boot counts that ended before it reported staging, as its last reports were lost with it. Without watching, the
+    boot may as well have been stopped and started over.
     """
     last = history.tail[-1] if history.tail else None
     if last is not None and (last.stage in IN_ENGINE or (last.stage in LOADING and watched)):
         return BootLoss(Death(replica, last.identity, last.generation, _died(last.stage.value)), last.seq + 1)
     if last is not None and last.stage is Stage.ERROR and _failed_in_engine(history.tail):
         return BootLoss(Death(replica, last.identity, last.generation, last.detail or "failed"), None)
-    if watched and sent is not None and (last is None or (last.identity, last.generation) != sent):
-        return BootLoss(Death(replica, *sent, _died("not reported")), 0 if last is None else last.seq + 1)
+    if not watched or sent is None or sent.boot != history.previous_boot:
+        return None
+    if last is None or _is_unreported(last, sent):
+        death = Death(replica, sent.identity, sent.generation, _died("not reported"))
+        return BootLoss(death, 0 if last is None else last.seq + 1)
     return None
+
+
+def _is_unreported(last: TransitionRow, sent: Delivered) -> bool:
+    """Whether the boot's last stage change is older than what it was sent, and of something else."""
+    other = (last.identity, last.generation) != (sent.identity, sent.generation)
+    return other and last.generation <= max(sent.generation, sent.seen)
 
 
 def _died(stage: str) -> str:
