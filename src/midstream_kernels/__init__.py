@@ -5,14 +5,23 @@ The surface towards engine/embedded is what this module exports, and nothing els
 - `CpuSampler` draws tokens from unmodified logits and scores given tokens.
 - `mapped_module` builds the module of a snapshot over its files in memory, so that CpuDecoder packs from there.
 - `KernelsUnavailable` says why a model or a machine cannot use the kernels. The embedded engine then uses PyTorch.
+- `asked_level` is the processor level that the environment asks for.
 - `GROUP`: the block size of the KV cache must be a multiple of this.
 
 Always holds: this package imports nothing else of midstream. What it takes from the engine has the forms of port.py.
 """
 
-from midstream_kernels.build import KernelsUnavailable
+from midstream_kernels.build import KernelsUnavailable, asked_level
 from midstream_kernels.checkpoint import mapped_module
 from midstream_kernels.decoder import GROUP, CpuDecoder, Pieces
 from midstream_kernels.sampler import CpuSampler
 
-__all__ = ["GROUP", "CpuDecoder", "CpuSampler", "KernelsUnavailable", "Pieces", "mapped_module"]
+__all__ = [
+    "GROUP",
+    "CpuDecoder",
+    "CpuSampler",
+    "KernelsUnavailable",
+    "Pieces",
+    "asked_level",
+    "mapped_module",
+]

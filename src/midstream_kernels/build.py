@@ -41,13 +41,18 @@ class KernelsUnavailable(Exception):
     """This machine cannot build the kernels, or they cannot run the model. The message says why."""
 
 
+def asked_level() -> prebuilt.Level | None:
+    """The level that MIDSTREAM_KERNELS_LEVEL names. Raises KernelsUnavailable when this machine cannot run it."""
+    try:
+        return prebuilt.asked()
+    except ValueError as error:
+        raise KernelsUnavailable(str(error)) from error
+
+
 @cache
 def load(source: Path) -> ctypes.CDLL:
     """The library of the file `source`, which may include the headers beside it. Raises KernelsUnavailable."""
-    try:
-        level = prebuilt.asked()
-    except ValueError as error:
-        raise KernelsUnavailable(str(error)) from error
+    level = asked_level()
     if (brought := prebuilt.load(source, source.parent.parent / LIBRARIES)) is not None:
         return brought
     flags = FLAGS if level is None else [*prebuilt.FLAGS, *level.flags]

@@ -5,15 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.core.config import EngineSettings, Settings, VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.engine.embedded.engine import EmbeddedEngine
+from midstream.engine.embedded.loading import checked_decoder
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.launch import engines
-from midstream.launch.engines import engine_fields, make_engine, number_of, requests_max
+from midstream.launch.engines import (
+    KERNELS_LEVEL,
+    check_installed,
+    engine_fields,
+    make_engine,
+    number_of,
+    requests_max,
+)
 from midstream.launch.specs import ReplicaSpec
 
 
@@ -78,6 +87,18 @@ def test_the_cores_are_some_that_this_process_may_run_on() -> None:
     cores = engines.usable_cores()
     assert cores == sorted(set(cores))
     assert cores
+
+
+def test_a_level_of_kernels_that_does_not_exist_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KERNELS_LEVEL, "x86-64-v9")
+    with pytest.raises(
+        ConfigError, match="MIDSTREAM_KERNELS_LEVEL=x86-64-v9: the levels of this machine are "
+    ):
+        check_installed(Settings())
+    with pytest.raises(ConfigError, match="x86-64-v9"):
+        checked_decoder(torch.nn.Linear(1, 1), EngineSettings())
 
 
 @pytest.mark.parametrize(

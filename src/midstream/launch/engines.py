@@ -21,6 +21,9 @@ from midstream.replica.pins import Residency
 from midstream.snapshots.identity import parse_bucket
 from midstream.snapshots.store.bucket import check_settings
 
+#: Names the processor level of the embedded engine's kernels. An engine refuses one that its machine cannot run.
+KERNELS_LEVEL = "MIDSTREAM_KERNELS_LEVEL"
+
 
 def usable_cores() -> list[int]:
     """The numbers of this machine's cores that this process may run on."""
@@ -88,13 +91,18 @@ def records_fields(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def check_installed(settings: Settings) -> None:
-    """Raises ConfigError where replicas are to run on this machine and what they need is not installed here."""
+    """Raises ConfigError where replicas are to run on this machine and what they need is not installed, or not possible."""
     if settings.launcher != "local" or not settings.deployment.replicas:
         return
     vllm = settings.vllm
     needs = extras.REPLICA if settings.engine == "vllm" else extras.EMBEDDED
     if hint := extras.advice(extras.missing(needs)):
         raise ConfigError(f"the {settings.engine} engine {hint}")
+    if settings.engine == "embedded" and os.environ.get(KERNELS_LEVEL):
+        # It imports torch, which this process can do without otherwise.
+        from midstream.engine.embedded.loading import check_kernels
+
+        check_kernels()
     if settings.engine == "vllm" and not vllm.urls and not _has_vllm(vllm):
         raise ConfigError(
             f"--engine vllm: vLLM is not installed for {vllm.python or sys.executable}: pip install vllm there, or name the "

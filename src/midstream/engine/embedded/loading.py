@@ -28,7 +28,14 @@ from midstream.engine.embedded.device import check_device, loading
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 from midstream.engine.step import StepBatch, near_tie
 from midstream.snapshots.layout import read_checkpoint
-from midstream_kernels import GROUP, CpuDecoder, KernelsUnavailable, Pieces, mapped_module
+from midstream_kernels import (
+    GROUP,
+    CpuDecoder,
+    KernelsUnavailable,
+    Pieces,
+    asked_level,
+    mapped_module,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -228,8 +235,17 @@ def _spread(logits: torch.Tensor) -> float:
     return float((logits - logits.mean(-1, keepdim=True)).square().mean().sqrt().item())
 
 
+def check_kernels() -> None:
+    """Raises ConfigError when the environment asks for kernels of a level that this machine cannot run."""
+    try:
+        asked_level()
+    except KernelsUnavailable as error:
+        raise ConfigError(str(error)) from error
+
+
 def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
-    """The fastest decoder with the same numbers as the module. Raises UnsupportedModel."""
+    """The fastest decoder with the same numbers as the module. Raises UnsupportedModel, and ConfigError as check_kernels."""
+    check_kernels()
     if settings.kernels == "native" or (settings.kernels == "auto" and settings.device == "cpu"):
         try:
             fast = _cpu_decoder(module, settings)
