@@ -126,6 +126,7 @@ class SimSlot(Slot):
         self._engine.check()
         self._staged = None
         await asyncio.sleep(self._engine.slow_s(0.3))
+        await self._engine.awake()
         self._engine.check()
         if self._engine.chance(self._engine.staging_fails):
             raise StagingFailed("the staged files could not be placed")
@@ -137,6 +138,7 @@ class SimSlot(Slot):
     async def commit(self, snapshot: str) -> SwapTiming:
         self._engine.check()
         await asyncio.sleep(self._engine.slow_s(0.02))
+        await self._engine.awake()
         self._engine.check()
         if self._staged is None or self._staged[0] != snapshot:
             raise StagingFailed(f"{snapshot} is not staged")
@@ -159,6 +161,7 @@ class SimSlot(Slot):
     async def weights_digest(self) -> str | None:
         self._engine.check()
         await asyncio.sleep(self._engine.slow_s(0.05))
+        await self._engine.awake()
         self._engine.check()
         return f"sim:{self.load.weights:x}"
 
@@ -188,6 +191,8 @@ class SimEngine(Engine):
         self._on_death: list[Callable[[str], Awaitable[None]]] = []
         self._generated = self._steps = self._prompted = self._reused = 0
         self.staging_fails = 0.0
+        #: It does nothing before that time.
+        self.stalled_until = 0.0
         #: Whether a stream that it is to go on with costs it its life, before the first event.
         self.killed_by: Callable[[GenerateRequest], bool] = lambda request: False
         #: Told as a snapshot comes to serve.
@@ -318,6 +323,13 @@ class SimEngine(Engine):
 
     # -- steps
 
+    async def awake(self) -> None:
+        """It goes on when it does not stand still."""
+        loop = asyncio.get_running_loop()
+        # Calm weather may end it early, so it is polled.
+        while loop.time() < self.stalled_until:  # noqa: ASYNC110
+            await asyncio.sleep(min(0.5, self.stalled_until - loop.time() + 0.001))
+
     def check(self) -> None:
         if not self._alive:
             raise EngineDied("the engine is gone")
@@ -334,6 +346,7 @@ class SimEngine(Engine):
                 await self._work.wait()
                 continue
             await asyncio.sleep(0.004 + self.slow_s(0.012))
+            await self.awake()
             if not self._paused:
                 self._steps += 1
                 for sequence in list(self._running):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import simstrikes
 from simclient import Broken, Oracle, Rollout, Wrong, exchange
 from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
@@ -25,6 +26,7 @@ from simprocess import Process
 from simpush import WITH_PUSHES, Pushes
 from simpush import kinds as push_kinds
 from simpush import settings_of as push_settings
+from simstrikes import Strikes
 from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
 from simworld import BUCKET, PORT, World, asked_of
@@ -73,8 +75,26 @@ class Plan:
     policy_clients: int
 
 
-def plan_of(seed: int) -> Plan:
-    """What happens: not every kind of trouble in every history, so that a rare order is not always hidden by another."""
+def plan_of(seed: int, *, pushes: bool = False) -> Plan:
+    """pushes: all of them push, and somebody is struck in a phase of a push."""
+    return _plan_of_pushes(seed) if pushes else _plan(seed)
+
+
+def _plan_of_pushes(seed: int) -> Plan:
+    rng = random.Random(f"{seed} strikes")
+    settings = simstrikes.settings_of(rng)
+    settings["replica"] = {"pin_drain_s": rng.choice((0.5, 5.0)), "resident_snapshots": rng.choice((1, 1, 2))}
+    settings["tinker"] = TinkerSettings(enabled=False)
+    made = [Entry(round(at, 3), kind, value) for at, kind, value in simstrikes.entries(seed, rng)]
+    made += [_entry("signal", rng) for _ in range(rng.randint(0, 2))]
+    if rng.random() < simstrikes.WITH_WEATHER:
+        made.append(_entry(rng.choice(simstrikes.WEATHER), rng))
+    in_order = tuple(sorted(made, key=lambda entry: entry.at))
+    return Plan(settings, in_order, rng.randint(1, 3), 0, 0)
+
+
+def _plan(seed: int) -> Plan:
+    """Not every kind of trouble in every history, so that a rare order is not always hidden by another."""
     rng = random.Random(f"{seed} plan")
     settings: dict[str, Any] = {
         "deployment": {
@@ -197,9 +217,18 @@ class Outcome:
 class History:
     """left_out: numbers of the plan's entries."""
 
-    def __init__(self, seed: int, model_dir: Path, weights: Weights, left_out: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        model_dir: Path,
+        weights: Weights,
+        left_out: Collection[int] = (),
+        *,
+        pushes: bool = False,
+    ) -> None:
         self.seed = seed
-        self.plan = plan_of(seed)
+        self.plan = plan_of(seed, pushes=pushes)
+        self._struck = pushes
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self.oracle = Oracle(synchronous=self.plan.settings["deployment"]["transition"] == "sync")
@@ -216,9 +245,9 @@ class History:
         )
         self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
         limits = self.plan.settings.get("push", PushSettings())
-        self._pushes = Pushes(
-            PORT, self.world, BUCKET, weights, self.oracle, limits, seed, self._say, self._kill_amid
-        )
+        strikes = Strikes(self.world, self._say, self._upset, self._disturb) if pushes else None
+        given = (PORT, self.world, BUCKET, weights, self.oracle, limits, seed, self._say, self._kill_amid)
+        self._pushes = Pushes(*given, strikes)
         self._rng = random.Random(f"{seed} history")
         #: What a client could notice has happened.
         self._disturbed = False
@@ -350,6 +379,12 @@ class History:
     async def _kill_gateway(self, which: float) -> None:
         self._kill(self._some("gateway", which))
 
+    def _upset(self, seconds: float) -> None:
+        self._pushes.pauses.append((self.world.now, seconds))
+
+    def _disturb(self) -> None:
+        self._disturbed = True
+
     def _kill_amid(self, name: str) -> None:
         """A process that a push needs is killed."""
         if not self.world.counts["calm"]:
@@ -472,6 +507,8 @@ class History:
         for process in world.processes.alive():
             if process.stopped:
                 world.processes.signal(process, signal.SIGCONT)
+            if process.engine is not None:
+                process.engine.stalled_until = 0.0
         for client in (*self._clients, *self._samplers):
             client.over = True
         self._say("calm")
@@ -485,6 +522,8 @@ class History:
     async def _end(self) -> None:
         # No signal may come behind the last one. No request may hang.
         await asyncio.gather(*self._entries, *self._clients_run)
+        if self._struck:
+            await self._pushes.converge(self.world.now + CALM_S)
         until = self.world.now + CALM_S
         name = await self.trainer.publish_full(5, "all")
         if name is None:

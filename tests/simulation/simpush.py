@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Any
 from simclient import Answer, Broken, Oracle, Signal, Wrong, exchange
 from simengine import weights_of
 from simreceiver import Group, GroupBroken
+from simstrikes import Strike, Strikes, own_process
 from simtrainer import HOT_LOAD, LEDGER, Weights, not_finite
 
 from midstream.core.config import PushSettings
 from midstream.core.transfer import STORE_PREFIX, SentTensors
+from midstream.fleet.push import GRACE_S
 from midstream.snapshots.content import MANIFEST_FILE, parse_manifest
 from midstream.snapshots.layout import CheckpointSpec, read_spec
 from midstream.snapshots.store.local import TEMPORARY_PREFIX
 from midstream.transfer.layout import UpdateLayout
 
 if TYPE_CHECKING:
+    from simprocess import Process
     from simworld import World
 
 DEPLOYMENT = "/v1/accounts/local/deployments/default"
@@ -114,6 +117,7 @@ class PushTrainer:
         number: int,
         port: int,
         world: World,
+        url: str,
         weights: Weights,
         oracle: Oracle,
         limits: PushSettings,
@@ -122,9 +126,11 @@ class PushTrainer:
         slack_s: Callable[[float], float],
         joined: Callable[[int], bool],
         kill: Callable[[str], None],
+        strikes: Strikes | None,
     ) -> None:
         self.name = f"push-{number}"
         self._port, self._world, self._oracle, self._limits = port, world, oracle, limits
+        self._url = url
         self._weights, self._slack_s, self._joined, self._kill = weights, slack_s, joined, kill
         self._rng = random.Random(f"{seed} {self.name}")
         self._say = say
@@ -133,6 +139,14 @@ class PushTrainer:
         self._member: Member | None = None
         self._named = 0
         self._killing: asyncio.Task[None] | None = None
+        self._strikes = strikes
+        #: The phase that it is in, of which push.
+        self._now: tuple[str, str] = ("", "")
+        #: What it does, until it dies. Its own stalls.
+        self._doing: asyncio.Task[str | None] | None = None
+        self._stalls: list[tuple[float, float]] = []
+        self._process: Process | None = None
+        self._missed: list[Strike] = []
         #: Snapshots whose push was answered with success.
         self.pushed: list[str] = []
 
@@ -142,11 +156,15 @@ class PushTrainer:
     async def befall(self, value: dict[str, Any]) -> None:
         async with self._turn:
             try:
-                await self.push(value)
-            except Died:
+                self._process = own_process()
+                self._doing = asyncio.create_task(self.push(value), name=self.name)
+                await self._doing
+            except (Died, asyncio.CancelledError):
                 self._count("push: the trainer died")
                 self._say(f"{self.name} died")
                 self.leave()
+            finally:
+                self._doing = None
 
     async def push(self, value: dict[str, Any], patience_s: float = PUSH_S) -> str | None:
         """The snapshot's name, once it serves; None if that was refused. Raises Died."""
@@ -172,6 +190,12 @@ class PushTrainer:
             await asyncio.sleep(0.3 + self._rng.random() * 1.5)
         self._count("push: given up")
         return None
+
+    def die(self) -> None:
+        """At any moment."""
+        self.leave()
+        if self._doing is not None:
+            self._doing.cancel()
 
     def leave(self) -> None:
         """Its store is closed, as at its death."""
@@ -212,7 +236,7 @@ class PushTrainer:
             "packed": member.packed,
             "packed_buffer_size_bytes": PIECE_BYTES,
         }
-        joining = asyncio.create_task(member.group.join(0, _own_process()), name="trainer joins")
+        joining = asyncio.create_task(member.group.join(0, own_process()), name="trainer joins")
         try:
             answer = await self._call(plan, "init", "POST", INIT, {"init_info": info}, self._limits.join_s)
             if answer.status != 200:
@@ -271,6 +295,7 @@ class PushTrainer:
     async def _finish(self, plan: _Plan) -> bool:
         policy = plan.value["policy"]
         query = "" if policy is None else f"?reset_prompt_cache={policy}"
+        self._watch_commit(plan)
         body = {"weight_version": plan.name}
         self._oracle.signals_begin(plan.name)
         try:
@@ -289,6 +314,51 @@ class PushTrainer:
         self.pushed.append(plan.name)
         await self._note_signal(plan.name)
         return True
+
+    def _watch_commit(self, plan: _Plan) -> None:
+        """The phase changes with the commit; and strikes behind it begin."""
+
+        def committed(_: Process) -> None:
+            if self._now == (plan.name, "finish"):
+                self._now = (plan.name, "signal")
+                self._begin_strike(plan, "signal")
+
+        def keeps(process: Process) -> None:
+            place = f"{self._url}/{plan.name}/{MANIFEST_FILE}"
+            self._begin_strike(plan, "keep", process, lambda: place not in self._world.bucket.objects)
+
+        self._world.on_push["commit", plan.name] = committed
+        self._world.on_push["keep", plan.name] = keeps
+
+    def _begin_strike(
+        self,
+        plan: _Plan,
+        phase: str,
+        at: Process | None = None,
+        still: Callable[[], bool] | None = None,
+    ) -> None:
+        if self._strikes is None:
+            return
+        strike = plan.struck_in(phase) or self._due_in(phase)
+        if strike is None:
+            return
+        if strike.victim == "trainer" and strike.kind == "stall":
+            self._stalls.append((self._world.now, strike.s + 1.0))
+        within = (plan.name, phase)
+        assert self._process is not None
+        still = still or (lambda: self._now == within)
+        self._strikes.begin(strike, still, self._missed.append, self.die, self._process, at)
+
+    def _due_in(self, phase: str) -> Strike | None:
+        """A strike that missed its phase in an earlier try. It comes at once."""
+        strike = next((one for one in self._missed if one.phase == phase), None)
+        if strike is not None:
+            self._missed.remove(strike)
+            strike = strike._replace(after_s=0.0)
+        return strike
+
+    def _stalled_s(self, begun: float) -> float:
+        return sum(seconds for at, seconds in self._stalls if at + seconds >= begun)
 
     async def _note_signal(self, name: str) -> None:
         """Which generation it is, as the ledger says."""
@@ -323,7 +393,8 @@ class PushTrainer:
         if (doomed := plan.kills_in(phase)) is not None:
             self._count(f"push: a {doomed} is killed in {phase}")
             self._killing = asyncio.create_task(self._kill_in(doomed, plan.value["s"]), name="kill")
-        begun = self._world.now
+        begun, self._now = self._world.now, (plan.name, phase)
+        self._begin_strike(plan, phase)
         asking = asyncio.create_task(exchange(self._port, method, path, body), name=f"{self.name} {path}")
         if plan.dies_in(phase):
             await asyncio.wait((asking,), timeout=min(plan.value["s"], 1.5))
@@ -333,7 +404,10 @@ class PushTrainer:
         try:
             answer = await asking
         finally:
-            took, most = self._world.now - begun, within_s + BOUND_S + self._slack_s(begun)
+            self._now = ("", "")
+            bound = BOUND_S if self._strikes is None else GRACE_S
+            slack = self._slack_s(begun) + self._stalled_s(begun)
+            took, most = self._world.now - begun, within_s + bound + slack
             if took > most:
                 raise Wrong(f"{path} took {took:.1f} s, at most {most:.1f} s are allowed")
         self._say(f"{plan.name} {path}: {answer.status} {'' if answer.status == 200 else answer.body[:300]}")
@@ -351,12 +425,6 @@ class PushTrainer:
         self._kill(name)
 
 
-def _own_process() -> Any:
-    from simloop import PROCESS
-
-    return PROCESS.get()
-
-
 class _Plan:
     """One push: what is sent, what becomes of it, and the trouble that its trainer has, once."""
 
@@ -369,6 +437,7 @@ class _Plan:
         self.refused = False
         self.damages = trouble == "damage"
         self._bad = trouble == "bad"
+        self._strike: Strike | None = value.get("strike")
         self._trouble = trouble if trouble in ("dies", "stalls", "gateway", "replica") else None
         raw = (not_finite(files) if trouble == "nan" else files)[WEIGHTS]
         self._names = sorted(spec.tensors)
@@ -413,6 +482,14 @@ class _Plan:
         doomed, self._trouble = self._trouble, None
         return doomed
 
+    def struck_in(self, phase: str) -> Strike | None:
+        """Once."""
+        strike = self._strike
+        if strike is None or strike.phase != phase:
+            return None
+        self._strike = None
+        return strike
+
     def dies_in(self, phase: str) -> bool:
         return self._trouble == "dies" and phase == self.value["phase"]
 
@@ -442,6 +519,7 @@ class Pushes:
         seed: int,
         say: Callable[[str], None],
         kill: Callable[[str], None],
+        strikes: Strikes | None,
     ) -> None:
         self._port, self._world, self._url, self._say = port, world, url, say
         self._oracle = oracle
@@ -449,9 +527,9 @@ class Pushes:
         self.pauses: list[tuple[float, float]] = []
         #: How many replicas were ready, by the time at which that was seen.
         self.ready: list[tuple[float, int]] = []
-        given = (port, world, weights, oracle, limits, seed, say, self._slack_s, self._joined, kill)
-        self.trainers = [PushTrainer(number, *given) for number in range(TRAINERS)]
-        self._last = PushTrainer(TRAINERS, *given)
+        given = (port, world, url, weights, oracle, limits, seed, say, self._slack_s, self._joined, kill)
+        self.trainers = [PushTrainer(number, *given, strikes) for number in range(TRAINERS)]
+        self._last = PushTrainer(TRAINERS, *given, None)
         self._grows = random.Random(f"{seed} push end").random() < 0.5
 
     def _slack_s(self, begun: float) -> float:
@@ -495,6 +573,26 @@ class Pushes:
                 raise Wrong(why)
             await asyncio.sleep(0.2)
         self._world.counts["end: push well"] += 1
+        return name
+
+    async def converge(self, until: float) -> None:
+        """In calm weather, before anything else is signalled: all replicas come to serve the newest commit. Raises Wrong."""
+        until += await self._groups_end()
+        while True:
+            desired = self._desired()
+            rows = await self._rows()
+            wanted = "base" if desired is None else desired
+            if rows and all(row["current_snapshot_identity"] == wanted and row["readiness"] for row in rows):
+                break
+            if self._world.now > until:
+                raise Wrong(f"{wanted} is the newest commit, and not all serve it: {json.dumps(rows)[:2000]}")
+            await asyncio.sleep(0.2)
+        self._world.counts["end: all serve the newest commit"] += 1
+
+    def _desired(self) -> str | None:
+        with contextlib.closing(sqlite3.connect(self._world.place / "ledger.db")) as db:
+            ((found,),) = db.execute("SELECT desired_snapshot FROM deployments").fetchall()
+        name: str | None = found
         return name
 
     async def _push_in_calm(self, until: float) -> str:

@@ -132,11 +132,12 @@ _ADDR_NO_RANDOMIZE = 0x0040000
 
 @dataclass(frozen=True)
 class Bed:
-    """What every history of a run is made from. plant: the name of a planted fault."""
+    """What every history of a run is made from. plant: the name of a planted fault. pushes: all of them push."""
 
     directory: Path
     weights: Weights
     plant: str | None = None
+    pushes: bool = False
 
 
 def run_one(bed: Bed, seed: int, left_out: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -227,7 +228,8 @@ def _history(bed: Bed, seed: int, left_out: tuple[int, ...]) -> dict[str, Any]:
         PLANTED[bed.plant]()
     # The process ends with its history: what it leaves is not worth a search for cycles, a tenth of the time.
     gc.disable()
-    return vars(History(seed, bed.directory, bed.weights, left_out).run())
+    history = History(seed, bed.directory, bed.weights, left_out, pushes=bed.pushes)
+    return vars(history.run())
 
 
 def smaller(bed: Bed, seed: int) -> list[int]:
@@ -235,7 +237,7 @@ def smaller(bed: Bed, seed: int) -> list[int]:
     from simhistory import plan_of
 
     out: list[int] = []
-    for number in reversed(range(len(plan_of(seed).entries))):
+    for number in reversed(range(len(plan_of(seed, pushes=bed.pushes).entries))):
         if run_one(bed, seed, (*out, number))["wrong"]:
             out.append(number)
     return sorted(out)
@@ -259,16 +261,19 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
                 print(f"{number} histories, {len(bad)} wrong, {time.monotonic() - begun:.0f} s", flush=True)
     for what, count in sorted(counts.items()):
         print(f"{count:8} {what}")
+    if bed.pushes:
+        from simstrikes import table
+
+        print(table(counts))
     print(f"{tokens} tokens checked, {simulated:.0f} s simulated in {time.monotonic() - begun:.0f} s")
     if not bad:
         done = f"seeds {first} to {last - 1}" if number == last - first else f"interrupted after {number}"
         print(f"{done}: nothing is wrong")
         return 0 if number == last - first else 1
     seed = min(bad)
-    out = smaller(bed, seed)
-    print(
-        f"wrong: {sorted(bad)}. The smallest of seed {seed}: {sys.argv[0]} --seed {seed} --without {' '.join(map(str, out))}"
-    )
+    out, mode = smaller(bed, seed), " --pushes" * bed.pushes
+    again = f"{sys.argv[0]}{mode} --seed {seed} --without {' '.join(map(str, out))}"
+    print(f"wrong: {sorted(bad)}. The smallest of seed {seed}: {again}")
     found = run_one(bed, seed, tuple(out))
     print("\n".join([*found["log"], *found["wrong"]])[-6000:])
     return 1
@@ -300,6 +305,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="one history, with all that happened in it")
     parser.add_argument("--without", type=int, nargs="*", default=[], help="entries of its plan to leave out")
     parser.add_argument("--plant", help="a fault of planted.py to put into the production code")
+    parser.add_argument(
+        "--pushes",
+        action="store_true",
+        help="histories of pushes, with kills and stalls in each phase of them",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--keep-going", action="store_true", help="go on behind the first history that is wrong"
@@ -321,7 +331,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], steady)
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
-        bed = Bed(*model_and_weights(arguments.bed or Path(place)), arguments.plant)
+        bed = Bed(*model_and_weights(arguments.bed or Path(place)), arguments.plant, arguments.pushes)
         # Before the forks.
         import planted  # noqa: F401
 

@@ -34,6 +34,7 @@ from simreceiver import Receivers
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
+import midstream.ledger.transfers as transfers_module
 import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.kept as kept_module
 import midstream.snapshots.store.listing as listing_module
@@ -64,6 +65,7 @@ from midstream.proxy.proxy import Proxy
 from midstream.proxy.request_facts import LOST_SENDS_MAX
 from midstream.replica.replica import Replica
 from midstream.replica.text.chat import TextModel
+from midstream.replica.transfer import Transfers
 
 PORT = 8000
 BUCKET = "s3://sim/bucket"
@@ -119,6 +121,8 @@ class World:
         #: When a snapshot last came to serve on a replica, by both names.
         self.committed_at: dict[tuple[str, str], float] = {}
         self._outside: list[Process] = []
+        #: Called with the process in which it happens, by what happens and the snapshot: the commit of a push, and its keeping.
+        self.on_push: dict[tuple[str, str], Callable[[Process], None]] = {}
         self.wall_offset_s = 0.0
         self._settings: Settings | None = None
 
@@ -202,6 +206,9 @@ class World:
         await asyncio.sleep(1.0)
         assert self._settings is not None
         self.serve(self._settings)
+
+    def happens(self, what: str, snapshot: str) -> None:
+        self.on_push.get((what, snapshot), lambda process: None)(PROCESS.get())
 
     async def _serve_replica(self, spec: ReplicaSpec, channel: Any) -> None:
         """As run_child does around it: one process at a time has the cache."""
@@ -328,6 +335,8 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(received_module, "behind", lambda call, *given: call(*given))
     put(ipc, "spawn", world.receivers.spawn)
     put(receiver_module, "reserve", world.disk.reserve)
+    put(transfers_module, "_commit", _noted_commit(world))
+    put(Transfers, "_keep", _noted_keep(world))
     put(uvicorn.server, "ServerState", _InOrder)
     # Directories of processes that are killed.
     put(tempfile, "tempdir", str(world.place))
@@ -336,6 +345,26 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(os, "fsync", world.disk.fsync)
     put(Database, "_begin", lambda database, engine: world.disk.begin(database, engine))
     return saved
+
+
+def _noted_commit(world: World) -> Callable[..., None]:
+    commit = transfers_module._commit
+
+    def noted(db: Any, committing: Any, desired: Any, now: float) -> None:
+        commit(db, committing, desired, now)
+        world.happens("commit", desired.snapshot)
+
+    return noted
+
+
+def _noted_keep(world: World) -> Callable[..., Any]:
+    keep = Transfers._keep
+
+    async def noted(self: Transfers, order: Any) -> None:
+        world.happens("keep", order.snapshot)
+        await keep(self, order)
+
+    return noted
 
 
 def _noted(make: Callable[..., None], where: list[Any]) -> Callable[..., None]:
