@@ -13,6 +13,8 @@ import tiers
 from postgres import REQUIRED, Postgres, Wire, find_server, postgres_server
 from s3server import S3Server, s3_server
 
+from midstream.core.child import importing
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     tiers.add_options(parser)
@@ -23,6 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is no reason to fail.
     hypothesis.settings.register_profile("tier", deadline=None, max_examples=tiers.examples(100))
     hypothesis.settings.load_profile("tier")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all test files as a process of midstream imports its modules: without a search for garbage."""
+    with importing():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

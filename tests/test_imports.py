@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,11 @@ Graph = Mapping[str, set[str]]
 
 
 def test_no_part_imports_what_the_table_does_not_allow() -> None:
-    unknown = parts_of(GRAPH).keys() - ALLOWED.keys()
+    unknown = parts_of(graph()).keys() - ALLOWED.keys()
     assert unknown == set(), "a new part: give it its place in the table"
     wrong = [
         f"{module} imports {target}"
-        for module, targets in sorted(GRAPH.items())
+        for module, targets in sorted(graph().items())
         for target in sorted(targets)
         if part(target) not in ("", part(module), *ALLOWED.get(part(module), "").split())
     ]
@@ -85,7 +86,7 @@ def test_no_part_imports_what_the_table_does_not_allow() -> None:
 
 
 def test_the_table_allows_nothing_that_is_not_used() -> None:
-    parts = parts_of(GRAPH)
+    parts = parts_of(graph())
     assert [name for name in ALLOWED if name not in parts] == []
     unused = [
         f"{name} -> {to}" for name, tos in ALLOWED.items() for to in tos.split() if to not in parts[name]
@@ -104,39 +105,39 @@ def test_a_part_stands_below_all_that_it_imports() -> None:
 
 
 def test_there_is_no_circle_between_parts() -> None:
-    assert circles(parts_of(GRAPH)) == []
+    assert circles(parts_of(graph())) == []
 
 
 def test_there_is_no_circle_between_modules() -> None:
-    assert circles(GRAPH) == []
+    assert circles(graph()) == []
 
 
 def test_the_cpu_kernels_are_fenced() -> None:
     """The embedded engine uses what midstream_kernels exports, and the kernels import nothing of midstream."""
-    kernels = {name for name in GRAPH if f"{name}.".startswith("midstream_kernels.")}
-    users = {name: targets & kernels for name, targets in GRAPH.items() if name not in kernels}
+    kernels = {name for name in graph() if f"{name}.".startswith("midstream_kernels.")}
+    users = {name: targets & kernels for name, targets in graph().items() if name not in kernels}
     assert {name: targets for name, targets in users.items() if targets} == {
         f"midstream.engine.embedded.{name}": {"midstream_kernels"}
         for name in ("loading", "sampler", "weights")
     }
-    assert set().union(*(GRAPH[name] for name in kernels)) - kernels == set()
+    assert set().union(*(graph()[name] for name in kernels)) - kernels == set()
 
 
 def test_the_folders_of_a_replica_stand_in_order() -> None:
     """What a request asks and what it gets are built on text, and swaps know of none of them."""
     order = ["text", "request", "response"]
-    place = {name: name.split(".")[2] for name in GRAPH if name.startswith("midstream.replica.")}
+    place = {name: name.split(".")[2] for name in graph() if name.startswith("midstream.replica.")}
     for name, folder in place.items():
         allowed = {*order[: order.index(folder) + 1]} if folder in order else {*order, "swap"}
         if folder == "swap":
             allowed = {"swap"}
-        used = {place[target] for target in GRAPH[name] if target in place}
+        used = {place[target] for target in graph()[name] if target in place}
         assert used & {*order, "swap"} <= allowed, name
 
 
 def test_there_are_at_most_so_many_edges() -> None:
     edges = sum(
-        len(targets) for name, targets in parts_of(GRAPH).items() if name not in (TINKER, CONFORMANCE)
+        len(targets) for name, targets in parts_of(graph()).items() if name not in (TINKER, CONFORMANCE)
     )
     assert edges <= EDGES_MAX
 
@@ -193,6 +194,12 @@ def parts_of(graph: Graph) -> dict[str, set[str]]:
     return parts
 
 
+@cache
+def graph() -> Graph:
+    """Of all packages. Each worker of the tests imports this file, and one of them needs the graph."""
+    return module_graph(PACKAGES)
+
+
 def module_graph(packages: Iterable[Path]) -> dict[str, set[str]]:
     files = {name_of(file, package): file for package in packages for file in package.rglob("*.py")}
     return {
@@ -243,6 +250,3 @@ def reachable(graph: Graph, start: str) -> Iterator[str]:
             seen.add(node)
             waiting += graph.get(node, ())
             yield node
-
-
-GRAPH = module_graph(PACKAGES)

@@ -112,7 +112,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     else:
         kept = [item for item in items if TIERS.index(tier_of(item)) <= wanted]
     if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from serving import Server, serve
 
 from midstream.core.versions import HEADER_SNAPSHOT_WAIT
+
+if TYPE_CHECKING:
+    # The import takes 3 s of a core: of the worker that runs these tests, not of each one that collects them.
+    import anthropic
 
 USER: list[Any] = [{"role": "user", "content": "What to wear?"}]
 WEATHER: dict[str, Any] = {
@@ -27,6 +30,8 @@ RECORDS = {"logprobs": True, "return_token_ids": True, "include_routing_matrix":
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as made:
         yield made
 
@@ -86,6 +91,8 @@ def test_a_tool_loop_goes_on_from_the_cache(sdk: anthropic.Anthropic, server: Se
 
 
 def test_a_session_is_named_in_a_header_in_the_path_or_in_the_metadata(server: Server) -> None:
+    import anthropic
+
     def turn(base_url: str, headers: dict[str, str] | None = None, **more: Any) -> None:
         with anthropic.Anthropic(base_url=base_url, api_key="unused", max_retries=0) as sdk:
             asked: dict[str, Any] = {"model": server.model, "messages": USER, "max_tokens": 2, **more}
@@ -100,6 +107,8 @@ def test_a_session_is_named_in_a_header_in_the_path_or_in_the_metadata(server: S
 
 
 def test_the_sdk_raises_its_own_errors(sdk: anthropic.Anthropic, server: Server) -> None:
+    import anthropic
+
     asked: dict[str, Any] = {"messages": USER, "max_tokens": 2}
     picture: Any = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
     with pytest.raises(anthropic.BadRequestError) as refused:
@@ -123,6 +132,8 @@ def test_the_sdk_raises_its_own_errors(sdk: anthropic.Anthropic, server: Server)
 
 @pytest.mark.variant
 def test_a_key_comes_in_the_sdks_own_header(tmp_path: Path) -> None:
+    import anthropic
+
     config = tmp_path / "keys.toml"
     config.write_text('[gateway]\napi_keys = ["right", { key = "looks", scopes = ["observe"] }]\n')
     with serve(tmp_path / "state", "--replicas", "1", "--config", str(config)) as served:
