@@ -12,6 +12,7 @@ import server_logs
 import tiers
 from postgres import REQUIRED, Postgres, Wire, find_server, postgres_server
 from s3server import S3Server, s3_server
+from shared_servers import SharedServers
 
 from midstream.core.child import importing
 
@@ -22,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
+    config.pluginmanager.register(SharedServers(), "shared-servers")
     # A busy machine is no reason to fail.
     hypothesis.settings.register_profile("tier", deadline=None, max_examples=tiers.examples(100))
     hypothesis.settings.load_profile("tier")
