@@ -65,9 +65,19 @@ def test_six_runs_of_ci_run_all_that_make_test_leaves_out() -> None:
 
 
 def test_each_variant_is_in_one_part_and_short_files_are_whole() -> None:
-    files = [f"short-{number % 9}" for number in range(27)] + ["long"] * 60 + ["short-9"]
+    files = [f"tests/e2e/short-{number % 9}" for number in range(27)] + ["tests/docs/long"] * 60
     parts = tiers.dealt(files, 7)
     assert set(parts) == set(range(7))
-    for name in set(files) - {"long"}:
+    for name in set(files) - {"tests/docs/long"}:
         assert len({part for file, part in zip(files, parts, strict=True) if file == name}) == 1
-    assert max(map(parts.count, range(7))) - min(map(parts.count, range(7))) <= tiers.DEALT_WHOLE
+
+
+def test_parts_take_equally_long_though_their_tests_do_not() -> None:
+    files = ["tests/docs/long"] * 100 + ["tests/fuzz/long"] * 20 + ["tests/soak/one"]
+    parts = tiers.dealt(files, 7)
+    seconds = [0] * 7
+    for file, part in zip(files, parts, strict=True):
+        seconds[part] += {"docs": 2, "fuzz": tiers.SECONDS["fuzz"], "soak": tiers.SECONDS["soak"]}[
+            file.split("/")[1]
+        ]
+    assert max(seconds) - min(seconds) <= 2
