@@ -1,4 +1,4 @@
-"""The file that a receiver fills: its bytes, and the digest that is made while they come."""
+"""The file that a receiver fills: its bytes, and the digest that is made of what lies in it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PART = 64
     header=st.integers(1, 3 * PART),
     sizes=st.lists(st.integers(1, 3 * PART), max_size=12),
     room=st.integers(0, 2 * PART),
+    beside=st.booleans(),
 )
 def test_whatever_the_pieces_are_the_file_and_its_digest_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: int, sizes: list[int], room: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: int, sizes: list[int], room: int, beside: bool
 ) -> None:
     for module in (content, receiver):
         monkeypatch.setattr(module, "PART_BYTES", PART)
@@ -33,7 +34,7 @@ def test_whatever_the_pieces_are_the_file_and_its_digest_are_right(
     buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
     for _ in range(2):
         # The second update finds the memory of the first one.
-        file, at = UpdateFile(path, buffers), 0
+        file, at = UpdateFile(path, buffers, beside=beside), 0
         for size in sizes:
             piece = file.target(size)
             piece.copy_(sent[at : at + size])
@@ -47,7 +48,7 @@ def test_whatever_the_pieces_are_the_file_and_its_digest_are_right(
 def test_a_piece_that_cannot_be_written_is_an_error_and_not_a_digest(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(100))
-    file = UpdateFile(path, [torch.empty(0, dtype=torch.uint8) for _ in range(2)])
+    file = UpdateFile(path, [torch.empty(0, dtype=torch.uint8) for _ in range(2)], beside=False)
     file.came(file.target(10), -5)
     with pytest.raises(OSError, match="Invalid argument"):
         file.close(b"h", 100)

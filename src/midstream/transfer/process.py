@@ -118,7 +118,9 @@ class GlooReceiver(Receiver):
     def _make_files(self, directory: Path, size: int) -> None:
         directory.mkdir()
         shutil.copyfile(self._config, directory / CONFIG_FILE)
-        with (directory / WEIGHTS_FILE).open("wb") as file:
+        # In a file that was in use before, memory need not be found for each page.
+        spare = self._cache.take_spare(directory / WEIGHTS_FILE)
+        with (directory / WEIGHTS_FILE).open("r+b" if spare else "wb") as file:
             # A full disk is found here, before the trainer sends.
             self._cache.make_room(
                 size,

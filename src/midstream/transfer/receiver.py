@@ -1,15 +1,14 @@
 """The receiver process: it takes part in a group of `torch.distributed` and writes what comes into a file.
 
 Owns: the group's connections, the memory of the pieces, and the digests of the file's parts.
-Always holds: a piece is written and digested from the memory into which it came, once, while the next one comes. Nothing is
-unpickled. The process ends when its socket closes, so it never outlives its replica; a deadline is the replica's, which
-kills it.
+Always holds: a piece is written while the next one comes. The digest is that of the bytes that lie in the file, on all cores
+together. Nothing is unpickled. The process ends when its socket closes, so it never outlives its replica; a deadline is the
+replica's, which kills it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import signal
@@ -31,6 +30,11 @@ from midstream.transfer.layout import pieces
 
 logger = logging.getLogger(__name__)
 
+#: This process may use so many.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+#: With fewer, digests would take the time of broadcasts: both ends of one are busy all the time.
+CORES_FOR_DIGESTS_BESIDE = 8
+
 #: torch's type stubs leave out most of what is used here.
 _distributed: Any = torch.distributed
 
@@ -38,26 +42,27 @@ _distributed: Any = torch.distributed
 class UpdateFile:
     """The file of one update. Its data comes piece after piece, without gaps.
 
-    buffers: two, for pieces in turn. While one piece comes, the one before is written and digested. The next update uses the
-    same memory: the first touch of new memory costs more than a copy.
+    buffers: two, for pieces in turn. While one piece comes, the one before is written. The next update uses the same memory:
+    the first touch of new memory costs more than a copy. beside: parts are digested while others come, not at the end.
     """
 
-    def __init__(self, path: Path, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, path: Path, buffers: list[torch.Tensor], *, beside: bool) -> None:
         self._file = os.open(path, os.O_RDWR)
         self._buffers = buffers
         # What still reads each buffer.
-        self._readers: list[tuple[Future[None], ...]] = [(), ()]
+        self._readers: list[Future[None] | None] = [None, None]
         self._turn = 0
+        self._beside = beside
         self._writer = ThreadPoolExecutor(1, "writes")
-        self._digester = ThreadPoolExecutor(1, "digests")
-        # The parts that have some of the header, which comes last. None: no data has come.
-        self._header_parts: int | None = None
-        # Of the parts behind those.
-        self._parts: list[hashlib._Hash] = []
+        self._digester = ThreadPoolExecutor(CORES, "digests")
+        # Where the first part begins that is not digested. Parts with some of the header, which comes last, do not count.
+        self._whole: int | None = None
+        # Of parts that are written, by where they begin.
+        self._digests: dict[int, Future[bytes]] = {}
 
     def target(self, size: int) -> torch.Tensor:
         """Memory for the next piece, of `size` bytes. Raises OSError when an earlier piece could not be written."""
-        for reader in self._readers[self._turn]:
+        if (reader := self._readers[self._turn]) is not None:
             reader.result()
         if self._buffers[self._turn].numel() < size:
             self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8)
@@ -65,38 +70,35 @@ class UpdateFile:
 
     def came(self, piece: torch.Tensor, begin: int) -> None:
         """The target has the bytes of the file from `begin` on."""
-        if self._header_parts is None:
-            self._header_parts = begin // PART_BYTES + 1
         data: memoryview = piece.numpy().data
-        self._readers[self._turn] = (
-            self._writer.submit(_write, self._file, data, begin),
-            self._digester.submit(self._digest, data, begin),
-        )
+        self._readers[self._turn] = self._writer.submit(self._take, data, begin)
         self._turn = 1 - self._turn
 
-    def _digest(self, data: memoryview, begin: int) -> None:
-        while data:
-            part, inside = divmod(begin, PART_BYTES)
-            piece = data[: PART_BYTES - inside]
-            number = part - (self._header_parts or 0)
-            if number == len(self._parts):
-                self._parts.append(hashlib.sha256())
-            if number >= 0:
-                self._parts[number].update(piece)
-            data, begin = data[len(piece) :], begin + len(piece)
+    def _take(self, data: memoryview, begin: int) -> None:
+        _write(self._file, data, begin)
+        if self._whole is None:
+            self._whole = -(-begin // PART_BYTES) * PART_BYTES
+        while self._beside and self._whole + PART_BYTES <= begin + len(data):
+            self._digest(self._whole, self._whole + PART_BYTES)
+            self._whole += PART_BYTES
 
     def close(self, header: bytes, size: int) -> str:
         """Complete the file, and return its digest. Raises OSError."""
         try:
-            for reader in (*self._readers[0], *self._readers[1]):
-                reader.result()
+            for reader in self._readers:
+                if reader is not None:
+                    reader.result()
             os.ftruncate(self._file, size)
             _write(self._file, memoryview(header), 0)
-            ends = [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
-            first = [part_digest(self._file, *part) for part in ends[: self._header_parts]]
-            return combined((*first, *(part.digest() for part in self._parts)))
+            for at in range(0, size, PART_BYTES):
+                self._digest(at, min(at + PART_BYTES, size))
+            return combined(self._digests[at].result() for at in range(0, size, PART_BYTES))
         finally:
             self.forget()
+
+    def _digest(self, begin: int, end: int) -> None:
+        if begin not in self._digests:
+            self._digests[begin] = self._digester.submit(part_digest, self._file, begin, end)
 
     def forget(self) -> None:
         self._writer.shutdown(cancel_futures=True)
@@ -127,7 +129,7 @@ class GroupMember:
                 self._join(order)
             case m.OpenFile(_, path):
                 self._forget()
-                self._target = UpdateFile(Path(path), self._buffers)
+                self._target = UpdateFile(Path(path), self._buffers, beside=CORES >= CORES_FOR_DIGESTS_BESIDE)
             case m.ReceiveRanges():
                 self._receive(order)
             case m.CloseFile(_, header, size):

@@ -37,6 +37,7 @@ from midstream.snapshots.store.local import (
     is_whole,
     temporary_directory,
 )
+from midstream.snapshots.store.spare import SPARE_PREFIX, keep_spare, take_spare
 
 BOOT_FILE = ".boot"
 #: The directory of the policies' caches.
@@ -54,6 +55,10 @@ class _Entry:
     path: Path
     size: int
     used_ns: int
+
+    @property
+    def spare(self) -> bool:
+        return self.path.name.startswith(SPARE_PREFIX)
 
 
 class Users:
@@ -85,6 +90,8 @@ class SnapshotCache:
         self._around = around
         self.bytes_max: int | None = bytes_max if around is None else around.bytes_max
         self.users: Users = Users() if around is None else around.users
+        # Whether a weights file that leaves is kept for the next one.
+        self._spares = False
         private_directory(root)
         now = boot_id()
         same_boot = now is not None and _noted_boot(root) == now
@@ -146,7 +153,15 @@ class SnapshotCache:
         doomed = temporary_directory(self.root)
         with contextlib.suppress(FileNotFoundError):
             path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            if not self._spares or path.name.startswith(SPARE_PREFIX) or not keep_spare(self.root, doomed):
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def take_spare(self, dest: Path) -> bool:
+        """Move the weights of a snapshot that left to `dest`, to be written over. Whether there were any. From now on those
+        that leave are kept for that."""
+        with self.users.lock:
+            self._spares = True
+            return take_spare(self.root, dest)
 
     def make_room(
         self,
@@ -195,7 +210,7 @@ class SnapshotCache:
                 self._evict(self.bytes_max, keep)
                 return
             kept = {*keep, *self.users.kept()}
-            others = [entry for entry in self._entries() if entry.path not in kept]
+            others = [entry for entry in self._entries() if entry.path not in kept and not entry.spare]
             own = [entry for entry in others if entry.path.parent == self._outer.root]
             of_policies = [entry for entry in others if entry.path.parent != self._outer.root]
             for entries, count in ((own, OTHERS_KEPT), (of_policies, POLICIES_KEPT)):
