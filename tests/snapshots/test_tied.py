@@ -22,6 +22,7 @@ from midstream.core.errors import SnapshotIncompatible
 from midstream.core.types import Desired
 from midstream.engine.embedded.loading import load_beside, load_model
 from midstream.engine.embedded.weights_digest import digest
+from midstream.replica.swap import companions as companions_module
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.source import CachedSource
 from midstream.snapshots.layout import read_spec
@@ -213,3 +214,27 @@ def test_what_lies_beside_the_weights_and_is_not_served_is_said_once(
     (told,) = said("newer")
     assert "s: its config.json (eos_token_id, pad_token_id) differ" in told
     assert said("newer") == []
+
+
+def test_a_companion_that_says_the_same_is_parsed_once_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing a large tokenizer holds the interpreter lock, and streams wait."""
+    base, snapshot = tmp_path / "base", tmp_path / "snapshot"
+    for directory, text in ((base, '{"a": 1}'), (snapshot, '{"a": 1}')):
+        directory.mkdir()
+        (directory / "tokenizer.json").write_text(text)
+    parsed: list[bytes | None] = []
+    content = companions_module._content
+    monkeypatch.setattr(
+        companions_module,
+        "_content",
+        lambda data: (data is not None and parsed.append(data), content(data))[1],
+    )
+    companions = Companions(base)
+    companions.look("s1", snapshot)
+    assert parsed == []
+    (snapshot / "tokenizer.json").write_text('{"a":1}')
+    companions.look("s2", snapshot)
+    companions.look("s3", snapshot)
+    assert parsed == [b'{"a":1}', b'{"a": 1}']

@@ -33,6 +33,8 @@ class Companions:
     def __init__(self, base_directory: Path) -> None:
         self._base = base_directory
         self._reported: set[str] = set()
+        # Digests of files that are written in another way and say the same.
+        self._alike: set[str] = set()
 
     def look(self, snapshot: str, directory: Path) -> None:
         """Warn of the files in `directory` that are not served, unless that was said already."""
@@ -51,9 +53,15 @@ class Companions:
         """Name and digest of each file that says something else than the served model's."""
         names = sorted({file.name for pattern in _PATTERNS for file in directory.glob(pattern)})
         for name in names:
-            data = _read(directory / name)
-            if data is not None and _content(data) != _content(_read(self._base / name)):
-                yield name, _digest(name, data)
+            data, own = _read(directory / name), _read(self._base / name)
+            if data is None or data == own:
+                continue
+            digest = _digest(name, data)
+            # Reading JSON takes the interpreter lock, for a large tokenizer longer than streams may wait.
+            if digest not in self._alike and _content(data) != _content(own):
+                yield name, digest
+            else:
+                self._alike.add(digest)
         tokens = _tokens(_read(directory / CONFIG_FILE))
         if tokens and tokens != _tokens(_read(self._base / CONFIG_FILE)):
             yield (
