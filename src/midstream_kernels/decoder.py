@@ -20,7 +20,8 @@ import torch
 
 from midstream_kernels.adapters import PackedAdapter, StepAdapters
 from midstream_kernels.build import KernelsUnavailable, kernels
-from midstream_kernels.memory import big, copied, give_back
+from midstream_kernels.gang import Gang
+from midstream_kernels.memory import big, give_back
 from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
 from midstream_kernels.port import Batch, Factors
 from midstream_kernels.tables import AddressTable, Experts, Layer, PackedWeights, addresses
@@ -90,22 +91,22 @@ class CpuDecoder:
         self.kv_heads = attention.k_proj.out_features // head.own
         self.vocab = module.lm_head.out_features
         self.kernels = kernels(SUFFIX[self.dtype])
-        self._packer = Packer(self.kernels)
         self._pieces = pieces
-        embedding = copied(base.embed_tokens.weight.data)
-        layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
-        moe = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Experts)]
-        self.moe_layers = len(moe)
-        self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
-        self._weights = PackedWeights(
-            embedding=embedding,
-            cos=head.table(cos),
-            sin=head.table(sin),
-            norm=_floats(base.norm.weight),
-            head=self._packer.linear([module.lm_head]),
-            layers=layers,
-            sizes=(*self._sizes(), self.moe_layers, self.top_k),
-        )
+        with Gang(threads) as gang:
+            self._packer = Packer(self.kernels, gang)
+            layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
+            moe = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Experts)]
+            self.moe_layers = len(moe)
+            self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
+            self._weights = PackedWeights(
+                embedding=self._packer.copied(base.embed_tokens.weight.data),
+                cos=head.table(cos),
+                sin=head.table(sin),
+                norm=_floats(base.norm.weight),
+                head=self._packer.linear([module.lm_head]),
+                layers=layers,
+                sizes=(*self._sizes(), self.moe_layers, self.top_k),
+            )
         self.dense = tuple(isinstance(layer.feed_forward, Mlp) for layer in layers)
         self.router_ties = np.zeros(0, np.uint8)
         self._numbers = float(config.rms_norm_eps), float(attention.scaling), near_tie

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 
-import numpy as np
 import torch
 
 #: Given back at a time. In between, the operating system's lock on the address space is free.
@@ -26,14 +25,6 @@ def big(words: int) -> torch.Tensor:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int32, count=words)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor in `big` memory, made on this thread alone."""
-    tensor = tensor.contiguous()
-    target = big(-(-tensor.nbytes // 4)).view(torch.uint8)[: tensor.nbytes]
-    np.copyto(target.numpy(), tensor.reshape(-1).view(torch.uint8).numpy())
-    return target.view(tensor.dtype).view(tensor.shape)
 
 
 def give_back(address: int, size: int) -> None:

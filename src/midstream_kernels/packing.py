@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from midstream_kernels.build import KernelsUnavailable
+from midstream_kernels.gang import Gang
 from midstream_kernels.memory import big
 
+#: Copied at a time, by each thread.
+PIECE_BYTES = 8 * 2**20
 #: Outputs of a linear map that are packed side by side, in two vectors.
 PANEL = 32
 LANES = 16
@@ -85,8 +89,11 @@ class HeadLayout:
 
 
 class Packer:
-    def __init__(self, call: SimpleNamespace) -> None:
+    """gang: does the copying, which may still run when `pack` returns. Nothing may read what was packed until it is done."""
+
+    def __init__(self, call: SimpleNamespace, gang: Gang) -> None:
         self._call = call
+        self._gang = gang
         self.made: list[torch.Tensor] = []
 
     def pack(
@@ -101,16 +108,37 @@ class Packer:
         parts = [part.reshape(-1, k).contiguous() for part in parts]
         lowest = min(part.data_ptr() for part in parts)
         step = k * parts[0].element_size()
-        rows = torch.cat([torch.arange(len(p)) * step + (p.data_ptr() - lowest) for p in parts])
-        rows = rows.view(experts, -1)
-        order = torch.arange(rows.shape[1]) if order is None else order
-        width = -(-len(order) // PANEL) * PANEL
-        places = torch.full((experts, width), -1)
-        places[:, : len(order)] = rows[:, order].masked_fill_(order < 0, -1)
+        # PyTorch would start threads of its own for these numbers, and have them spin beside the steps.
+        rows = np.concatenate([np.arange(len(p)) * step + (p.data_ptr() - lowest) for p in parts])
+        rows = rows.reshape(experts, -1)
+        if order is not None:
+            rows = np.where(order.numpy() < 0, -1, rows[:, order.numpy()])
+        width = -(-rows.shape[1] // PANEL) * PANEL
+        places = np.full((experts, width), -1)
+        places[:, : rows.shape[1]] = rows
         packed = big(experts * width * step // 4)
-        self._call.pack(lowest, places.data_ptr(), experts * width // PANEL, k, packed.data_ptr())
+
+        def copy(first: int, last: int) -> None:
+            # The parts stay alive until they are copied.
+            assert parts
+            rows_at, to = places.ctypes.data + first * PANEL * 8, packed.data_ptr() + first * PANEL * step
+            self._call.pack(lowest, rows_at, last - first, k, to)
+
+        self._gang.split(copy, experts * width // PANEL, max(1, PIECE_BYTES // (PANEL * step)))
         self.made.append(packed)
         return packed
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the tensor in `big` memory."""
+        tensor = tensor.contiguous()
+        source = tensor.reshape(-1).view(torch.uint8).numpy()
+        target = big(-(-tensor.nbytes // 4)).view(torch.uint8)[: tensor.nbytes]
+
+        def copy(first: int, last: int) -> None:
+            np.copyto(target.numpy()[first:last], source[first:last])
+
+        self._gang.split(copy, tensor.nbytes, PIECE_BYTES)
+        return target.view(tensor.dtype).view(tensor.shape)
 
     def linear(
         self,
