@@ -14,6 +14,8 @@ from midstream.snapshots.delta_formats import check_checksum_format, compression
         ("ARC_V2", "arc_v2"),
         ("xor_one_to_one_zlib", "arc_v1"),
         ("XOR_one_to_one_ZSTD", "arc_v2"),
+        ("Miles_Delta", "miles_delta"),
+        ("skyrl_delta", "skyrl_delta"),
     ],
 )
 def test_formats_have_aliases_in_any_case(name: str, expected: str) -> None:
@@ -37,3 +39,6 @@ def test_checksum_formats() -> None:
         check_checksum_format(name)
     with pytest.raises(ValueError, match="'crc32' is not supported: use alder32"):
         check_checksum_format("crc32")
+    check_checksum_format(None, "miles_delta")
+    with pytest.raises(ValueError, match="leave it out, the files of a skyrl_delta say it"):
+        check_checksum_format("alder32", "skyrl_delta")

@@ -17,7 +17,7 @@ from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
 from midstream.http.bodies import at_fault, json_object
-from midstream.snapshots.delta_formats import check_checksum_format, compression_format
+from midstream.snapshots.delta_formats import check_checksum_format, compression_format, is_arc
 from midstream.snapshots.identity import check_identity
 from midstream.snapshots.layout import is_snapshot_file
 
@@ -91,7 +91,8 @@ class SignalBody(msgspec.Struct, frozen=True):
 
     @property
     def checksum_format(self) -> str | None:
-        return "adler32" if self.incremental_snapshot_metadata else None
+        """None for a format whose files say it."""
+        return "adler32" if self.compression is not None and is_arc(self.compression) else None
 
     @property
     def ignore_config(self) -> tuple[str, ...]:
@@ -259,11 +260,11 @@ def _check_metadata(metadata: Metadata | None) -> None:
         except SnapshotRefused as error:
             raise _invalid(f"{at}previous_snapshot_identity", error.message) from error
     try:
-        compression_format(metadata.compression_format)
+        compression = compression_format(metadata.compression_format)
     except ValueError as error:
         raise _invalid(f"{at}compression_format", str(error)) from error
     try:
-        check_checksum_format(metadata.checksum_format)
+        check_checksum_format(metadata.checksum_format, compression)
     except ValueError as error:
         raise _invalid(f"{at}checksum_format", str(error)) from error
 

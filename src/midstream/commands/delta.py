@@ -11,8 +11,9 @@ from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.text import size
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.arc2.rebuild import rebuild, verify
-from midstream.snapshots.delta_formats import compression_format
+from midstream.snapshots.arc2.rebuild import verify
+from midstream.snapshots.delta_formats import compression_format, is_arc
+from midstream.snapshots.deltas import apply_delta, verify_delta
 from midstream.snapshots.layout import read_spec
 
 
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_paths(parser: argparse.ArgumentParser, **directories: str) -> None:
     for name, text in {"parent": "the checkpoint the delta stands on", **directories}.items():
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=text)
-    parser.add_argument("--format", default="arc_v2", help="arc_v2 (zstd, the default) or arc_v1 (zlib)")
+    parser.add_argument(
+        "--format",
+        default="arc_v2",
+        help="arc_v2 (zstd, the default) or arc_v1 (zlib); miles_delta and skyrl_delta are only read",
+    )
     parser.add_argument("--threads", type=int, help="of the computation (default: one per core)")
     add_progress_argument(parser)
 
@@ -55,6 +60,12 @@ def _guarded(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {path}: is not a directory")
     if options.action != "verify" and options.out.exists():
         raise ConfigError(f"--out {options.out}: exists already")
+    if not is_arc(options.format) and (
+        options.action == "encode" or (options.action == "verify" and options.out)
+    ):
+        raise ConfigError(
+            f"--format {options.format}: is only read; encode, and verify --out, take arc_v2 or arc_v1"
+        )
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {options.threads}")
     try:
@@ -88,7 +99,7 @@ def _encode(options: argparse.Namespace, progress: _Bytes) -> str:
 
 def _decode(options: argparse.Namespace, progress: _Bytes) -> str:
     started = time.perf_counter()
-    rebuild(
+    apply_delta(
         options.parent,
         options.delta,
         options.out,
@@ -104,14 +115,11 @@ def _decode(options: argparse.Namespace, progress: _Bytes) -> str:
 
 def _verify(options: argparse.Namespace, progress: _Bytes) -> str:
     started = time.perf_counter()
-    verify(
-        options.parent,
-        options.delta,
-        options.format,
-        result=options.out,
-        threads=options.threads,
-        progress=progress,
-    )
+    given = (options.parent, options.delta, options.format)
+    if options.out is None:
+        verify_delta(*given, threads=options.threads, progress=progress)
+    else:
+        verify(*given, result=options.out, threads=options.threads, progress=progress)
     seconds = time.perf_counter() - started
     blobs = sum(path.stat().st_size for path in options.delta.glob("*.safetensors"))
     is_result = f"; {options.out} is what it makes" if options.out else ""

@@ -12,6 +12,8 @@ EXTRA_OF = {
     ),
     "ray": "ray",
     "psycopg": "postgres",
+    "xxhash": "deltas",
+    "blake3": "deltas",
     "rich": "",
     "shtab": "",
 }

@@ -23,7 +23,10 @@ BASE_SNAPSHOT = "base"
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "dead_end"]
 ResetPromptCache = Literal["all", "new_session", "none"]
 TransitionType = Literal["ASYNC", "SYNC"]
-CompressionFormat = Literal["arc_v1", "arc_v2"]
+ArcFormat = Literal["arc_v1", "arc_v2"]
+#: Deltas as trainers write them themselves (snapshots/trainer_deltas).
+TrainerFormat = Literal["miles_delta", "skyrl_delta"]
+CompressionFormat = ArcFormat | TrainerFormat
 
 
 class TopLogprob(msgspec.Struct, array_like=True, frozen=True):

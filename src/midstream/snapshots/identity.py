@@ -166,6 +166,11 @@ def snapshot_url(bucket: str, identity: str) -> str:
     return f"{bucket.rstrip('/')}/{quote(identity, safe='/')}"
 
 
+def directory_name(url: str) -> str:
+    """The last name in the path of `url`, decoded."""
+    return unquote(urlsplit(url).path.rstrip("/").rpartition("/")[2])
+
+
 def file_url_path(url: str) -> Path:
     """The local path a file:// URL names. Raises ConfigError on any other URL."""
     place = parse_bucket(url)

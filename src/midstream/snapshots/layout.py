@@ -34,7 +34,9 @@ COMPANION_FILES = (
     CONFIG_FILE,
     "adapter_config.json",
 )
-SNAPSHOT_FILES = (*WEIGHT_FILES, *COMPANION_FILES)
+#: Says what is in a delta of SkyRL (trainer_deltas/records.py).
+SKYRL_MANIFEST = "manifest.json"
+SNAPSHOT_FILES = (*WEIGHT_FILES, *COMPANION_FILES, SKYRL_MANIFEST)
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: The limit of the safetensors format.
 MAX_HEADER_BYTES = 100 * 10**6
@@ -151,14 +153,15 @@ def read_weight_map(directory: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SnapshotCorrupt(f"{INDEX_FILE}: has no weight_map")
     for name, shard in weight_map.items():
-        if not _is_shard_name(shard):
+        if not is_shard_name(shard):
             raise SnapshotCorrupt(
                 f"{INDEX_FILE}: {shown(name)} is mapped to {shown_value(shard)}, which is not a shard's name"
             )
     return weight_map
 
 
-def _is_shard_name(name: Any) -> bool:
+def is_shard_name(name: Any) -> bool:
+    """Whether it is the plain name of a safetensors file."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name) > MAX_NAME_CHARS:
         return False
     return Path(name).name == name and name.isprintable()

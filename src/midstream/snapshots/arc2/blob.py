@@ -19,7 +19,7 @@ import numpy as np
 import zstandard
 from zlib_ng import zlib_ng as zlib
 
-from midstream.core.types import CompressionFormat
+from midstream.core.types import ArcFormat
 
 #: Threads wait for the interpreter lock once per piece, so smaller pieces cost time.
 PIECE_BYTES = 2 * 2**20
@@ -77,7 +77,7 @@ class PageBuffer:
 
 
 def decoded(
-    compression: CompressionFormat, blob: memoryview, size: int, buffers: Buffers | None = None
+    compression: ArcFormat, blob: memoryview, size: int, buffers: Buffers | None = None
 ) -> Iterator[memoryview]:
     """The `size` bytes of old XOR new in pieces. A piece is valid until the next one is asked for. Raises BlobError.
 
@@ -179,7 +179,7 @@ class BlobEncoder:
     size: of the tensor, bytes. level: of zlib or zstd; None is 6 for zlib, OWN_PARAMETERS for zstd.
     """
 
-    def __init__(self, compression: CompressionFormat, size: int, level: int | None = None) -> None:
+    def __init__(self, compression: ArcFormat, size: int, level: int | None = None) -> None:
         # Whether any old byte differs from the new one.
         self.changed = False
         self._parts: list[bytes] = []

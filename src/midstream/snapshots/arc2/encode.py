@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from midstream.core.errors import SnapshotIncompatible
-from midstream.core.types import CompressionFormat
+from midstream.core.types import ArcFormat
 from midstream.snapshots.arc2.blob import PIECE_BYTES, BlobEncoder, Buffers
 from midstream.snapshots.arc2.files import (
     Cancelled,
@@ -66,7 +66,7 @@ def encode_delta(
     parent: Path,
     child: Path,
     out: Path,
-    compression: CompressionFormat = "arc_v2",
+    compression: ArcFormat = "arc_v2",
     *,
     level: int | None = None,
     threads: int | None = None,
@@ -97,7 +97,7 @@ def encode_tensors(
     parent: Path,
     tensors: Mapping[str, TensorSource],
     out: Path,
-    compression: CompressionFormat = "arc_v2",
+    compression: ArcFormat = "arc_v2",
     *,
     others: Path | None = None,
     level: int | None = None,

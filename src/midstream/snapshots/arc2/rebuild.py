@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
-from midstream.core.types import CompressionFormat
+from midstream.core.types import ArcFormat
 from midstream.snapshots.arc2.blob import BlobError, Buffers, adler32, decoded
 from midstream.snapshots.arc2.files import (
     Cancelled,
@@ -50,7 +50,7 @@ def rebuild(
     parent: Path,
     delta: Path,
     out: Path,
-    compression: CompressionFormat,
+    compression: ArcFormat,
     *,
     threads: int | None = None,
     cancelled: Cancelled | None = None,
@@ -75,7 +75,7 @@ def rebuild(
 def verify(
     parent: Path,
     delta: Path,
-    compression: CompressionFormat,
+    compression: ArcFormat,
     *,
     result: Path | None = None,
     threads: int | None = None,
@@ -198,7 +198,7 @@ def _check_tensors(shard: _Shard) -> None:
 def _apply_all(
     shards: list[_Shard],
     sink: _Sink | None,
-    compression: CompressionFormat,
+    compression: ArcFormat,
     threads: int | None,
     cancelled: Cancelled | None,
     progress: Progress | None,
@@ -220,7 +220,7 @@ def _apply(
     shard: _Shard,
     name: str,
     sink: _Sink | None,
-    compression: CompressionFormat,
+    compression: ArcFormat,
     buffers: Buffers,
     meter: Meter,
 ) -> None:

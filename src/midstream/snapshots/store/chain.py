@@ -32,9 +32,9 @@ from midstream.core.errors import (
     SnapshotRefused,
 )
 from midstream.core.types import Content, SnapshotFiles
-from midstream.snapshots.arc2.rebuild import rebuild
 from midstream.snapshots.content import by_content
-from midstream.snapshots.identity import public_url, snapshot_url
+from midstream.snapshots.deltas import apply_delta
+from midstream.snapshots.identity import directory_name, public_url, snapshot_url
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.fetch import (
@@ -60,6 +60,7 @@ from midstream.snapshots.store.local import (
 from midstream.snapshots.store.received import ReceivedFiles
 from midstream.snapshots.store.upload import OnFile
 from midstream.snapshots.tasks import all_of, finished
+from midstream.snapshots.trainer_deltas.records import Lineage
 
 log = logging.getLogger(__name__)
 
@@ -416,14 +417,16 @@ class ChainFetcher:
         self._cache.touch(parent)
         out = temporary_directory(self._cache.root)
         stop = threading.Event()
+        lineage = Lineage(directory_name(chain[i - 1].url), directory_name(link.url))
 
         def apply() -> None:
             assert link.compression is not None
-            rebuild(
+            apply_delta(
                 parent,
                 self._cache.delta(link),
                 out,
                 link.compression,
+                lineage=lineage,
                 threads=self._threads,
                 cancelled=stop.is_set,
             )
