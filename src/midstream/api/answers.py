@@ -377,6 +377,14 @@ class WeightsUpdatedFromDisk(msgspec.Struct):
     weight_version: str
 
 
+class WeightsPulled(msgspec.Struct):
+    """weight_version: the snapshot that every replica serves now."""
+
+    success: bool
+    message: str
+    weight_version: str
+
+
 class WeightInfo(msgspec.Struct):
     """weight_version: the snapshot that every replica serves."""
 

@@ -25,6 +25,7 @@ from midstream.api.adapter_calls import AdapterCallsApi, AdapterLoader
 from midstream.api.addons import AddonsApi
 from midstream.api.answers import DeploymentLedger, HintTaken, HotLoadStatus, LedgerReset, SignalTaken
 from midstream.api.capabilities import check_signal
+from midstream.api.delta_calls import DeltaCallsApi
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PoliciesApi, ending
 from midstream.api.signals import (
@@ -119,13 +120,15 @@ def hotload_apis(
     api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
     updates = Updates(ledger, api.take)
     adapters = AdapterLoader(deployments, api.policies, updates)
-    transfer = WeightTransferApi(deployments, api, updates, door or PushDoor(ledger, PushSettings()))
+    deltas = DeltaCallsApi(ledger, deployments, updates)
+    transfer = WeightTransferApi(ledger, deployments, api, updates, door or PushDoor(ledger, PushSettings()))
     return [
         api,
         api.policies,
         AddonsApi(ledger, deployments, api.policies, adapters),
-        TrainerApi(ledger, deployments, updates, transfer),
+        TrainerApi(ledger, deployments, updates, transfer, deltas),
         transfer,
+        deltas,
         AdapterCallsApi(deployments, api.policies, adapters),
     ]
 

@@ -32,6 +32,7 @@ from midstream.api.answers import (
     WorldSize,
 )
 from midstream.api.capabilities import max_model_len
+from midstream.api.delta_calls import DeltaCallsApi, is_version
 from midstream.api.updates import ANSWER_S_MAX, INSTEAD, Update, Updates, only
 from midstream.api.weight_transfer import UPDATE_BODY_BYTES, WeightTransferApi
 from midstream.core.endpoints import PLAIN_TEXT, Endpoint, choice, flag, serves
@@ -46,7 +47,7 @@ from midstream.core.errors import (
 from midstream.core.reports import ReplicaReport
 from midstream.core.scopes import READ_SIGNALS, SIGNAL
 from midstream.core.transfer import SentTensors
-from midstream.core.types import Pause, PauseMode
+from midstream.core.types import Desired, Pause, PauseMode
 from midstream.core.wires import CHANGES_BY_GET, TRAINER_REFUSED, TRAINER_UNSERVED
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, body_of, fields_of, json_object, read_body
@@ -101,12 +102,18 @@ class UpdateFromDisk(msgspec.Struct, frozen=True):
 
 class TrainerApi:
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, updates: Updates, transfer: WeightTransferApi
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        updates: Updates,
+        transfer: WeightTransferApi,
+        deltas: DeltaCallsApi,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._updates = updates
         self._transfer = transfer
+        self._deltas = deltas
 
     # -- vLLM and prime-rl
 
@@ -177,6 +184,9 @@ class TrainerApi:
             # Nothing but the names of tensors is that long.
             await self._transfer.refuse(deployment, error)
         raw = await asyncio.to_thread(json_object, sent or b"{}")
+        info = raw.get("update_info")
+        if isinstance(info, dict) and "target_version" in info:
+            return await self._deltas.update(request, deployment, info)
         if "update_info" in raw:
             done = await self._transfer.receive(deployment, raw)
             return WeightsUpdated("ok", message=done.message)
@@ -222,8 +232,7 @@ class TrainerApi:
             if body.abort_all_requests:
                 await self._abort(deployment, None)
             held = _in_flight(deployment)
-            update = Update(body.model_path, "model_path", body.flush_cache, body.weight_version)
-            desired = await self._updates.run(request, deployment, update)
+            desired = await self._updated(request, deployment, body)
         except MidstreamError as error:
             answer = {"success": False, "message": error.message, "num_paused_requests": 0}
             return JSONResponse({**answer, **error.body()}, status_code=error.status, headers=error.headers())
@@ -236,6 +245,18 @@ class TrainerApi:
                 weight_version=desired.snapshot,
             )
         )
+
+    async def _updated(self, request: Request, deployment: Deployment, body: UpdateFromDisk) -> Desired:
+        """The snapshot that every replica serves then. Raises MidstreamError.
+
+        Miles names its engine's own copy of the version that it had pulled before. That is what is served already.
+        """
+        desired = (await self._ledger.state(deployment.name)).desired
+        if desired is not None and is_version(desired, body.weight_version):
+            await self._updates.served(deployment, desired)
+            return desired
+        update = Update(body.model_path, "model_path", body.flush_cache, body.weight_version)
+        return await self._updates.run(request, deployment, update)
 
     @serves(
         Endpoint("POST", "/flush_cache", SIGNAL, _RESETS.format(of="SGLang"), kinds=PLAIN_TEXT),

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 
 from midstream.api.answers import HotLoadRow
-from midstream.api.signals import NamedDirectory, SignalBody
+from midstream.api.signals import Metadata, NamedDirectory, SignalBody
 from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotError, SnapshotRefused
 from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
@@ -78,12 +78,14 @@ class TakePushed(Protocol):
 
 
 class Update(NamedTuple):
-    """weight_version: the snapshot's identity; None: it is given one. param: the field that names the directory."""
+    """weight_version: the snapshot's identity; None: it is given one. param: the field that names the directory. parent: what
+    an incremental one stands on."""
 
     directory: str
     param: str
     reset: bool
     weight_version: str | None = None
+    parent: Metadata | None = None
 
 
 class Updates:
@@ -92,9 +94,15 @@ class Updates:
         self._take = take
 
     async def run(
-        self, request: Request, deployment: Deployment, update: Update, instead: str = INSTEAD
+        self,
+        request: Request,
+        deployment: Deployment,
+        update: Update,
+        instead: str = INSTEAD,
+        *,
+        waits: bool = True,
     ) -> Desired:
-        """instead: what to do, said with the refusal of a place. Raises MidstreamError."""
+        """instead: what to do, said with the refusal of a place. waits: until it serves. Raises MidstreamError."""
         if update.weight_version is not None:
             check_identity(update.weight_version, "weight_version")
         directory = update.directory
@@ -102,6 +110,7 @@ class Updates:
         body = SignalBody(
             update.weight_version or "",
             reset_prompt_cache="all" if update.reset else "none",
+            incremental_snapshot_metadata=update.parent,
             policy=deployment.policy or None,
         )
         try:
@@ -113,7 +122,8 @@ class Updates:
             raise SnapshotRefused(
                 f"{error.message}; {instead.format(bucket='that place')}", param=update.param
             ) from error
-        await self.served(deployment, result.desired)
+        if waits:
+            await self.served(deployment, result.desired)
         return result.desired
 
     async def served(

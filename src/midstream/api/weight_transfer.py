@@ -34,7 +34,7 @@ from midstream.core.types import Content, Desired
 from midstream.fleet.push import PushDoor
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import fields_of, json_object, read_body
-from midstream.ledger import Committing, Phase, SignalResult
+from midstream.ledger import Committing, Ledger, Phase, SignalResult
 from midstream.snapshots.identity import check_identity
 
 #: The names of a large model's tensors take several MiB.
@@ -71,6 +71,16 @@ class StartUpdate(msgspec.Struct, frozen=True):
     is_checkpoint_format: bool | None = None
 
 
+class DeltaInit(msgspec.Struct, frozen=True):
+    """`init_info` of SkyRL's disk deltas: how its own servers keep them."""
+
+    base_model_path: str
+    local_checkpoint_dir: str = ""
+    cloud_download_workers: int = 0
+    checkpoint_load_format: str = ""
+    multi_thread_safetensors_max_workers: int = 0
+
+
 class FinishUpdate(msgspec.Struct, frozen=True):
     """weight_version: the snapshot's identity; without one the ledger gives a name."""
 
@@ -78,7 +88,10 @@ class FinishUpdate(msgspec.Struct, frozen=True):
 
 
 class WeightTransferApi:
-    def __init__(self, deployments: Deployments, take: TakePushed, updates: Updates, door: PushDoor) -> None:
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, take: TakePushed, updates: Updates, door: PushDoor
+    ) -> None:
+        self._ledger = ledger
         self._deployments = deployments
         self._take = take
         self._updates = updates
@@ -96,6 +109,11 @@ class WeightTransferApi:
     async def init(self, request: Request) -> TransferOpened:
         deployment = only(self._deployments, request)
         raw = json_object(await read_body(request) or b"{}")
+        if isinstance(given := raw.get("init_info"), dict) and "base_model_path" in given:
+            _inner(given, "init_info", DeltaInit, {})
+            return TransferOpened(
+                "Deltas need no group of trainer and replicas", "", deployment.wanted_in_all, {}
+            )
         rendezvous = _rendezvous(raw)
         group = await self._door.run(self._door.init(deployment, rendezvous), Phase.JOINING)
         return TransferOpened(
@@ -121,6 +139,8 @@ class WeightTransferApi:
                 "is_checkpoint_format",
                 "false means tensors as an engine's kernels keep them; send those of the checkpoint, with its names",
             )
+        if (found := await self._fetched(deployment)) is not None:
+            return TransferStarted(f"{found.snapshot} was fetched already", "", 0)
         group = await self._door.run(self._door.start(deployment), Phase.STARTING)
         return TransferStarted("Weight update started", group.group, group.number)
 
@@ -153,6 +173,12 @@ class WeightTransferApi:
         body = fields_of(_maybe(await read_body(request)), FinishUpdate)
         if body.weight_version is not None:
             check_identity(body.weight_version, "weight_version")
+        if (found := await self._fetched(deployment)) is not None:
+            await self._updates.served(deployment, found)
+            replicas = [view.name for view in deployment.replicas.views]
+            return TransferFinished(
+                f"{found.snapshot} serves", found.snapshot, found.generation, replicas, {}
+            )
         signal = SignalBody(body.weight_version or "", reset_prompt_cache=_reset(request))
         await self._take.check_pushed(request, deployment, signal)
         overwrite = overwrites(request.headers)
@@ -181,6 +207,13 @@ class WeightTransferApi:
         _nothing_in(_maybe(await read_body(request)))
         await self._door.run(self._door.shutdown(deployment))
         return TransferDone("Weight transfer shut down")
+
+    async def _fetched(self, deployment: Deployment) -> Desired | None:
+        """The version that a trainer had fetched, and now takes to be loaded by these calls; None if they are a push's."""
+        desired = (await self._ledger.state(deployment.name)).desired
+        if desired is None or desired.compression != "skyrl_delta":
+            return None
+        return desired if await self._ledger.transfer(deployment.name) is None else None
 
 
 class _SignalOf:

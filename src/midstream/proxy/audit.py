@@ -77,6 +77,10 @@ class _AuditedFields(msgspec.Struct):
     replicaCount: Any = None
     url: Any = None
     weight_dir: Any = None
+    source_dir: Any = None
+    sync_dir: Any = None
+    uri: Any = None
+    target_version: Any = None
     lora_name: Any = None
     lora_path: Any = None
     weight_version: Any = None
@@ -93,7 +97,7 @@ class _AuditedFields(msgspec.Struct):
 
 #: Fields that hold a URL, and those that hold a path or a URL.
 _URLS = ("url", "lora_path")
-_PLACES = (*_URLS, "weight_dir", "model_path", "path")
+_PLACES = (*_URLS, "weight_dir", "model_path", "path", "source_dir", "sync_dir", "uri")
 
 _decoder = msgspec.json.Decoder(_AuditedFields)
 

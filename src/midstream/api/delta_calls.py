@@ -1,0 +1,174 @@
+"""The calls by which trainers ask for the disk deltas that they wrote: Miles' `/pull_weights` and SkyRL's `/fetch_weights`.
+
+Owns: where each trainer's versions lie, and which snapshots they are. What an update does is a hot-load signal's (hotload.py).
+Always holds:
+- Version N is the snapshot of the identity N, an incremental one on N - 1. Version 0 is what the trainer began with, which a
+  person published in full.
+- A call is answered once every replica serves the version, or with the reason why not. It may be repeated, and a later call for
+  the same version changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from midstream.api.answers import WeightsPulled, WeightsUpdated
+from midstream.api.signals import Metadata
+from midstream.api.updates import Update, Updates, only
+from midstream.core.endpoints import Endpoint, serves
+from midstream.core.errors import InvalidRequest, MidstreamError, SnapshotRefused
+from midstream.core.scopes import SIGNAL
+from midstream.core.types import Desired, TrainerFormat
+from midstream.fleet.registry import Deployment, Deployments
+from midstream.http.bodies import answered, body_of, fields_of
+from midstream.ledger import Ledger
+from midstream.snapshots.identity import directory_name
+from midstream.snapshots.trainer_deltas.records import version_of
+
+VERSION_MAX = 2**53
+#: The versions between what is desired and what is asked for that one call takes up.
+CATCH_UP_MAX = 1000
+
+
+class PullWeights(msgspec.Struct, frozen=True):
+    """SGLang's, as Miles sends it. local_checkpoint_dir: of an engine of its own; replicas have their own cache."""
+
+    source_dir: str
+    target_version: int
+    local_checkpoint_dir: str = ""
+
+
+class FetchWeights(msgspec.Struct, frozen=True):
+    """SkyRL's, also as `update_info` of /update_weights. uri: of the version's own directory."""
+
+    target_version: int
+    sync_dir: str | None = None
+    uri: str | None = None
+    version: int | None = None
+    update_kind: str | None = None
+
+
+class _Series(NamedTuple):
+    """The versions of one trainer. name: of a version's directory, for a number. param: the field that says where they lie."""
+
+    directory: str
+    name: str
+    compression: TrainerFormat
+    param: str
+
+    def place(self, version: int) -> str:
+        return f"{self.directory.rstrip('/')}/{self.name.format(version)}"
+
+
+class DeltaCallsApi:
+    def __init__(self, ledger: Ledger, deployments: Deployments, updates: Updates) -> None:
+        self._ledger = ledger
+        self._deployments = deployments
+        self._updates = updates
+
+    @serves(
+        Endpoint(
+            "POST",
+            "/pull_weights",
+            SIGNAL,
+            "Brings every replica to a version that Miles published, as SGLang does.",
+            body=PullWeights,
+            answer=WeightsPulled,
+        )
+    )
+    async def pull_weights(self, request: Request) -> Response:
+        try:
+            deployment, body = only(self._deployments, request), await body_of(request, PullWeights)
+            series = _Series(body.source_dir, "weight_v{:06d}", "miles_delta", "source_dir")
+            served = await self._bring(request, deployment, series, body.target_version)
+        except MidstreamError as error:
+            answer = {"success": False, "message": error.message}
+            return JSONResponse({**answer, **error.body()}, status_code=error.status, headers=error.headers())
+        return answered(
+            WeightsPulled(success=True, message=f"every replica serves {served}", weight_version=served)
+        )
+
+    @serves(
+        Endpoint(
+            "POST",
+            "/fetch_weights",
+            SIGNAL,
+            "Brings every replica to a version that SkyRL published, as its servers do.",
+        )
+    )
+    async def fetch_weights(self, request: Request, body: FetchWeights) -> WeightsUpdated:
+        deployment = only(self._deployments, request)
+        return await self._fetched(request, deployment, body)
+
+    async def update(
+        self, request: Request, deployment: Deployment, info: dict[str, object]
+    ) -> WeightsUpdated:
+        """/update_weights with the `update_info` of a SkyRL delta. Raises MidstreamError."""
+        return await self._fetched(request, deployment, fields_of(info, FetchWeights))
+
+    async def _fetched(self, request: Request, deployment: Deployment, body: FetchWeights) -> WeightsUpdated:
+        if body.version not in (None, body.target_version):
+            raise InvalidRequest(f"version: {body.version} is not the target_version", param="version")
+        name = "delta-{:08d}"
+        if body.uri is not None:
+            directory, _, own = body.uri.rstrip("/").rpartition("/")
+            if unquote(own) != name.format(body.target_version):
+                raise InvalidRequest(
+                    f"uri: version {body.target_version} lies in {name.format(body.target_version)}",
+                    param="uri",
+                )
+            series = _Series(directory, name, "skyrl_delta", "uri")
+        elif body.sync_dir is not None:
+            series = _Series(body.sync_dir, name, "skyrl_delta", "sync_dir")
+        else:
+            raise InvalidRequest("sync_dir: say where the version lies, by sync_dir or uri", param="sync_dir")
+        return WeightsUpdated("ok", await self._bring(request, deployment, series, body.target_version))
+
+    async def _bring(self, request: Request, deployment: Deployment, series: _Series, target: int) -> str:
+        """Signal what is missing up to version `target`, one after the other. Returns the identity, which serves then."""
+        if not 0 <= target <= VERSION_MAX:
+            raise InvalidRequest(f"target_version: must be from 0 to {VERSION_MAX}", param="target_version")
+        state = await self._ledger.state(deployment.name)
+        at = _number(state.snapshot)
+        if at is None or at > target or target - at > CATCH_UP_MAX:
+            raise _cannot_reach(target, state.snapshot)
+        if target == 0:
+            assert state.desired is not None
+            await self._updates.served(deployment, state.desired)
+            return state.desired.snapshot
+        for version in range(min(at + 1, target), target + 1):
+            parent = Metadata(str(version - 1), series.compression)
+            update = Update(series.place(version), series.param, True, str(version), parent)
+            await self._updates.run(request, deployment, update, waits=version == target)
+        return str(target)
+
+
+def _number(identity: str) -> int | None:
+    """The version that a snapshot is; None if it is none of a trainer's."""
+    return (
+        int(identity)
+        if identity.isascii() and identity.isdigit() and str(int(identity)) == identity
+        else None
+    )
+
+
+def _cannot_reach(target: int, now: str) -> SnapshotRefused:
+    return SnapshotRefused(
+        f"target_version: version {target} cannot be reached from {now!r}, which is desired now. Versions stand on what"
+        " the trainer began with: reset the ledger, and publish that checkpoint as '0' (midstream publish DIR --identity 0)",
+        param="target_version",
+    )
+
+
+def is_version(desired: Desired | None, weight_version: str | None) -> bool:
+    """Whether what is desired is this version, brought here by `/pull_weights`."""
+    if desired is None or desired.url is None or desired.snapshot != weight_version:
+        return False
+    number = _number(desired.snapshot)
+    of_miles = desired.compression == "miles_delta"
+    return of_miles and number is not None and version_of(directory_name(desired.url)) == number

@@ -1,0 +1,152 @@
+"""The calls by which Miles and SkyRL ask for their disk deltas, on a real ledger; replica reports are set by the test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_hotload_api import DEPLOYMENT, Server, serve, while_three_load
+
+MILES, SKYRL = "updates/weight_v{:06d}", "sync/delta-{:08d}"
+
+
+def published(server: Server, place: str, *versions: int) -> None:
+    """Files in the place of each version. What is in them is the replicas' business."""
+    for version in versions:
+        server.write(place.format(version))
+
+
+async def began(server: Server) -> None:
+    """What the trainer begins with is published as version 0."""
+    for index in range(3):
+        server.report(index)
+    server.write("0")
+    assert (await server.signal({"identity": "0"})).status_code == 200
+
+
+async def rows(server: Server) -> list[tuple[str, str | None, str | None]]:
+    found = await server.ledger.snapshots(DEPLOYMENT)
+    return [(row.identity, row.previous, row.compression) for row in found]
+
+
+async def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
+    return await while_three_load(server, server.http.post(path, json=body))
+
+
+def test_miles_order_of_calls_brings_version_after_version_and_one_that_was_missed(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        source, local = str(server.bucket / "updates"), "/local-nvme/miles-rollout-checkpoint"
+
+        async def pull(version: int) -> Any:
+            body = {"local_checkpoint_dir": local, "source_dir": source, "target_version": version}
+            return await ask(server, "/pull_weights", body)
+
+        assert (await pull(0)).json()["success"] is True
+        for version in (1, 3):
+            published(server, MILES, version - 1, version)
+            answer = await pull(version)
+            assert answer.json() == {
+                "success": True,
+                "message": f"every replica serves {version}",
+                "weight_version": str(version),
+            }
+            told = await ask(
+                server, "/update_weights_from_disk", {"model_path": local, "weight_version": str(version)}
+            )
+            assert (told.status_code, told.json()["weight_version"]) == (200, str(version))
+        # A retry changes nothing, and there is no way back.
+        before = await server.desired()
+        assert (await pull(3)).status_code == 200
+        assert await server.desired() == before
+        for version in (2, 0):
+            refused = await pull(version)
+            assert (refused.status_code, refused.json()["success"]) == (400, False)
+            assert "cannot be reached from '3'" in refused.json()["message"]
+        assert await rows(server) == [
+            ("0", None, None), ("1", "0", "miles_delta"), ("2", "1", "miles_delta"), ("3", "2", "miles_delta")
+        ]  # fmt: skip
+        other = await ask(server, "/update_weights_from_disk", {"model_path": local, "weight_version": "2"})
+        assert (other.status_code, other.json()["error"]["param"]) == (400, "model_path")
+
+    serve(tmp_path, work)
+
+
+def test_skyrls_order_of_calls_needs_no_group(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        sync_dir = (server.bucket / "sync").as_uri()
+        init = {
+            "base_model_path": "/models/base",
+            "local_checkpoint_dir": "/tmp/x",
+            "cloud_download_workers": 4,
+        }
+        opened = await server.http.post("/init_weight_transfer_engine", json={"init_info": init})
+        assert (opened.status_code, opened.json()["ranks"]) == (200, {})
+        for version in (1, 2):
+            published(server, SKYRL, version)
+            uri = f"{sync_dir}/delta-{version:08d}"
+            info = {"target_version": version, "version": version, "sync_dir": sync_dir, "uri": uri}
+            fetched = {name: info[name] for name in ("target_version", "sync_dir", "uri")}
+            calls: list[tuple[str, Any]] = [
+                ("/fetch_weights", fetched),
+                ("/start_weight_update", None),
+                ("/update_weights", {"update_info": info}),
+                ("/finish_weight_update", None),
+            ]
+            for path, body in calls:
+                answer = await ask(server, path, body)
+                assert answer.status_code == 200, (path, answer.text)
+            assert answer.json()["weight_version"] == str(version)
+        assert await rows(server) == [
+            ("0", None, None), ("1", "0", "skyrl_delta"), ("2", "1", "skyrl_delta")
+        ]  # fmt: skip
+
+    serve(tmp_path, work)
+
+
+def test_without_a_version_0_the_answer_says_what_to_publish(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        published(server, MILES, 1)
+        body = {"source_dir": str(server.bucket / "updates"), "target_version": 1}
+        for index in range(3):
+            server.report(index)
+        answer = await server.http.post("/pull_weights", json=body)
+        assert answer.status_code == 400
+        assert "midstream publish DIR --identity 0" in answer.json()["message"]
+        assert await rows(server) == []
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/pull_weights", {"source_dir": "/elsewhere", "target_version": 1}, "source_dir"),
+        ("/pull_weights", {"source_dir": "{bucket}/../x", "target_version": 1}, "source_dir"),
+        ("/pull_weights", {"source_dir": "{bucket}/none", "target_version": 1}, "source_dir"),
+        ("/pull_weights", {"source_dir": "{bucket}", "target_version": -1}, "target_version"),
+        ("/pull_weights", {"source_dir": "{bucket}"}, "target_version"),
+        ("/fetch_weights", {"target_version": 1}, "sync_dir"),
+        ("/fetch_weights", {"target_version": 1, "sync_dir": "s3://another/run"}, "sync_dir"),
+        ("/fetch_weights", {"target_version": 1, "uri": "{bucket}/delta-00000002"}, "uri"),
+        ("/fetch_weights", {"target_version": 1, "version": 2, "sync_dir": "{bucket}"}, "version"),
+        ("/update_weights", {"update_info": {"target_version": 1}}, "sync_dir"),
+    ],
+)
+def test_a_refusal_names_the_field_and_signals_nothing(
+    tmp_path: Path, path: str, body: dict[str, Any], param: str
+) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        text = {
+            name: value.format(bucket=server.bucket) if isinstance(value, str) else value
+            for name, value in body.items()
+        }
+        answer = await server.http.post(path, json=text)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert [row[0] for row in await rows(server)] == ["0"]
+
+    serve(tmp_path, work)
