@@ -21,7 +21,7 @@ import torch
 from midstream_kernels.adapters import PackedAdapter, StepAdapters
 from midstream_kernels.build import KernelsUnavailable, kernels
 from midstream_kernels.gang import Gang
-from midstream_kernels.memory import big, give_back
+from midstream_kernels.memory import Spare, big
 from midstream_kernels.packing import HeadLayout, Map, Mlp, Packer, gate_up_order
 from midstream_kernels.port import Batch, Factors
 from midstream_kernels.tables import AddressTable, Experts, Layer, PackedWeights, addresses
@@ -69,11 +69,12 @@ class CpuDecoder:
         threads: int,
         near_tie: float,
         pieces: Mapping[str, Sequence[torch.Tensor]] = {},
+        spare: Spare | None = None,
     ) -> None:
         """Copies the weights out of `module`, which is not needed afterwards. Raises KernelsUnavailable.
 
         near_tie: a router's choice is a near tie within this share of its largest logit. pieces: the values of those parameters
-        that are on the meta device.
+        that are on the meta device. spare: of the models that this one serves after.
         """
         family = FAMILIES.get(type(module).__name__)
         if family is None:
@@ -92,8 +93,9 @@ class CpuDecoder:
         self.vocab = module.lm_head.out_features
         self.kernels = kernels(SUFFIX[self.dtype])
         self._pieces = pieces
+        self.spare = Spare() if spare is None else spare
         with Gang(threads) as gang:
-            self._packer = Packer(self.kernels, gang)
+            self._packer = Packer(self.kernels, gang, self.spare)
             layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
             moe = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Experts)]
             self.moe_layers = len(moe)
@@ -174,12 +176,10 @@ class CpuDecoder:
             yield from _tensors_of(str(number), layer)
 
     def release(self) -> None:
-        """Free the weights. Nothing may read them afterwards."""
-        large = [self._weights.embedding, *self._packer.made]
-        self._packer.made = []
+        """Leave the memory of the weights to the next model. Nothing may read them afterwards."""
+        made, self._packer.made = self._packer.made, []
         del self._weights
-        for tensor in large:
-            give_back(tensor.data_ptr(), tensor.nbytes)
+        self.spare.keep(made)
 
     def prepare_scratch(self, serving: CpuDecoder) -> None:
         """Allocate the scratch memory for the largest step that `serving` has run, so that no step has to."""

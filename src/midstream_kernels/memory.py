@@ -1,6 +1,6 @@
-"""Memory of models: allocated in huge pages, and given back without stopping any other thread.
+"""Memory of models: allocated in huge pages, kept for the next model, and given back without stopping any other thread.
 
-Always holds: nothing reads memory that was given back. Giving back holds the interpreter lock for one system call at a time,
+Always holds: nothing reads memory that was given back or kept. What is kept is of one model at most. Giving back holds the interpreter lock for one system call at a time,
 however large the memory is. Unmapping the pages of a tensor would hold the lock until the last page is gone.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import time
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -35,3 +37,39 @@ def give_back(address: int, size: int) -> None:
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for at in range(0, size, SLICE_BYTES):
         madvise(address + at, min(SLICE_BYTES, size - at), mmap.MADV_DONTNEED)
+
+
+class Spare:
+    """The memory of the model that was released last, for the next one: the system would have to clear every page of new memory.
+
+    Use it on one thread at a time.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        # By number of words.
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._kept_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Spare {sum(len(kept) for kept in self._kept.values())} pieces>"
+
+    def take(self, words: int) -> torch.Tensor:
+        """As `big`, but with any contents."""
+        kept = self._kept.get(words)
+        return kept.pop() if kept else big(words)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep these, each as `take` gave it, in place of what was kept before."""
+        self.give_back()
+        for tensor in tensors:
+            self._kept.setdefault(len(tensor), []).append(tensor)
+        self._kept_at = self._monotonic()
+
+    def give_back(self, older_s: float = 0.0) -> None:
+        """Give back what was kept for so long."""
+        if self._monotonic() - self._kept_at < older_s:
+            return
+        kept, self._kept = self._kept, {}
+        for tensor in [tensor for of_size in kept.values() for tensor in of_size]:
+            give_back(tensor.data_ptr(), tensor.nbytes)

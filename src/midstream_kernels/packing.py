@@ -15,7 +15,7 @@ import torch
 
 from midstream_kernels.build import KernelsUnavailable
 from midstream_kernels.gang import Gang
-from midstream_kernels.memory import big
+from midstream_kernels.memory import Spare
 
 #: Copied at a time, by each thread.
 PIECE_BYTES = 8 * 2**20
@@ -89,11 +89,15 @@ class HeadLayout:
 
 
 class Packer:
-    """gang: does the copying, which may still run when `pack` returns. Nothing may read what was packed until it is done."""
+    """gang: does the copying, which may still run when `pack` returns. Nothing may read what was packed until it is done.
 
-    def __init__(self, call: SimpleNamespace, gang: Gang) -> None:
+    spare: where the memory comes from. made: what was taken of it.
+    """
+
+    def __init__(self, call: SimpleNamespace, gang: Gang, spare: Spare) -> None:
         self._call = call
         self._gang = gang
+        self._spare = spare
         self.made: list[torch.Tensor] = []
 
     def pack(
@@ -116,7 +120,7 @@ class Packer:
         width = -(-rows.shape[1] // PANEL) * PANEL
         places = np.full((experts, width), -1)
         places[:, : rows.shape[1]] = rows
-        packed = big(experts * width * step // 4)
+        packed = self._taken(experts * width * step)
 
         def copy(first: int, last: int) -> None:
             # The parts stay alive until they are copied.
@@ -125,20 +129,23 @@ class Packer:
             self._call.pack(lowest, rows_at, last - first, k, to)
 
         self._gang.split(copy, experts * width // PANEL, max(1, PIECE_BYTES // (PANEL * step)))
-        self.made.append(packed)
         return packed
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor in `big` memory."""
+        """A copy of the tensor."""
         tensor = tensor.contiguous()
         source = tensor.reshape(-1).view(torch.uint8).numpy()
-        target = big(-(-tensor.nbytes // 4)).view(torch.uint8)[: tensor.nbytes]
+        target = self._taken(tensor.nbytes).view(torch.uint8)[: tensor.nbytes]
 
         def copy(first: int, last: int) -> None:
             np.copyto(target.numpy()[first:last], source[first:last])
 
         self._gang.split(copy, tensor.nbytes, PIECE_BYTES)
         return target.view(tensor.dtype).view(tensor.shape)
+
+    def _taken(self, size: int) -> torch.Tensor:
+        self.made.append(self._spare.take(-(-size // 4)))
+        return self.made[-1]
 
     def linear(
         self,

@@ -157,7 +157,9 @@ def test_files_of_another_model_or_not_whole_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
-def test_weights_that_were_staged_and_dropped_do_not_stay_in_memory(tmp_path: Path) -> None:
+def test_memory_of_dropped_weights_is_the_next_models_and_given_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_compiler("native")
     config = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8
@@ -166,11 +168,27 @@ def test_weights_that_were_staged_and_dropped_do_not_stay_in_memory(tmp_path: Pa
     size = 2 * module.num_parameters()
     module.save_pretrained(tmp_path)
     core = EngineCore(tmp_path, SETTINGS)
+    before = digest(core.weights())
     core.set_staged(core.stage(tmp_path))
     staged = anonymous_bytes()
     core.set_staged(None)
     dispose(core.take_retired())
-    assert staged - anonymous_bytes() > 0.9 * size
+    decoder = core.store.serving.model.decoder
+    assert isinstance(decoder, CpuDecoder)
+    for kept in [kept for of_size in decoder.spare._kept.values() for kept in of_size]:
+        kept.fill_(-1)
+    core.set_staged(core.stage(tmp_path))
+    assert anonymous_bytes() - staged < 0.1 * size
+    # What lay there before does not show.
+    core.commit("again")
+    assert digest(core.weights()) == before
+    dispose(core.take_retired())
+    kept_bytes = anonymous_bytes()
+    core.store.serving.model.tidy()
+    assert kept_bytes - anonymous_bytes() < 0.1 * size
+    monkeypatch.setattr(loading, "SPARE_S", 0.0)
+    core.store.serving.model.tidy()
+    assert kept_bytes - anonymous_bytes() > 0.9 * size
 
 
 def anonymous_bytes() -> int:

@@ -33,12 +33,15 @@ from midstream_kernels import (
     CpuDecoder,
     KernelsUnavailable,
     Pieces,
+    Spare,
     asked_level,
     mapped_module,
 )
 
 logger = logging.getLogger(__name__)
 
+#: The memory of a model that was replaced is kept for so long, for the next one.
+SPARE_S = 600.0
 CHECK_TOKENS = 48
 #: In nats. Rounding in bfloat16 gives less than 0.01.
 CHECK_KL_MAX = 0.1
@@ -91,6 +94,11 @@ class LoadedModel:
     def release(self) -> None:
         self.decoder.release()
 
+    def tidy(self) -> None:
+        """Give back the memory that a model before this one left, when no model has needed it for long."""
+        if isinstance(self.decoder, CpuDecoder):
+            self.decoder.spare.give_back(SPARE_S)
+
 
 def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     """Load the first model of an engine. Raises UnsupportedModel, and the errors of `probe`."""
@@ -133,9 +141,9 @@ def _load_beside_cpu(
     loaded = None
     with mapped_module(directory, read_checkpoint(directory)[1], dtypes) as mapped:
         if mapped is not None:
-            loaded = _packed_beside(serving, mapped[0], settings, mapped[1])
+            loaded = _packed_beside(serving, decoder, mapped[0], settings, mapped[1])
     if loaded is None:
-        loaded = _packed_beside(serving, _read_beside(serving, directory, settings), settings)
+        loaded = _packed_beside(serving, decoder, _read_beside(serving, directory, settings), settings)
     else:
         try:
             loaded.generation_config = GenerationConfig.from_pretrained(directory)
@@ -151,11 +159,15 @@ def _load_beside_cpu(
 
 
 def _packed_beside(
-    serving: LoadedModel, module: Any, settings: EngineSettings, pieces: Pieces | None = None
+    serving: LoadedModel,
+    decoder: CpuDecoder,
+    module: Any,
+    settings: EngineSettings,
+    pieces: Pieces | None = None,
 ) -> LoadedModel:
     _check_shapes(module, serving)
     try:
-        return _loaded(module, _cpu_decoder(module, settings, pieces))
+        return _loaded(module, _cpu_decoder(module, settings, pieces, decoder.spare))
     except KernelsUnavailable as error:
         raise UnsupportedModel(f"it cannot run as the serving model does: {error}") from error
 
@@ -264,14 +276,17 @@ def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
     return decoder
 
 
-def _cpu_decoder(module: Any, settings: EngineSettings, pieces: Pieces | None = None) -> CpuDecoder:
+def _cpu_decoder(
+    module: Any, settings: EngineSettings, pieces: Pieces | None = None, spare: Spare | None = None
+) -> CpuDecoder:
     if settings.block_size % GROUP:
         raise KernelsUnavailable(f"block_size {settings.block_size} is not a multiple of {GROUP}")
     positions = int(module.config.max_position_embeddings)
     if settings.kv_cache_memory is None:
         positions = min(positions, settings.kv_cache_tokens)
     tie = near_tie(next(module.parameters()).dtype)
-    return CpuDecoder(module, max(positions, CHECK_TOKENS), max(1, settings.threads), tie, pieces or {})
+    threads = max(1, settings.threads)
+    return CpuDecoder(module, max(positions, CHECK_TOKENS), threads, tie, pieces or {}, spare)
 
 
 def _read(directory: Path, dtype: torch.dtype | str) -> Any:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.25
 #: After a switch, so many steps have the machine for themselves. Then the replaced model is freed and digests are computed.
 CALM_STEPS = 3
+#: How often memory is looked for that a replaced model left.
+TIDY_S = 30.0
 
 
 class EngineLoop:
@@ -60,6 +62,7 @@ class EngineLoop:
         # The reply to a commit, which is sent after the events of the next step.
         self._committed: m.CallDone | None = None
         self._reported_at = 0.0
+        self._tidied_at = time.monotonic()
 
     def run(self) -> None:
         while True:
@@ -86,6 +89,9 @@ class EngineLoop:
         if outputs or now - self._reported_at >= STATS_INTERVAL_S:
             self._reported_at = now
             self._channel.send(m.Events(outputs, self._core.stats()))
+        if now - self._tidied_at >= TIDY_S:
+            self._tidied_at = now
+            self._jobs.append(self._core.store.serving.model.tidy)
         self._send_committed()
 
     def _send_committed(self) -> None:
