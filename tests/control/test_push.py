@@ -19,6 +19,7 @@ from midstream.core.errors import (
 )
 from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, LeaveGroup, Receive
 from midstream.core.types import Stage, Transition
+from midstream.fleet import push_orders
 from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
 from midstream.fleet.registry import Deployments
 from midstream.ledger import LedgerUnavailable, Phase, Signal
@@ -585,6 +586,31 @@ def test_a_leave_goes_to_every_member_of_a_group_that_ends(tmp_path: Path) -> No
         await gateway.door.shutdown(gateway.deployment)
         left = [[o for o in one.orders if isinstance(o, LeaveGroup)] for one in world.replicas.values()]
         assert [len(orders) for orders in left] == [1, 1, 1]
+
+    in_world(tmp_path, work)
+
+
+@pytest.mark.parametrize("kind", [Drop, LeaveGroup])
+def test_a_replica_that_stands_still_does_not_hold_up_the_call_that_ends_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    """In the simulation a call took 20 s more than its deadline: two orders waited for a replica that was stopped."""
+    monkeypatch.setattr(push_orders, "SAY_S", 0.02)
+
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        still = world.replicas["replica-1"]
+        still.faults = {Receive: "stall", kind: "hang"}
+        await gateway.init()
+        await gateway.start()
+        with pytest.raises(ReplicaUnavailable, match="replica-1: no answer"):
+            await gateway.update()
+        assert still.hangs.is_set()
+        assert await world.group() is None
+        assert world.groups == {"group-1"}, "it alone has not left"
+        still.goes_on.set()
+        while world.groups:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     in_world(tmp_path, work)
 

@@ -16,8 +16,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -46,16 +45,16 @@ from midstream.fleet.push_members import (
     needed,
 )
 from midstream.fleet.push_orders import (
+    Endings,
     OrderAnswers,
     OrderRefused,
     Orders,
     ReplicaOrders,
     ask,
-    drop,
     read_answer,
-    release,
     trainer_lives,
 )
+from midstream.fleet.push_signal import Finished, UpdateSignal
 from midstream.fleet.registry import Deployment
 from midstream.ledger import (
     Committing,
@@ -64,7 +63,6 @@ from midstream.ledger import (
     Ledger,
     LedgerUnavailable,
     Phase,
-    SignalResult,
     Transfer,
     TransferMember,
     TransferUpdate,
@@ -81,25 +79,6 @@ CLOSE_S = 5.0
 _UNFINISHED = (Phase.STARTING, Phase.STARTED, Phase.RECEIVING, Phase.FINISHING)
 
 T = TypeVar("T")
-
-
-class UpdateSignal(Protocol):
-    """What makes a snapshot of an update whose bytes are the same on all replicas."""
-
-    async def sign(self, content: Content, committing: Committing) -> SignalResult:
-        """Take the signal, and commit the update with it. Raises MidstreamError; nothing is signalled then."""
-
-    async def served(self, desired: Desired, replicas: Collection[str], within_s: float) -> None:
-        """Returns when these replicas serve it. Raises MidstreamError."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """fenced: replicas that the update did not reach, with the reasons."""
-
-    desired: Desired
-    replicas: tuple[str, ...]
-    fenced: dict[str, str]
 
 
 class PushDoor:
@@ -119,6 +98,7 @@ class PushDoor:
         self._orders = orders
         self._group_id = group_id
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._endings = Endings()
         self.counts = PushCounts()
         #: Is called when an update was committed.
         self.on_commit: Callable[[], None] = lambda: None
@@ -155,6 +135,7 @@ class PushDoor:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        await self._endings.close()
 
     # -- the calls
 
@@ -267,7 +248,7 @@ class PushDoor:
             await publishing.served(desired, committing.replicas, left_s)
         finally:
             if out:
-                await release(self._orders(deployment), group, group.active, drop=False)
+                await self._endings.release(self._orders(deployment), group, group.active, drop=False)
         return Finished(desired, committing.replicas, fenced)
 
     async def shutdown(self, deployment: Deployment) -> bool:
@@ -292,7 +273,9 @@ class PushDoor:
             self.counts.updates["ended"] += 1
         level = logging.INFO if ending in CHOSEN else logging.WARNING
         logger.log(level, "the trainer's group %s of %s has ended: %s", seen.group, deployment.name, reason)
-        await release(self._orders(deployment), seen, seen.members, drop=seen.phase in _UNFINISHED)
+        await self._endings.release(
+            self._orders(deployment), seen, seen.members, drop=seen.phase in _UNFINISHED
+        )
         return True
 
     # -- steps of them
@@ -403,7 +386,7 @@ class PushDoor:
         members = tuple(
             member._replace(fenced=reasons.get(member.replica, member.fenced)) for member in group.members
         )
-        await release(self._orders(deployment), group, lost, drop=True)
+        await self._endings.release(self._orders(deployment), group, lost, drop=True)
         logger.warning("the push to %s continues without: %s", deployment.name, _words(reasons))
         return await self._advance(deployment, group, Event.FENCED, members)
 
@@ -430,7 +413,7 @@ class PushDoor:
         try:
             return (await publishing.sign(content, committing)).desired
         except GroupMoved:
-            await release(self._orders(deployment), group, group.members, drop=True)
+            await self._endings.release(self._orders(deployment), group, group.members, drop=True)
             raise
         except LedgerUnavailable:
             # The answer to the commit may be lost.
@@ -468,7 +451,7 @@ class PushDoor:
         """The update is refused, and the group waits for the next one. Raises GroupMoved."""
         await self._ledger.move_transfer(group, Event.DROPPED)
         self.counts.updates["dropped"] += 1
-        await drop(self._orders(deployment), group)
+        await self._endings.drop(self._orders(deployment), group)
 
     async def _advance(
         self,
@@ -482,7 +465,7 @@ class PushDoor:
             return await self._ledger.move_transfer(group, event, members=members)
         except GroupMoved:
             # Whoever ended it may have died before the replicas left it.
-            await release(self._orders(deployment), group, group.members, drop=True)
+            await self._endings.release(self._orders(deployment), group, group.members, drop=True)
             raise
 
     def _left_s(self, group: Transfer) -> float:

@@ -1,18 +1,18 @@
 """Orders to the replicas of a deployment that take part in a push (core/transfer.py), and what they answer.
 
-Owns: the port to one replica, and asking several at once.
+Owns: the port to one replica, asking several at once, and the orders that end something (`Endings`).
 Always holds:
 - Each order has a time within which it ends. A replica that does not answer in time has failed.
 - A refusal is the request's fault, and names the field. A failure is the replica's.
-- No order outlives the call that asked for it.
+- No order outlives the call that asked for it, unless it ends something.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -37,6 +37,8 @@ ANSWER_S = 5.0
 LEAVE_S = 5.0
 #: A replica says within this time whether the trainer's store answers.
 ALIVE_S = 5.0
+#: A call waits so long for their answers. With ANSWER_S it is less than a gateway's grace, so the call ends in time.
+SAY_S = 2.0
 
 T = TypeVar("T")
 
@@ -153,27 +155,56 @@ def read_answer(answer: bytes, kind: type[T]) -> T | None:
         return None
 
 
-async def release(orders: Orders, group: Transfer, members: Iterable[TransferMember], *, drop: bool) -> None:
-    """Have these members leave the group, as far as they can be reached. drop: they forget what the update received."""
+class Endings:
+    """Orders that end something. Use from one event loop.
 
-    async def one(member: TransferMember) -> None:
-        name, boot, number = group.group, member.boot, group.number
-        if drop and number:
-            await quietly(
-                orders, member.replica, Drop(group=name, boot=boot, within_s=LEAVE_S, update=number)
-            )
-        await quietly(orders, member.replica, LeaveGroup(group=name, boot=boot, within_s=LEAVE_S))
+    Always holds: a call waits at most SAY_S for their answers. What is under way then continues until `close`.
+    """
 
-    await asyncio.gather(*(one(member) for member in members))
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
 
+    def __repr__(self) -> str:
+        return f"<Endings with {len(self._tasks)} under way>"
 
-async def drop(orders: Orders, group: Transfer) -> None:
-    """Have all members forget what the update received, as far as they can be reached."""
+    async def release(
+        self, orders: Orders, group: Transfer, members: Iterable[TransferMember], *, drop: bool
+    ) -> None:
+        """Have these members leave the group, as far as they can be reached. drop: they forget what the update received."""
+        name, number = group.group, group.number
 
-    def one(member: TransferMember) -> Drop:
-        return Drop(group=group.group, boot=member.boot, within_s=LEAVE_S, update=group.number)
+        async def one(member: TransferMember) -> None:
+            boot = member.boot
+            if drop and number:
+                dropped = Drop(group=name, boot=boot, within_s=LEAVE_S, update=number)
+                await quietly(orders, member.replica, dropped)
+            await quietly(orders, member.replica, LeaveGroup(group=name, boot=boot, within_s=LEAVE_S))
 
-    await asyncio.gather(*(quietly(orders, member.replica, one(member)) for member in group.active))
+        await self._all(one(member) for member in members)
+
+    async def drop(self, orders: Orders, group: Transfer) -> None:
+        """Have all members forget what the update received, as far as they can be reached."""
+
+        async def one(member: TransferMember) -> None:
+            order = Drop(group=group.group, boot=member.boot, within_s=LEAVE_S, update=group.number)
+            await quietly(orders, member.replica, order)
+
+        await self._all(one(member) for member in group.active)
+
+    async def _all(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        tasks = [asyncio.create_task(one) for one in work]
+        self._tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._tasks.discard)
+        if tasks:
+            await asyncio.wait(tasks, timeout=SAY_S)
+
+    async def close(self) -> None:
+        """Cut short what is under way."""
+        left = tuple(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 async def quietly(orders: Orders, replica: str, order: TransferOrder) -> bool:
