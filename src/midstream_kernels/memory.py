@@ -1,7 +1,8 @@
 """Memory of models: allocated in huge pages, kept for the next model, and given back without stopping any other thread.
 
-Always holds: nothing reads memory that was given back or kept. What is kept is of one model at most. Giving back holds the interpreter lock for one system call at a time,
-however large the memory is. Unmapping the pages of a tensor would hold the lock until the last page is gone.
+Always holds: nothing reads memory that was given back or kept. What is kept is of one model at most. Giving back holds the
+interpreter lock for one system call at a time, however large the memory is. Unmapping the pages of a tensor would hold the
+lock until the last page is gone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def give_back(address: int, size: int) -> None:
 
 
 class Spare:
-    """The memory of the model that was released last, for the next one: the system would have to clear every page of new memory.
+    """The memory of the model that was released last, for the next one. The system would have to clear every new page.
 
     Use it on one thread at a time.
     """

@@ -170,7 +170,9 @@ def test_an_adapter_that_computes_no_finite_number_is_refused_beside_a_stream(
         stream = asyncio.create_task(records(engine, request("r", [1, 2, 3], max_tokens=200)))
         slot = engine.slot("red")
         assert slot.proves_staged
-        with pytest.raises(WeightsRefused, match="SnapshotNotFinite: the log-probabilities of a fixed prompt"):
+        with pytest.raises(
+            WeightsRefused, match="SnapshotNotFinite: the log-probabilities of a fixed prompt"
+        ):
             await slot.stage("a1", write(3e38))
         with pytest.raises(StagingFailed, match="not the staged snapshot"):
             await slot.commit("a1")
