@@ -26,7 +26,7 @@ from simprocess import Process
 from simpush import WITH_PUSHES, Pushes
 from simpush import kinds as push_kinds
 from simpush import settings_of as push_settings
-from simstrikes import Strikes
+from simstrikes import LONGEST_S, Strikes
 from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
 from simworld import BUCKET, PORT, World, asked_of
@@ -228,7 +228,6 @@ class History:
     ) -> None:
         self.seed = seed
         self.plan = plan_of(seed, pushes=pushes)
-        self._struck = pushes
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self.oracle = Oracle(synchronous=self.plan.settings["deployment"]["transition"] == "sync")
@@ -246,6 +245,7 @@ class History:
         self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
         limits = self.plan.settings.get("push", PushSettings())
         strikes = Strikes(self.world, self._say, self._upset, self._disturb) if pushes else None
+        self._strikes = strikes
         given = (PORT, self.world, BUCKET, weights, self.oracle, limits, seed, self._say, self._kill_amid)
         self._pushes = Pushes(*given, strikes)
         self._rng = random.Random(f"{seed} history")
@@ -307,6 +307,10 @@ class History:
                 self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
         world.outside("watcher", self._watch())
         loop.run_until(lambda: bool(world.wrong), begun + STORM_S)
+        # A stall may be longer than every deadline.
+        loop.run_until(
+            lambda: bool(world.wrong) or self._strikes is None or self._strikes.over(), loop.now + LONGEST_S
+        )
         if not world.wrong:
             self._calm()
 
@@ -522,7 +526,7 @@ class History:
     async def _end(self) -> None:
         # No signal may come behind the last one. No request may hang.
         await asyncio.gather(*self._entries, *self._clients_run)
-        if self._struck:
+        if self._strikes is not None:
             await self._pushes.converge(self.world.now + CALM_S)
         until = self.world.now + CALM_S
         name = await self.trainer.publish_full(5, "all")

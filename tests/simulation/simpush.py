@@ -24,7 +24,8 @@ from simtrainer import HOT_LOAD, LEDGER, Weights, not_finite
 
 from midstream.core.config import PushSettings
 from midstream.core.transfer import STORE_PREFIX, SentTensors
-from midstream.fleet.push import GRACE_S
+from midstream.fleet.push import ALIVE_S, GRACE_S
+from midstream.fleet.push_orders import ANSWER_S
 from midstream.snapshots.content import MANIFEST_FILE, parse_manifest
 from midstream.snapshots.layout import CheckpointSpec, read_spec
 from midstream.snapshots.store.local import TEMPORARY_PREFIX
@@ -406,6 +407,8 @@ class PushTrainer:
         finally:
             self._now = ("", "")
             bound = BOUND_S if self._strikes is None else GRACE_S
+            # Before a group is formed, members of an older one say whether its trainer lives.
+            bound += ALIVE_S + ANSWER_S if phase == "init" else 0.0
             slack = self._slack_s(begun) + self._stalled_s(begun)
             took, most = self._world.now - begun, within_s + bound + slack
             if took > most:

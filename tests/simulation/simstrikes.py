@@ -33,6 +33,8 @@ VICTIM_S = 0.5
 #: What the deaths of processes cost besides: other trouble, in so many of the histories.
 WITH_WEATHER = 0.3
 WEATHER = ("bucket", "disk", "ledger", "scale", "staging", "clock")
+#: Behind every deadline of a push, whatever ends it.
+LONGEST_S = 40.0
 COUNTED = "strike: "
 
 
@@ -52,7 +54,9 @@ class Strike(NamedTuple):
 
 def drawn_strike(pair: tuple[str, str, str], rng: random.Random) -> Strike:
     after_s = rng.choice((0.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, 0.3)))
-    seconds = rng.choice((rng.uniform(0.2, 2.0), rng.uniform(2.0, 14.0)))
+    # Trainers and gateways that stand still too long are given up by their peers in the simulation.
+    longest = 14.0 if pair[0] in ("trainer", "gateway") else LONGEST_S
+    seconds = rng.choice((rng.uniform(0.2, 2.0), rng.uniform(2.0, 14.0), rng.uniform(10.0, longest)))
     return Strike(*pair, rng.random(), round(after_s, 4), round(seconds, 3))
 
 
@@ -110,6 +114,7 @@ class Strikes:
     ) -> None:
         self._world, self._say = world, say
         self._gateway_upset, self._disturbed = gateway_upset, disturbed
+        self._tasks: list[asyncio.Task[None]] = []
 
     def begin(
         self,
@@ -124,7 +129,14 @@ class Strikes:
 
         trainer: kills the trainer, whose process is `process`. at: works in the phase, if that is known.
         """
-        self._world.outside(f"strike {strike}", self._strike(strike, still, missed, trainer, process, at))
+        task = self._world.outside(
+            f"strike {strike}", self._strike(strike, still, missed, trainer, process, at)
+        )
+        self._tasks.append(task)
+
+    def over(self) -> bool:
+        """No stall is under way."""
+        return all(task.done() for task in self._tasks)
 
     async def _strike(
         self,
@@ -198,6 +210,7 @@ class Strikes:
     async def _strike_engine(self, victim: Process, strike: Strike) -> None:
         if strike.kind == "stall":
             victim.engine.stalled_until = self._world.now + strike.s
+            await asyncio.sleep(strike.s)
             return
         dying = victim.engine.die("the simulated engine crashed")
         self._world.loop.create_task(dying, name="death", context=victim.context.copy())
