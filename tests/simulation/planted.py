@@ -23,7 +23,7 @@ from midstream.fleet.sessions import SessionTable
 from midstream.fleet.view import ReplicaView
 from midstream.http.upstream import UpstreamPool
 from midstream.launch.process import Child, ChildProcess
-from midstream.ledger import Ledger
+from midstream.ledger import Ledger, LedgerUnavailable
 from midstream.ledger.database import Database
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import RULINGS, RequestEvent, Ruling
@@ -327,6 +327,51 @@ def _late_groups_are_not_ended() -> None:
     Ledger.open_transfers = none  # type: ignore[method-assign]
 
 
+def _lost_commits_are_dropped() -> None:
+    """An update passes for a refused one when the ledger's answer to its commit is lost: its replicas forget it."""
+
+    async def recall(self: PushDoor, deployment: Any, group: Any) -> Any:
+        await self._endings.drop(self._orders(deployment), group)
+        raise LedgerUnavailable("the ledger did not take the update; the old weights serve")
+
+    PushDoor._recall = recall  # type: ignore[method-assign]
+
+
+def _fenced_replicas_serve_half_an_update() -> None:
+    """A replica that leaves its group amid an update serves what it received of it."""
+    before = GroupPart._ended
+
+    def ended(self: GroupPart, reason: str, *, lost: bool) -> None:
+        from simengine import of_directory
+        from simloop import PROCESS
+
+        directory = getattr(self._receiver, "_directory", None)
+        if self.update is not None and directory is not None and (engine := PROCESS.get().engine).slots:
+            slot = engine.slots[""]
+            slot.load = slot.load._replace(weights=of_directory(directory))
+        before(self, reason, lost=lost)
+
+    GroupPart._ended = ended  # type: ignore[method-assign]
+
+
+def _fenced_replicas_keep_their_weights() -> None:
+    """A replica that is left out of an update is never asked for it, and serves on."""
+    fence, decided, left_out = PushDoor._fence, fleet_loop.decide, set[str]()
+
+    async def fenced(self: PushDoor, *given: Any) -> Any:
+        group = await fence(self, *given)
+        left_out.update(member.replica for member in group.members if member.fenced)
+        return group
+
+    def decide(state: Any, report: Any, *given: Any) -> Any:
+        action = decided(state, report, *given)
+        out = report is not None and report.replica in left_out
+        return replace(action, send=None, admit=True) if out else action
+
+    PushDoor._fence = fenced  # type: ignore[method-assign]
+    fleet_loop.decide = decide  # type: ignore[assignment]
+
+
 def _updates_have_the_digests_of_the_first() -> None:
     """The files of each update pass for those of the first one that came to this replica."""
     before, first = GlooReceiver.finish, dict[Any, Any]()
@@ -345,6 +390,10 @@ PLANTED: dict[str, Callable[[], None]] = {
     if name.startswith("_") and getattr(plant, "__module__", "") == __name__
 }
 
+#: Of the plants, those that only histories of `--pushes` find, as those strike amid pushes.
+IN_PUSHES = frozenset(
+    ("lost_commits_are_dropped", "fenced_replicas_serve_half_an_update", "fenced_replicas_keep_their_weights")
+)
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
 FOUND_AT = {
     "namespace_kept": (10, "is reused under"),

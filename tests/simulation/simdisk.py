@@ -37,6 +37,8 @@ class Disk:
     def __init__(self, rng: random.Random, clock: Callable[[], float]) -> None:
         self._rng, self._clock = rng, clock
         self.trouble = Trouble()
+        #: The transaction that runs is done, and its caller learns of a failure.
+        self.lose_answer = False
 
     def pwrite(self, file: int, data: Any, position: int) -> int:
         view = memoryview(data).cast("B")
@@ -67,5 +69,6 @@ class Disk:
             raise LedgerUnavailable("the ledger cannot be used now: the simulated database is out of order")
         with _BEGIN(database, engine) as db:
             yield db
-        if self._rng.random() < self.trouble.answer_lost:
+        lost, self.lose_answer = self.lose_answer, False
+        if self._rng.random() < self.trouble.answer_lost or lost:
             raise LedgerUnavailable("the ledger cannot be used now: the simulated answer was lost")

@@ -188,6 +188,8 @@ class PushTrainer:
                 self.leave()
             if not plan.good and plan.refused:
                 return None
+            if value.get("lost") and plan.asked_to_finish:
+                break
             await asyncio.sleep(0.3 + self._rng.random() * 1.5)
         self._count("push: given up")
         return None
@@ -299,6 +301,7 @@ class PushTrainer:
         self._watch_commit(plan)
         body = {"weight_version": plan.name}
         self._oracle.signals_begin(plan.name)
+        plan.asked_to_finish = True
         try:
             answer = await self._call(plan, "finish", "POST", FINISH + query, body, self._limits.finish_s)
         except BaseException:
@@ -320,6 +323,9 @@ class PushTrainer:
         """The phase changes with the commit; and strikes behind it begin."""
 
         def committed(_: Process) -> None:
+            if plan.loses_answer():
+                self._count("push: the ledger's answer to the commit is lost")
+                self._world.disk.lose_answer = True
             if self._now == (plan.name, "finish"):
                 self._now = (plan.name, "signal")
                 self._begin_strike(plan, "signal")
@@ -437,10 +443,11 @@ class _Plan:
         self.name, self.value = name, value
         trouble = value["trouble"]
         self.good = trouble not in ("bad", "nan")
-        self.refused = False
+        self.refused = self.asked_to_finish = False
         self.damages = trouble == "damage"
         self._bad = trouble == "bad"
         self._strike: Strike | None = value.get("strike")
+        self._loses: bool = value.get("lost", False)
         self._trouble = trouble if trouble in ("dies", "stalls", "gateway", "replica") else None
         raw = (not_finite(files) if trouble == "nan" else files)[WEIGHTS]
         self._names = sorted(spec.tensors)
@@ -484,6 +491,11 @@ class _Plan:
             return None
         doomed, self._trouble = self._trouble, None
         return doomed
+
+    def loses_answer(self) -> bool:
+        """Once."""
+        lost, self._loses = self._loses, False
+        return lost
 
     def struck_in(self, phase: str) -> Strike | None:
         """Once."""

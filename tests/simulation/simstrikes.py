@@ -81,8 +81,10 @@ def entries(seed: int, rng: random.Random) -> Iterator[tuple[float, str, Any]]:
     pairs = [PAIRS[seed % len(PAIRS)], *rng.choices(PAIRS, k=rng.randint(0, 2))]
     for pair in pairs:
         yield rng.uniform(0.0, 8.0), "push", _push(rng, drawn_strike(pair, rng))
+    # The ledger does not answer a commit, and the trainer asks no second time.
+    lost = random.Random(f"{seed} lost")
     for _ in range(rng.randint(1, 2)):
-        yield rng.uniform(0.0, 20.0), "push", _push(rng, None)
+        yield rng.uniform(0.0, 20.0), "push", _push(rng, None) | {"lost": lost.random() < 0.2}
 
 
 def _push(rng: random.Random, strike: Strike | None) -> dict[str, Any]:

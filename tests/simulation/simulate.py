@@ -281,7 +281,7 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
 
 def prove(bed: Bed, first: int, last: int, processes: int) -> int:
     """Plants each fault in turn, or that of `bed` alone, and says which seed finds it first; the exit code."""
-    from planted import FOUND_AT, PLANTED
+    from planted import FOUND_AT, IN_PUSHES, PLANTED
 
     missed = 0
     for name in PLANTED if bed.plant is None else [bed.plant]:
@@ -289,7 +289,7 @@ def prove(bed: Bed, first: int, last: int, processes: int) -> int:
         seed, words = FOUND_AT.get(name, (first, ""))
         seeds = [seed, *range(first, last)]
         histories = ((seed, ()) for seed in seeds)
-        planted = dataclasses.replace(bed, plant=name)
+        planted = dataclasses.replace(bed, plant=name, pushes=name in IN_PUSHES)
         outcomes = run_many(planted, histories, processes)
         said_wrong = ((one["seed"], wrong) for one in outcomes for wrong in one["wrong"])
         found = next((one for one in said_wrong if words in one[1]), None)
