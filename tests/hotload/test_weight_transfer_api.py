@@ -18,19 +18,31 @@ from midstream.core.http_answer import HttpAnswer
 from midstream.core.transfer import (
     CarriedOut,
     Check,
+    CheckInPlace,
     Finish,
     Join,
+    JoinInPlace,
     LeaveGroup,
     Receive,
     Received,
+    ReceiveInPlace,
     TransferOrder,
 )
-from midstream.core.types import FileContent, SnapshotContent
+from midstream.core.types import EngineCard, FileContent, SnapshotContent
 from midstream.fleet.replicas import ReplicaRefused
 from midstream.snapshots.content import MANIFEST_FILE, content_fingerprint, encode_manifest
 
 INIT = {"init_info": {"master_address": "127.0.0.1", "master_port": 29500, "world_size": 4, "key": "k"}}
 SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+#: What vLLM's trainer for NCCL says, and more than midstream knows.
+NCCL = {
+    "master_address": "10.0.0.1",
+    "master_port": 5000,
+    "rank_offset": 1,
+    "world_size": 8,
+    "packed": True,
+    "new": [1],
+}
 CONTENT = (FileContent("model.safetensors", 12, "a" * 64),)
 
 
@@ -64,9 +76,16 @@ class Replicas:
         return [(name, order) for name, order, _ in self.orders if isinstance(order, kind)]
 
 
-def pushing(path: Path, work: Callable[[Server, Replicas], Awaitable[None]]) -> None:
+def pushing(
+    path: Path, work: Callable[[Server, Replicas], Awaitable[None]], ranks: tuple[int, ...] = ()
+) -> None:
+    """ranks: of the replicas' engines, which take weights in place by NCCL; (): they have receivers."""
+
     async def run(server: Server) -> None:
-        await work(server, Replicas(server))
+        replicas = Replicas(server)
+        for index, count in enumerate(ranks):
+            server.report(index, card=EngineCard(kind="vllm", weight_transfer="nccl", ranks=count))
+        await work(server, replicas)
 
     serve(path, run)
 
@@ -349,3 +368,80 @@ def test_a_version_under_which_the_bucket_has_other_files_is_refused(tmp_path: P
         assert (await while_three_load(server, asked)).status_code == 200
 
     pushing(tmp_path, work)
+
+
+def test_each_engine_gets_its_own_ranks_and_all_else_as_the_trainer_said_it(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        assert (await server.http.get("/get_world_size")).json() == {"world_size": 7}
+        answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
+        assert (answer.json()["world_size"], answer.json()["ranks"]) == (
+            8, {"replica-0": 1, "replica-1": 5, "replica-2": 6}
+        )  # fmt: skip
+        invited = [order.init for _, order in replicas.of(JoinInPlace)]
+        assert [one.fields for one in invited] == [{**NCCL, "rank_offset": rank} for rank in (1, 5, 6)]
+        assert {one.backend for one in invited} == {"nccl"}
+        await server.http.post("/start_weight_update")
+        info = {"names": ["a"], "of_this_backend": {"x": 1}}
+        assert (await send(server, info)).status_code == 200
+        # A list has one entry for each rank.
+        assert (await send(server, [{"rank": rank} for rank in range(7)])).status_code == 200
+        first, second = ([order.info.fields for name, order in replicas.of(ReceiveInPlace) if name == replica]
+                         for replica in ("replica-0", "replica-2"))  # fmt: skip
+        assert first == [info, [{"rank": rank} for rank in range(4)]]
+        assert second == [info, [{"rank": 5}, {"rank": 6}]]
+        assert len(replicas.of(CheckInPlace)) == 6
+
+    pushing(tmp_path, work, (4, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("init", "status", "param", "words"),
+    [
+        ({**NCCL, "world_size": 4}, 409, "init_info.world_size", "7 ranks of 3 replicas from rank 1 on make it 8"),
+        ({**NCCL, "rank_offset": 2}, 409, "init_info.world_size", "make it 9, got 8"),
+        ({**NCCL, "rank_offset": "1"}, 400, "init_info.rank_offset", "must be a number"),
+        ([NCCL], 400, "init_info", "must be an object"),
+    ],
+)  # fmt: skip
+def test_a_world_that_the_engines_do_not_fit_is_said_with_the_size(
+    tmp_path: Path, init: Any, status: int, param: str, words: str
+) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": init})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param)
+        assert words in error["message"]
+        assert not replicas.orders
+
+    pushing(tmp_path, work, (4, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("info", "param"),
+    [
+        ({"names": ["a"], "ipc_handles_pickled": "gASV"}, "update_info.ipc_handles_pickled"),
+        ([{"names": ["a"], "ipc_handles": []}] * 7, "update_info.ipc_handles"),
+        ([{"names": ["a"]}] * 3, "update_info"),
+    ],
+)
+def test_what_is_not_passed_on_ends_the_group_by_name(tmp_path: Path, info: Any, param: str) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
+        await server.http.post("/start_weight_update")
+        answer = await send(server, info)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert "init again" in answer.json()["error"]["message"]
+        assert not replicas.of(ReceiveInPlace)
+        assert len(replicas.of(LeaveGroup)) == 3
+
+    pushing(tmp_path, work, (4, 1, 2))
+
+
+def test_replicas_that_take_weights_in_two_ways_form_no_group(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
+        assert answer.status_code == 409
+        assert "replica-2 has a receiver" in answer.json()["error"]["message"]
+        assert not replicas.orders
+
+    pushing(tmp_path, work, (4, 3))

@@ -16,7 +16,7 @@ UNFIT = SentTensors(names=("b",), dtype_names=("bfloat16",), shapes=((4,),))
 RENDEZVOUS = Rendezvous(master_address="127.0.0.1", master_port=29500, world_size=2)
 
 
-class FakeReceiver(Receiver):
+class FakeReceiver(Receiver[Rendezvous, SentTensors]):
     """fails: steps that lose the trainer."""
 
     def __init__(self, directory: Path, blocked: set[str]) -> None:
@@ -75,6 +75,9 @@ class FakeReceiver(Receiver):
 
     def drop(self) -> None:
         self.calls.append("drop")
+
+    def retract(self) -> None:
+        self.calls.append("retract")
 
     async def trainer_alive(self, within_s: float) -> bool:
         return self.alive

@@ -29,7 +29,9 @@ from midstream.core.transfer import (
     Check,
     Drop,
     Finish,
+    InitInfo,
     Join,
+    JoinInPlace,
     Keep,
     LeaveGroup,
     Receive,
@@ -243,7 +245,29 @@ async def test_finished_files_are_the_sources_until_they_are_dropped() -> None:
     assert here.source.calls == ["received /cache/.moving-0"]
     await here.do("drop", "drop")
     assert here.source.calls == ["received /cache/.moving-0", "forget /cache/.moving-0"]
+    assert here.receivers[0].calls.count("retract") == 1
     await here.do("leave")
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_finished_files_are_dropped_also_when_the_receiver_has_ended() -> None:
+    here = Here()
+    await here.at("open")
+    await here.do("receive", "finish", "leave", "drop")
+    assert here.source.calls == ["received /cache/.moving-0", "forget /cache/.moving-0"]
+    assert here.receivers[0].calls[-1] == "retract"
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_replica_takes_part_in_the_way_that_it_has() -> None:
+    here = Here()
+    init = InitInfo(backend="nccl", fields={})
+    with pytest.raises(InvalidRequest, match="for vLLM's backend nccl, and this replica has a receiver"):
+        await here.transfers.answer(JoinInPlace(group="g", boot=BOOT, within_s=60, init=init))
+    await here.do("join")
+    assert here.phase == "joined"
     await here.transfers.close()
 
 

@@ -49,6 +49,7 @@ from midstream.core.scopes import READ_SIGNALS, SIGNAL
 from midstream.core.transfer import SentTensors
 from midstream.core.types import Desired, Pause, PauseMode
 from midstream.core.wires import CHANGES_BY_GET, TRAINER_REFUSED, TRAINER_UNSERVED
+from midstream.fleet.push_members import ranks_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, body_of, fields_of, json_object, read_body
 from midstream.ledger import Ledger
@@ -322,12 +323,12 @@ class TrainerApi:
 
     @serves(
         *(
-            Endpoint("GET", path, READ_SIGNALS, "Says how many replicas the deployment is to have.")
+            Endpoint("GET", path, READ_SIGNALS, "Says how many ranks of a trainer's group the replicas are.")
             for path in ("/get_world_size", "/get_world_size/")
         )
     )
     async def world_size(self, request: Request) -> WorldSize:
-        return WorldSize(self._meant(request).wanted_in_all)
+        return WorldSize(ranks_of(self._meant(request)))
 
     @serves(
         *(

@@ -3,6 +3,8 @@
 Owns: those paths' requests and responses (docs/trainer-calls.md). What they do is the door's (fleet/push.py).
 Always holds:
 - A field that is not understood is refused by its name, and so are transfers of other kinds, with what to use instead.
+- Where the replicas declare a backend of vLLM, what is said to it is passed on as it is. What is pickled, or is memory of the
+  trainer's device, is refused there, too.
 - An update that cannot be read ends the group: its trainer may wait in a broadcast.
 - A finished update is taken as a signal is, and answered once the replicas that received it serve it.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import msgspec
@@ -29,9 +31,10 @@ from midstream.core.errors import (
     UnknownField,
 )
 from midstream.core.scopes import SIGNAL
-from midstream.core.transfer import Rendezvous, SentTensors
+from midstream.core.transfer import InitInfo, Rendezvous, SentTensors, UpdateInfo
 from midstream.core.types import Content, Desired
 from midstream.fleet.push import PushDoor
+from midstream.fleet.push_members import backend_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import fields_of, json_object, read_body
 from midstream.ledger import Committing, Ledger, Phase, SignalResult
@@ -45,8 +48,8 @@ PIECE_BYTES_MAX = 2**31 - 1
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 RESETS = ("all", "new_session", "none")
 _GLOO = (
-    "here the bytes come over torch.distributed with gloo: use midstream.client.SnapshotPublisher(to='push'), or"
-    " midstream.integrations.vllm_push for vLLM's own trainer classes"
+    "here the bytes come over torch.distributed with gloo, unless vllm.weight_transfer names a backend of vLLM: use"
+    " midstream.client.SnapshotPublisher(to='push'), or midstream.integrations.vllm_push for vLLM's own trainer classes"
 )
 #: Fields of vLLM's other engines, with what each is.
 _OF_INIT = {
@@ -62,6 +65,8 @@ Inner = TypeVar("Inner", bound=msgspec.Struct)
 
 
 class InitTransfer(msgspec.Struct, frozen=True):
+    """init_info: where `vllm.weight_transfer` names a backend of vLLM, what that backend takes."""
+
     init_info: Rendezvous
 
 
@@ -114,12 +119,14 @@ class WeightTransferApi:
             return TransferOpened(
                 "Deltas need no group of trainer and replicas", "", deployment.wanted_in_all, {}
             )
-        rendezvous = _rendezvous(raw)
-        group = await self._door.run(self._door.init(deployment, rendezvous), Phase.JOINING)
+        backend = backend_of(deployment)
+        asked = _init_info(raw, backend) if backend else _rendezvous(raw)
+        group = await self._door.run(self._door.init(deployment, asked), Phase.JOINING)
+        last = group.members[-1]
         return TransferOpened(
             message="Weight transfer initialized",
             group=group.group,
-            world_size=rendezvous.world_size,
+            world_size=last.rank + last.ranks,
             ranks={member.replica: member.rank for member in group.members},
         )
 
@@ -151,7 +158,8 @@ class WeightTransferApi:
     async def receive(self, deployment: Deployment, raw: dict[str, Any]) -> TransferDone:
         """/update_weights with `update_info`. Answered when the tensors are on the replicas."""
         try:
-            sent = await asyncio.to_thread(sent_tensors, raw)
+            read = update_info if backend_of(deployment) else sent_tensors
+            sent: Sequence[SentTensors | UpdateInfo] = await asyncio.to_thread(read, raw)
         except MidstreamError as error:
             await self.refuse(deployment, error)
         await self._door.run(self._door.update(deployment, sent), Phase.RECEIVING)
@@ -256,10 +264,7 @@ class _SignalOf:
 
 def sent_tensors(raw: dict[str, Any]) -> list[SentTensors]:
     """The tensors of an /update_weights. Raises InvalidRequest."""
-    for field in raw:
-        if field != "update_info":
-            raise UnknownField(field)
-    given = raw["update_info"]
+    given = _only_field(raw, "update_info")
     parts = given if isinstance(given, list) else [given]
     sent = [_inner(part, "update_info", SentTensors, _OF_UPDATE) for part in parts]
     if not sent or not all(one.names for one in sent):
@@ -267,6 +272,38 @@ def sent_tensors(raw: dict[str, Any]) -> list[SentTensors]:
     for one in sent:
         _check_tensors(one)
     return sent
+
+
+def update_info(raw: dict[str, Any]) -> list[UpdateInfo]:
+    """What an /update_weights says to a backend of vLLM. Raises InvalidRequest."""
+    given = _only_field(raw, "update_info")
+    for one in given if isinstance(given, list) else [given]:
+        _pass_on(one, "update_info", _OF_UPDATE)
+    return [UpdateInfo(fields=given)]
+
+
+def _init_info(raw: dict[str, Any], backend: str) -> InitInfo:
+    given = _only_field(raw, "init_info")
+    _pass_on(given, "init_info", {})
+    return InitInfo(backend=backend, fields=given)
+
+
+def _pass_on(given: Any, name: str, refused: Mapping[str, str]) -> None:
+    """Raises InvalidRequest for what is not passed on."""
+    if not isinstance(given, dict):
+        raise _wrong(name, "must be an object")
+    for field, what in refused.items():
+        if field in given:
+            raise _wrong(f"{name}.{field}", f"{what}; use a backend that sends the tensors, such as nccl")
+
+
+def _only_field(raw: dict[str, Any], name: str) -> Any:
+    for field in raw:
+        if field != name:
+            raise UnknownField(field)
+    if name not in raw:
+        raise _wrong(name, "this field is required")
+    return raw[name]
 
 
 def _check_tensors(sent: SentTensors) -> None:
@@ -283,12 +320,7 @@ def _check_tensors(sent: SentTensors) -> None:
 
 
 def _rendezvous(raw: dict[str, Any]) -> Rendezvous:
-    for field in raw:
-        if field != "init_info":
-            raise UnknownField(field)
-    if "init_info" not in raw:
-        raise _wrong("init_info", "this field is required")
-    found = _inner(raw["init_info"], "init_info", Rendezvous, _OF_INIT)
+    found = _inner(_only_field(raw, "init_info"), "init_info", Rendezvous, _OF_INIT)
     if not _HOST.fullmatch(found.master_address):
         raise _wrong("init_info.master_address", "must be the name or the address of a host")
     bounds = {

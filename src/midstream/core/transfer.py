@@ -3,13 +3,18 @@
 A trainer and the receivers of the replicas form a group (`torch.distributed`, gloo). The trainer is rank 0. The calls of vLLM
 0.32 steer it: init, start, update, finish. The bytes go from the trainer to the receivers, and no gateway carries any.
 
+Where a replica declares a backend of vLLM's own weight transfer (`EngineCard.weight_transfer`), vLLM's workers take part
+themselves, each as a rank. What the trainer says to them is passed on (`InitInfo`, `UpdateInfo`).
+
 Always holds: every order names the group, and a replica's boot is part of the group. Each has a time by which it has ended.
-The bytes of one update are those of its tensors, in the order of their names, little-endian and without gaps. They come as
-broadcasts of uint8 from rank 0: pieces of `packed_buffer_size_bytes`, the last one shorter; or, if not packed, one piece per
-tensor that is not empty.
+Without a backend of vLLM, the bytes of one update are those of its tensors, in the order of their names, little-endian and
+without gaps. They come as broadcasts of uint8 from rank 0: pieces of `packed_buffer_size_bytes`, the last one shorter; or, if
+not packed, one piece per tensor that is not empty.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -51,6 +56,19 @@ class SentTensors(msgspec.Struct, frozen=True, kw_only=True):
     shapes: tuple[tuple[int, ...], ...]
 
 
+class InitInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`init_info` for a backend of vLLM, as the trainer gave it. rank_offset, if there: of the first rank that it means."""
+
+    backend: str
+    fields: dict[str, Any]
+
+
+class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`update_info` for a backend of vLLM, as the trainer gave it: for all ranks, or one for each rank, in their order."""
+
+    fields: dict[str, Any] | list[dict[str, Any]]
+
+
 class _Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="order"):
     """group: its id. boot: of the replica that is meant; another one refuses. within_s: how long it may take, in seconds."""
 
@@ -63,6 +81,12 @@ class Join(_Order, frozen=True, kw_only=True, tag="join"):
     """Start a receiver and take part as `rendezvous.rank_offset`. It replaces the receiver of an older group."""
 
     rendezvous: Rendezvous
+
+
+class JoinInPlace(_Order, frozen=True, kw_only=True, tag="join in place"):
+    """Have the engine's own ranks take part, from `rank_offset` on. It replaces the group before."""
+
+    init: InitInfo
 
 
 class Begin(_Order, frozen=True, kw_only=True, tag="begin"):
@@ -84,6 +108,20 @@ class Receive(_Order, frozen=True, kw_only=True, tag="receive"):
 
     update: int
     sent: SentTensors
+
+
+class CheckInPlace(_Order, frozen=True, kw_only=True, tag="check in place"):
+    """As `Check`."""
+
+    update: int
+    info: UpdateInfo
+
+
+class ReceiveInPlace(_Order, frozen=True, kw_only=True, tag="receive in place"):
+    """As `Receive`, into the weights of the engine. They are uncertain from here on, until a signal has switched to them."""
+
+    update: int
+    info: UpdateInfo
 
 
 class Finish(_Order, frozen=True, kw_only=True, tag="finish"):
@@ -114,7 +152,20 @@ class Keep(_Order, frozen=True, kw_only=True, tag="keep"):
     content: Content
 
 
-TransferOrder = Join | Begin | Check | Receive | Finish | Drop | LeaveGroup | Alive | Keep
+TransferOrder = (
+    Join
+    | JoinInPlace
+    | Begin
+    | Check
+    | CheckInPlace
+    | Receive
+    | ReceiveInPlace
+    | Finish
+    | Drop
+    | LeaveGroup
+    | Alive
+    | Keep
+)
 
 
 class CarriedOut(msgspec.Struct, frozen=True):

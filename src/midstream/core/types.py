@@ -412,7 +412,8 @@ ENGINE_FEATURES: dict[str, str] = {
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is and can do. kind: as in the setting `engine`; features: names from ENGINE_FEATURES, in its order.
 
-    why: of some features that it lacks, the reason in this engine's settings.
+    why: of some features that it lacks, the reason in this engine's settings. weight_transfer: the backend of vLLM by which its
+    workers take weights from trainers; "": a receiver beside the engine does. ranks: that take part in a trainer's group.
     """
 
     kind: str = "embedded"
@@ -420,6 +421,8 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     features: tuple[str, ...] = tuple(ENGINE_FEATURES)
     why: dict[str, str] = {}
+    weight_transfer: str = ""
+    ranks: int = 1
 
     def has(self, feature: str) -> bool:
         return feature in self.features

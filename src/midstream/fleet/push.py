@@ -16,23 +16,20 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
-
-import msgspec
 
 from midstream.core.config import PushSettings
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, ReplicaUnavailable
 from midstream.core.transfer import (
     Begin,
-    Check,
     Finish,
-    Join,
-    Receive,
+    InitInfo,
     Received,
     Rendezvous,
-    SentTensors,
 )
 from midstream.core.types import Content, Desired
+from midstream.fleet import push_parts
 from midstream.fleet.push_counts import CHOSEN, Ending, PushCounts
 from midstream.fleet.push_members import (
     AGAIN,
@@ -43,6 +40,7 @@ from midstream.fleet.push_members import (
     changed_since,
     left_since,
     needed,
+    ranks_of,
 )
 from midstream.fleet.push_orders import (
     Endings,
@@ -139,19 +137,17 @@ class PushDoor:
 
     # -- the calls
 
-    async def init(self, deployment: Deployment, rendezvous: Rendezvous) -> Transfer:
+    async def init(self, deployment: Deployment, asked: Rendezvous | InitInfo) -> Transfer:
         """Form a group of the trainer and every replica. Raises MidstreamError."""
-        members = all_ready(deployment, rendezvous)
-        trainer = f"{rendezvous.master_address}:{rendezvous.master_port}"
+        members, trainer = all_ready(deployment, asked), push_parts.trainer_name(asked)
         await self._make_way(deployment, trainer)
         join_s = self._settings.join_s
         group = await self._ledger.open_transfer(
             deployment.name, self._group_id(), members, trainer, join_s + GRACE_S
         )
 
-        def join(member: TransferMember) -> Join:
-            own = msgspec.structs.replace(rendezvous, rank_offset=member.rank)
-            return Join(group=group.group, boot=member.boot, within_s=join_s, rendezvous=own)
+        def join(member: TransferMember) -> Any:
+            return push_parts.join(group, member, asked, join_s)
 
         await self._all_do(deployment, group, join, "join the group")
         return await self._advance(deployment, group, Event.JOINED)
@@ -172,26 +168,21 @@ class PushDoor:
         await self._all_do(deployment, group, begin, "make room for the update")
         return await self._advance(deployment, group, Event.STARTED)
 
-    async def update(self, deployment: Deployment, sent: Sequence[SentTensors]) -> Transfer:
+    async def update(self, deployment: Deployment, sent: push_parts.Sent) -> Transfer:
         """Have the replicas receive these tensors. Raises MidstreamError; the group has ended unless it is a Conflict."""
         group = await self._ledger.move_transfer(await self._open(deployment, Event.UPDATE), Event.UPDATE)
+        try:
+            push_parts.check_parts(group, sent)
+        except InvalidRequest as error:
+            await self._raise_refusal(deployment, group, OrderRefused(error.message, error.param))
         for tensors in sent:
-            group = await self._some_do(deployment, group, self._check(group, tensors), "check the tensors")
+            within_s = min(self._left_s(group), self._settings.join_s)
+            check = partial(push_parts.check, group, sent=tensors, within_s=within_s)
+            group = await self._some_do(deployment, group, check, "check the tensors")
         for tensors in sent:
-            group = await self._some_do(deployment, group, self._receive(group, tensors), "receive tensors")
+            receive = partial(push_parts.receive, group, sent=tensors, within_s=self._left_s(group))
+            group = await self._some_do(deployment, group, receive, "receive tensors")
         return await self._advance(deployment, group, Event.RECEIVED)
-
-    def _check(self, group: Transfer, tensors: SentTensors) -> Callable[[TransferMember], Check]:
-        within_s = min(self._left_s(group), self._settings.join_s)
-        return lambda member: Check(
-            group=group.group, boot=member.boot, within_s=within_s, update=group.number, sent=tensors
-        )
-
-    def _receive(self, group: Transfer, tensors: SentTensors) -> Callable[[TransferMember], Receive]:
-        within_s = self._left_s(group)
-        return lambda member: Receive(
-            group=group.group, boot=member.boot, within_s=within_s, update=group.number, sent=tensors
-        )
 
     async def refuse(self, deployment: Deployment, error: MidstreamError) -> NoReturn:
         """End the group, whose trainer waits in a broadcast of tensors that cannot be taken. Raises the error."""
@@ -314,7 +305,7 @@ class PushDoor:
         if not changed:
             return
         await self.end(deployment, group, "members", ", ".join(changed))
-        size = min(member.rank for member in group.members) + deployment.wanted_in_all
+        size = min(member.rank for member in group.members) + ranks_of(deployment)
         raise Conflict(f"{', '.join(changed)}: the world size is {size} now; {AGAIN}")
 
     async def _all_do(
@@ -322,7 +313,7 @@ class PushDoor:
     ) -> None:
         """Each member does it, or the group ends. Raises InvalidRequest, ReplicaUnavailable."""
         found = await ask(self._orders(deployment), group.active, order)
-        await self._raise_refusal(deployment, group, found)
+        await self._raise_refusal(deployment, group, found.refused)
         if found.failed:
             await self._fail(deployment, group, found.failed, what)
 
@@ -333,7 +324,7 @@ class PushDoor:
         if self._left_s(group) <= 0:
             await self._fail(deployment, group, {}, what)
         found = await self._ask(deployment, group, order)
-        await self._raise_refusal(deployment, group, found)
+        await self._raise_refusal(deployment, group, found.refused)
         return await self._fence(deployment, group, found, what)
 
     async def _ask(
@@ -349,8 +340,9 @@ class PushDoor:
         may_fail = len(members) - needed(group, self._settings.quorum, gone)
         return await ask(self._orders(deployment), members, order, may_fail, left)
 
-    async def _raise_refusal(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> None:
-        refused: OrderRefused | None = found.refused
+    async def _raise_refusal(
+        self, deployment: Deployment, group: Transfer, refused: OrderRefused | None
+    ) -> None:
         if refused is not None:
             await self.end(deployment, group, "refused", refused.message)
             raise InvalidRequest(_and_ended(refused.message), param=refused.param)

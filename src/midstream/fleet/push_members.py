@@ -1,17 +1,19 @@
-"""Which replicas take part in a trainer's group, whether the group is still theirs, and how many of them are enough. Pure.
+"""Which replicas take part in a trainer's group, with how many ranks, and whether the group is still theirs. Pure.
 
 Always holds:
-- Every replica that a deployment is to have takes part, in its present boot.
-- At the finish, a member that the deployment is to have no more counts for nothing.
+- Every replica that a deployment is to have takes part, in its present boot. Ranks have no gaps.
+- At the finish, a member that the deployment is to have no more counts for nothing, and enough members have the bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from itertools import accumulate
 
-from midstream.core.errors import Conflict, ReplicaUnavailable
-from midstream.core.transfer import Rendezvous
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
+from midstream.core.transfer import InitInfo, Rendezvous
+from midstream.core.types import EngineCard
 from midstream.fleet.registry import Deployment
 from midstream.ledger import Phase, Transfer, TransferMember
 
@@ -29,27 +31,74 @@ NEXT = {
     Phase.RECEIVING: "wait for the answer of /update_weights",
     Phase.FINISHING: "wait for the answer of /finish_weight_update",
 }
+_SIZE, _OFFSET = "world_size", "rank_offset"
 
 
-def all_ready(deployment: Deployment, rendezvous: Rendezvous) -> list[TransferMember]:
-    """All replicas, each with its rank. Raises ReplicaUnavailable, or Conflict for another world size."""
+def all_ready(deployment: Deployment, asked: Rendezvous | InitInfo) -> list[TransferMember]:
+    """All replicas, each with its ranks. Raises ReplicaUnavailable, InvalidRequest, or Conflict for another world size."""
     views = deployment.replicas.views
     missing = [*deployment.absent, *(view.name for view in views if not view.usable)]
     lacking = deployment.wanted_in_all - len(views)
     if missing or lacking > 0 or not views:
         names = ", ".join(missing) or f"{max(lacking, 1)} more"
         raise ReplicaUnavailable(f"not every replica is ready: {names}", retry_after_s=READY_AGAIN_S)
-    size = rendezvous.rank_offset + len(views)
-    if rendezvous.world_size != size:
+    backend = asked.backend if isinstance(asked, InitInfo) else ""
+    cards = {view.name: _card(deployment, view.name) for view in views}
+    if others := [name for name, card in cards.items() if card.weight_transfer != backend]:
+        has = {name: cards[name].weight_transfer or "a receiver" for name in others}
         raise Conflict(
-            f"init_info.world_size: {len(views)} replicas from rank {rendezvous.rank_offset} on make it {size}, got"
-            f" {rendezvous.world_size}; {AGAIN}",
+            f"init_info: all replicas have to take weights in one way; {backend or 'a receiver'} is asked for, and"
+            f" {', '.join(f'{name} has {one}' for name, one in has.items())}"
+        )
+    first, size = _offset_and_size(asked)
+    starts = list(accumulate((card.ranks for card in cards.values()), initial=first))
+    if size is not None and size != starts[-1]:
+        raise Conflict(
+            f"init_info.world_size: {_counted(len(views), starts[-1] - first)} from rank {first} on make it {starts[-1]}, got"
+            f" {size}; {AGAIN}",
             param="init_info.world_size",
         )
     return [
-        TransferMember(view.name, boot_of(deployment, view.name) or "", rendezvous.rank_offset + number)
-        for number, view in enumerate(views)
+        TransferMember(name, boot_of(deployment, name) or "", start, ranks=card.ranks)
+        for start, (name, card) in zip(starts, cards.items(), strict=False)
     ]
+
+
+def _counted(replicas: int, ranks: int) -> str:
+    return f"{replicas} replicas" if ranks == replicas else f"{ranks} ranks of {replicas} replicas"
+
+
+def _offset_and_size(asked: Rendezvous | InitInfo) -> tuple[int, int | None]:
+    """The first rank of a replica, and the world size where the trainer gave one. Raises InvalidRequest."""
+    if isinstance(asked, Rendezvous):
+        return asked.rank_offset, asked.world_size
+    for field in (_OFFSET, _SIZE):
+        given = asked.fields.get(field, 1)
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise InvalidRequest(
+                f"init_info.{field}: must be a number from 1 on, got {given!r:.40}",
+                param=f"init_info.{field}",
+            )
+    return asked.fields.get(_OFFSET, 1), asked.fields.get(_SIZE)
+
+
+def _card(deployment: Deployment, replica: str) -> EngineCard:
+    view = deployment.replicas.named(replica)
+    card = None if view is None or view.report is None else view.report.card
+    return card or EngineCard()
+
+
+def backend_of(deployment: Deployment) -> str:
+    """The backend of vLLM by which its replicas take weights, as far as they have reported; "": they have receivers."""
+    found = (_card(deployment, view.name).weight_transfer for view in deployment.replicas.views)
+    return next(filter(None, found), "")
+
+
+def ranks_of(deployment: Deployment) -> int:
+    """The ranks of all replicas that it is to have. One that has not reported is taken for one like the others."""
+    views = deployment.replicas.views
+    known = [_card(deployment, view.name).ranks for view in views if view.report and view.report.card]
+    return sum(known) + max(known, default=1) * max(0, deployment.wanted_in_all - len(known))
 
 
 def boot_of(deployment: Deployment, replica: str) -> str | None:

@@ -93,12 +93,14 @@ _WITHOUT_DEADLINE = (Phase.JOINED, Phase.ENDED)
 
 
 class TransferMember(NamedTuple):
-    """rank: of its receiver in the group. fenced: why it takes no further part; empty while it does."""
+    """rank: of its receiver in the group, or the first of its engine's `ranks`. fenced: why it takes no further part; empty
+    while it does."""
 
     replica: str
     boot: str
     rank: int
     fenced: str = ""
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

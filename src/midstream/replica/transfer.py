@@ -3,8 +3,8 @@
 Owns: the one group at a time that this replica is a member of, and the orders under way.
 Always holds: every move is one entry of `PARTS`. An order that began is carried out, whether or not its caller still waits.
 A group ends with its receiver: when that fails or misses a deadline, at LeaveGroup, at a newer Join, with the boot, and soon
-after its trainer. The files of an update are the receiver's until it is finished, and the snapshot source's from then on. The
-weights that serve are not touched.
+after its trainer. The files of an update are the receiver's until it is finished, and the snapshot source's from then on. No
+weights are touched here. A receiver that writes into the weights that serve keeps the engine from serving meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from midstream.core.errors import (
     AnotherBoot,
@@ -31,17 +31,22 @@ from midstream.core.transfer import (
     Begin,
     CarriedOut,
     Check,
+    CheckInPlace,
     Drop,
     Finish,
+    InitInfo,
     Join,
+    JoinInPlace,
     Keep,
     LeaveGroup,
     Receive,
     Received,
+    ReceiveInPlace,
     Rendezvous,
     SentTensors,
     TrainerAlive,
     TransferOrder,
+    UpdateInfo,
 )
 from midstream.replica.swap.source import SnapshotSource
 
@@ -55,6 +60,9 @@ UNANSWERED_LOOKS = 3
 LOOK_WITHIN_S = 5.0
 
 T = TypeVar("T")
+#: What a receiver is invited by, and what announces tensors to it.
+Invitation = TypeVar("Invitation", Rendezvous, InitInfo)
+Sent = TypeVar("Sent", SentTensors, UpdateInfo)
 TransferAnswer = CarriedOut | Received | TrainerAlive
 
 
@@ -107,27 +115,29 @@ _NEXT: dict[tuple[PartPhase, PartEvent], PartPhase] = {
 PARTS: Table[PartPhase, PartEvent, None] = Table(_P.JOINING, {at: (to, None) for at, to in _NEXT.items()})
 
 
-class Receiver(abc.ABC):
-    """A process that takes part in one group. It is used once: `join` comes first, and `end` is final.
+class Receiver(abc.ABC, Generic[Invitation, Sent]):
+    """What takes part in one group: a process, or the engine itself. It is used once: `join` comes first, and `end` is final.
 
-    Where a method raises ReplicaUnavailable, or is cancelled, the state of the process is unknown and the caller ends it.
-    InvalidRequest leaves everything as it was.
+    Where a method raises ReplicaUnavailable, or is cancelled, its state is unknown and the caller ends it. InvalidRequest
+    leaves everything as it was. backend: as `EngineCard.weight_transfer`.
     """
 
+    backend = ""
+
     @abc.abstractmethod
-    async def join(self, rendezvous: Rendezvous, within_s: float) -> None:
-        """Take part as `rendezvous.rank_offset`. Raises InvalidRequest, ReplicaUnavailable."""
+    async def join(self, invitation: Invitation, within_s: float) -> None:
+        """Take part from `rank_offset` on. Raises InvalidRequest, ReplicaUnavailable."""
 
     @abc.abstractmethod
     async def begin(self, within_s: float) -> None:
         """Make room for the files of an update. Raises ReplicaUnavailable."""
 
     @abc.abstractmethod
-    def check(self, sent: SentTensors) -> None:
+    def check(self, sent: Sent) -> None:
         """Raises InvalidRequest unless these tensors may come next."""
 
     @abc.abstractmethod
-    async def receive(self, sent: SentTensors, within_s: float) -> None:
+    async def receive(self, sent: Sent, within_s: float) -> None:
         """Receive tensors that passed `check`. Raises ReplicaUnavailable."""
 
     @abc.abstractmethod
@@ -145,6 +155,9 @@ class Receiver(abc.ABC):
     @abc.abstractmethod
     def drop(self) -> None:
         """Remove the files of the update. Not while another method runs."""
+
+    def retract(self) -> None:
+        """What was handed over is to become no snapshot. Returns at once."""
 
     @abc.abstractmethod
     async def trainer_alive(self, within_s: float) -> bool:
@@ -165,7 +178,7 @@ class GroupPart:
     def __init__(
         self,
         group: str,
-        receiver: Receiver,
+        receiver: Receiver[Any, Any],
         source: SnapshotSource,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
@@ -186,9 +199,9 @@ class GroupPart:
     def __repr__(self) -> str:
         return f"GroupPart({self.group}, {self.phase.value}, update={self.update})"
 
-    async def join(self, order: Join) -> None:
+    async def join(self, invitation: Rendezvous | InitInfo, within_s: float) -> None:
         try:
-            await self._receiver.join(order.rendezvous, order.within_s)
+            await self._receiver.join(invitation, within_s)
         except BaseException as error:
             self._fail(error)
             raise
@@ -206,15 +219,15 @@ class GroupPart:
         await self._work(self._receiver.begin(order.within_s))
         self._done(PartEvent.OPENED)
 
-    def check(self, order: Check) -> None:
-        self._may(PartEvent.CHECK, order.update)
-        self._receiver.check(order.sent)
+    def check(self, update: int, sent: SentTensors | UpdateInfo) -> None:
+        self._may(PartEvent.CHECK, update)
+        self._receiver.check(sent)
 
-    async def receive(self, order: Receive) -> None:
-        self._may(PartEvent.RECEIVE, order.update)
-        self._receiver.check(order.sent)
+    async def receive(self, update: int, sent: SentTensors | UpdateInfo, within_s: float) -> None:
+        self._may(PartEvent.RECEIVE, update)
+        self._receiver.check(sent)
         self._move(PartEvent.RECEIVE)
-        await self._work(self._receiver.receive(order.sent, order.within_s))
+        await self._work(self._receiver.receive(sent, within_s))
         self._done(PartEvent.RECEIVED)
 
     async def finish(self, order: Finish) -> Received:
@@ -231,9 +244,14 @@ class GroupPart:
 
     def drop(self, update: int | None, why: str = "it was dropped") -> None:
         """Forget an update, open or finished. Nothing to do if it is neither."""
-        if self.phase is PartPhase.ENDED:
+        if self._finished is not None and self._finished[0] == update:
+            # Also when the group has ended since.
+            self._source.forget_received(self._finished[1])
+            self._finished = None
+            self._receiver.retract()
+        elif self.phase is PartPhase.ENDED:
             raise self._over()
-        if self.update is not None:
+        elif self.update is not None:
             self._may(PartEvent.DROP, update)
             before = self.phase
             self._move(PartEvent.DROP)
@@ -243,9 +261,6 @@ class GroupPart:
                 self._receiver.drop()
             else:
                 self._ended(f"update {update}: {why}", lost=True)
-        elif self._finished is not None and self._finished[0] == update:
-            self._source.forget_received(self._finished[1])
-            self._finished = None
         else:
             self._may(PartEvent.DROP)
 
@@ -339,7 +354,7 @@ class Transfers:
     """The orders of gateways. boot: of the replica; None while it takes no part in anything."""
 
     #: Makes a receiver, without starting it. None: this replica takes part in no group.
-    receivers: Callable[[], Receiver] | None = None
+    receivers: Callable[[], Receiver[Any, Any]] | None = None
 
     def __init__(
         self,
@@ -388,8 +403,8 @@ class Transfers:
         if order.boot or not isinstance(order, Keep):
             self._check_boot(order.boot)
         match order:
-            case Join():
-                await self._join(order)
+            case Join(rendezvous=invitation) | JoinInPlace(init=invitation):
+                await self._join(order.group, invitation, order.within_s)
             case LeaveGroup(group=group):
                 if self._part is not None and self._part.group == group:
                     self._part.end("the group was left")
@@ -398,10 +413,10 @@ class Transfers:
                 await self._keep(order)
             case Begin():
                 await self._of(order.group).begin(order)
-            case Check():
-                self._of(order.group).check(order)
-            case Receive():
-                await self._of(order.group).receive(order)
+            case Check(update=update, sent=sent) | CheckInPlace(update=update, info=sent):
+                self._of(order.group).check(update, sent)
+            case Receive(update=update, sent=sent) | ReceiveInPlace(update=update, info=sent):
+                await self._of(order.group).receive(update, sent, order.within_s)
             case Finish():
                 return await self._of(order.group).finish(order)
             case Drop():
@@ -426,15 +441,20 @@ class Transfers:
             )
         return self._part
 
-    async def _join(self, order: Join) -> None:
-        if self.receivers is None:
-            raise InvalidRequest("init_info: this replica takes no weights from trainers", param="init_info")
+    async def _join(self, group: str, invitation: Rendezvous | InitInfo, within_s: float) -> None:
+        receiver = None if self.receivers is None else self.receivers()
+        backend = invitation.backend if isinstance(invitation, InitInfo) else ""
+        if receiver is None or receiver.backend != backend:
+            has = "takes no weights from trainers" if receiver is None else f"has {_kind(receiver.backend)}"
+            raise InvalidRequest(
+                f"init_info: for {_kind(backend)}, and this replica {has}", param="init_info"
+            )
         older = self._part
-        part = self._part = GroupPart(order.group, self.receivers(), self._source, self._sleep)
+        part = self._part = GroupPart(group, receiver, self._source, self._sleep)
         if older is not None:
-            older.end(f"group {order.group} replaced it")
+            older.end(f"group {group} replaced it")
             await older.gone()
-        await part.join(order)
+        await part.join(invitation, within_s)
 
     async def _keep(self, order: Keep) -> None:
         try:
@@ -446,3 +466,7 @@ class Transfers:
             ) from error
         except SnapshotError as error:
             raise ReplicaUnavailable(str(error)) from error
+
+
+def _kind(backend: str) -> str:
+    return f"vLLM's backend {backend}" if backend else "a receiver of its own"

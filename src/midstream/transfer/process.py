@@ -48,7 +48,7 @@ class _ReceiverLink(ipc.Link[m.OrderDone]):
             future.set_result(message)
 
 
-class GlooReceiver(Receiver):
+class GlooReceiver(Receiver[Rendezvous, SentTensors]):
     """base: of the served model. base_directory: has its configuration. cache: has room for updates."""
 
     def __init__(self, base: CheckpointSpec, base_directory: Path, cache: SnapshotCache) -> None:
