@@ -406,6 +406,8 @@ class FakeSource(SnapshotSource):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.corrupt: set[str] = set()
+        # Somebody wrote to the files after they were verified.
+        self.written_to = False
         self.blocked: set[str] = set()
         self.keeping: SnapshotError | None = None
         self.ticks = 0
@@ -438,6 +440,10 @@ class FakeSource(SnapshotSource):
         await self._pass()
         if path.name in self.corrupt:
             raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
+
+    async def check_unchanged(self) -> None:
+        if self.written_to:
+            raise SnapshotCorrupt("model.safetensors was opened for writing while it was loaded")
 
     async def remove_policy(self, policy: str) -> None:
         self.calls.append(f"remove the files of {policy}")

@@ -272,6 +272,23 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
     play(tmp_path, scenario)
 
 
+def test_files_that_were_written_to_after_they_were_verified_do_not_serve(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.written_to = True
+        replica.desire(wanted("v1", 1))
+        await settled(replica)
+        report = replica.report()
+        assert (report.own.snapshot, report.own.stage, report.ready) == (BASE_SNAPSHOT, Stage.ERROR, True)
+        assert report.own.error == "model.safetensors was opened for writing while it was loaded"
+        assert engine.switches == []
+        source.written_to = False
+        replica.desire(wanted("v1", 2))
+        await settled(replica)
+        assert replica.report().own.snapshot == "v1"
+
+    play(tmp_path, scenario)
+
+
 def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         engine.refuse_stage = True

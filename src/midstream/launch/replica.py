@@ -83,9 +83,12 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     journal = _journal(spec, sock.getsockname()[1])
     cache = SnapshotCache(Path(spec.cache_dir), spec.cache_bytes)
     base = read_checkpoint(model_dir)
+    engine = make_engine(spec)
+    # An engine that cannot prove what it staged may read the files when it switches.
+    chains = ChainFetcher(cache, threads=spec.engine.threads or None, links=engine.proves_staged)
     replica = Replica(
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
-        engine=make_engine(spec),
+        engine=engine,
         text=TextModel.load(model_dir),
         bounds=Bounds(
             requests_max(spec),
@@ -94,11 +97,7 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
             residency(spec),
             spec.resident_policies,
         ),
-        source=CachedSource(
-            ChainFetcher(cache, threads=spec.engine.threads or None),
-            base,
-            Companions(model_dir),
-        ),
+        source=CachedSource(chains, base, Companions(model_dir)),
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,
     )

@@ -235,6 +235,14 @@ REPLICA = (
         ("replica/test_replica_check.py", "replica/test_replica_attempts.py"),
     ),
     Mutation(
+        "served_although_written_to",
+        "replica/swap/driver.py",
+        "        await source.check_unchanged()\n",
+        "",
+        "Files that someone may have written to after their verification never serve.",
+        ("replica/test_replica_swap.py",),
+    ),
+    Mutation(
         "open_after_a_failed_check",
         "replica/swap/driver.py",
         "self._move_door(Door.OPEN if self.machine.sound else Door.UNSOUND)",

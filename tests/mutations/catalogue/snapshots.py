@@ -166,6 +166,22 @@ SNAPSHOTS = (
         ("snapshots/test_fetch.py",),
     ),
     Mutation(
+        "linked_while_someone_writes",
+        "snapshots/store/links.py",
+        "fcntl.fcntl(file, _SET_LEASE, fcntl.F_RDLCK)",
+        "fcntl.fcntl(file, _SET_LEASE, fcntl.F_UNLCK)",
+        "A file of the bucket is linked only while nobody may write to it.",
+        ("snapshots/test_links.py",),
+    ),
+    Mutation(
+        "written_to_the_bucket_through_a_link",
+        "snapshots/store/fetch.py",
+        "        if path.lstat().st_nlink > 1:",
+        "        if False:",
+        "No fetch writes to a file of the bucket.",
+        ("snapshots/test_links.py",),
+    ),
+    Mutation(
         "evicted_while_in_use",
         "snapshots/store/cache.py",
         "if entry.path not in keep and entry.path not in self.users.kept():",

@@ -247,6 +247,7 @@ class SwapDriver:
         contents = () if base else await source.contents(desired)
         verified = self._made(SwapEvent.VERIFIED)
         await self._engine.stage(desired.snapshot, path)
+        await source.check_unchanged()
         self._begin_quiet(desired)
         staged = self._made(SwapEvent.STAGED)
         await self._wait_for_turn()

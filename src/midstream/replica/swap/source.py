@@ -55,6 +55,10 @@ class SnapshotSource(abc.ABC):
         """Raises SnapshotError unless the files at `path` are a whole snapshot that fits the served model, and all its numbers
         are finite."""
 
+    async def check_unchanged(self) -> None:  # noqa: B027
+        """Call it when the engine has its own copy of what `fetch` returned. Raises SnapshotError if the files may have changed
+        since they were verified."""
+
     def of_policy(self, policy: str) -> SnapshotSource:
         """The source of one policy's snapshots, which keeps files of its own. Raises OSError."""
         raise NotImplementedError(f"{type(self).__name__} has the deployment's own snapshots only")
@@ -170,6 +174,9 @@ class CachedSource(SnapshotSource):
         stop = threading.Event()
         check = partial(check_finite, path, files, cancelled=stop.is_set)
         await finished(check, on_cancel=stop.set)
+
+    async def check_unchanged(self) -> None:
+        self._chains.check_unchanged()
 
     def of_policy(self, policy: str) -> SnapshotSource:
         return CachedSource(self._chains.of_policy(policy), self._base, self._companions)

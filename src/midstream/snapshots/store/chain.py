@@ -46,6 +46,7 @@ from midstream.snapshots.store.fetch import (
     reserve_files,
 )
 from midstream.snapshots.store.kept import Sleep, kept_listing, lacking_files, put_kept
+from midstream.snapshots.store.links import Links
 from midstream.snapshots.store.listing import Listing, list_snapshot
 from midstream.snapshots.store.local import (
     directory_bytes,
@@ -76,15 +77,25 @@ T = TypeVar("T")
 
 
 class ChainFetcher:
-    """threads: of a rebuild; None for one per core. sleep: between two looks into the bucket."""
+    """threads: of a rebuild; None for one per core. sleep: between two looks into the bucket.
+
+    links: whether large files of a local bucket are linked. Their user asks `check_unchanged` when it has its own copy.
+    """
 
     def __init__(
-        self, cache: SnapshotCache, threads: int | None = None, *, sleep: Sleep = asyncio.sleep
+        self,
+        cache: SnapshotCache,
+        threads: int | None = None,
+        *,
+        sleep: Sleep = asyncio.sleep,
+        links: bool = False,
     ) -> None:
         self._cache = cache
         self._threads = threads
         self._sleep = sleep
         self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
+        self._links = Links(enabled=links)
+        self._fetch_listed = partial(fetch_listed, slots=self._slots, links=self._links)
         # The paths in use at the last release, and those of the attempt since then.
         self._in_use: frozenset[Path] = frozenset()
         self._attempting: frozenset[Path] = frozenset()
@@ -113,6 +124,7 @@ class ChainFetcher:
 
     def close(self) -> None:
         """Nothing of it is in use any more."""
+        self._links.end()
         self._received.close()
         self._cache.users.leave(self)
 
@@ -123,7 +135,8 @@ class ChainFetcher:
 
     def of_policy(self, policy: str) -> ChainFetcher:
         """A fetcher with a cache of its own, inside this one's directory."""
-        return ChainFetcher(self._cache.of_policy(policy), self._threads, sleep=self._sleep)
+        cache = self._cache.of_policy(policy)
+        return ChainFetcher(cache, self._threads, sleep=self._sleep, links=self._links.enabled)
 
     def received(self, content: Content, directory: Path) -> None:
         """Whole files of this content came by another way than the bucket. The next `fetch` of a full snapshot with this
@@ -149,9 +162,13 @@ class ChainFetcher:
                 f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
             )
         self._refetched = tuple(chain) if refetch else ()
+        self._links.end()
         start = await self._claim(chain, -1 if refetch else None)
+        path = self._cache.whole(chain)
+        if start == len(chain) - 1 and not await finished(self._links.hold, path):
+            await self.distrust(path)
+            start = await self._claim(chain)
         if start == len(chain) - 1:
-            path = self._cache.whole(chain)
             self._cache.touch(path)
             return path
         fetched = start < 0
@@ -163,7 +180,7 @@ class ChainFetcher:
         if start < len(chain) - 1:
             await self._fetch_from(chain, start, progress)
         self._fresh = self._cache.whole(chain[:1]) if fetched else None
-        return self._cache.whole(chain) if len(chain) == 1 else None
+        return path if len(chain) == 1 else None
 
     async def rebuild(self, chain: Chain) -> Path:
         """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
@@ -178,6 +195,10 @@ class ChainFetcher:
             log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
             await self._replay(chain, error)
         return self._cache.whole(chain)
+
+    def check_unchanged(self) -> None:
+        """Raise SnapshotCorrupt if files that the last `fetch` returned may have changed since it began."""
+        self._links.check()
 
     async def _take_received(self, chain: Chain) -> bool:
         """Whether the full snapshot was received, and is in its place now."""
@@ -247,6 +268,7 @@ class ChainFetcher:
 
     async def release(self, keep: Sequence[Chain]) -> None:
         """From now on only the chains of `keep` are in use: their whole files, or the files to make them from."""
+        self._links.end()
         self._in_use = frozenset(await asyncio.to_thread(self._needed, keep))
         self._attempting = frozenset()
         await asyncio.to_thread(self._cache.prune, self._in_use | set(self._hinted))
@@ -310,7 +332,7 @@ class ChainFetcher:
                 progress(sum(done), total)
 
         await _together(
-            fetch_listed(listing, path, partial(advance, i), slots=self._slots, content=content)
+            self._fetch_listed(listing, path, partial(advance, i), content=content)
             for i, (path, listing, content) in enumerate(listed)
         )
 
@@ -342,7 +364,7 @@ class ChainFetcher:
 
         def reserve() -> None:
             for listing in listed:
-                reserve_files(self._cache.root, listing)
+                reserve_files(self._cache.root, listing, self._links)
 
         self._cache.make_room(needed, self._kept(chain, start), chain[-1].snapshot, reserve=reserve)
 
@@ -386,7 +408,7 @@ class ChainFetcher:
         await finished(self._make_room_for, chain, -1, [listing])
         fresh = temporary_directory(self._cache.root)
         try:
-            await fetch_listed(listing, fresh, slots=self._slots, content=content)
+            await self._fetch_listed(listing, fresh, content=content)
             await finished(move_into_place, fresh, full)
         finally:
             await finished(shutil.rmtree, fresh, True)

@@ -7,7 +7,7 @@ Always holds:
   counts once its bytes are written.
 - A file that is replaced, grows or shrinks while it is read is an error.
 - Parts are digested on the way. Bytes other than the expected ones never reach `dest`.
-- Nothing is written outside `dest` and its sibling.
+- Nothing is written outside `dest` and its sibling. A file of `dest` that is a link (links.py) is never written to.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from midstream.snapshots.content import difference
 from midstream.snapshots.identity import public_url
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe
+from midstream.snapshots.store.links import Links
 from midstream.snapshots.store.listing import BucketFile, Listing, find_file, open_regular
 from midstream.snapshots.store.local import (
     is_whole,
@@ -73,11 +74,13 @@ async def fetch_listed(
     *,
     slots: asyncio.Semaphore | None = None,
     content: Content | None = None,
+    links: Links | None = None,
 ) -> None:
     """Make `dest` a copy of the listed files, replacing what was there. Notes their content in it (local.py).
 
     A `dest` that has these files already is left as it is. slots: shared by fetches that run together. content: of the
-    expected files; None for any. `progress(bytes_done, bytes_total)` is called on the event loop.
+    expected files; None for any. links: what links large files of a local bucket; None copies them. `progress(bytes_done,
+    bytes_total)` is called on the event loop.
 
     Raises SnapshotCorrupt, which names the file, when the content differs or a file changes while it is read. Raises
     SnapshotError when the bucket does not answer or the disk refuses.
@@ -89,7 +92,7 @@ async def fetch_listed(
     async with _partial_files(dest.parent, listing.url) as partial:
         with contextlib.ExitStack() as stack:
             sources = [(listing.store, file) for file in listing.files]
-            parts = await finished(_open_all, stack, partial, listing.url, sources)
+            parts = await finished(_open_all, stack, partial, listing.url, sources, links)
             await finished(_keep_only, partial, parts)
             await finished(_reserve, dest.parent, listing.url, parts)
             await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
@@ -97,7 +100,7 @@ async def fetch_listed(
         if content is not None and (other := difference(content, found)) is not None:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise SnapshotCorrupt(f"{public_url(listing.url)}: {NOT_MEANT}: {other}")
-        await finished(_finish, partial, parts, listing, found, dest)
+        await finished(_finish, partial, parts, listing, found, dest, links)
 
 
 @contextlib.asynccontextmanager
@@ -141,7 +144,9 @@ async def prefetch_files(
 class _PartialFile:
     """One file that is being fetched: its bytes, and a journal with the number and digest of each part that is there."""
 
-    def __init__(self, directory: Path, url: str, store: Store, file: BucketFile) -> None:
+    def __init__(
+        self, directory: Path, url: str, store: Store, file: BucketFile, links: Links | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         key = hashlib.sha256(
             f"2 {file.size} {contents.PART_BYTES} {file.version} {file.name}".encode()
@@ -151,13 +156,22 @@ class _PartialFile:
         self.journal = directory / f"{key}.done"
         self._url = url
         self._store = store
-        self._data = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._links = links
         self._log = os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         count = -(-file.size // contents.PART_BYTES)
         written = os.pread(self._log, _ENTRY.size * (count + 1) * 4, 0)
         whole = len(written) // _ENTRY.size * _ENTRY.size
         self._digests: dict[int, bytes] = dict(_ENTRY.iter_unpack(written[:whole]))
-        if file.etag is None or os.fstat(self._data).st_size != file.size:
+        self._linked = self._link()
+        if self._linked:
+            self._data = os.open(self.path, os.O_RDONLY)
+        else:
+            _drop_link(self.path)
+            self._data = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        if self._linked:
+            self._digests = {}
+            os.ftruncate(self._log, 0)
+        elif file.etag is None or os.fstat(self._data).st_size != file.size:
             # These bytes may be another file's.
             self._digests = {}
             os.ftruncate(self._log, 0)
@@ -167,13 +181,23 @@ class _PartialFile:
         numbers = self._digests
         self.missing = [n for n in range(count) if n not in numbers]
 
+    def _link(self) -> bool:
+        """Whether the file is linked, and held, instead of copied. One that was copied in part is copied to its end."""
+        if self._links is None or self._digests or not isinstance(self._store, LocalStore):
+            return False
+        return self._links.link(self._source, self.file.size, self.path)
+
+    @property
+    def _source(self) -> str:
+        return os.path.join(str(self._store.prefix), self.file.name)
+
     @property
     def missing_bytes(self) -> int:
         return sum(end - start for start, end in map(self._range, self.missing))
 
     @property
     def reserved_bytes(self) -> int:
-        return reserved_bytes(self._data)
+        return self.file.size if self._linked else reserved_bytes(self._data)
 
     def reserve(self) -> None:
         """Raises OSError when the disk has no room for the whole file."""
@@ -205,7 +229,7 @@ class _PartialFile:
         """Fetch one part and return its bytes. Raises SnapshotCorrupt, SnapshotError, OSError."""
         start, end = self._range(number)
         if isinstance(self._store, LocalStore):
-            await finished(self._copy, number, os.path.join(str(self._store.prefix), self.file.name))
+            await finished(self._copy, number, self._source)
             return end - start
         for attempt in range(PART_ATTEMPTS):
             try:
@@ -228,6 +252,9 @@ class _PartialFile:
 
     def _copy(self, number: int, source: str) -> None:
         """Copy a part from a local bucket, in the kernel if possible. check_unchanged looks at the file at the end."""
+        if self._linked:
+            self._note(number, contents.part_digest(self._data, *self._range(number)))
+            return
         try:
             file = open_regular(source)
         except OSError as error:
@@ -255,8 +282,9 @@ class _PartialFile:
         self._note(number, digest)
 
     def _note(self, number: int, digest: bytes) -> None:
-        """Note that the part is there. It is not fetched again."""
-        os.write(self._log, _ENTRY.pack(number, digest))
+        """Note that the part is there. It is not fetched again. Of a linked file that holds for this fetch only."""
+        if not self._linked:
+            os.write(self._log, _ENTRY.pack(number, digest))
         self._digests[number] = digest
 
     def _unreadable(self, error: Exception) -> SnapshotError:
@@ -277,6 +305,13 @@ class _PartialFile:
             raise SnapshotCorrupt(self.changed)
 
 
+def _drop_link(path: Path) -> None:
+    """Remove a link to a bucket's file, which an interrupted fetch left: nothing may be written to it."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.lstat().st_nlink > 1:
+            path.unlink()
+
+
 def _copy_some(source: int, target: int, position: int, end: int) -> int:
     """Copy some of the bytes from `position` to `end` to the same place. Returns how many; 0 if the source has ended."""
     try:
@@ -290,11 +325,15 @@ def _copy_some(source: int, target: int, position: int, end: int) -> int:
 
 
 def _open_all(
-    stack: contextlib.ExitStack, partial: Path, url: str, files: Sequence[tuple[Store, BucketFile]]
+    stack: contextlib.ExitStack,
+    partial: Path,
+    url: str,
+    files: Sequence[tuple[Store, BucketFile]],
+    links: Links | None = None,
 ) -> list[_PartialFile]:
     parts = []
     for store, file in files:
-        parts.append(_PartialFile(partial, url, store, file))
+        parts.append(_PartialFile(partial, url, store, file, links))
         stack.callback(parts[-1].close)
     return parts
 
@@ -344,13 +383,13 @@ def _keep_only(partial: Path, parts: list[_PartialFile]) -> None:
             path.unlink(missing_ok=True)
 
 
-def reserve_files(parent: Path, listing: Listing) -> None:
-    """Set aside room in `parent` for files that are fetched next. Raises SnapshotError."""
+def reserve_files(parent: Path, listing: Listing, links: Links | None = None) -> None:
+    """Set aside room in `parent` for files that are fetched next, with the same `links`. Raises SnapshotError."""
     try:
         with contextlib.ExitStack() as stack:
             partial = partial_directory(parent, listing.url)
             sources = [(listing.store, file) for file in listing.files]
-            parts = _open_all(stack, partial, listing.url, sources)
+            parts = _open_all(stack, partial, listing.url, sources, links)
             _keep_only(partial, parts)
             _reserve(parent, listing.url, parts)
     except OSError as error:
@@ -373,12 +412,21 @@ def _reserve(parent: Path, url: str, parts: Sequence[_PartialFile]) -> None:
         part.reserve()
 
 
-def _finish(partial: Path, parts: list[_PartialFile], listing: Listing, found: Content, dest: Path) -> None:
+def _finish(
+    partial: Path,
+    parts: list[_PartialFile],
+    listing: Listing,
+    found: Content,
+    dest: Path,
+    links: Links | None,
+) -> None:
     temporary = temporary_directory(dest.parent)
     temporary.mkdir()
     try:
         for part in parts:
             os.rename(part.path, temporary / part.file.name)
+            if links is not None:
+                links.moved(part.path, dest / part.file.name)
         note_contents(temporary, [found])
         write_listing(temporary, listing.encoded())
         move_into_place(temporary, dest)

@@ -1,0 +1,138 @@
+"""Large files of a local bucket are linked into the cache, and what is loaded has the bytes that were digested."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from midstream.core.errors import SnapshotCorrupt
+from midstream.core.types import SnapshotFiles
+from midstream.snapshots.content import file_content
+from midstream.snapshots.store import links as links_module
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.chain import ChainFetcher
+from midstream.snapshots.store.fetch import fetch_listed, partial_directory
+from midstream.snapshots.store.links import Links
+from midstream.snapshots.store.listing import list_snapshot
+from midstream.snapshots.store.local import noted_contents
+
+WEIGHTS = "model.safetensors"
+SIZE = 3 * 2**20
+
+pytestmark = pytest.mark.skipif(not hasattr(fcntl, "F_SETLEASE"), reason="leases are Linux's")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(links_module, "LINK_BYTES_MIN", SIZE)
+    directory = tmp_path / "bucket" / "s1"
+    directory.mkdir(parents=True)
+    (directory / WEIGHTS).write_bytes(os.urandom(SIZE))
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def chain_of(directory: Path) -> list[SnapshotFiles]:
+    listing = asyncio.run(list_snapshot(directory.as_uri()))
+    return [SnapshotFiles(snapshot="s1", url=directory.as_uri(), fingerprint=listing.fingerprint)]
+
+
+def fetched(chains: ChainFetcher, directory: Path) -> Path:
+    found = asyncio.run(chains.fetch(chain_of(directory)))
+    assert found is not None
+    return found
+
+
+def is_link(path: Path) -> bool:
+    return path.stat().st_nlink > 1
+
+
+def test_a_large_file_is_linked_and_digested_and_a_small_one_copied(bucket: Path, tmp_path: Path) -> None:
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), links=True)
+    found = fetched(chains, bucket)
+    assert (is_link(found / WEIGHTS), is_link(found / "config.json")) == (True, False)
+    assert file_content(bucket / WEIGHTS) in noted_contents(found)[0]
+    chains.check_unchanged()
+    # A file that is replaced keeps its bytes under the link.
+    before = (bucket / WEIGHTS).read_bytes()
+    (bucket / "new").write_bytes(bytes(SIZE))
+    (bucket / "new").rename(bucket / WEIGHTS)
+    assert (found / WEIGHTS).read_bytes() == before
+
+
+def test_who_writes_to_a_linked_file_waits_and_the_load_fails(bucket: Path, tmp_path: Path) -> None:
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), links=True)
+    found = fetched(chains, bucket)
+    before = (bucket / WEIGHTS).read_bytes()
+    with pytest.raises(BlockingIOError):
+        os.open(bucket / WEIGHTS, os.O_WRONLY | os.O_NONBLOCK)
+    writer = threading.Thread(target=(bucket / WEIGHTS).write_bytes, args=(bytes(SIZE),))
+    writer.start()
+    assert (found / WEIGHTS).read_bytes() == before
+    with pytest.raises(SnapshotCorrupt, match=r"'?model.safetensors'? was opened for writing while"):
+        chains.check_unchanged()
+    writer.join(60)
+    assert (bucket / WEIGHTS).read_bytes() == bytes(SIZE)
+    # The cached link is not used any more.
+    again = fetched(chains, bucket)
+    assert (again / WEIGHTS).read_bytes() == bytes(SIZE)
+    assert file_content(bucket / WEIGHTS) in noted_contents(again)[0]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_that_someone_may_write_to_is_copied(bucket: Path, tmp_path: Path, mapped: bool) -> None:
+    writer = (bucket / WEIGHTS).open("r+b")
+    memory = mmap.mmap(writer.fileno(), 0) if mapped else None
+    if mapped:
+        writer.close()
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), links=True)
+    found = fetched(chains, bucket)
+    assert not is_link(found / WEIGHTS)
+    chains.check_unchanged()
+    if memory is not None:
+        memory.close()
+    writer.close()
+
+
+def test_a_cached_link_is_held_again_or_not_used(bucket: Path, tmp_path: Path) -> None:
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), links=True)
+    fetched(chains, bucket)
+    chains.check_unchanged()
+    assert is_link(fetched(chains, bucket) / WEIGHTS)
+    with pytest.raises(BlockingIOError):
+        os.open(bucket / WEIGHTS, os.O_WRONLY | os.O_NONBLOCK)
+    asyncio.run(chains.release([]))
+    with (bucket / WEIGHTS).open("r+b"):
+        assert not is_link(fetched(chains, bucket) / WEIGHTS)
+
+
+def test_a_link_that_an_interrupted_fetch_left_is_never_written_to(bucket: Path, tmp_path: Path) -> None:
+    """The next fetch may copy, and would write to the bucket."""
+    before = (bucket / WEIGHTS).read_bytes()
+    links = Links()
+
+    async def interrupted() -> None:
+        listing = await list_snapshot(bucket.as_uri())
+
+        def stop(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        await fetch_listed(listing, tmp_path / "dest", stop, links=links)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    links.end()
+    assert [path for path in partial_directory(tmp_path, bucket.as_uri()).glob("*.part") if is_link(path)]
+
+    async def copied() -> None:
+        await fetch_listed(await list_snapshot(bucket.as_uri()), tmp_path / "dest")
+
+    asyncio.run(copied())
+    assert not is_link(tmp_path / "dest" / WEIGHTS)
+    assert (bucket / WEIGHTS).read_bytes() == (tmp_path / "dest" / WEIGHTS).read_bytes() == before
