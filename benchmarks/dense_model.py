@@ -16,13 +16,13 @@ VOCABULARY = 151_936
 END = "<|endoftext|>"
 
 
-def write_dense(directory: Path, *, seed: int = 0) -> None:
+def write_dense(directory: Path, *, seed: int = 0, layers: int = 24) -> None:
     """Write the model to `directory`, which is made."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=896,
         intermediate_size=4864,
-        num_hidden_layers=24,
+        num_hidden_layers=layers,
         num_attention_heads=14,
         num_key_value_heads=2,
         max_position_embeddings=4096,

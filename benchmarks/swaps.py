@@ -42,7 +42,8 @@ from midstream.client import SnapshotPublisher, snapshot_of
 from midstream.models.tiny_moe import write_tiny_moe
 
 PROMPT = 64
-STREAMS = {"10MB": 16, "1GB": 4}
+STREAMS = {"10MB": 16, "330MB": 4, "1GB": 4}
+LAYERS = {"330MB": 2, "1GB": 24}
 # Of each stream, before and after a swap: what a step takes when nothing is loaded.
 QUIET_TOKENS = 60
 HOST = "127.0.0.1"
@@ -229,11 +230,14 @@ def write_models(names: list[str], folder: Path, device: str) -> dict[str, tuple
     for name in names:
         directories = [folder / name / f"seed-{seed}" for seed in (0, 1)]
         for seed, directory in enumerate(directories):
+            if directory.exists():
+                # Of an earlier run.
+                continue
             if name == "10MB":
                 write_tiny_moe(directory, seed=seed, layers=11)
             else:
                 directory.parent.mkdir(exist_ok=True, parents=True)
-                write_dense(directory, seed=seed)
+                write_dense(directory, seed=seed, layers=LAYERS[name])
         vocabulary = 256 if name == "10MB" else VOCABULARY - 1
         made[name] = Model(name, directories[0], vocabulary, 2, "0-1", 1, device), directories
     return made
