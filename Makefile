@@ -2,6 +2,7 @@
 # make demo   the main job: an RL loop against a live server with hot-loaded weights (DEMO_ARGS="--steps 20")
 # make setup-fireworks  the real Fireworks client in .venv-fireworks, for tests/fireworks (make test does this by itself)
 # make setup-harness  real clients of harnesses in .venv-harness: renderers, verifiers, agent frameworks; and verl's classes (likewise)
+# make setup-skyrl  the writer of SkyRL's disk deltas in .venv-skyrl, for tests/snapshots/test_skyrl_reference.py (make test-all does this by itself)
 # make setup-tinker  the real tinker SDK, 0.38, in .venv-tinker (350 MB on the disk); SDKS="0.38 0.36 0.24" are those of the tests (likewise)
 # make setup-recipe NAME=trl  one trainer of others in .venv-recipes/trl, for examples/trl: art, trl, verifiers or verl
 # make test-recipes   trainers of others against a server, as examples/ has them (each in .venv-recipes/NAME)
@@ -66,6 +67,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
+SKYRL_VENV := .venv-skyrl
+SKYRL_STAMP := $(SKYRL_VENV)/.installed
 HARNESS_VENV := .venv-harness
 HARNESS_STAMP := $(HARNESS_VENV)/.installed
 SDKS ?= 0.38
@@ -90,7 +93,7 @@ WHEEL_MACHINE ?= $(shell uname -m)
 # Hundreds of Python processes of the tests import midstream. Without bytecode files, each of them compiles it again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-fireworks setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
+.PHONY: setup setup-fireworks setup-skyrl setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -108,6 +111,14 @@ $(FIREWORKS_STAMP): requirements/fireworks.txt requirements/fireworks-reference.
 	@$(FETCH) $(FIREWORKS_VENV) "Fireworks' reference of deltas" --no-deps --upgrade \
 		--target $(FIREWORKS_VENV)/reference -r requirements/fireworks-reference.txt
 	@touch $(FIREWORKS_STAMP)
+
+setup-skyrl: $(SKYRL_STAMP)
+
+$(SKYRL_STAMP): requirements/skyrl.txt
+	$(PYTHON) -m venv $(SKYRL_VENV)
+	@$(FETCH) $(SKYRL_VENV) 'the disk deltas of SkyRL' --no-deps --no-compile --upgrade --ignore-requires-python \
+		--target $(SKYRL_VENV)/packages -r requirements/skyrl.txt
+	@touch $(SKYRL_STAMP)
 
 setup-harness: $(HARNESS_STAMP)
 
@@ -197,10 +208,10 @@ test-fast: setup
 test: setup setup-fireworks setup-harness .venv-tinker/.installed
 	$(PYTEST) --tier=test --ignore tests/vllm $(TEST_ARGS)
 
-test-variants: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP)
+test-variants: setup setup-fireworks setup-skyrl setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP)
 	$(PYTEST) --share=$(SHARE) --ignore tests/vllm $(TEST_ARGS)
 
-test-all: setup setup-fireworks setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP) test-vllm test-ray-vllm
+test-all: setup setup-fireworks setup-skyrl setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP) test-vllm test-ray-vllm
 	$(PYTEST) --tier=all --ignore tests/vllm $(TEST_ARGS)
 
 test-cookbook: setup setup-cookbook

@@ -20,6 +20,7 @@ from midstream.api.adapter_calls import AdapterCallsApi
 from midstream.api.app import control_app
 from midstream.api.board import Board
 from midstream.api.dashboard import DashboardApi
+from midstream.api.delta_calls import DeltaCallsApi
 from midstream.api.deployments import DeploymentsApi
 from midstream.api.hotload import hotload_apis
 from midstream.api.reference import ReferenceApi
@@ -50,7 +51,7 @@ A = "accounts/local"
 #: Trainers' calls that change something by POST, and those that read.
 TRAINER_CHANGES = [
     one.path
-    for one in endpoints_of(TrainerApi, WeightTransferApi, AdapterCallsApi)
+    for one in endpoints_of(TrainerApi, WeightTransferApi, DeltaCallsApi, AdapterCallsApi)
     if one.method == "POST" and one.path not in TRAINER_REFUSED
 ]
 TRAINER_READS = [

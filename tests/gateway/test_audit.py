@@ -232,7 +232,10 @@ SECRET_CALLS = [
     post(json.dumps({"hotLoadBucketUrl": SECRET, "description": SECRET}).encode(), DEPLOYMENTS, "x-api-key: key-op\r\n"),
     *(
         post(json.dumps({name: f"s3://u:{SECRET}@b/c?k={SECRET}"}).encode(), path, "x-api-key: key-op\r\n")
-        for path, name in (("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path"))
+        for path, name in (
+            ("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path"),
+            ("/pull_weights", "source_dir"), ("/fetch_weights", "sync_dir"), ("/fetch_weights", "uri"),
+        )
     ),
     post(b"{}", f"http://u:{SECRET}@h{ONE}", "x-api-key: key-op\r\n"),
     post(b"{}", f"ftp://u:{SECRET}@h{ONE}", "x-api-key: key-op\r\n"),

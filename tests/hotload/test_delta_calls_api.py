@@ -132,7 +132,8 @@ def test_without_a_version_0_the_answer_says_what_to_publish(tmp_path: Path) -> 
         ("/fetch_weights", {"target_version": 1, "sync_dir": "s3://another/run"}, "sync_dir"),
         ("/fetch_weights", {"target_version": 1, "uri": "{bucket}/delta-00000002"}, "uri"),
         ("/fetch_weights", {"target_version": 1, "version": 2, "sync_dir": "{bucket}"}, "version"),
-        ("/update_weights", {"update_info": {"target_version": 1}}, "sync_dir"),
+        ("/update_weights", {"update_info": {"target_version": 1}}, "update_info.sync_dir"),
+        ("/update_weights", {"update_info": {"target_version": 1, "names": []}}, "update_info.names"),
     ],
 )
 def test_a_refusal_names_the_field_and_signals_nothing(

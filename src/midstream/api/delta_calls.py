@@ -21,7 +21,7 @@ from midstream.api.answers import WeightsPulled, WeightsUpdated
 from midstream.api.signals import Metadata
 from midstream.api.updates import Update, Updates, only
 from midstream.core.endpoints import Endpoint, serves
-from midstream.core.errors import InvalidRequest, MidstreamError, SnapshotRefused
+from midstream.core.errors import InvalidRequest, MidstreamError, SnapshotRefused, UnknownField
 from midstream.core.scopes import SIGNAL
 from midstream.core.types import Desired, TrainerFormat
 from midstream.fleet.registry import Deployment, Deployments
@@ -108,8 +108,15 @@ class DeltaCallsApi:
     async def update(
         self, request: Request, deployment: Deployment, info: dict[str, object]
     ) -> WeightsUpdated:
-        """/update_weights with the `update_info` of a SkyRL delta. Raises MidstreamError."""
-        return await self._fetched(request, deployment, fields_of(info, FetchWeights))
+        """/update_weights with the `update_info` of a SkyRL delta. Raises MidstreamError, naming fields within it."""
+        try:
+            return await self._fetched(request, deployment, fields_of(info, FetchWeights))
+        except UnknownField as error:
+            raise UnknownField(f"update_info.{error.param}") from error
+        except InvalidRequest as error:
+            raise InvalidRequest(
+                f"update_info.{error.message}", param=f"update_info.{error.param}"
+            ) from error
 
     async def _fetched(self, request: Request, deployment: Deployment, body: FetchWeights) -> WeightsUpdated:
         if body.version not in (None, body.target_version):

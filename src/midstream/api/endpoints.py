@@ -12,6 +12,7 @@ from midstream.api.accounts import AccountsApi
 from midstream.api.adapter_calls import AdapterCallsApi
 from midstream.api.addons import AddonsApi
 from midstream.api.dashboard import DashboardApi
+from midstream.api.delta_calls import DeltaCallsApi
 from midstream.api.deployments import DeploymentsApi
 from midstream.api.health import HealthApi
 from midstream.api.hotload import HotLoadApi
@@ -71,7 +72,7 @@ def groups(front: tuple[Endpoint, ...]) -> tuple[Group, ...]:
             "Trainer calls",
             "Control calls of vLLM, prime-rl and SGLang.",
             "trainer-calls",
-            endpoints_of(TrainerApi, WeightTransferApi, AdapterCallsApi),
+            endpoints_of(TrainerApi, WeightTransferApi, DeltaCallsApi, AdapterCallsApi),
         ),
         Group("Tinker", "The Tinker API. Each path answers 404 with `--no-tinker`.", "tinker", front),
         Group(

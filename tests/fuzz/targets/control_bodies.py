@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from policies_taken_up import take_up_policies
 from starlette.requests import Request
 
-from midstream.api import adapter_calls, addons, policies, trainer_calls, weight_transfer
+from midstream.api import adapter_calls, addons, delta_calls, policies, trainer_calls, weight_transfer
 from midstream.api.signals import NamedDirectory, SignalBody, source_url
 from midstream.api.updates import Updates
 from midstream.core.config import PushSettings
@@ -43,7 +43,9 @@ TAKEN = "taken by the target"
 
 _TRAINERS = [
     one
-    for one in endpoints_of(trainer_calls.TrainerApi, adapter_calls.AdapterCallsApi)
+    for one in endpoints_of(
+        trainer_calls.TrainerApi, delta_calls.DeltaCallsApi, adapter_calls.AdapterCallsApi
+    )
     if one.method == "POST" and one.path not in TRAINER_REFUSED
 ]
 _ADDON = fields_of(addons.DeployedModelBody)
@@ -77,11 +79,15 @@ class Gateway(ControlSide):
         updates = Updates(self.ledger, self._take)
         adapters = adapter_calls.AdapterLoader(deployments, api, updates)
         door = PushDoor(self.ledger, PushSettings())
-        transfer = weight_transfer.WeightTransferApi(deployments, cast("Any", None), updates, door)
+        transfer = weight_transfer.WeightTransferApi(
+            self.ledger, deployments, cast("Any", None), updates, door
+        )
+        deltas = delta_calls.DeltaCallsApi(self.ledger, deployments, updates)
         apis = (
             api,
             addons.AddonsApi(self.ledger, deployments, api, adapters),
-            trainer_calls.TrainerApi(self.ledger, deployments, updates, transfer),
+            trainer_calls.TrainerApi(self.ledger, deployments, updates, transfer, deltas),
+            deltas,
             adapter_calls.AdapterCallsApi(deployments, api, adapters),
         )
         self.serve(deployments, apis)
@@ -164,7 +170,7 @@ def run(data: bytes) -> None:
 
 
 def check_told(call: Call, body: bytes, told: Any) -> None:
-    if call.path == "/update_weights_from_disk":
+    if call.path in ("/update_weights_from_disk", "/pull_weights"):
         check(told["success"] is False, "a refusal that is none to SGLang's clients", told)
     # No trainer's group is open.
     in_order = told["error"]["code"] != Conflict.code
@@ -182,6 +188,17 @@ def seeds() -> Iterator[bytes]:
         ("/abort_requests", "", {"request_ids": "a"}),
         ("/update_weights", "", {"weight_dir": "/srv/bucket/step 1", "skip_prefix_cache_reset": True}),
         ("/update_weights", "", {"update_info": {}, "version_uid": None}),
+        (
+            "/update_weights",
+            "",
+            {"update_info": {"target_version": 1, "sync_dir": "/srv/bucket/s", "version": 1}},
+        ),
+        (
+            "/pull_weights",
+            "",
+            {"source_dir": "/srv/bucket/u", "target_version": 1, "local_checkpoint_dir": "/x"},
+        ),
+        ("/fetch_weights", "", {"uri": f"{BUCKET}/s/delta-00000001", "target_version": 1}),
         ("/pause_generation", "", {"mode": "in_place"}),
         ("/continue_generation", "", {"torch_empty_cache": False}),
         ("/update_weights_from_disk", "", {"model_path": f"{BUCKET}/a/../b", "weight_version": "s-1"}),
