@@ -353,11 +353,15 @@ def test_a_version_under_which_the_bucket_has_other_files_is_refused(tmp_path: P
                 encode_manifest((FileContent("model.safetensors", 12, "b" * 64),))
             )
         await begin(server)
-        await send(server)
-        answer = await server.http.post("/finish_weight_update", json={"weight_version": "7"})
-        assert bad(answer) == (400, "weight_version")
-        assert "the bucket has other files" in answer.json()["error"]["message"]
-        assert await server.desired() is None
+        for headers in ({}, {"x-midstream-overwrite": "1"}):
+            await send(server)
+            answer = await server.http.post(
+                "/finish_weight_update", json={"weight_version": "7"}, headers=headers
+            )
+            assert bad(answer) == (400, "weight_version")
+            assert "the bucket has other files" in answer.json()["error"]["message"]
+            assert await server.desired() is None
+            await server.http.post("/start_weight_update")
         # The same files may be there. The group is still open.
         for file in there.iterdir():
             file.unlink()
@@ -445,3 +449,23 @@ def test_replicas_that_take_weights_in_two_ways_form_no_group(tmp_path: Path) ->
         assert not replicas.orders
 
     pushing(tmp_path, work, (4, 3))
+
+
+@pytest.mark.parametrize("digit", ["a", "b"])
+def test_an_update_without_a_name_gets_one_under_which_the_bucket_has_no_other_files(
+    tmp_path: Path, digit: str
+) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        there = server.bucket / "update-000001-push"
+        there.mkdir(parents=True)
+        (there / "model.safetensors").write_bytes(b"y" * 12)
+        manifest = (FileContent("model.safetensors", 12, digit * 64),)
+        (there / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+        await begin(server)
+        await send(server)
+        answer = await while_three_load(server, server.http.post("/finish_weight_update"))
+        mine = content_fingerprint(CONTENT).removeprefix("content:")[:12]
+        wanted = "update-000001-push" if manifest == CONTENT else f"update-000001-push-{mine}"
+        assert answer.json()["weight_version"] == wanted
+
+    pushing(tmp_path, work)

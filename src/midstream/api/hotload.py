@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,6 +29,7 @@ from midstream.api.capabilities import check_signal
 from midstream.api.delta_calls import DeltaCallsApi
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PoliciesApi, ending
+from midstream.api.pushed_names import check_name, free_name
 from midstream.api.signals import (
     OVERWRITE,
     SOURCE_URL_HEADER,
@@ -74,7 +76,6 @@ from midstream.ledger.signals import PUSHED
 from midstream.snapshots.adapter import check_found, is_adapter_listing
 from midstream.snapshots.content import content_fingerprint
 from midstream.snapshots.identity import check_bucket, parse_bucket, public_url, snapshot_url
-from midstream.snapshots.store.kept import check_place
 from midstream.snapshots.store.listing import DirectoryContents, check_inside, find_file, find_snapshot
 
 logger = logging.getLogger(__name__)
@@ -220,24 +221,16 @@ class HotLoadApi:
     ) -> SignalResult:
         """Make the snapshot desired whose files are on the replicas, and commit its update. Raises MidstreamError.
 
-        overwrite: also where the bucket has other files. They stay until somebody removes them, and are not served.
+        overwrite: the identity may have meant other weights. Files that the bucket has under it are not replaced all the same.
         """
-        if body.identity and not overwrite:
-            await self._check_place(deployment, body.identity, content)
+        if body.identity:
+            await check_name(self._ledger, deployment, body.identity, content)
+        else:
+            identity = await free_name(self._ledger, deployment, content)
+            body = msgspec.structs.replace(body, identity=identity)
         sizes = {file.name: file.size for file in content}
         found = DirectoryContents(content_fingerprint(content), sizes, content)
         return await self._take_found(deployment, body, "", found, overwrite, (), committing)
-
-    async def _check_place(self, deployment: Deployment, identity: str, content: Content) -> None:
-        """Raises SnapshotRefused when other files lie where the pushed ones are to be written."""
-        bucket = (await self._ledger.deployment(deployment.name)).bucket_url
-        try:
-            await check_place(snapshot_url(bucket, identity), content)
-        except SnapshotRefused:
-            raise
-        except SnapshotError as error:
-            # The replicas write them when the bucket is back.
-            logger.warning("the bucket cannot be looked into for %s: %s", identity, error)
 
     async def _take_found(
         self,

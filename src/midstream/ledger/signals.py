@@ -257,8 +257,15 @@ def _name_of(db: sa.Connection, row: Any, signal: Signal, generation: int) -> st
         url = signal.url or snapshot_url(row.bucket_url, desired.identity)
         if desired.url == url:
             return str(desired.identity)
-    directory = unquote(signal.url.rstrip("/").rpartition("/")[2]) or PUSHED
+    directory = unquote(signal.url.rstrip("/").rpartition("/")[2])
+    if not directory:
+        return pushed_name(generation)
     return f"update-{generation:06d}-{re.sub('[^A-Za-z0-9._-]', '-', directory)[:NAMED_CHARS]}"
+
+
+def pushed_name(generation: int) -> str:
+    """Of a snapshot that was sent without a name."""
+    return f"update-{generation:06d}-{PUSHED}"
 
 
 def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
