@@ -69,6 +69,12 @@ def test_a_query_asks_for_metrics_and_labels_that_there_are(where: str, query: s
     assert unknown(query, SHOWN) == []
 
 
+def test_the_dashboard_shows_what_becomes_of_pushes() -> None:
+    asked = {metric for _, query in dashboard_queries() for metric, _ in selectors(query)}
+    wanted = ("push_groups", "push_updates_total", "push_received_bytes_total", "push_seconds_bucket")
+    assert {f"midstream_{name}" for name in wanted} <= asked
+
+
 def test_a_query_for_what_is_not_there_is_found() -> None:
     assert unknown("rate(midstream_swaps_total[5m])", SHOWN) == []
     assert unknown("sum by (outcom) (midstream_swaps_total)", SHOWN) == ["outcom"]
