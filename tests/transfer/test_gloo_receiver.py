@@ -17,6 +17,7 @@ import torch
 from gloo_trainer import GlooTrainer, gloo_trainer
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import Received, Rendezvous
@@ -187,6 +188,26 @@ def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: S
             await receiver.begin(SOON_S)
             with pytest.raises(ReplicaUnavailable, match="lost the trainer"):
                 await receiver.receive(trainer.sent(trainer.names), SOON_S)
+            await receiver.ended()
+
+    run(body)
+
+
+def test_the_store_of_another_trainer_at_the_same_port_is_not_its_trainer(
+    base: Path, cache: SnapshotCache
+) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            assert await receiver.trainer_alive(SOON_S)
+            await trainer.die()
+            port = trainer.rendezvous.master_port
+            # It was started again under another name of the same machine.
+            store = TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+            assert not await receiver.trainer_alive(SOON_S)
+            del store
+            receiver.end("done")
             await receiver.ended()
 
     run(body)

@@ -1,7 +1,7 @@
 """Names under which pushed weights may go into the bucket.
 
-Always holds: a push replaces no files. A name under which the bucket has others is refused if the trainer gave it, and not taken
-if nobody did. A bucket that does not answer holds up no update.
+Always holds: a push replaces no files. A name under which the bucket has others is refused if the trainer gave it, and is not
+chosen otherwise. A bucket that does not answer holds up no update.
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ class Receiver(abc.ABC, Generic[Invitation, Sent]):
 
     @abc.abstractmethod
     async def trainer_alive(self, within_s: float) -> bool:
-        """Whether the trainer's store takes connections. May run beside other methods, also `join`, and changes nothing."""
+        """Whether the trainer's store answers, and is that of the group. May run beside other methods, also `join`, and changes
+        nothing."""
 
     @abc.abstractmethod
     def end(self, reason: str) -> None:

@@ -189,7 +189,18 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         except OSError:
             return False
         writer.close()
-        return True
+        return await self._is_store(within_s)
+
+    async def _is_store(self, within_s: float) -> bool:
+        """Whether what listens there is the group's store. True while that cannot be told."""
+        if self._link is None or self._link.transport.is_closing():
+            return True
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self._answer(self._link, lambda call: m.LookForStore(call, within_s))
+        except (TimeoutError, ReplicaUnavailable):
+            return True
+        return answer.error is None
 
     def end(self, reason: str) -> None:
         if self._reason is not None:
