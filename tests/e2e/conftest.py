@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import openai
 import pytest
-from serving import Server, serve
+from serving import Server, on_device, serve
 
 if TYPE_CHECKING:
     from policy_helpers import Adapters
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two replicas of the tiny MoE, of all tests that publish nothing to it and stop no part of it."""
+    """Two replicas of the tiny MoE, of all tests that publish nothing to it."""
     with serve(tmp_path_factory.mktemp("served") / "state", "--no-tinker") as running:
         yield running
 
@@ -27,9 +27,19 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Another one, of tests that kill parts of it, publish nothing, and end when all of it serves again."""
-    with serve(tmp_path_factory.mktemp("killed") / "state", "--no-tinker") as running:
+def served(server: Server) -> Server:
+    """The first one, of tests that kill parts of it, publish nothing, and end when all of it serves again."""
+    return server
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
+    """Two replicas of it in float32, of tests that load weights and kill parts, and end when all of it serves again.
+
+    Which snapshot it serves, the tests before decide. Each test gives its snapshots names of their own.
+    """
+    place = tmp_path_factory.mktemp("trained")
+    with serve(place / "state", "--model", str(tiny_model()), *on_device(place)) as running:
         yield running
 
 

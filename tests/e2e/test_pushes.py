@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import httpx
 import pytest
 from labelled_stream import Stream, completion
 from safetensors.numpy import load_file as load_arrays
-from serving import Server, descendants, serve
+from serving import Server, descendants
 
 from midstream.client import PublishError, SnapshotPublisher
 
@@ -29,9 +29,8 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("pushed") / "state", "--model", str(model), "--no-tinker") as running:
-        yield running
+def server(trained: Server) -> Server:
+    return trained
 
 
 def tensors(directory: Path) -> dict[str, Any]:

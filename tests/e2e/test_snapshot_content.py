@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, serve
+from serving import Server
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.client.errors import SignalRefused
@@ -22,9 +22,8 @@ CHANGED = 6400
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("served") / "state", "--model", str(tiny_model())) as running:
-        yield running
+def server(trained: Server) -> Server:
+    return trained
 
 
 @pytest.fixture

@@ -6,24 +6,22 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from labelled_stream import Stream, completion
-from serving import Server, on_device, serve
+from serving import Server
 
 HELD_AT_ONCE = {"x-fireworks-hot-load-drain-timeout": "0"}
 WAIT_S = 150.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("trained")
-    with serve(place / "state", "--model", str(tiny_model()), *on_device(place)) as running:
-        yield running
+def server(trained: Server) -> Server:
+    return trained
 
 
 def post(server: Server, path: str, body: Any = None, **query: str) -> httpx.Response:
