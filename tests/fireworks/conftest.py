@@ -39,11 +39,11 @@ def endpoint(
         yield Endpoint(server)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(
     config: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
 ) -> Iterator[Endpoint]:
-    """Another one, of a module whose tests publish to it."""
+    """Another one, of tests that publish to it. Which snapshot it serves, the tests before decide."""
     state = tmp_path_factory.mktemp("published") / "state"
     with serve(state, "--model", str(tiny_model()), "--config", str(config), "--no-tinker") as server:
         yield Endpoint(server)

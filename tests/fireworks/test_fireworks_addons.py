@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fireworks_helpers import API_KEY, Endpoint
 from policy_helpers import Adapters
-from serving import serve
 
 from midstream.client import SnapshotPublisher
 
@@ -24,27 +23,21 @@ def adapters(tiny_model: Any) -> Adapters:
 
 
 @pytest.fixture(scope="module")
-def got(
-    config: Path, tmp_path_factory: pytest.TempPathFactory, adapters: Adapters, tiny_model: Any
-) -> Iterator[dict[str, Any]]:
-    state = tmp_path_factory.mktemp("addons") / "state"
-    arguments = ("--model", str(tiny_model(dtype="float32")), "--replicas", "2", "--config", str(config))
-    with serve(state, *arguments) as server:
-        for name, seed in ADDONS.items():
-            adapters.put(server, name, seed)
-        unfit = server.bucket / "unfit" / "adapter_config.json"
-        unfit.write_text(unfit.read_text().replace('"use_dora": false', '"use_dora": true'))
-        # A policy that was not loaded by these calls.
-        adapters.make("kept-1", 5)
-        with SnapshotPublisher(
-            server.url,
-            server.bucket.as_uri(),
-            policy="kept",
-            adapter=adapters.made["kept-1"],
-            api_key=API_KEY,
-        ) as publisher:
-            publisher.publish("kept-1")
-        yield Endpoint(server).run("addons", prompt=PROMPT)
+def got(published: Endpoint, adapters: Adapters) -> Iterator[dict[str, Any]]:
+    server = published.server
+    for name, seed in ADDONS.items():
+        adapters.put(server, name, seed)
+    unfit = server.bucket / "unfit" / "adapter_config.json"
+    unfit.write_text(unfit.read_text().replace('"use_dora": false', '"use_dora": true'))
+    # A policy that was not loaded by these calls.
+    adapters.make("kept-1", 5)
+    with SnapshotPublisher(
+        server.url, server.bucket.as_uri(), policy="kept", adapter=adapters.made["kept-1"], api_key=API_KEY
+    ) as publisher:
+        publisher.publish("kept-1")
+    yield published.run("addons", prompt=PROMPT)
+    kept = f"{server.url}/v1/{server.deployment}/policies/kept"
+    httpx.delete(kept, headers={"x-api-key": API_KEY}, timeout=60).raise_for_status()
 
 
 def check(adapters: Adapters, sampled: dict[str, Any], name: str, addon: str) -> None:
