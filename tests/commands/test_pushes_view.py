@@ -75,6 +75,23 @@ def test_each_update_says_what_became_of_it() -> None:
     ]
 
 
+def test_a_status_says_where_the_files_of_each_update_are() -> None:
+    updates = (update(4), update(3, "v3", "off"), update(2, "v2", "wanted"), update(1, "v1", "kept"))
+    serving = {"v3": 2, "v1": 1}
+    shown = pushes_text(
+        [group("joined", *updates)], lambda: 1100.0, lambda identity: serving.get(identity, 0)
+    )
+    heads, *rows = shown.splitlines()[2:]
+    assert heads.split() == ["update", "started", "snapshot", "replicas", "where"]
+    assert [row.split(maxsplit=6)[-1] for row in rows[1:]] == [
+        "on 2 replicas",
+        "nowhere: waits for the next update",
+        "in the bucket",
+    ]
+    one = pushes_text([group("joined", update(1, "v1", "wanted"))], lambda: 1.0, lambda identity: 1)
+    assert one.endswith("on 1 replica")
+
+
 def test_the_end_of_the_last_group_is_shown_with_its_reason() -> None:
     shown = pushes_text([group("ended", ended_at=1050.0, reason="r0 restarted")], lambda: 1060.0)
     assert shown == "no trainer's group is open; the last one ended 10 s ago: r0 restarted"

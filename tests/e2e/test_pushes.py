@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import httpx
 import pytest
 from labelled_stream import Stream, completion
 from safetensors.numpy import load_file as load_arrays
-from serving import Server, descendants
+from serving import Server, descendants, serve
 
 from midstream.client import PublishError, SnapshotPublisher
 
@@ -78,6 +79,12 @@ def replica_pids(server: Server) -> list[int]:
         for pid in descendants(server.process.pid)
         if b"midstream.launch.replica" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
+
+
+def has_open(pid: int, directory: Path) -> bool:
+    """Whether the process has a file of this directory open."""
+    opened = [entry.resolve() for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return any(path.is_relative_to(directory) for path in opened)
 
 
 def wait_for(what: Callable[[], bool], why: str) -> None:
@@ -211,3 +218,30 @@ def test_a_second_trainers_group_is_refused_while_the_first_one_lives(
     with SnapshotPublisher(server.url, to="push") as third:
         third.publish("third", weights)
     assert label_of(server) == "third"
+
+
+def test_without_a_bucket_a_replica_that_lost_its_files_gets_them_from_another_one(
+    tmp_path: Path, model: Path, tiny_model: Callable[..., Path]
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[push]\nkeep = false\n")
+    state = tmp_path / "state"
+    with serve(
+        state, "--model", str(model), "--replicas", "2", "--config", str(config), "--no-tinker"
+    ) as own:
+        with SnapshotPublisher(own.url, to="push") as publisher:
+            publisher.publish("pushed", tensors(tiny_model(seed=6)))
+        told = sampled(own)
+        assert told is not None
+        assert told[0] == "pushed"
+        cache = state / "snapshots" / "replica-0"
+        (lost,) = [pid for pid in replica_pids(own) if has_open(pid, cache)]
+        for entry in [path for path in cache.iterdir() if path.is_dir()]:
+            shutil.rmtree(entry)
+        os.kill(lost, signal.SIGKILL)
+        wait_for(lambda: lost not in replica_pids(own), "the replica did not end")
+        wait_for(lambda: serving(own, "pushed") == 2, "the replica never served the pushed weights again")
+        assert not (own.bucket / "pushed").exists()
+        assert {answered_by(own, seed) for seed in range(64)} == {"replica-0", "replica-1"}
+        # Every answer has the numbers of the pushed weights, whoever gives it.
+        assert [sampled(own) for _ in range(6)] == [told] * 6

@@ -1,6 +1,7 @@
 """ReplicaSet against real sockets: a small server that speaks the replica's event stream."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_harness import run
+from msgspec.structs import replace
 from reports import replica_report
 
 from midstream.core.errors import ReplicaUnavailable
@@ -330,6 +332,29 @@ NO_REPORTS = (
     b'{"kind":"trajectories","measures":{"cached_prompt_share":{"counts":[1,2,3,4,5,6,7,8,%s]}}}'
     % (b"9" * 400),
 )
+
+
+def test_a_replica_is_told_of_others_only_for_what_was_pushed_and_first_of_those_that_serve_it() -> None:
+    async def main() -> None:
+        async with EventServer() as server:
+            url = f"http://127.0.0.1:{server.port}"
+            replicas = ReplicaSet(DeploymentReplicas([(f"r{i}", f"{url}/{i}") for i in range(4)]))
+            for number, serves in ((0, "s0"), (1, "s0"), (2, "s1")):
+                view = replicas.views[number]
+                view.replica.hear(replica_report(replica=view.name, snapshot=serves, ready=True))
+            listed = Desired(snapshot="s1", generation=3, url="file:///b/s1", fingerprint="0f")
+            pushed = replace(listed, fingerprint="content:0f")
+            above = replace(listed, parents=(pushed.files[0],), compression="arc_v2")
+            for desired in (listed, pushed, above):
+                with contextlib.suppress(ReplicaUnavailable):
+                    await replicas.send_desired(replicas.views[1], desired)
+            assert [sent.peers for sent in server.desired] == [
+                (),
+                (f"{url}/2", f"{url}/0"),
+                (f"{url}/2", f"{url}/0"),
+            ]
+
+    run(main)
 
 
 @pytest.mark.parametrize("line", [line + b"\n" for line in NO_REPORTS], ids=range(len(NO_REPORTS)))

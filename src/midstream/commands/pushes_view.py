@@ -19,14 +19,22 @@ _KEPT = {"": "-", "wanted": "not yet", "kept": "yes", "off": "never (push.keep)"
 Groups = Sequence[Mapping[str, Any]]
 
 
-def pushes_text(groups: Groups, now: Callable[[], float] = time.time) -> str:
-    """The newest group and the last updates. Times of day are local. now: seconds since the epoch."""
+def pushes_text(
+    groups: Groups,
+    now: Callable[[], float] = time.time,
+    serving: Callable[[str], int] | None = None,
+) -> str:
+    """The newest group and the last updates. Times of day are local.
+
+    now: seconds since the epoch. serving: how many replicas serve a snapshot; with it, each update says where its files are.
+    """
     if not groups:
         return ""
     lines = _group(groups[0], now())
     updates = [(group, update) for group in groups for update in group["updates"]][:UPDATES_SHOWN]
     if updates:
-        lines.append(table(HEADS, [_row(group, update) for group, update in updates]))
+        heads = HEADS if serving is None else (*HEADS[:4], "where", "")
+        lines.append(table(heads, [_row(group, update, serving) for group, update in updates]))
     return "\n".join(lines)
 
 
@@ -53,15 +61,30 @@ def _group(group: Mapping[str, Any], now: float) -> list[str]:
     return [plain(", ".join(facts)), plain(f"members: {', '.join(members)}")]
 
 
-def _row(group: Mapping[str, Any], update: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(
+    group: Mapping[str, Any], update: Mapping[str, Any], serving: Callable[[str], int] | None
+) -> tuple[str, ...]:
+    kept = _KEPT.get(update["kept"], update["kept"])
     return (
         str(update["number"]),
         datetime.fromtimestamp(update["started_at"]).strftime("%m-%d %H:%M:%S"),
         update["identity"] or "-",
         ", ".join(update["replicas"]) or "-",
-        _KEPT.get(update["kept"], update["kept"]),
+        kept if serving is None else where(update, serving),
         "" if update["committed_at"] is not None else _why_not(group, update),
     )
+
+
+def where(update: Mapping[str, Any], serving: Callable[[str], int]) -> str:
+    """Where a replica that lacks the files of an update gets them from."""
+    if update["committed_at"] is None:
+        return "-"
+    if update["kept"] == "kept":
+        return "in the bucket"
+    count = serving(update["identity"])
+    if not count:
+        return "nowhere: waits for the next update"
+    return f"on {count} replica{'' if count == 1 else 's'}"
 
 
 def _why_not(group: Mapping[str, Any], update: Mapping[str, Any]) -> str:

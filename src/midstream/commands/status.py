@@ -86,8 +86,12 @@ def render(status: Status, metrics: Metrics, policies: Policies = (), groups: Gr
     if policies:
         parts.append(table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)]))
     if groups:
-        parts.append(pushes_text(groups))
+        parts.append(pushes_text(groups, serving=lambda identity: _serving(replicas, identity)))
     return "\n\n".join(parts)
+
+
+def _serving(replicas: Sequence[ReplicaStatus], identity: str) -> int:
+    return sum(replica.snapshot == identity for replica in replicas)
 
 
 def as_json(status: Status, metrics: Metrics, policies: Policies = (), groups: Groups = ()) -> str:

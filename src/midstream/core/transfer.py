@@ -22,6 +22,8 @@ from midstream.core.types import Content
 
 #: Where a receiver takes part in a group.
 TRANSFER_PATH = "/replica/transfer"
+#: Where a replica gives others the files of a pushed snapshot: FILES_PATH/FINGERPRINT/NAME.
+FILES_PATH = "/replica/files"
 #: Of the keys in the rendezvous store, before the group's key.
 STORE_PREFIX = "midstream"
 PIECE_BYTES = 64 * 2**20

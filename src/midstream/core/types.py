@@ -254,6 +254,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     reload: grows when the replica is to load again what it serves already.
     seen: the generation in the report that the sender judged by. A lower generation than the accepted one counts only where the
         sender has seen that; otherwise it was sent before, and came late. None: the sender does not say.
+    peers: addresses of other replicas of the deployment, which may have pushed files that the bucket does not have.
     """
 
     snapshot: str
@@ -275,6 +276,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     made: float = 0.0
     seen: int | None = None
+    peers: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[SnapshotFiles, ...]:

@@ -31,7 +31,10 @@ from midstream.fleet.placement import Fleet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.residency import PolicyPlace, State, where
 from midstream.fleet.view import ReplicaView
+from midstream.snapshots.content import by_content
 
+#: Replicas that one is told of, which may have what was pushed.
+PEERS_MAX = 8
 #: How long a replica is to load a policy that it was asked for.
 ASK_S = 30.0
 #: How long a replica is not asked for a policy that it failed with.
@@ -215,7 +218,9 @@ class ReplicaSet:
         if self.ending:
             # A replica that has just forgotten the policy would make it again.
             return
-        own = msgspec.structs.replace(desired, policy=self.policy, made=self.made)
+        own = msgspec.structs.replace(
+            desired, policy=self.policy, made=self.made, peers=self._peers(view, desired)
+        )
         try:
             await self.facts.send_desired(view.replica, own)
         except ReplicaUnavailable:
@@ -224,6 +229,16 @@ class ReplicaSet:
                 view.asked_until = 0.0
                 self.look_again()
             raise
+
+    def _peers(self, view: ReplicaView, desired: Desired) -> tuple[str, ...]:
+        """Other replicas, which may have its files if they were pushed. Those that serve it come first."""
+        if not any(by_content(files.fingerprint) for files in desired.files):
+            return ()
+        at = view.replica.index
+        others = [other for other in self.views if other is not view and other.report is not None]
+        others.sort(key=lambda other: (other.replica.index - at) % len(self.views))
+        others.sort(key=lambda other: other.report is None or other.report.own.snapshot != desired.snapshot)
+        return tuple(other.url for other in others[:PEERS_MAX])
 
     async def send_pause(self, view: ReplicaView, pause: Pause) -> None:
         await self.facts.send_pause(view.replica, pause)

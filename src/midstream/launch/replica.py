@@ -39,6 +39,7 @@ from midstream.replica.text.chat import TextModel
 from midstream.snapshots.layout import read_spec as read_checkpoint
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
+from midstream.snapshots.store.peers import Peers
 from midstream.transfer.process import GlooReceiver
 
 #: For another process that finishes streams, and for its engine to end then.
@@ -85,7 +86,9 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     base = read_checkpoint(model_dir)
     engine = make_engine(spec)
     # An engine that cannot prove what it staged may read the files when it switches.
-    chains = ChainFetcher(cache, threads=spec.engine.threads or None, links=engine.proves_staged)
+    chains = ChainFetcher(
+        cache, threads=spec.engine.threads or None, links=engine.proves_staged, peers=Peers(spec.token)
+    )
     replica = Replica(
         name=spec.name or f"{spec.host}:{sock.getsockname()[1]}",
         engine=engine,

@@ -53,6 +53,7 @@ from midstream.replica.exchange import (
     TaskExchange,
     line_of,
 )
+from midstream.replica.peer_files import FILES_PREFIX, PeerFileExchange
 from midstream.replica.replica import Replica
 from midstream.replica.request.unknown import header_value
 from midstream.replica.response.generation import Generation
@@ -108,6 +109,7 @@ class ReplicaApp:
         self._all_left = asyncio.Event()
         self._all_left.set()
         self._token = token.encode()
+        self._source = replica.source
         outbox = Outbox()
         get, post = b"GET", b"POST"
         self._routes: dict[bytes, tuple[bytes, Callable[[Request, ClientConnection], Exchange]]] = {
@@ -167,6 +169,8 @@ class ReplicaApp:
 
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         path = request.target.partition(b"?")[0]
+        if path.startswith(FILES_PREFIX) and request.method in (b"GET", b"HEAD"):
+            return PeerFileExchange(request, client, self._source)
         method, make = self._routes.get(path, (request.method, _nothing_here))
         if method != request.method:
             error = MethodNotAllowed(f"{line_of(request)}: Method Not Allowed", method.decode())

@@ -108,6 +108,7 @@ class Replica:
         self.closed = False
         self.boot = outside.new_boot()
         #: Its part in groups of trainers. No group outlives the boot.
+        self.source = source
         self.transfers = Transfers(source, lambda: self.boot if self.ready else None, outside.sleep)
         self._policies_max = bounds.policies_max
         self.policies = ServedPolicies(

@@ -55,6 +55,22 @@ async def all_of(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             raise asyncio.CancelledError
 
 
+async def together(steps: Iterable[Coroutine[Any, Any, T]], most: int) -> list[T]:
+    """As `all_of`, and at most so many run at a time: those that each open many files, for example."""
+    waiting = list(steps)
+    slots = asyncio.Semaphore(most)
+
+    async def one(step: Coroutine[Any, Any, T]) -> T:
+        async with slots:
+            return await step
+
+    try:
+        return await all_of(one(step) for step in waiting)
+    finally:
+        for step in waiting:
+            step.close()
+
+
 async def _ended(futures: Sequence[asyncio.Future[Any]]) -> bool:
     """Wait until all have ended, even if this is cancelled, and return whether it was. Their errors are dropped."""
     cancelled = False

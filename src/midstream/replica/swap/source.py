@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite
-from midstream.core.types import Content, Desired, Hint, SnapshotContent
+from midstream.core.types import Content, Desired, FileContent, Hint, SnapshotContent
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.hints import Hints
 from midstream.snapshots.adapter import (
@@ -82,6 +82,13 @@ class SnapshotSource(abc.ABC):
     def forget_received(self, directory: Path) -> None:
         """No `fetch` will ask for what was `received` in this directory. Nothing to do if it was taken."""
 
+    def open_file(self, fingerprint: str, name: str) -> tuple[int, FileContent] | None:
+        """A file of the snapshot whose content has this fingerprint, open: the caller closes it. None: it is not here.
+
+        Call it in a thread. Raises OSError.
+        """
+        return None
+
     @abc.abstractmethod
     async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
         """Put the files of this content, which are here, into a bucket as a snapshot. Returns when they are durable. Raises
@@ -145,7 +152,7 @@ class CachedSource(SnapshotSource):
         await finished(look)
 
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
-        return await self._chains.fetch(desired.files, refetch=refetch)
+        return await self._chains.fetch(desired.files, refetch=refetch, peers=desired.peers)
 
     async def rebuild(self, desired: Desired) -> Path:
         return await self._chains.rebuild(desired.files)
@@ -208,6 +215,9 @@ class CachedSource(SnapshotSource):
 
     def forget_received(self, directory: Path) -> None:
         self._chains.forget_received(directory)
+
+    def open_file(self, fingerprint: str, name: str) -> tuple[int, FileContent] | None:
+        return self._chains.open_held(fingerprint, name)
 
     async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
         await self._chains.keep(snapshot, bucket, content)

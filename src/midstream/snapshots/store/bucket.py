@@ -1,4 +1,6 @@
-"""Opens a bucket by its URL: a local directory, S3, Google Cloud Storage or Azure. Only this module makes obstore's stores.
+"""Opens a bucket by its URL: a local directory, S3, Google Cloud Storage or Azure; and what another replica has.
+
+Only this module makes obstore's stores.
 
 Always holds: credentials come from the usual environment variables alone (AWS_*, GOOGLE_*, AZURE_*), not from profiles in
 ~/.aws. No message shows one, whatever a store or its server answered.
@@ -14,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, S3Store
 
 from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing
+from midstream.core.headers import HEADER_TOKEN
 from midstream.snapshots.identity import BucketPlace, parse_bucket, public_url
 from midstream.snapshots.messages import TEXT_CHARS, shown
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-Store = LocalStore | S3Store | GCSStore | AzureStore
+Store = LocalStore | S3Store | GCSStore | AzureStore | HTTPStore
 
 #: A call to a store that does not answer fails after about this time.
 RETRY_S = 20.0
 _RETRY: RetryConfig = {"max_retries": 6, "retry_timeout": timedelta(seconds=RETRY_S)}
+#: There are others to ask.
+_PEER_RETRY: RetryConfig = {"max_retries": 1, "retry_timeout": timedelta(seconds=5)}
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 #: The time without a byte.
 _READ_TIMEOUT = timedelta(seconds=20)
@@ -98,6 +103,22 @@ def _open_remote(place: BucketPlace) -> Store:
         options["account_name"] = place.account
         options["use_fabric_endpoint"] = (place.host or "").endswith(".fabric.microsoft.com")
     return AzureStore(place.container, **options)
+
+
+def open_peer(url: str, token: str) -> HTTPStore:
+    """A store for what a replica has at `url`. token: what it asks for; "" for nothing. Makes no call over the network.
+
+    Raises obstore's BaseError.
+    """
+    client: ClientConfig = {
+        "allow_http": True,
+        "connect_timeout": _CONNECT_TIMEOUT,
+        "read_timeout": _READ_TIMEOUT,
+        "timeout": _REQUEST_TIMEOUT,
+    }
+    if token:
+        client["default_headers"] = {HEADER_TOKEN: token}
+    return HTTPStore.from_url(url, client_options=client, retry_config=_PEER_RETRY)
 
 
 def describe(error: Exception, environment: Mapping[str, str] = os.environ) -> str:

@@ -9,7 +9,7 @@ Always holds:
 - The snapshot that serves, and the files of the running attempt, are never evicted.
 - If the ledger has the content of a link, other bytes are refused, and a cached copy of other bytes is not used.
 - A link that is known by its content alone is compared by it, here and in the bucket. Its files may come from elsewhere
-  (`received`), before the bucket has them.
+  (`received`, peers.py), before the bucket has them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from midstream.core.errors import (
     SnapshotCorrupt,
@@ -31,7 +31,7 @@ from midstream.core.errors import (
     SnapshotMissing,
     SnapshotRefused,
 )
-from midstream.core.types import Content, SnapshotFiles
+from midstream.core.types import Content, FileContent, SnapshotFiles
 from midstream.snapshots.content import by_content
 from midstream.snapshots.deltas import apply_delta
 from midstream.snapshots.identity import directory_name, public_url, snapshot_url
@@ -40,7 +40,6 @@ from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.fetch import (
     PARTS_IN_FLIGHT,
     Progress,
-    fetch_listed,
     partial_directory,
     prefetch_files,
     reserve_files,
@@ -58,9 +57,10 @@ from midstream.snapshots.store.local import (
     temporary_directory,
     write_own_listing,
 )
+from midstream.snapshots.store.peers import Peers, open_held
 from midstream.snapshots.store.received import ReceivedFiles
 from midstream.snapshots.store.upload import OnFile
-from midstream.snapshots.tasks import all_of, finished
+from midstream.snapshots.tasks import finished, together
 from midstream.snapshots.trainer_deltas.records import Lineage
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ T = TypeVar("T")
 class ChainFetcher:
     """threads: of a rebuild; None for one per core. sleep: between two looks into the bucket.
 
+    peers: have what was pushed.
     links: whether large files of a local bucket are linked. Their user asks `check_unchanged` when it has its own copy.
     """
 
@@ -89,13 +90,15 @@ class ChainFetcher:
         *,
         sleep: Sleep = asyncio.sleep,
         links: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         self._cache = cache
+        self._peers = peers or Peers()
         self._threads = threads
         self._sleep = sleep
         self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
         self._links = Links(enabled=links)
-        self._fetch_listed = partial(fetch_listed, slots=self._slots, links=self._links)
+        self._fetch_listed = partial(self._peers.fetch, slots=self._slots, links=self._links)
         # The paths in use at the last release, and those of the attempt since then.
         self._in_use: frozenset[Path] = frozenset()
         self._attempting: frozenset[Path] = frozenset()
@@ -150,13 +153,24 @@ class ChainFetcher:
         """Remove these files, unless a `fetch` has taken them already."""
         self._received.forget(directory)
 
+    def open_held(self, fingerprint: str, name: str) -> tuple[int, FileContent] | None:
+        """As peers.open_held, in this cache."""
+        return open_held(self._cache.root, fingerprint, name)
+
     async def fetch(
-        self, chain: Chain, progress: Progress | None = None, *, refetch: bool = False
+        self,
+        chain: Chain,
+        progress: Progress | None = None,
+        *,
+        refetch: bool = False,
+        peers: Sequence[str] = (),
     ) -> Path | None:
         """Fetch what `chain` needs. Returns the directory of its whole files, or None if `rebuild` has to make them.
 
-        refetch: do not trust the cache. Its files stay until they are replaced. Raises SnapshotError.
+        refetch: do not trust the cache. Its files stay until they are replaced. peers: addresses of replicas that may have what
+        was pushed. Raises SnapshotError.
         """
+        self._peers.addresses = peers
         if chain[0].compression is not None:
             raise SnapshotIncompatible(
                 f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"
@@ -319,7 +333,7 @@ class ChainFetcher:
         """Fetch the own files of the links after `start`, in parallel. start: -1 includes the full snapshot."""
         wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
         wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
-        found = await _together(self._listed(path, link) for path, link in wanted)
+        found = await together((self._listed(path, link) for path, link in wanted), LINKS_TOGETHER)
         listed = [(path, *one) for (path, _), one in zip(wanted, found, strict=True) if one is not None]
         if start < 0 and listed and listed[0][0] == wanted[0][0]:
             await self._look_at(listed[0][1])
@@ -331,10 +345,11 @@ class ChainFetcher:
             if progress is not None:
                 progress(sum(done), total)
 
-        await _together(
+        fetches = (
             self._fetch_listed(listing, path, partial(advance, i), content=content)
             for i, (path, listing, content) in enumerate(listed)
         )
+        await together(fetches, LINKS_TOGETHER)
 
     async def _listed(self, path: Path, link: SnapshotFiles) -> tuple[Listing, Content | None] | None:
         """What the bucket has of `link`; None if `path` has it already."""
@@ -349,7 +364,7 @@ class ChainFetcher:
         failed its check: no replica brings such files to the bucket."""
         if by_content(link.fingerprint):
             refuted = await asyncio.to_thread(self._is_distrusted, link)
-            return await kept_listing(link, self._sleep, waits=not refuted)
+            return await kept_listing(link, self._sleep, waits=not refuted, elsewhere=self._peers.find)
         return await list_snapshot(link.url, link.fingerprint), link.content
 
     def _is_distrusted(self, link: SnapshotFiles) -> bool:
@@ -467,22 +482,6 @@ class ChainFetcher:
         finally:
             self._cache.wrote(self)
             await finished(shutil.rmtree, out, True)
-
-
-async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order; the first error is raised. Runs a few steps at a time, since each opens all files of its fetch."""
-    steps = list(work)
-    slots = asyncio.Semaphore(LINKS_TOGETHER)
-
-    async def one(step: Coroutine[Any, Any, T]) -> T:
-        async with slots:
-            return await step
-
-    try:
-        return await all_of(one(step) for step in steps)
-    finally:
-        for step in steps:
-            step.close()
 
 
 def _known(chain: Chain) -> bool:

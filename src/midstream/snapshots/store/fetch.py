@@ -189,6 +189,7 @@ class _PartialFile:
 
     @property
     def _source(self) -> str:
+        assert isinstance(self._store, LocalStore)
         return os.path.join(str(self._store.prefix), self.file.name)
 
     @property

@@ -38,12 +38,18 @@ KEPT_WAIT_S = 120.0
 _POLL_S = 1.0
 
 Sleep = Callable[[float], Awaitable[object]]
+#: Looks for the files in another place than the bucket. None: they are not there.
+Elsewhere = Callable[[SnapshotFiles], Awaitable[Listing | None]]
 
 
 async def kept_listing(
-    link: SnapshotFiles, sleep: Sleep = asyncio.sleep, *, waits: bool = True
+    link: SnapshotFiles,
+    sleep: Sleep = asyncio.sleep,
+    *,
+    waits: bool = True,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[Listing, Content]:
-    """The files of `link`, which is known by its content, and that content. Waits until the bucket has them.
+    """The files of `link`, which is known by its content, and that content. Waits until the bucket or `elsewhere` has them.
 
     waits: False looks once.
 
@@ -55,7 +61,7 @@ async def kept_listing(
             f"{public_url(link.url)}: its files changed since the snapshot was signalled; signal it again"
         )
     waited = 0.0
-    while (found := await _in_bucket(link)) is None:
+    while (found := await _found(link, elsewhere)) is None:
         if not waits or waited >= KEPT_WAIT_S:
             raise SnapshotMissing(
                 f"{public_url(link.url)}: the snapshot was pushed, and its files are not in the bucket yet"
@@ -64,6 +70,22 @@ async def kept_listing(
             log.info("%s was pushed, and is awaited in its bucket", shown(link.snapshot))
         await sleep(_POLL_S)
         waited += _POLL_S
+    return found
+
+
+async def _found(link: SnapshotFiles, elsewhere: Elsewhere | None) -> tuple[Listing, Content] | None:
+    """Also where the bucket does not answer."""
+    try:
+        found, problem = await _in_bucket(link), None
+    except SnapshotCorrupt:
+        raise
+    except SnapshotError as error:
+        found, problem = None, error
+    if found is None and elsewhere is not None and link.content is not None:
+        listing = await elsewhere(link)
+        found = None if listing is None else (listing, link.content)
+    if found is None and problem is not None:
+        raise problem
     return found
 
 

@@ -118,7 +118,9 @@ def open_regular(path: str | Path) -> int:
 
 def _check_regular(store: Store, url: str, names: list[str]) -> None:
     """Check that files of a local bucket are regular files or links to them. Opening others may wait for ever."""
-    for name in names if isinstance(store, LocalStore) else ():
+    if not isinstance(store, LocalStore):
+        return
+    for name in names:
         # The caller that opens a missing file reports it.
         with contextlib.suppress(OSError):
             if not stat.S_ISREG(os.stat(os.path.join(str(store.prefix), name)).st_mode):
