@@ -51,7 +51,7 @@ ALLOWED: dict[str, str] = {
     # One engine's replica.
     "replica": "core engine http snapshots",
     # The process that receives weights for one replica, behind the replica's port.
-    "transfer": "core http replica snapshots",
+    "transfer": "core engine http replica snapshots",
     # All replicas of all deployments, and what is wanted of them.
     "fleet": "core http ledger snapshots",
     # The public port, and the control endpoints behind it.

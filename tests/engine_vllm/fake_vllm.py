@@ -317,6 +317,15 @@ class FakeVllm:
         self.cpu = False
         self.adapters: dict[str, int] = {}
         self.files: dict[str, Path] = {}
+        # What a trainer is about to write; it is in a group. None: no update is open.
+        self.writing: int | None = None
+        self.in_group = False
+        # Workers of it.
+        self.ranks = 1
+        # Names that the tee does not see.
+        self.unseen: list[str] = []
+        self._places: dict[str, Any] | None = None
+        self._tee = Path()
         # Parts of paths where adapters are taken and left out.
         self.ignored: set[str] = set()
         # As vLLM's CPU kernels: the base weights are given the adapter that was loaded last.
@@ -490,11 +499,32 @@ class FakeVllm:
             case "/is_paused":
                 return 200, {"is_paused": self.paused}
             case "/collective_rpc":
-                return self._reload(Path(body["kwargs"]["weights_path"]))
+                return self._rpc(body["method"], body["kwargs"])
             case "/update_weight_version":
                 self.version = body["new_version"]
             case "/weight_info":
                 return 200, {"weight_version": self.version}
+            case _:
+                return self._transfer(method, path, body)
+        return 200, {}
+
+    def _transfer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """What a trainer's group asks for."""
+        match path:
+            case "/get_world_size":
+                return 200, {"world_size": self.ranks}
+            case "/init_weight_transfer_engine":
+                self.in_group = True
+            case "/shutdown_weight_transfer_engine":
+                self.in_group = False
+            case "/start_weight_update":
+                assert self.paused, "vLLM takes weights apart between steps only"
+                self.weights, self.writing = None, 0
+            case "/update_weights":
+                return self._write(body["update_info"])
+            case "/finish_weight_update":
+                self.weights, self.writing = self.writing, None
+                self.loads += 1
             case _:
                 return 404, {"error": {"message": f"no {method} {path}"}}
         return 200, {}
@@ -508,6 +538,27 @@ class FakeVllm:
             config["device_config"] = {"device": "cpu"}
             config["parallel_config"] = {"worker_extension_cls": WORKER}
         return config
+
+    def _rpc(self, method: str, kwargs: dict[str, Any]) -> tuple[int, Any]:
+        match method:
+            case "midstream_open_tee":
+                self._tee, self._places = Path(kwargs["path"]), kwargs["places"]
+                return 200, {"results": [None] * self.ranks}
+            case "midstream_close_tee":
+                self._places = None
+                return 200, {"results": [self.unseen, *[None] * (self.ranks - 1)]}
+        return self._reload(Path(kwargs["weights_path"]))
+
+    def _write(self, info: dict[str, Any]) -> tuple[int, Any]:
+        """Each tensor has the number as all its bytes."""
+        assert self._places is not None
+        assert self.writing is not None
+        self.writing = info["number"]
+        with self._tee.open("r+b") as file:
+            for begin, end in self._places.values():
+                file.seek(begin)
+                file.write(bytes([info["number"]]) * (end - begin))
+        return 200, {}
 
     def _reload(self, directory: Path) -> tuple[int, Any]:
         assert self.paused, "weights are loaded between steps only"

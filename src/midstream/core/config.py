@@ -214,6 +214,11 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     silence_s_max: Positive = 8.0
     # Requests inside a replica. A further one is a 429.
     max_waiting: Count = 4096
+    # Backend of vLLM's own weight transfer, such as nccl, by which trainers write weights into the servers. gloo is midstream's
+    # own, for CPUs. Without a backend, a receiver beside each server takes them.
+    weight_transfer: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9_.-]*\Z", description="must be the name of a backend")
+    ] = ""
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -408,6 +413,10 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield (
         settings.engine != "vllm" or not vllm.urls or len(vllm.urls) >= settings.deployment.replicas,
         f"vllm.urls names {len(vllm.urls)} servers for {settings.deployment.replicas} replicas",
+    )
+    yield (
+        not vllm.urls or not vllm.weight_transfer,
+        "vllm.weight_transfer and vllm.urls exclude each other: a server with uncertain weights has to be restarted",
     )
 
 

@@ -7,8 +7,10 @@ Methods are called from one asyncio event loop. None of them blocks it.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
@@ -32,6 +34,70 @@ class WeightsRefused(StagingFailed):
     """The weights in the files are at fault: another engine would refuse them, too."""
 
 
+class TransferRefused(Exception):
+    """The engine refuses what a trainer says to it, and is as it was."""
+
+
+class TransferFailed(Exception):
+    """The engine did not do its part in a trainer's group. What its weights are is unknown, until `give_up`."""
+
+
+@dataclass(frozen=True)
+class Tee:
+    """Where tensors that an engine takes are written, too. places: begin and end of each in the file, by its name."""
+
+    path: Path
+    places: Mapping[str, tuple[int, int]]
+
+
+class InPlaceWeights(abc.ABC):
+    """An engine whose own ranks take weights from a trainer, into those that serve. One group at a time.
+
+    Always holds: from `hold` on nothing is computed, until a commit has switched to what was written, or `give_up` was called.
+    `give_up` kills an engine whose weights are uncertain. Where a method raises TransferFailed, or is cancelled, the caller
+    calls it. backend: of vLLM, as in `EngineCard.weight_transfer`.
+    """
+
+    backend = ""
+
+    @abc.abstractmethod
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        """Have all ranks join the group. Raises TransferRefused, TransferFailed."""
+
+    @abc.abstractmethod
+    async def hold(self, within_s: float) -> None:
+        """Compute nothing any more. Requests stand still with their KV. Raises TransferFailed."""
+
+    @abc.abstractmethod
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
+        """Take tensors into the weights. Each of the tee's has been written there on return. Raises TransferFailed."""
+
+    @abc.abstractmethod
+    async def finish(self, within_s: float) -> None:
+        """All tensors have come. The engine is given up unless a commit switches to them in about `within_s`. Raises
+        TransferFailed."""
+
+    @abc.abstractmethod
+    def written(self, file: Path) -> None:
+        """This file has what was written. A commit of a directory that has it loads nothing."""
+
+    @abc.abstractmethod
+    def give_up(self, reason: str) -> None:
+        """The update is over, and is not to serve. Returns at once. Nothing to do if it serves already."""
+
+    @abc.abstractmethod
+    def give_up_unfinished(self, reason: str) -> None:
+        """As `give_up`, unless all tensors have come."""
+
+    @abc.abstractmethod
+    def give_up_written(self, reason: str) -> None:
+        """As `give_up`, if all tensors have come and nothing has switched to them."""
+
+    @abc.abstractmethod
+    async def leave(self, within_s: float) -> None:
+        """Close the connections to the trainer, if the ranks are in no call. Never raises."""
+
+
 class Slot(abc.ABC):
     """What one policy serves, and what is to take its place. Every engine is the slot of its deployment's own policy.
 
@@ -51,6 +117,9 @@ class Slot(abc.ABC):
 
     def drop_staged(self) -> None:  # noqa: B027 - optional to override
         """Free what is staged or being staged, if anything is: it will not be committed. Returns at once."""
+
+    def unfit(self, snapshot: str) -> None:  # noqa: B027 - optional to override
+        """A snapshot that was to be committed failed before its commit, in any way but that a newer one came."""
 
     @abc.abstractmethod
     async def commit(self, snapshot: str) -> SwapTiming:
@@ -98,6 +167,10 @@ class Slot(abc.ABC):
 
 
 class Engine(Slot):
+    """in_place: None for an engine that takes no weights from a trainer by itself."""
+
+    in_place: InPlaceWeights | None = None
+
     @abc.abstractmethod
     async def start(self) -> ModelInfo:
         """Load the base weights and be ready to generate. Safe to call again after EngineDied."""

@@ -40,6 +40,7 @@ from midstream.snapshots.layout import read_spec as read_checkpoint
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.peers import Peers
+from midstream.transfer.in_place import InPlaceReceiver
 from midstream.transfer.process import GlooReceiver
 
 #: For another process that finishes streams, and for its engine to end then.
@@ -104,7 +105,10 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
         names=ServedNames(spec.model, spec.deployment),
         base_directory=model_dir,
     )
-    replica.transfers.receivers = lambda: GlooReceiver(base, model_dir, cache)
+    if (weights := engine.in_place) is not None:
+        replica.transfers.receivers = lambda: InPlaceReceiver(weights, base, model_dir, cache)
+    else:
+        replica.transfers.receivers = lambda: GlooReceiver(base, model_dir, cache)
     if journal is not None:
         replica.keep_records(journal)
     server = ReplicaServer(replica, sock, spec.token)

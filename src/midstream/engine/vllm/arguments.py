@@ -63,6 +63,16 @@ LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 #: The extension that midstream loads into the workers of vLLM for CPUs, and its directory.
 WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
+#: The one that a server with weight transfer has, on any device. On CPUs it loads the other one, too.
+TRANSFER_WORKER = "midstream_vllm_transfer.Worker"
+TRANSFER_FLAG = "weight-transfer-config"
+#: Backends of vLLM that cannot be passed through, and why. Others are taken to bring whole tensors to `load_weights`.
+NOT_PASSED = {
+    "ipc": "it sends pickled handles of the trainer's own device, which could run any code",
+    "sparse_nccl": "it patches weights, so no file could have what serves",
+    "sharded_rdt": "each rank pulls its own slices, so no file could have what serves",
+    "nccl_m2n": "it writes shards, so no file could have what serves",
+}
 WORKER_DIR = Path(__file__).parent / "worker_extension"
 
 #: The flag that makes vLLM serve adapters.
@@ -92,6 +102,7 @@ REFUSED = {
     "no-enable-scale-out": "midstream's requests go to /inference/v1/generate",
     "no-enable-prompt-tokens-details": "midstream reports how much of a prompt was cached",
     "lora-modules": "publish adapters as policies",
+    TRANSFER_FLAG: "set vllm.weight_transfer",
     "lora-target-modules": "vLLM would leave out what an adapter has besides",
     "data-parallel-external-lb": _ONE,
     "data-parallel-hybrid-lb": _ONE,
@@ -158,11 +169,30 @@ def check_arguments(args: Sequence[str]) -> None:
             raise ConfigError(f"vllm.args: --{name} must be {only}, got {value}: {why}")
 
 
+def check_weight_transfer(backend: str, args: Sequence[str]) -> None:
+    """Raises ConfigError unless trainers can send weights by this backend of vLLM; "" is none."""
+    if (why := NOT_PASSED.get(backend)) is not None:
+        raise ConfigError(f"vllm.weight_transfer: {backend} cannot be used: {why}")
+    given = {name for name, _ in given_flags(args)} if backend else set()
+    if LORA_FLAG in given:
+        raise ConfigError(f"vllm.weight_transfer: {ON_BASE}")
+    if WORKER_FLAG in given:
+        raise ConfigError(f"vllm.args: --{WORKER_FLAG} cannot be given with vllm.weight_transfer: {_OURS}")
+
+
 def command_line(
-    python: str, model_dir: Path, served_name: str, port: int, seed: int, args: Sequence[str]
+    python: str,
+    model_dir: Path,
+    served_name: str,
+    port: int,
+    seed: int,
+    args: Sequence[str],
+    weight_transfer: str = "",
 ) -> list[str]:
-    """seed: of the server's sampler. Two servers with one seed draw the same tokens. Raises ConfigError."""
+    """seed: of the server's sampler. Two servers with one seed draw the same tokens. weight_transfer: the backend; "" for
+    none. Raises ConfigError."""
     check_arguments(args)
+    check_weight_transfer(weight_transfer, args)
     ours = {
         "generation-config": "vllm",
         "enable-scale-out": None,
@@ -177,6 +207,9 @@ def command_line(
         ours[WORKER_FLAG] = WORKER
         # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.
         ours["no-enable-chunked-prefill"] = None
+    if weight_transfer:
+        ours[WORKER_FLAG] = TRANSFER_WORKER
+        ours[TRANSFER_FLAG] = json.dumps({"backend": weight_transfer})
     given = {name for name, _ in given_flags(args)}
     if LORA_FLAG in given:
         ours[PLACES_FLAG] = str(PLACES)
@@ -216,6 +249,7 @@ def environment(
     gpus: Sequence[int] = (),
     *,
     adapters: bool = False,
+    weight_transfer: str = "",
 ) -> dict[str, str]:
     """The environment `base` of this process, then midstream's variables for vLLM, then `given`, the user's settings.
 
@@ -236,7 +270,7 @@ def environment(
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     if gpus and GPUS not in given:
         env[GPUS] = _visible(gpus, base.get(GPUS))
-    if is_cpu_build(python):
+    if is_cpu_build(python) or weight_transfer:
         paths = (str(WORKER_DIR), given.get("PYTHONPATH", base.get("PYTHONPATH", "")))
         given = {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     preloaded, library = env.get("LD_PRELOAD", ""), openmp_library(python)

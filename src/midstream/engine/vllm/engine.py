@@ -30,7 +30,7 @@ from midstream.engine.vllm.life import ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished
 from midstream.engine.vllm.scoring import WrongWeights
-from midstream.engine.vllm.swap import Unchanged, VllmRefused, switch
+from midstream.engine.vllm.swap import Unchanged, VllmRefused, adopt, switch
 from midstream.http.call import CallFailed, open_stream
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,14 @@ class VllmEngine(ServerLife):
         self._boot.check()
         if self._adapters is not None:
             raise StagingFailed(f"vLLM takes no full weights here: {ON_BASE}")
-        await self._stager.stage(snapshot, directory)
+        if self._fence.holds(directory):
+            self._stager.loaded(snapshot, directory)
+        else:
+            await self._stager.stage(snapshot, directory)
+
+    def unfit(self, snapshot: str) -> None:
+        # It may be what a trainer wrote, so nothing is left to wait for.
+        self._fence.give_up_written(f"{snapshot} could not be switched to")
 
     def slot(self, policy: str) -> Slot:
         return AdapterSlot(policy, self._running_adapters, self._boot.while_alive, self.until_computing)
@@ -237,7 +244,7 @@ class VllmEngine(ServerLife):
                 await self._renew()
             started = time.perf_counter()
             try:
-                crossed = await self._switch(snapshot, staged.fast, files)
+                crossed = await self._switch(snapshot, staged.directory, staged.fast, files)
             finally:
                 self.drop_staged()
             self._serving_dir = staged.directory
@@ -276,8 +283,9 @@ class VllmEngine(ServerLife):
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
-    async def _switch(self, snapshot: str, directory: Path, files: str) -> int:
-        """Switch, and return how many choices crossed the switch. files: as announced. Raises StagingFailed, EngineDied."""
+    async def _switch(self, snapshot: str, directory: Path, fast: Path, files: str) -> int:
+        """Switch, and return how many choices crossed the switch. fast: where vLLM reads the files of `directory`. files: as
+        announced. Raises StagingFailed, EngineDied."""
         crossed = 0
         version = self._coming_version = self._epochs.version(self._epochs.now + 1, snapshot)
 
@@ -285,13 +293,16 @@ class VllmEngine(ServerLife):
             nonlocal crossed
             crossed = self._begin_epoch(snapshot, files)
 
+        resume = not self._paused
+        if self._fence.holds(directory):
+            switching = adopt(self._control, version, on_switch, resume=resume)
+        else:
+            switching = switch(self._control, fast, self._serving_dir, version, on_switch, resume=resume)
         try:
-            await self._boot.while_alive(
-                switch(
-                    self._control, directory, self._serving_dir, version, on_switch, resume=not self._paused
-                )
-            )
+            await self._boot.while_alive(switching)
+            self._switched()
         except Unchanged as error:
+            self._switched()
             raise StagingFailed(str(error)) from error
         except (CallFailed, VllmRefused, asyncio.CancelledError) as error:
             reason = f"the switch to {snapshot} left vLLM in doubt: {str(error) or 'cancelled'}"
@@ -302,6 +313,12 @@ class VllmEngine(ServerLife):
         finally:
             self._coming_version = None
         return crossed
+
+    def _switched(self) -> None:
+        """Whatever a trainer wrote is either what serves, or is gone."""
+        self._fence.switched()
+        if not self._paused:
+            self._computing.set()
 
     def _begin_epoch(self, snapshot: str, files: str) -> int:
         """Begin the epoch of `snapshot`, and return how many choices continue in it.
@@ -333,6 +350,10 @@ class VllmEngine(ServerLife):
     async def _set_paused(self, paused: bool) -> None:
         async with self._control_lock:
             self._boot.check()
+            if self._fence.stands_still:
+                # The switch to what was written ends that, unless it is paused then.
+                self._paused = paused
+                return
             try:
                 await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
             except (CallFailed, VllmRefused) as error:

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from midstream.core.config import VllmSettings
 from midstream.core.types import (
     BASE_SNAPSHOT,
@@ -29,6 +31,7 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
 from midstream.engine.vllm.arguments import NO_LORA, vllm_card
 from midstream.engine.vllm.boot import VllmBoot
+from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
@@ -107,6 +110,18 @@ class ServerLife(Engine):
         self._spoilt = False
         # What the files of the next commit are.
         self._announced = ""
+        # Also of a server without weight transfer, which never holds it.
+        self._fence = VllmInPlace(
+            settings.weight_transfer,
+            lambda: self._control,
+            self._boot,
+            self._control_lock,
+            self._stand_still,
+            self._move_on,
+            self._give_up,
+        )
+        self.in_place = self._fence if settings.weight_transfer else None
+        self._ranks = 1
         self._stager = VllmStager(self._staging, self._boot.while_alive)
         # Of a boot that serves policies.
         self._adapters: Adapters | None = None
@@ -148,6 +163,7 @@ class ServerLife(Engine):
         self._paused = False
         self._computing.set()
         self._proving.started()
+        self._fence.began()
         self._boot.begin()
         self._watcher = asyncio.create_task(self._until_ended(), name="vLLM's end")
         self._boot.in_background(self._until_hung(), "a hung vLLM")
@@ -163,6 +179,8 @@ class ServerLife(Engine):
             await self._control.pause(clear_cache=True)
             await self._control.reload(self._model_dir)
         await self._control.set_version(self._epochs.serving_version)
+        if self.in_place is not None:
+            self._ranks = await self._control.ranks()
         if self._attached:
             await self._control.resume()
             await self._check_usage()
@@ -227,6 +245,10 @@ class ServerLife(Engine):
     def _info(self) -> ModelInfo:
         shape, server = self._shape, self._server
         card = vllm_card(server.version, routes=server.returns_routes, no_policies=self._no_policies)
+        if self.in_place is not None:
+            card = msgspec.structs.replace(
+                card, weight_transfer=self._settings.weight_transfer, ranks=self._ranks
+            )
         return ModelInfo(
             max_model_len=server.max_model_len,
             vocab_size=shape.vocab_size,
@@ -306,7 +328,7 @@ class ServerLife(Engine):
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
         prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
         prompts += sum(run.scoring for run in self._requests.values())
-        due = not self._paused and any(choice.labels.count for choice in choices)
+        due = self._computing.is_set() and any(choice.labels.count for choice in choices)
         return PendingWork(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
@@ -346,6 +368,17 @@ class ServerLife(Engine):
         for run in self._requests.values():
             run.fail(EngineDied(reason))
         self._boot.end(reason)
+        self._fence.ended()
+
+    async def _stand_still(self) -> None:
+        self._computing.clear()
+        if not self._paused:
+            await self._control.pause()
+
+    async def _move_on(self) -> None:
+        if not self._paused:
+            await self._control.resume()
+            self._computing.set()
 
     async def _stop(self) -> None:
         watcher, self._watcher = self._watcher, None

@@ -237,13 +237,20 @@ class VllmServer:
         port = self._port.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         args, seed = self._settings.args, secrets.randbelow(SEEDS)
-        command = command_line(self._python, self._model_dir, self.served_name, port, seed, args)
+        transfer = self._settings.weight_transfer
+        command = command_line(self._python, self._model_dir, self.served_name, port, seed, args, transfer)
         self.adapter_places = adapter_places(args)
         self.no_adapters = "" if self.adapter_places else NO_LORA
         self.on_cpu, self.by_priority = is_cpu_build(self._python), by_priority(args)
         own = self._settings.env
         env = environment(
-            os.environ, own, self._python, self._cores, self._gpus, adapters=bool(self.adapter_places)
+            os.environ,
+            own,
+            self._python,
+            self._cores,
+            self._gpus,
+            adapters=bool(self.adapter_places),
+            weight_transfer=transfer,
         )
         flags = {name for name, _ in given_flags(args)}
         self.returns_routes = "enable-return-routed-experts" in flags

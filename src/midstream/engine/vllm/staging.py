@@ -168,6 +168,11 @@ class VllmStager:
                 raise StagingFailed(f"the snapshot's files cannot be read: {error}") from error
             raise
 
+    def loaded(self, snapshot: str, directory: Path) -> None:
+        """The server has these weights already, so no copy is made."""
+        self.drop()
+        self.staged = Staged(snapshot, directory, directory)
+
     def drop(self) -> None:
         if self._copying is not None:
             self._copying.cancel()

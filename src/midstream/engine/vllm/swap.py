@@ -16,7 +16,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,10 @@ class Unchanged(Exception):
 class VllmRefused(Exception):
     """The server answered a call with an error status."""
 
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 def load_s(directory: Path, load_s_max: float) -> float:
     """How long vLLM may take to load the files of `directory`."""
@@ -136,6 +140,14 @@ class Control:
         version = _read(answer.body).get("weight_version")
         return version if isinstance(version, str) else None
 
+    async def ranks(self) -> int:
+        """Workers that take part in a trainer's group: tensor x pipeline x data parallel."""
+        answer = await call(self._url, "GET", "/get_world_size", None, CALL_S_MAX, self._headers)
+        size = _read(answer.body).get("world_size")
+        if answer.status != 200 or not isinstance(size, int):
+            raise VllmRefused(f"/get_world_size answered {answer.status}: {answer.body[:200]!r}")
+        return size
+
     async def resume(self) -> None:
         await self._post("/resume", None, CALL_S_MAX)
 
@@ -172,7 +184,37 @@ class Control:
         answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
         if answer.status != 200:
             where = path.partition("?")[0]
-            raise VllmRefused(f"{where} answered {answer.status}: {protocol.error_text(answer.body)}")
+            raise VllmRefused(
+                f"{where} answered {answer.status}: {protocol.error_text(answer.body)}", answer.status
+            )
+
+    async def transfer(self, path: str, body: object, within_s: float) -> None:
+        """A call of weight transfer, in which the workers may wait for the trainer."""
+        with self._held_up(within_s):
+            await self._post(path, body, within_s)
+
+    async def ask_workers(self, method: str, arguments: Mapping[str, Any], within_s: float) -> list[Any]:
+        """What each worker answers to a method of the worker extension."""
+        data = json.dumps({"method": method, "kwargs": arguments}).encode()
+        with self._held_up(within_s):
+            answer = await call(self._url, "POST", "/collective_rpc", data, within_s, self._headers)
+        if answer.status != 200:
+            said = protocol.error_text(answer.body)
+            raise VllmRefused(f"{method} answered {answer.status}: {said}", answer.status)
+        results = _read(answer.body).get("results")
+        if not isinstance(results, list):
+            raise CallFailed(f"{method}: no results: {answer.body[:200]!r}")
+        return results
+
+
+async def adopt(
+    control: Control, version: str, on_switch: Callable[[], None], *, resume: bool = True
+) -> None:
+    """As `switch`, of a server that stands still and has the new weights already."""
+    await control.set_version(version)
+    on_switch()
+    if resume:
+        await control.resume()
 
 
 async def switch(

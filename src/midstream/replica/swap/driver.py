@@ -222,6 +222,7 @@ class SwapDriver:
                 log.exception("loading snapshot %s failed unexpectedly", _called(desired))
             if action is not AttemptAction.NOTHING:
                 history.outcome, history.error = "failed", message
+                self._engine.unfit(desired.snapshot)
                 self._on_change()
             if died:
                 self._on_engine_death(str(error))

@@ -1,0 +1,317 @@
+"""vLLM's own weight transfer, fenced: its ranks take a trainer's weights into those that serve, and nothing else happens then.
+
+Owns: what is known of the weights in the server, as a table.
+Always holds:
+- From the hold on the server computes nothing, until the ordinary switch has labelled what was written, or the update is over.
+- Weights that anything may have been written to are uncertain. Such a server is killed, unless the switch comes in time.
+- The control lock is held while tensors may come, so no other switch begins. It is free again however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from midstream.core.table import Table
+from midstream.engine.base import EngineDied, InPlaceWeights, Tee, TransferFailed, TransferRefused
+from midstream.engine.vllm.boot import VllmBoot
+from midstream.engine.vllm.swap import Control, VllmRefused
+from midstream.http.call import CallFailed
+from midstream.snapshots.layout import WEIGHTS_FILE
+
+logger = logging.getLogger(__name__)
+
+#: A gateway ends its own phases first.
+LONGER_S = 20.0
+INIT, SHUTDOWN = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
+START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+#: Methods of the worker extension.
+OPEN_TEE, CLOSE_TEE = "midstream_open_tee", "midstream_close_tee"
+_ERRORS = (CallFailed, VllmRefused, EngineDied)
+
+
+class HoldPhase(enum.StrEnum):
+    #: No call of a group is under way.
+    FREE = "free"
+    #: The ranks wait for the trainer, and compute nothing else.
+    JOINING = "joining"
+    #: The server is being paused.
+    PAUSING = "pausing"
+    #: The same, and the update is over already.
+    PAUSED_IN_VAIN = "paused in vain"
+    #: Nothing is computed. The weights are those that served.
+    HELD = "held"
+    #: The server is about to compute again, with the weights that served.
+    RESUMING = "resuming"
+    #: Tensors may have come.
+    UNCERTAIN = "uncertain"
+    #: All tensors have come. No check has passed.
+    WRITTEN = "written"
+    #: The server is killed, or gone.
+    LOST = "lost"
+
+
+class HoldEvent(enum.StrEnum):
+    JOIN = "join"
+    ANSWERED = "answered"
+    HOLD = "hold"
+    STANDS_STILL = "stands still"
+    WRITE = "write"
+    FINISHED = "finished"
+    #: A switch, to what was written or to files.
+    SWITCHED = "switched"
+    GIVE_UP = "give up"
+    RESUMED = "resumed"
+    #: The server ended.
+    ENDED = "ended"
+    #: Another server began.
+    BEGAN = "began"
+
+
+class HoldAction(enum.StrEnum):
+    NOTHING = "nothing"
+    RESUME = "resume"
+    KILL = "kill"
+
+
+_P, _E, _A = HoldPhase, HoldEvent, HoldAction
+HOLDS: Table[HoldPhase, HoldEvent, HoldAction] = Table(
+    _P.LOST,
+    {
+        (_P.FREE, _E.JOIN): (_P.JOINING, _A.NOTHING),
+        (_P.JOINING, _E.ANSWERED): (_P.FREE, _A.NOTHING),
+        (_P.FREE, _E.HOLD): (_P.PAUSING, _A.NOTHING),
+        (_P.PAUSING, _E.STANDS_STILL): (_P.HELD, _A.NOTHING),
+        (_P.PAUSING, _E.GIVE_UP): (_P.PAUSED_IN_VAIN, _A.NOTHING),
+        (_P.PAUSED_IN_VAIN, _E.GIVE_UP): (_P.PAUSED_IN_VAIN, _A.NOTHING),
+        (_P.PAUSED_IN_VAIN, _E.STANDS_STILL): (_P.RESUMING, _A.RESUME),
+        (_P.HELD, _E.WRITE): (_P.UNCERTAIN, _A.NOTHING),
+        (_P.UNCERTAIN, _E.WRITE): (_P.UNCERTAIN, _A.NOTHING),
+        (_P.UNCERTAIN, _E.FINISHED): (_P.WRITTEN, _A.NOTHING),
+        (_P.FREE, _E.SWITCHED): (_P.FREE, _A.NOTHING),
+        (_P.WRITTEN, _E.SWITCHED): (_P.FREE, _A.NOTHING),
+        (_P.FREE, _E.GIVE_UP): (_P.FREE, _A.NOTHING),
+        (_P.JOINING, _E.GIVE_UP): (_P.LOST, _A.KILL),
+        (_P.HELD, _E.GIVE_UP): (_P.RESUMING, _A.RESUME),
+        (_P.RESUMING, _E.GIVE_UP): (_P.RESUMING, _A.NOTHING),
+        (_P.RESUMING, _E.RESUMED): (_P.FREE, _A.NOTHING),
+        (_P.UNCERTAIN, _E.GIVE_UP): (_P.LOST, _A.KILL),
+        (_P.WRITTEN, _E.GIVE_UP): (_P.LOST, _A.KILL),
+        (_P.LOST, _E.GIVE_UP): (_P.LOST, _A.NOTHING),
+        **{(phase, _E.ENDED): (_P.LOST, _A.NOTHING) for phase in HoldPhase},
+        **{(phase, _E.BEGAN): (_P.FREE, _A.NOTHING) for phase in HoldPhase},
+    },
+)
+#: The control lock is held.
+_LOCKED = (_P.PAUSING, _P.PAUSED_IN_VAIN, _P.HELD, _P.RESUMING, _P.UNCERTAIN)
+#: Nothing is computed.
+_STILL = (*_LOCKED, _P.WRITTEN)
+
+
+class VllmInPlace(InPlaceWeights):
+    """control: of the server that runs. lock: the engine's control lock. stand_still: pauses the server; move_on: lets it
+    compute again, unless it is paused for another reason. kill: ends the boot for a reason."""
+
+    def __init__(
+        self,
+        backend: str,
+        control: Callable[[], Control],
+        boot: VllmBoot,
+        lock: asyncio.Lock,
+        stand_still: Callable[[], Coroutine[Any, Any, None]],
+        move_on: Callable[[], Coroutine[Any, Any, None]],
+        kill: Callable[[str], None],
+    ) -> None:
+        self.backend = backend
+        self.phase = HOLDS.first
+        self._control = control
+        self._boot = boot
+        self._lock = lock
+        self._stand_still = stand_still
+        self._move_on = move_on
+        self._kill = kill
+        # Of the file that has what was written.
+        self._file: tuple[int, ...] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"VllmInPlace({self.backend}, {self.phase.value})"
+
+    @property
+    def stands_still(self) -> bool:
+        return self.phase in _STILL
+
+    # -- of the engine
+
+    def began(self) -> None:
+        """A server was started, with weights that need no proof."""
+        self._move(HoldEvent.BEGAN)
+
+    def ended(self) -> None:
+        """The boot is over."""
+        self._move(HoldEvent.ENDED)
+
+    def switched(self) -> None:
+        """What serves was switched to in order."""
+        self._move(HoldEvent.SWITCHED)
+
+    def holds(self, directory: Path) -> bool:
+        """Whether the server has the weights of this directory already, not labelled yet. Raises OSError."""
+        if self.phase is not HoldPhase.WRITTEN:
+            return False
+        try:
+            return _identity(directory / WEIGHTS_FILE) == self._file
+        except FileNotFoundError:
+            # A checkpoint of several files.
+            return False
+
+    # -- of a group
+
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        self._boot_runs()
+        self._move(HoldEvent.JOIN)
+        try:
+            await self._call(INIT, {"init_info": init_info}, within_s)
+        except VllmRefused as error:
+            # Answered: no rank waits any more.
+            self._move(HoldEvent.ANSWERED)
+            kind = TransferRefused if 400 <= error.status < 500 else TransferFailed
+            raise kind(f"vLLM did not join the group: {error}") from error
+        except (CallFailed, EngineDied) as error:
+            raise TransferFailed(f"vLLM did not join the group: {error}") from error
+        self._move(HoldEvent.ANSWERED)
+
+    async def hold(self, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            raise TransferFailed(f"another switch of vLLM did not end within {within_s:g} s") from error
+        try:
+            self._boot_runs()
+            if self.phase is not HoldPhase.FREE:
+                raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
+        except TransferFailed:
+            self._lock.release()
+            raise
+        self._move(HoldEvent.HOLD)
+        try:
+            await self._boot.while_alive(self._stand_still())
+        except _ERRORS as error:
+            self._doubt(f"vLLM did not stand still: {error}")
+            raise TransferFailed(str(error)) from error
+        if self._move(HoldEvent.STANDS_STILL) is HoldAction.RESUME:
+            self._boot.in_background(self._resume(), "vLLM computes again")
+            raise TransferFailed("the update is over")
+
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
+        first = self.phase is HoldPhase.HELD
+        self._move(HoldEvent.WRITE)
+        places = {name: list(place) for name, place in tee.places.items()}
+        try:
+            async with asyncio.timeout(within_s):
+                if first:
+                    # Not earlier: from here on vLLM has no whole model.
+                    await self._call(START, None, within_s)
+                await self._rpc(OPEN_TEE, {"path": str(tee.path), "places": places}, within_s)
+                await self._call(UPDATE, {"update_info": update_info}, within_s)
+                missing = await self._rpc(CLOSE_TEE, {}, within_s)
+        except TimeoutError as error:
+            raise TransferFailed(f"vLLM did not take the tensors within {within_s:g} s") from error
+        except _ERRORS as error:
+            raise TransferFailed(f"vLLM did not take the tensors: {error}") from error
+        seen = [one for one in missing if one is not None]
+        if seen != [[]]:
+            names = ", ".join(str(name) for one in seen for name in list(one)[:3])
+            raise TransferFailed(
+                f"vLLM's backend {self.backend} took the tensors in a way that cannot be seen: {names or 'no rank saw them'}"
+            )
+
+    async def finish(self, within_s: float) -> None:
+        try:
+            await self._call(FINISH, {}, within_s)
+        except _ERRORS as error:
+            raise TransferFailed(f"vLLM did not finish the update: {error}") from error
+        self._move(HoldEvent.FINISHED)
+        late = f"no switch to the weights that a trainer wrote came within {within_s:g} s"
+        self._timer = asyncio.get_running_loop().call_later(within_s + LONGER_S, self.give_up, late)
+
+    def written(self, file: Path) -> None:
+        self._file = _identity(file)
+
+    def give_up(self, reason: str) -> None:
+        action = self._move(HoldEvent.GIVE_UP)
+        if action is HoldAction.KILL:
+            logger.warning("vLLM is killed, as its weights are uncertain: %s", reason)
+            self._kill(reason)
+        elif action is HoldAction.RESUME:
+            self._boot.in_background(self._resume(), "vLLM computes again")
+
+    def give_up_unfinished(self, reason: str) -> None:
+        if self.phase is not HoldPhase.WRITTEN:
+            self.give_up(reason)
+
+    def give_up_written(self, reason: str) -> None:
+        if self.phase is HoldPhase.WRITTEN:
+            self.give_up(reason)
+
+    async def leave(self, within_s: float) -> None:
+        if self.phase is not HoldPhase.FREE:
+            return
+        try:
+            await self._call(SHUTDOWN, None, within_s)
+        except _ERRORS as error:
+            # A server that hangs is noticed by the engine's watch.
+            logger.info("vLLM did not leave a trainer's group in order: %s", error)
+
+    # -- steps of them
+
+    async def _resume(self) -> None:
+        try:
+            await self._boot.while_alive(self._move_on())
+        except EngineDied:
+            return
+        except (CallFailed, VllmRefused) as error:
+            self._doubt(f"vLLM did not compute again: {error}")
+            return
+        if self.phase is HoldPhase.RESUMING:
+            self._move(HoldEvent.RESUMED)
+
+    def _doubt(self, reason: str) -> None:
+        if self.phase is not HoldPhase.LOST:
+            self._kill(reason)
+
+    def _boot_runs(self) -> None:
+        try:
+            self._boot.check()
+        except EngineDied as error:
+            raise TransferFailed(str(error)) from error
+
+    async def _call(self, path: str, body: object, within_s: float) -> None:
+        await self._boot.while_alive(self._control().transfer(path, body, within_s))
+
+    async def _rpc(self, method: str, arguments: Mapping[str, Any], within_s: float) -> list[Any]:
+        return await self._boot.while_alive(self._control().ask_workers(method, arguments, within_s))
+
+    def _move(self, event: HoldEvent) -> HoldAction:
+        before = self.phase
+        self.phase, action = HOLDS.move(before, event)
+        if before in _LOCKED and self.phase not in _LOCKED:
+            self._lock.release()
+        if self.phase is not HoldPhase.WRITTEN:
+            self._file = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        return action
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    """Of a file that nobody writes to any more, wherever it is moved. Raises OSError."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

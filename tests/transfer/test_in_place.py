@@ -1,0 +1,263 @@
+"""A replica's part where the engine's ranks take the weights: what is checked and written down, and when it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replica_fakes import FakeSource
+from safetensors.numpy import load_file, save_file
+from test_replica_pins import in_a_loop
+
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
+from midstream.core.transfer import (
+    Alive,
+    Begin,
+    CheckInPlace,
+    Drop,
+    Finish,
+    InitInfo,
+    JoinInPlace,
+    LeaveGroup,
+    Received,
+    ReceiveInPlace,
+    TrainerAlive,
+    UpdateInfo,
+)
+from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
+from midstream.replica.transfer import Transfers
+from midstream.snapshots.content import directory_content
+from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
+from midstream.snapshots.store.cache import SnapshotCache
+from midstream.transfer.in_place import InPlaceReceiver, tensors_of
+
+TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.uint8)}
+INFO = {"names": ["b", "a"], "dtype_names": ["uint8", "float32"], "shapes": [[4], [2, 3]], "more": 1}
+OF = {"group": "g", "boot": "b", "within_s": 60.0}
+UPDATE = {**OF, "update": 1}
+
+
+class FakeWeights(InPlaceWeights):
+    """Writes the tensors of TENSORS. fails: a step -> what it raises. blocked: a step that waits."""
+
+    backend = "nccl"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails: dict[str, Exception] = {}
+        self.blocked = ""
+        self.goes_on = asyncio.Event()
+        self.info: Any = None
+
+    async def _step(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.blocked:
+            await self.goes_on.wait()
+        if name in self.fails:
+            raise self.fails[name]
+
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        self.info = init_info
+        await self._step("join")
+
+    async def hold(self, within_s: float) -> None:
+        await self._step("hold")
+
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
+        self.info = update_info
+        with tee.path.open("r+b") as file:
+            for name, (begin, end) in tee.places.items():
+                data = TENSORS[name].tobytes()
+                assert len(data) == end - begin
+                file.seek(begin)
+                file.write(data)
+        await self._step("write")
+
+    async def finish(self, within_s: float) -> None:
+        await self._step("finish")
+
+    def written(self, file: Path) -> None:
+        assert file.exists()
+        self.calls.append("written")
+
+    def give_up(self, reason: str) -> None:
+        self.calls.append("give up")
+
+    def give_up_unfinished(self, reason: str) -> None:
+        self.calls.append("give up unfinished")
+
+    def give_up_written(self, reason: str) -> None:
+        self.calls.append("give up written")
+
+    async def leave(self, within_s: float) -> None:
+        await self._step("leave")
+
+
+class Here:
+    def __init__(self, path: Path) -> None:
+        base = path / "base"
+        base.mkdir()
+        save_file(TENSORS, base / WEIGHTS_FILE)
+        (base / CONFIG_FILE).write_text("{}")
+        self.weights = FakeWeights()
+        self.source = FakeSource()
+        self.cache = SnapshotCache(path / "cache")
+        spec = read_spec(base)
+        self.transfers = Transfers(self.source, lambda: "b", self._sleep)
+        self.transfers.receivers = lambda: InPlaceReceiver(self.weights, spec, base, self.cache)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+    async def join(self, **fields: Any) -> None:
+        init = InitInfo(backend="nccl", fields={"rank_offset": 3, **fields})
+        await self.transfers.answer(JoinInPlace(**OF, init=init))
+
+    async def send(self, info: Any = INFO) -> None:
+        sent = UpdateInfo(fields=info)
+        await self.transfers.answer(CheckInPlace(**UPDATE, info=sent))
+        await self.transfers.answer(ReceiveInPlace(**UPDATE, info=sent))
+
+    async def whole(self) -> Any:
+        await self.opened()
+        await self.send()
+        return await self.transfers.answer(Finish(**UPDATE))
+
+    async def opened(self) -> None:
+        await self.join()
+        await self.transfers.answer(Begin(**UPDATE, live_s=60.0))
+
+    @property
+    def directories(self) -> list[Path]:
+        return [one for one in self.cache.root.iterdir() if one.is_dir()]
+
+
+@in_a_loop
+async def test_the_file_has_what_the_engine_was_given(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    assert here.weights.info == {"rank_offset": 3}
+    await here.send()
+    assert here.weights.info == INFO
+    received = await here.transfers.answer(Finish(**UPDATE))
+    assert isinstance(received, Received)
+    assert (received.received_bytes, here.weights.calls) == (
+        28,
+        ["join", "hold", "write", "finish", "written"],
+    )
+    [directory] = here.directories
+    assert received.content == directory_content(directory, (CONFIG_FILE, WEIGHTS_FILE))
+    found = load_file(directory / WEIGHTS_FILE)
+    assert all(np.array_equal(found[name], tensor) for name, tensor in TENSORS.items())
+    assert here.source.calls == [f"received {directory}"]
+    # The group's end leaves alone what was handed over; a drop does not.
+    await here.transfers.answer(LeaveGroup(**OF))
+    assert here.weights.calls[-2:] == ["give up unfinished", "leave"]
+    await here.transfers.answer(Drop(**UPDATE))
+    assert here.weights.calls[-1] == "give up written"
+    await here.transfers.close()
+
+
+@pytest.mark.parametrize(
+    ("info", "param"),
+    [
+        ({**INFO, "names": ["b", "x"]}, "update_info.names"),
+        ({**INFO, "shapes": [[4], [3, 2]]}, "update_info.shapes"),
+        ({**INFO, "dtype_names": ["uint8", "float16"]}, "update_info.dtype_names"),
+        ({**INFO, "names": 7}, "update_info"),
+        ({"names": ["a"]}, "update_info.dtype_names"),
+        ({**INFO, "num_updates_list": [1, 1]}, "update_info.num_updates_list"),
+        ([INFO, {**INFO, "names": ["a", "b"]}], "update_info"),
+    ],
+)
+@in_a_loop
+async def test_tensors_that_do_not_fit_are_refused_by_name_before_the_engine_hears_of_them(
+    tmp_path: Path, info: Any, param: str
+) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    with pytest.raises(InvalidRequest) as caught:
+        await here.send(info)
+    assert caught.value.param == param
+    assert here.weights.calls == ["join", "hold"]
+    with pytest.raises(InvalidRequest, match="were not sent"):
+        await here.transfers.answer(Finish(**UPDATE))
+    await here.transfers.close()
+
+
+def test_what_is_said_to_every_rank_alike_is_one_update() -> None:
+    assert tensors_of(UpdateInfo(fields=[INFO, {**INFO, "more": 2}])).names == ("b", "a")
+
+
+@in_a_loop
+async def test_an_update_that_is_dropped_gives_the_engine_up_and_leaves_no_file(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    await here.transfers.answer(Drop(**UPDATE))
+    assert here.weights.calls[-1] == "give up"
+    with pytest.raises(Conflict):
+        await here.transfers.answer(Finish(**UPDATE))
+    await here.transfers.close()
+    await until_none(lambda: here.directories)
+
+
+@pytest.mark.parametrize("step", ["join", "hold", "write", "finish"])
+@in_a_loop
+async def test_a_step_that_fails_gives_the_engine_up(tmp_path: Path, step: str) -> None:
+    here = Here(tmp_path)
+    here.weights.fails[step] = TransferFailed("lost the trainer")
+    with pytest.raises(ReplicaUnavailable, match="lost the trainer"):
+        await here.whole()
+    assert "give up unfinished" in here.weights.calls
+    await here.transfers.close()
+    await until_none(lambda: here.directories)
+
+
+@in_a_loop
+async def test_what_vllm_refuses_of_an_init_is_the_trainers(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    here.weights.fails["join"] = TransferRefused("no such field: x")
+    with pytest.raises(InvalidRequest, match="no such field") as caught:
+        await here.join()
+    assert caught.value.param == "init_info"
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_group_that_ends_while_the_engine_is_stopped_gives_it_up_once_it_stands(
+    tmp_path: Path,
+) -> None:
+    here = Here(tmp_path)
+    await here.join()
+    here.weights.blocked = "hold"
+    beginning = asyncio.create_task(here.transfers.answer(Begin(**UPDATE, live_s=60.0)))
+    while here.weights.calls[-1] != "hold":  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.001)
+    here.transfers.end_group("the trainer left")
+    here.weights.goes_on.set()
+    with pytest.raises(ReplicaUnavailable):
+        await beginning
+    assert here.weights.calls[-1] == "give up"
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_trainer_is_looked_for_where_it_said_it_is(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        await here.join(master_address="127.0.0.1", master_port=store.getsockname()[1])
+        assert await here.transfers.answer(Alive(**OF)) == TrainerAlive(alive=True)
+    assert await here.transfers.answer(Alive(**OF)) == TrainerAlive(alive=False)
+    await here.transfers.close()
+
+
+async def until_none(found: Callable[[], list[Path]]) -> None:
+    """Another thread removes them."""
+    async with asyncio.timeout(20):
+        while found():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.002)
