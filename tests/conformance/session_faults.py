@@ -17,6 +17,24 @@ class HeaderIsNone(Fault):
         return None
 
 
+class AnyVersion(Fault):
+    """Versions that requests demand are not looked at."""
+
+    def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
+        body.pop("weight_version", None)
+        return None
+
+
+class AnyParent(Fault):
+    """Deltas of trainers are refused, all of them, without saying why."""
+
+    def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
+        metadata = body.get("incremental_snapshot_metadata") or {}
+        if path.endswith("/hot_load") and metadata.get("compression_format") == "miles_delta":
+            return JSONResponse({"error": {"message": "", "code": "no"}}, 409)
+        return None
+
+
 class TellsNoBranch(Fault):
     def answer(self, request: Json, body: Json) -> None:
         body.pop("midstream", None)
@@ -204,4 +222,6 @@ FAULTS: list[tuple[Fault, list[str]]] = [
     (UpdatesNothing(), ["trainer.update", "trainer.missing"]),
     (RefusedChanges(), ["trainer.missing"]),
     (AnyTransfer(), ["trainer.transfer"]),
+    (AnyVersion(), ["contract.versions", "contract.refusal", "contract.admission"]),
+    (AnyParent(), ["contract.lineage"]),
 ]

@@ -87,3 +87,42 @@ def test_versions_of_both_trainers_serve_what_full_snapshots_do_and_bad_ones_nev
     fetch = {"target_version": 3, "sync_dir": str(server.bucket / "sync")}
     assert post(server, "/fetch_weights", fetch).json() == {"status": "ok", "weight_version": "3"}
     assert said(server, "3") == wanted[1]
+    demand_versions(server)
+
+
+def demand_versions(server: Server) -> None:
+    """What stitch's trainers ask of an external rollout service, while version 3 serves."""
+
+    def generate(**version: int | None) -> httpx.Response:
+        params = {"max_new_tokens": 3, "ignore_eos": True}
+        body = {"input_ids": [5, 6, 7], "sampling_params": params, "weight_version": version}
+        return post(server, "/generate", body)
+
+    for demand in ({"min_version": 2, "exact_version": None}, {"exact_version": 3}, {"min_version": 0}, {}):
+        meta = generate(**demand).raise_for_status().json()["meta_info"]
+        assert (meta["weight_version"], meta["weight_version_start"], meta["weight_version_end"]) == (
+            "3",
+            3,
+            3,
+        )
+    openai = {"model": server.model, "max_tokens": 2, "weight_version": {"min_version": 3}}
+    chat = post(server, "/v1/chat/completions", openai | {"messages": [{"role": "user", "content": "Go"}]})
+    plain = post(server, "/v1/completions", openai | {"prompt": [5, 6], "stream": False})
+    for answer in (chat, plain):
+        told = answer.raise_for_status().json()
+        assert (told["weight_version_start"], told["weight_version_end"]) == (3, 3)
+    assert (
+        "weight_version_start" not in post(server, "/v1/completions", {"prompt": [5], "max_tokens": 1}).json()
+    )
+    # A version that went is refused at once, and says that a retry may help.
+    refused = generate(exact_version=2)
+    told = refused.json()
+    assert (refused.status_code, refused.headers["retry-after"]) == (409, "1")
+    assert (told["type"], told["target_version"], told["applied"]) == ("WeightVersionNotReady", 2, 3)
+    assert (told["error"]["code"], told["error"]["message"]) == ("snapshot_not_served", told["message"])
+    for wrong, field in (
+        ({"min_version": -1}, "weight_version.min_version"),
+        ({"max_version": 1}, "weight_version.max_version"),
+    ):
+        refused = generate(**wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)

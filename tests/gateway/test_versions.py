@@ -25,8 +25,10 @@ from midstream.core.versions import (
     Refusal,
     VersionConstraint,
     as_header,
+    as_version,
     constraint_of_body,
     constraint_of_headers,
+    constraint_of_version,
     from_header,
 )
 from midstream.fleet.known_replica import OWN, KnownReplica
@@ -332,6 +334,25 @@ def test_a_header_that_says_nothing_sensible_is_refused_by_its_name(name: str, v
     with pytest.raises(InvalidRequest) as caught:
         constraint_of_headers({f"x-midstream-{name}".encode(): value})
     assert caught.value.param == f"x-midstream-{name}"
+
+
+def test_a_trainers_version_is_the_snapshot_of_that_number() -> None:
+    demands = {
+        (): NOTHING,
+        (("min_version", None), ("exact_version", None)): NOTHING,
+        (("min_version", 0),): NOTHING,
+        (("min_version", 7),): VersionConstraint(min_snapshot="7"),
+        (("exact_version", 0),): VersionConstraint("0"),
+        (("min_version", 3), ("exact_version", 4)): VersionConstraint("4", "3"),
+    }
+    for demanded, expected in demands.items():
+        assert constraint_of_version(dict(demanded)) == expected
+    assert constraint_of_version(None) == NOTHING
+    for name, value in (("min_version", -1), ("exact_version", "7"), ("exact_version", True), ("latest", 1)):
+        with pytest.raises(InvalidRequest) as refused:
+            constraint_of_version({name: value})
+        assert refused.value.param == f"weight_version.{name}"
+    assert [as_version(name) for name in ("7", "07", "step-7", "", "-7")] == [7, "07", "step-7", "", "-7"]
 
 
 def test_headers_and_body_may_complete_but_not_contradict_each_other() -> None:

@@ -36,6 +36,7 @@ GROUPS: dict[str, str] = {
     "trainer": "trainers' control calls",
     "hotload": "hot load: signals, status, ledger",
     "incremental": "incremental snapshots",
+    "contract": "external rollout services",
     "transitions": "rollouts while a snapshot is switched",
     "policies": "reset_prompt_cache",
 }

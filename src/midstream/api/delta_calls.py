@@ -24,6 +24,7 @@ from midstream.core.endpoints import Endpoint, serves
 from midstream.core.errors import InvalidRequest, MidstreamError, SnapshotRefused, UnknownField
 from midstream.core.scopes import SIGNAL
 from midstream.core.types import Desired, TrainerFormat
+from midstream.core.versions import version_number
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, body_of, fields_of
 from midstream.ledger import Ledger
@@ -141,7 +142,7 @@ class DeltaCallsApi:
         if not 0 <= target <= VERSION_MAX:
             raise InvalidRequest(f"target_version: must be from 0 to {VERSION_MAX}", param="target_version")
         state = await self._ledger.state(deployment.name)
-        at = _number(state.snapshot)
+        at = version_number(state.snapshot)
         if at is None or at > target or target - at > CATCH_UP_MAX:
             raise _cannot_reach(target, state.snapshot)
         if target == 0:
@@ -153,15 +154,6 @@ class DeltaCallsApi:
             update = Update(series.place(version), series.param, True, str(version), parent)
             await self._updates.run(request, deployment, update, waits=version == target)
         return str(target)
-
-
-def _number(identity: str) -> int | None:
-    """The version that a snapshot is; None if it is none of a trainer's."""
-    return (
-        int(identity)
-        if identity.isascii() and identity.isdigit() and str(int(identity)) == identity
-        else None
-    )
 
 
 def _cannot_reach(target: int, now: str) -> SnapshotRefused:
@@ -176,6 +168,6 @@ def is_version(desired: Desired | None, weight_version: str | None) -> bool:
     """Whether what is desired is this version, brought here by `/pull_weights`."""
     if desired is None or desired.url is None or desired.snapshot != weight_version:
         return False
-    number = _number(desired.snapshot)
+    number = version_number(desired.snapshot)
     of_miles = desired.compression == "miles_delta"
     return of_miles and number is not None and version_of(directory_name(desired.url)) == number

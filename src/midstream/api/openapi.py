@@ -71,11 +71,16 @@ class ErrorDetail(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """serving, newest: of `snapshot_not_served`, which snapshot each replica serves."""
+    """serving, newest: of `snapshot_not_served`, which snapshot each replica serves. target_version, applied, type, message:
+    the same for a version that is a number."""
 
     error: ErrorDetail
     serving: list[dict[str, Any]] | UnsetType = UNSET
     newest: str | UnsetType | None = UNSET
+    target_version: int | UnsetType = UNSET
+    applied: int | UnsetType | None = UNSET
+    type: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct):

@@ -38,6 +38,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+#: The type of a refused version in stitch's words.
+NOT_READY = "WeightVersionNotReady"
 HEADER_LOST = "x-midstream-lost"
 HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
 HEADER_NOT_LOADED = "x-midstream-policy-not-loaded"
@@ -193,22 +195,39 @@ class Conflict(MidstreamError):
 
 
 class SnapshotNotServed(Conflict):
-    """`serving`: of each replica, `{"replica", "snapshot", "stage", "resident"}`. `newest`: what staleness counts from."""
+    """`serving`: of each replica, `{"replica", "snapshot", "stage", "resident"}`. `newest`: what staleness counts from.
+
+    target_version: what was asked for, where that is a number. Trainers of external rollout services read it, and `applied`,
+    the newest version.
+    """
 
     code = "snapshot_not_served"
     retry_after_s = 1
 
     def __init__(
-        self, message: str, serving: Sequence[Mapping[str, Any]] | None = None, newest: str | None = None
+        self,
+        message: str,
+        serving: Sequence[Mapping[str, Any]] | None = None,
+        newest: str | None = None,
+        *,
+        target_version: int | None = None,
+        applied: int | None = None,
     ) -> None:
         super().__init__(message)
         self.serving = serving
         self.newest = newest
+        self.target_version = target_version
+        self.applied = applied
 
     def body(self) -> dict[str, Any]:
         if self.serving is None:
             return super().body()
-        return {**super().body(), "serving": list(self.serving), "newest": self.newest}
+        body = {**super().body(), "serving": list(self.serving), "newest": self.newest}
+        # An error in another company's shape has words of its own at that place.
+        if self.target_version is None or self.form.envelope:
+            return body
+        told = {"type": NOT_READY, "message": self.message, "target_version": self.target_version}
+        return {**body, **told, "applied": self.applied}
 
 
 class PayloadTooLarge(MidstreamError):

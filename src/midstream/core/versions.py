@@ -25,6 +25,8 @@ HEADER_MIN_SNAPSHOT = "x-midstream-min-snapshot"
 HEADER_MAX_STALENESS = "x-midstream-max-staleness"
 HEADER_SNAPSHOT_WAIT = "x-midstream-snapshot-wait"
 BODY_FIELD = "midstream"
+#: By which trainers of external rollout services demand a version: an object of `min_version` and `exact_version`.
+VERSION_FIELD = "weight_version"
 
 #: Internal, of a request: JSON of an Admitted.
 HEADER_ADMITTED = "x-midstream-admitted"
@@ -106,6 +108,8 @@ class ConstraintNotMet(SnapshotNotServed):
 CONSTRAINT_HEADERS = (HEADER_SNAPSHOT, HEADER_MIN_SNAPSHOT, HEADER_MAX_STALENESS, HEADER_SNAPSHOT_WAIT)
 _NAMES = tuple(name.encode() for name in CONSTRAINT_HEADERS)
 _IN_BODY = ("snapshot", "min_snapshot", "max_staleness", "wait")
+_OF_VERSION = ("min_version", "exact_version")
+NUMBER_CHARS_MAX = 16
 
 
 def constraint_of_headers(headers: Mapping[bytes, bytes]) -> VersionConstraint | None:
@@ -126,6 +130,32 @@ def constraint_of_body(given: Mapping[str, Any] | None) -> VersionConstraint:
         if name not in _IN_BODY:
             raise UnknownField(f"{BODY_FIELD}.{name}")
     return _constraint([given.get(name) for name in _IN_BODY], [f"{BODY_FIELD}.{name}" for name in _IN_BODY])
+
+
+def constraint_of_version(given: Mapping[str, Any] | None) -> VersionConstraint:
+    """The constraint in the body's object `weight_version`. Version N is the snapshot of the identity N, and every snapshot is
+    at least version 0. Raises InvalidRequest, UnknownField."""
+    if given is None:
+        return NOTHING
+    for name, value in given.items():
+        if name not in _OF_VERSION:
+            raise UnknownField(f"{VERSION_FIELD}.{name}")
+        if value is not None and not (type(value) is int and 0 <= value <= STALENESS_MAX):
+            raise _unexpected(f"{VERSION_FIELD}.{name}", "a version, 0 or more", value)
+    least, exact = (given.get(name) for name in _OF_VERSION)
+    return VersionConstraint(None if exact is None else str(exact), str(least) if least else None)
+
+
+def version_number(identity: str) -> int | None:
+    """The version that a snapshot is, by its identity; None if that is no number."""
+    plain = identity.isascii() and identity.isdigit() and len(identity) <= NUMBER_CHARS_MAX
+    return int(identity) if plain and str(int(identity)) == identity else None
+
+
+def as_version(identity: str) -> int | str:
+    """A snapshot as trainers of external rollout services know it: the number, or the identity where that is none."""
+    number = version_number(identity)
+    return identity if number is None else number
 
 
 def as_header(value: Admitted | Refusal) -> str:

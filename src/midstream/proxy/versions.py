@@ -34,7 +34,9 @@ from midstream.core.versions import (
     VersionConstraint,
     as_header,
     constraint_of_body,
+    constraint_of_version,
     from_header,
+    version_number,
 )
 from midstream.core.wires import UserField
 from midstream.fleet.sessions import body_model
@@ -61,6 +63,7 @@ class _Asking(msgspec.Struct):
 
     model: str | None = None
     midstream: dict[str, Any] | None = None
+    weight_version: dict[str, Any] | None = None
 
 
 _body = msgspec.json.Decoder(_Asking)
@@ -212,8 +215,15 @@ class VersionJudge:
             for view in views
         ]
         newest = self._order.name(self._newest)
+        target = version_number(constraint.snapshot or constraint.min_snapshot or "")
         message = f"no replica can serve what the request asks for: {' and '.join(asked)}"
-        return SnapshotNotServed(f"{message}; the newest is {newest!r}", serving, newest)
+        return SnapshotNotServed(
+            f"{message}; the newest is {newest!r}",
+            serving,
+            newest,
+            target_version=target,
+            applied=None if newest is None else version_number(newest),
+        )
 
     def _unknown(self, snapshot: str) -> str:
         if self._order.position(snapshot) is not None:
@@ -280,4 +290,5 @@ def constraint_of_request(
     given = fields.model if user != "routing_key" else body_model(body, user)
     model = names.model if given is None else given
     named = names.wanted(model, headers.get(_MODEL, b"").decode("utf-8", "replace"))
-    return constraint_of_body(fields.midstream).with_(VersionConstraint(named))
+    of_version = constraint_of_version(fields.weight_version).with_(VersionConstraint(named))
+    return constraint_of_body(fields.midstream).with_(of_version)

@@ -50,6 +50,7 @@ from midstream.core.versions import (
     Admitted,
     VersionConstraint,
     constraint_of_body,
+    constraint_of_version,
     from_header,
 )
 from midstream.engine.base import Engine
@@ -341,11 +342,17 @@ class Service(Surroundings):
     ) -> Asked | None:
         """The snapshot that the request asks for; None: any. A resumed stream was judged when it began."""
         model, header = self.names.model if body.model is None else body.model, headers.get(HEADER_MODEL, "")
-        demands = body.midstream is not None or HEADER_ADMITTED in headers or "@" in header
+        demands = (
+            body.midstream is not None
+            or body.weight_version is not None
+            or HEADER_ADMITTED in headers
+            or "@" in header
+        )
         if not demands and model in self._plain_names:
             return None
         named = self.names.wanted(model, header)
-        constraint = constraint_of_body(body.midstream).with_(VersionConstraint(named))
+        of_version = constraint_of_version(body.weight_version).with_(VersionConstraint(named))
+        constraint = constraint_of_body(body.midstream).with_(of_version)
         given = headers.get(HEADER_ADMITTED)
         admitted = None if given is None else from_header(given, Admitted)
         return Asked(self.names.model, constraint, admitted, judged=judged)

@@ -94,6 +94,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     cumulative: bool
     #: The response's id, without the wire's prefix; None: a new one.
     response_id: str | None
+    #: The response says the versions at its first and its last token.
+    versions: bool = False
     priority: int
 
     @property
@@ -159,6 +161,7 @@ def check(
         cumulative=cumulative,
         response_id=body.request_id,
         priority=body.priority or 0,
+        versions=body.weight_version is not None,
     )
 
 

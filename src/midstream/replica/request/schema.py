@@ -121,6 +121,8 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # midstream's own: what the answer must match begins with its first token, and not behind the model's thinking.
     constrain_reasoning: bool | None = None
     midstream: dict[str, Any] | None = None
+    #: As trainers of external rollout services demand a version.
+    weight_version: dict[str, Any] | None = None
 
     # Refused unless neutral, see _NEUTRAL.
     best_of: Any = None

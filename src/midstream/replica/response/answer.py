@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.types import TokenRecord
+from midstream.core.versions import as_version
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.choice import Choice, KvSpans, Piece
 from midstream.replica.text.vocabulary import Vocabulary
@@ -83,6 +84,15 @@ class ChoicePart(msgspec.Struct, frozen=True):
     piece: Piece
     first: bool
     ending: Ending | None = None
+
+
+def first_and_last_version(parts: Sequence[ChoicePart]) -> tuple[int | str, int | str]:
+    """The versions at the first token of the first choice, and at the last one of the last. parts: whole choices, or their
+    last parts."""
+    first, last = (
+        [span[0] for span in part.ending.spans] if part.ending else [] for part in (parts[0], parts[-1])
+    )
+    return as_version((first or [parts[0].snapshot])[0]), as_version((last or [parts[-1].snapshot])[-1])
 
 
 class TokenEncoder(Protocol):

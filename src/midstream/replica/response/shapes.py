@@ -177,3 +177,6 @@ class Response(msgspec.Struct):
     midstream: dict[str, Any] | UnsetType = UNSET
     #: Of a chat.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    #: At the first and the last token, where the request demanded a version.
+    weight_version_start: int | str | UnsetType = UNSET
+    weight_version_end: int | str | UnsetType = UNSET

@@ -309,6 +309,8 @@ class SglangMetaInfo(msgspec.Struct, kw_only=True):
     cached_tokens: int
     weight_version: str
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    weight_version_start: int | str | UnsetType = UNSET
+    weight_version_end: int | str | UnsetType = UNSET
     input_token_logprobs: list[Scores] | UnsetType = UNSET
     output_token_logprobs: Sequence[Scores] | UnsetType = UNSET
     input_top_logprobs: list[list[Scores] | None] | UnsetType = UNSET

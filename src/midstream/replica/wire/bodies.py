@@ -242,6 +242,8 @@ class SglangGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fi
     priority: int | None = None
     #: The name of a policy, as `model` is.
     lora_path: str | list[str | None] | None = None
+    #: Of the weights that are asked for, as in InferenceBody.
+    weight_version: dict[str, Any] | None = None
 
     # Accepted and ignored: none of these changes a token.
     log_metrics: Any = None

@@ -16,7 +16,14 @@ from midstream.core.sse import DONE, json_line, sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
-from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, TokenEncoder
+from midstream.replica.response.answer import (
+    ChoicePart,
+    Ending,
+    Extras,
+    ResponseHead,
+    TokenEncoder,
+    first_and_last_version,
+)
 from midstream.replica.response.choice import Piece, ToolCall
 from midstream.replica.response.records import (
     LOGPROB_MIN,
@@ -125,6 +132,8 @@ class OpenAIEncoder(RecordEncoder):
         response = self._response(snapshot, [self._choice(part) for part in parts], extras, prompt_ids)
         if extras.prompts:
             self._tell_prompts(response, extras.prompts)
+        if self._checked.versions:
+            response.weight_version_start, response.weight_version_end = first_and_last_version(parts)
         return _encode(response)
 
     def _response(

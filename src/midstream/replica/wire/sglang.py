@@ -21,7 +21,7 @@ from midstream.core.sse import DONE, sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import decode
-from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
+from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, first_and_last_version
 from midstream.replica.response.records import RecordEncoder, finite, spans
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo, Told
@@ -62,7 +62,7 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 _GRAMMARS = ("json", "regex")
 #: Fields beside `sampling_params` that are those of a completion.
-_AS_THEY_ARE = (*OwnFields.__struct_fields__, "stream", "priority", "session_id")
+_AS_THEY_ARE = (*OwnFields.__struct_fields__, "stream", "priority", "session_id", "weight_version")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
     "image_data": (None, []),
@@ -304,6 +304,8 @@ class SGLangEncoder(RecordEncoder):
         meta, midstream, details = answer.meta_info, answer.midstream, self._details
         meta.finish_reason = _finish_reason(ending)
         meta.weight_versions = weight_versions(ending)
+        if self._checked.versions:
+            meta.weight_version_start, meta.weight_version_end = first_and_last_version([part])
         meta.e2e_latency = round(extras.took_s, 6)
         midstream.snapshots = spans(ending.spans)
         midstream.perf_metrics = extras.perf_metrics
