@@ -53,13 +53,34 @@ def run_recipe(
 
     more: arguments behind them. launcher: a program of the environment, with its options.
     """
+    printed = printed_by(name, server, steps, *more, launcher=launcher, timeout_s=timeout_s)
+    return steps_in(printed, steps)
+
+
+def steps_in(printed: str, steps: int) -> list[Step]:
+    found = [LINE.fullmatch(line.strip()) for line in printed.splitlines()]
+    taken = [Step(int(line[1]), float(line[2]), float(line[3])) for line in found if line]
+    assert [step.number for step in taken] == list(range(1, steps + 1)), printed[-4000:]
+    return taken
+
+
+def printed_by(
+    name: str,
+    server: Server,
+    steps: int,
+    *more: str,
+    script: str = "train.py",
+    launcher: Sequence[str] = ("python",),
+    timeout_s: float = 500,
+) -> str:
+    """What `examples/NAME/SCRIPT` wrote to its standard output."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     program, *options = launcher
     done = subprocess.run(
         [
             *(ROOT / ".venv-recipes" / name / "bin" / program, *options),
-            ROOT / "examples" / name / "train.py",
+            ROOT / "examples" / name / script,
             *(server.url, server.bucket, server.state_dir / "models" / "tiny-moe", str(steps), *more),
         ],
         capture_output=True,
@@ -68,7 +89,4 @@ def run_recipe(
         env={**kept, **offline},
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
-    found = [LINE.fullmatch(line.strip()) for line in done.stdout.splitlines()]
-    taken = [Step(int(line[1]), float(line[2]), float(line[3])) for line in found if line]
-    assert [step.number for step in taken] == list(range(1, steps + 1)), done.stdout[-4000:]
-    return taken
+    return done.stdout

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import httpx
 import pytest
-from recipes import needs, run_recipe
+from recipes import needs, printed_by, run_recipe, steps_in
 from serving import serve
 
 
@@ -29,3 +31,20 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
         taken = run_recipe("trl", server, 6, launcher=("torchrun", "--nproc_per_node", "2"))
     assert taken[-1].reward > taken[0].reward + 0.03
     assert [taken[0].behind, max(step.behind for step in taken)] == [0, 1]
+
+
+@needs("trl")
+@pytest.mark.timeout(600)
+def test_async_grpo_samples_from_the_weights_that_it_pushed(tmp_path: Path) -> None:
+    with serve(tmp_path / "state") as server:
+        printed = printed_by("trl", server, 4, script="async_grpo.py")
+        ledger = httpx.get(f"{server.url}/v1/{server.deployment}/ledger").json()
+    taken = steps_in(printed, 4)
+    assert all(0 <= step.reward <= 1 and step.behind <= 3 for step in taken)
+    # One push before the first rollout, and one after each step.
+    pushed = [update["identity"] for update in ledger["transfers"][0]["updates"]]
+    assert pushed == [f"update-{number:06d}-push" for number in range(5, 0, -1)]
+    # The mean place of the snapshots that sampled between two steps.
+    places = [float(place) for place in re.findall(r"^tokens of snapshot (\S+)$", printed, re.MULTILINE)]
+    assert places[0] >= 1
+    assert places[-1] > places[0] + 1
