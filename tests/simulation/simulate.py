@@ -280,11 +280,11 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
 
 
 def prove(bed: Bed, first: int, last: int, processes: int) -> int:
-    """Plants each fault in turn, or that of `bed` alone, and says which seed finds it first; the exit code."""
+    """Plants each fault in turn, or those of `bed` alone, and says which seed finds it first; the exit code."""
     from planted import FOUND_AT, IN_PUSHES, PLANTED
 
     missed = 0
-    for name in PLANTED if bed.plant is None else [bed.plant]:
+    for name in PLANTED if bed.plant is None else bed.plant.split(","):
         plant = PLANTED[name]
         seed, words = FOUND_AT.get(name, (first, ""))
         seeds = [seed, *range(first, last)]
