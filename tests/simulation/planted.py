@@ -425,4 +425,7 @@ FOUND_AT = {
     "received_weights_serve_at_once": (8, "computes:"),
     "late_groups_are_not_ended": (174, "past their deadlines"),
     "updates_have_the_digests_of_the_first": (8, "push-2-1"),
+    "lost_commits_are_dropped": (3, "is the newest commit"),
+    "fenced_replicas_serve_half_an_update": (3, "computes:"),
+    "fenced_replicas_keep_their_weights": (134, "is the newest commit"),
 }

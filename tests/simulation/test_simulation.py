@@ -20,6 +20,8 @@ BLOCKS = [
     variant((15, 25)),
     *(variant((first, first + 35)) for first in range(25, 200, 35)),
 ]
+#: Likewise of histories in which somebody is struck in each phase of a push.
+PUSHES = [slow((0, 6)), variant((6, 66))]
 #: Histories that failed once, and why. A change of the simulation makes other histories of these seeds: planted.py keeps the
 #: faults themselves.
 FOUND = {
@@ -45,6 +47,13 @@ FOUND = {
     # A target that a stalled gateway had sent before came behind the newer one of another gateway, and was loaded.
     5746: "an older target comes late",
 }
+#: Likewise of `--pushes`.
+FOUND_IN_PUSHES = {
+    # A call that ended its group waited 20 s for a replica that was stopped.
+    82: "a call behind its deadline",
+    133: "a call behind its deadline",
+    137: "a call behind its deadline",
+}
 #: Found by one of the first histories, whatever changes in them. The others are for the tier `all`.
 FOUND_AT_ONCE = frozenset(
     {
@@ -53,10 +62,10 @@ FOUND_AT_ONCE = frozenset(
         "sessions_are_forgotten",
         "everybody_is_admitted",
         "nothing_is_started_again",
-        "losses_end_streams",
-        "places_leak",
         "two_replicas_have_one_rank",
         "received_weights_serve_at_once",
+        "lost_commits_are_dropped",
+        "fenced_replicas_serve_half_an_update",
     }
 )
 
@@ -95,6 +104,22 @@ def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int], bed: P
 @pytest.mark.parametrize("seed", FOUND)
 def test_what_was_found_once_stays_mended(seed: int, bed: Path) -> None:
     simulate(bed, "--seed", str(seed))
+
+
+@pytest.mark.parametrize("block", PUSHES, ids=str)
+def test_nothing_is_wrong_when_somebody_is_struck_in_a_phase_of_a_push(
+    block: tuple[int, int], bed: Path
+) -> None:
+    first, last = block
+    said = simulate(bed, "--pushes", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
+    assert f"{last - first:8} end: all serve the newest commit" in said
+    assert "strike: " in said
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("seed", FOUND_IN_PUSHES)
+def test_what_was_found_in_pushes_stays_mended(seed: int, bed: Path) -> None:
+    simulate(bed, "--pushes", "--seed", str(seed))
 
 
 @pytest.mark.slow
