@@ -22,6 +22,7 @@ from vllm_bed import PYTHON, REQUIRED, Bed, installed, vllm_bed
 ORDER = [
     "test_vllm_push",
     "test_vllm_policies",
+    "test_vllm_in_place",
     "test_vllm_conformance",
     "test_vllm_openai",
     "test_vllm_hotload",
@@ -100,6 +101,14 @@ def lora_bed(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Iterator[
     needs_vllm()
     args = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
     with vllm_bed(tmp_path_factory.mktemp("lora"), dense, *args, replicas=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def in_place_bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
+    """Two replicas into whose servers a trainer may write weights."""
+    needs_vllm()
+    with vllm_bed(tmp_path_factory.mktemp("in-place"), checkpoint, transfer="gloo") as running:
         yield running
 
 

@@ -1,17 +1,23 @@
-"""A trainer in the environment of vLLM, which has nothing of midstream but its backend. URL ADDRESS; commands as lines.
+"""A trainer in the environment of vLLM, which has nothing of midstream but its backend. URL; commands as lines.
 
-It answers each with a line of JSON. Its weights come from a module, by vLLM's own source, client and factory.
+It answers each with a line of JSON. Its weights come from a module, by vLLM's own source, client and factory, or from the
+checkpoint that a command to send names.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import requests
 import torch
-from vllm.distributed.weight_transfer.base import ModuleSource
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -25,10 +31,33 @@ def module() -> torch.nn.Module:
     return made
 
 
+class Sent(WeightSource):  # type: ignore[misc]
+    """dies_after: so many tensors, the trainer is killed; None: it is not."""
+
+    def __init__(self) -> None:
+        self._of: WeightSource = ModuleSource(module())
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.dies_after: int | None = None
+
+    def take(self, directory: str) -> None:
+        self._tensors = load_file(Path(directory) / "model.safetensors")
+
+    def metadata(self) -> list[ParamMeta]:
+        if not self._tensors:
+            return self._of.metadata()
+        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for count, pair in enumerate(self._tensors.items() if self._tensors else self._of):
+            if count == self.dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+
+
 def main(url: str) -> None:
     register()
     register()
-    source = ModuleSource(module())
+    source = Sent()
     engine: Any = None
     print("{}", flush=True)
     for line in sys.stdin:
@@ -43,6 +72,9 @@ def main(url: str) -> None:
                     )
                     answer = {"repr": repr(info)}
                 case "send":
+                    if "directory" in order:
+                        source.take(order.pop("directory"))
+                    source.dies_after = order.pop("dies_after", None)
                     engine.send_weights(**order)
                     answer = {}
                 case "shutdown":

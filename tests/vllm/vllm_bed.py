@@ -31,6 +31,7 @@ CONFIG = """
 python = "{python}"
 args = ["--enforce-eager", "--max-model-len", "{context}", "--dtype", "float32"{more}]
 env = {{ VLLM_CPU_KVCACHE_SPACE = "1", {mark} = "1" }}
+weight_transfer = "{transfer}"
 """
 
 
@@ -97,12 +98,15 @@ class Bed:
 
 
 @contextlib.contextmanager
-def vllm_bed(place: Path, checkpoint: Path, *args: str, replicas: int = 2) -> Iterator[Bed]:
-    """args: more of them for vLLM."""
+def vllm_bed(
+    place: Path, checkpoint: Path, *args: str, replicas: int = 2, transfer: str = ""
+) -> Iterator[Bed]:
+    """args: more of them for vLLM. transfer: the backend of its weight transfer."""
     mark = f"MIDSTREAM_TEST_{secrets.token_hex(6).upper()}"
     config = place / "midstream.toml"
     more = "".join(f", {json.dumps(arg)}" for arg in args)
-    config.write_text(CONFIG.format(python=PYTHON, context=CONTEXT, mark=mark, more=more))
+    told = {"python": PYTHON, "context": CONTEXT, "mark": mark, "more": more, "transfer": transfer}
+    config.write_text(CONFIG.format(**told))
     options = (
         "--engine",
         "vllm",
