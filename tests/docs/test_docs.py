@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from midstream.core.table import Table
+from midstream.engine.vllm import in_place
 from midstream.ledger import transfers
 from midstream.proxy import request_state
 from midstream.replica import transfer
@@ -22,7 +23,15 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "machine", [table.MOVES, attempts.ATTEMPTS, transfer.PARTS, transfers.MOVES, request_state.MOVES]
+    "machine",
+    [
+        table.MOVES,
+        attempts.ATTEMPTS,
+        transfer.PARTS,
+        in_place.HOLDS,
+        transfers.MOVES,
+        request_state.MOVES,
+    ],
 )
 def test_the_diagrams_are_the_ones_drawn_from_the_tables(machine: Table[Any, Any, Any]) -> None:
     assert machine.mermaid() in (ROOT / "docs" / "state-machines.md").read_text()

@@ -4,6 +4,22 @@ from catalogue.mutation import Mutation
 
 ENGINE = (
     Mutation(
+        "mixed_weights_compute_again",
+        "engine/vllm/in_place.py",
+        "(_P.UNCERTAIN, _E.GIVE_UP): (_P.LOST, _A.KILL)",
+        "(_P.UNCERTAIN, _E.GIVE_UP): (_P.RESUMING, _A.RESUME)",
+        "A vLLM server into which a trainer wrote some of its tensors gives no token, and is started again.",
+        ("engine_vllm/test_vllm_in_place.py",),
+    ),
+    Mutation(
+        "any_files_are_taken_for_what_was_written",
+        "engine/vllm/in_place.py",
+        "return _identity(directory / WEIGHTS_FILE) == self._file",
+        "return True",
+        "A switch loads nothing only where the server has these very weights.",
+        ("engine_vllm/test_vllm_in_place.py::test_another_switch_waits_until_no_tensor_may_come",),
+    ),
+    Mutation(
         "staged_weights_are_not_tried",
         "engine/embedded/loading.py",
         "    if not torch.isfinite(logits.log_softmax(-1)).all():",

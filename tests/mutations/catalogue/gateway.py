@@ -230,6 +230,14 @@ GATEWAY = (
         ("control/test_push.py",),
     ),
     Mutation(
+        "a_replica_is_one_rank_whatever_its_engine_is",
+        "fleet/push_members.py",
+        "accumulate((card.ranks for card in cards.values()), initial=first)",
+        "accumulate((1 for _ in cards.values()), initial=first)",
+        "Each of an engine's workers has a rank of its own in a trainer's group, and the world size counts them all.",
+        ("hotload/test_weight_transfer_api.py",),
+    ),
+    Mutation(
         "a_replica_that_restarted_stays_in_its_group",
         "fleet/push_members.py",
         "        elif boot != member.boot:\n",
