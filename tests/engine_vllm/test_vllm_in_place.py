@@ -287,7 +287,7 @@ def test_the_server_gets_the_backend_and_the_extension_that_shows_what_comes(tmp
     python = str(tmp_path / "bin" / "python")
     command = command_line(python, tmp_path, "m", 1, 0, (), "nccl")
     assert command[command.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
-    assert command[command.index("--worker-extension-cls") + 1] == "midstream_vllm_transfer.Worker"
+    assert command[command.index("--worker-extension-cls") + 1] == "midstream_vllm_transfer.TransferWorker"
     for backend, args in (
         ("sparse_nccl", ()),
         ("ipc", ()),

@@ -108,7 +108,9 @@ def lora_bed(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Iterator[
 def in_place_bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
     """Two replicas into whose servers a trainer may write weights."""
     needs_vllm()
-    with vllm_bed(tmp_path_factory.mktemp("in-place"), checkpoint, transfer="gloo") as running:
+    # What is to be noticed here is a failed call. A busy machine may be silent for longer.
+    settings = 'weight_transfer = "gloo"\nsilence_s_max = 60'
+    with vllm_bed(tmp_path_factory.mktemp("in-place"), checkpoint, settings=settings) as running:
         yield running
 
 

@@ -31,7 +31,7 @@ CONFIG = """
 python = "{python}"
 args = ["--enforce-eager", "--max-model-len", "{context}", "--dtype", "float32"{more}]
 env = {{ VLLM_CPU_KVCACHE_SPACE = "1", {mark} = "1" }}
-weight_transfer = "{transfer}"
+{settings}
 """
 
 
@@ -99,13 +99,13 @@ class Bed:
 
 @contextlib.contextmanager
 def vllm_bed(
-    place: Path, checkpoint: Path, *args: str, replicas: int = 2, transfer: str = ""
+    place: Path, checkpoint: Path, *args: str, replicas: int = 2, settings: str = ""
 ) -> Iterator[Bed]:
-    """args: more of them for vLLM. transfer: the backend of its weight transfer."""
+    """args: more of them for vLLM. settings: more of them in its section."""
     mark = f"MIDSTREAM_TEST_{secrets.token_hex(6).upper()}"
     config = place / "midstream.toml"
     more = "".join(f", {json.dumps(arg)}" for arg in args)
-    told = {"python": PYTHON, "context": CONTEXT, "mark": mark, "more": more, "transfer": transfer}
+    told = {"python": PYTHON, "context": CONTEXT, "mark": mark, "more": more, "settings": settings}
     config.write_text(CONFIG.format(**told))
     options = (
         "--engine",

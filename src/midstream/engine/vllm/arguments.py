@@ -64,7 +64,7 @@ LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
 #: The one that a server with weight transfer has, on any device. On CPUs it loads the other one, too.
-TRANSFER_WORKER = "midstream_vllm_transfer.Worker"
+TRANSFER_WORKER = "midstream_vllm_transfer.TransferWorker"
 TRANSFER_FLAG = "weight-transfer-config"
 #: Backends of vLLM that cannot be passed through, and why. Others are taken to bring whole tensors to `load_weights`.
 NOT_PASSED = {

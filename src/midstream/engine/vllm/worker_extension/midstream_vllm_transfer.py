@@ -18,7 +18,7 @@ CPU_EXTENSION = "midstream_vllm_worker"
 GLOO = ("gloo", "midstream_vllm_gloo", "GlooWeightTransferEngine")
 
 
-class Tee:
+class _Tee:
     """Stands before the `load_weights` of a model. While a file is open, what passes is written there."""
 
     def __init__(self, load: Callable[..., Any]) -> None:
@@ -59,14 +59,14 @@ class Tee:
             yield name, tensor
 
 
-class Worker:
+class TransferWorker:
     """Methods that the replica calls by /collective_rpc. Those of other ranks than the first answer None."""
 
     def midstream_open_tee(self: Any, path: str, places: dict[str, list[int]]) -> None:
         if _is_first(self):
             model = self.weight_transfer_engine.model
-            if not isinstance(model.load_weights, Tee):
-                model.load_weights = Tee(model.load_weights)
+            if not isinstance(model.load_weights, _Tee):
+                model.load_weights = _Tee(model.load_weights)
             model.load_weights.open(path, places)
 
     def midstream_close_tee(self: Any) -> list[str] | None:
