@@ -7,12 +7,16 @@ gets CancelledError, also when the work raises an error at the same time.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 #: Requests wait for asyncio's own threads, which are few on a small machine. Copies and a rebuild need fewer than these.
 _THREADS = ThreadPoolExecutor(12, "snapshots")
+
+#: For work that keeps a core busy: more threads than cores would only take time from the engine's steps.
+_BUSY_THREADS = ThreadPoolExecutor(os.cpu_count() or 1, "busy")
 
 T = TypeVar("T")
 
@@ -22,7 +26,21 @@ async def finished(call: Callable[..., T], *args: object, on_cancel: Callable[[]
 
     on_cancel: called on cancellation, to tell the call that its result is not needed any more.
     """
-    task = asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
+    return await _finished(_THREADS, call, *args, on_cancel=on_cancel)
+
+
+async def computed(call: Callable[..., T], *args: object) -> T:
+    """Like `finished`, for a call that computes more than it waits."""
+    return await _finished(_BUSY_THREADS, call, *args)
+
+
+async def _finished(
+    threads: ThreadPoolExecutor,
+    call: Callable[..., T],
+    *args: object,
+    on_cancel: Callable[[], None] | None = None,
+) -> T:
+    task = asyncio.get_running_loop().run_in_executor(threads, call, *args)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

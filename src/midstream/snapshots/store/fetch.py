@@ -44,7 +44,7 @@ from midstream.snapshots.store.local import (
     temporary_directory,
     write_listing,
 )
-from midstream.snapshots.tasks import all_of, finished
+from midstream.snapshots.tasks import all_of, computed, finished
 
 #: Directories with the files of fetches under way. They outlive a process.
 PARTIAL_PREFIX = ".part-"
@@ -230,7 +230,7 @@ class _PartialFile:
         """Fetch one part and return its bytes. Raises SnapshotCorrupt, SnapshotError, OSError."""
         start, end = self._range(number)
         if isinstance(self._store, LocalStore):
-            await finished(self._copy, number, self._source)
+            await computed(self._copy, number, self._source)
             return end - start
         for attempt in range(PART_ATTEMPTS):
             try:
