@@ -16,7 +16,7 @@ from midstream.engine.base import EngineDied
 from midstream.engine.embedded import weights_digest
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
-from midstream.engine.embedded.weights_digest import CHUNK_BYTES, digest
+from midstream.engine.embedded.weights_digest import CHUNK_BYTES, PIECE_BYTES, digest
 from midstream.replica.swap.checker import Checker
 
 torch.set_num_threads(1)
@@ -38,6 +38,11 @@ def test_a_snapshot_has_one_digest_however_it_came_to_serve(
     swapped.set_staged(swapped.stage(first))
     swapped.commit("first")
     assert digest(started.weights()) == digest(swapped.weights()) != other
+
+
+def test_the_digest_does_not_depend_on_the_number_of_threads() -> None:
+    weights = [("a", torch.arange(5 * PIECE_BYTES // 8, dtype=torch.int32)), ("b", torch.ones(3))]
+    assert digest(weights, 1) == digest(weights, 3)
 
 
 def test_weights_leave_a_device_in_few_copies_and_have_the_digest_of_their_chunks(

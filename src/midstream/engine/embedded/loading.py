@@ -149,11 +149,8 @@ def _load_beside_cpu(
             loaded.generation_config = GenerationConfig.from_pretrained(directory)
         except OSError:
             loaded.generation_config = GenerationConfig.from_model_config(loaded.config)
-    # The threads belong to the steps while the model is probed.
-    assert isinstance(loaded.decoder, CpuDecoder)
-    threads, loaded.decoder.threads = loaded.decoder.threads, 1
     probe(loaded)
-    loaded.decoder.threads = threads
+    assert isinstance(loaded.decoder, CpuDecoder)
     loaded.decoder.prepare_scratch(decoder)
     return loaded
 

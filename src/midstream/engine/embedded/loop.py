@@ -45,7 +45,10 @@ TIDY_S = 30.0
 
 
 class EngineLoop:
-    def __init__(self, channel: Channel[m.Command], core: EngineCore) -> None:
+    """threads: how many compute a digest."""
+
+    def __init__(self, channel: Channel[m.Command], core: EngineCore, threads: int = 1) -> None:
+        self._threads = threads
         self._channel = channel
         self._core = core
         # By policy.
@@ -175,7 +178,7 @@ class EngineLoop:
             self._channel.send(m.CallDone(call, error=f"policy {policy!r} serves nothing"))
             return
         self._digest_calls += 1
-        self._jobs.append(lambda: self._digests.put(weights_digest.reply(call, weights)))
+        self._jobs.append(lambda: self._digests.put(weights_digest.reply(call, weights, self._threads)))
 
     def _drop_staged(self, policy: str) -> None:
         self._staged.pop(policy, None)
@@ -238,7 +241,7 @@ def main() -> int:
             return 1
         gc.freeze()
         channel.send(m.Ready(core.info()))
-        EngineLoop(channel, core).run()
+        EngineLoop(channel, core, start.settings.threads).run()
     # Staging and disposal threads may be inside PyTorch. There is nothing left to save.
     os._exit(0)
 

@@ -10,31 +10,35 @@ import hashlib
 import logging
 import platform
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from midstream import __version__
 from midstream.engine.embedded import protocol as m
-from midstream.engine.embedded.device import loading
+from midstream.engine.embedded.device import is_cuda, loading
 
 logger = logging.getLogger(__name__)
 
 #: Summed at a time, without the interpreter lock and within the cache of a core.
 CHUNK_BYTES = 1 << 18
 #: Copied from a device at a time. Each copy is a round trip, so small copies would take long.
-PIECE_BYTES = 64 * CHUNK_BYTES
+PIECE_BYTES = 16 * CHUNK_BYTES
 #: Factors are odd, so that every change of a single word is seen. They differ, so that words that change places are seen.
 FACTORS = np.arange(CHUNK_BYTES // 4, dtype=np.uint32) * np.uint32(2 * 2654435761 % 2**32) | np.uint32(1)
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
 
-def reply(call: int, weights: Tensors) -> m.CallDone:
+def reply(call: int, weights: Tensors, threads: int = 1) -> m.CallDone:
     """The reply to a call for the digest. Whatever goes wrong, the call gets one."""
     try:
-        with loading(weights[0][1].device if weights else "cpu"):
-            return m.CallDone(call, digest=f"{kind(weights)}:{digest(weights)}")
+        device = weights[0][1].device if weights else "cpu"
+        with loading(device):
+            # Each thread would have a stream of its own on a device.
+            found = digest(weights, 1 if is_cuda(device) else threads)
+        return m.CallDone(call, digest=f"{kind(weights)}:{found}")
     except Exception as error:
         logger.warning("the weights could not be read", exc_info=True)
         return m.CallDone(call, error=f"{type(error).__name__}: {error}")
@@ -53,17 +57,24 @@ def kind(weights: Tensors) -> str:
     return f"embedded-{whole.hexdigest()}"
 
 
-def digest(weights: Tensors) -> str:
+def digest(weights: Tensors, threads: int = 1) -> str:
     """A hexadecimal digest of the name, dtype, shape and bytes of every tensor. It finds accidents, not forgeries."""
     whole = hashlib.blake2b(digest_size=16)
-    for name, tensor in weights:
-        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        data = tensor.detach().reshape(-1).view(torch.uint8)
-        for first in range(0, len(data), PIECE_BYTES):
-            piece = data[first : first + PIECE_BYTES].cpu().numpy()
-            for at in range(0, len(piece), CHUNK_BYTES):
-                whole.update(_checksum(piece[at : at + CHUNK_BYTES]).to_bytes(4, "little"))
+    with ThreadPoolExecutor(max(1, threads), "digest") as pool:
+        for name, tensor in weights:
+            whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            data = tensor.detach().reshape(-1).view(torch.uint8)
+            starts = range(0, len(data), PIECE_BYTES)
+            pieces = (data[first : first + PIECE_BYTES] for first in starts)
+            for sums in pool.map(_checksums, pieces) if len(starts) > 1 else map(_checksums, pieces):
+                whole.update(sums)
     return whole.hexdigest()
+
+
+def _checksums(piece: torch.Tensor) -> bytes:
+    data = piece.cpu().numpy()
+    chunks = (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
+    return b"".join(_checksum(chunk).to_bytes(4, "little") for chunk in chunks)
 
 
 def _checksum(data: np.ndarray) -> int:

@@ -19,6 +19,7 @@ from midstream.core.types import (
 )
 from midstream.engine.base import Engine, Slot, StagingFailed
 from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
+from midstream.snapshots.tasks import all_of
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,19 @@ class Checker:
 
     async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
         """Checks what the engine serves now. Raises NotSound, EngineDied."""
-        canary = await self._canary(info)
-        return SnapshotCheck(
-            snapshot=snapshot, generation=generation, weights=await self._digest(), canary=canary
-        )
+        canary: tuple[float, ...] = ()
+        digest: str | None = None
+
+        async def score() -> None:
+            nonlocal canary
+            canary = await self._canary(info)
+
+        async def read() -> None:
+            nonlocal digest
+            digest = await self._digest()
+
+        await all_of((score(), read()))
+        return SnapshotCheck(snapshot=snapshot, generation=generation, weights=digest, canary=canary)
 
     async def _digest(self) -> str | None:
         try:
