@@ -134,6 +134,22 @@ SNAPSHOTS = (
         ("snapshots/test_delta.py",),
     ),
     Mutation(
+        "trainers_checksum_not_compared",
+        "snapshots/trainer_deltas/rebuild.py",
+        "(found := checksum.hexdigest()) != change.checksum",
+        "not (found := checksum.hexdigest())",
+        "A tensor that a trainer's delta makes is refused when its checksum is wrong.",
+        ("snapshots/test_trainer_deltas.py",),
+    ),
+    Mutation(
+        "trainers_delta_on_the_wrong_version",
+        "snapshots/trainer_deltas/records.py",
+        "if parent is not None and parent != delta.base_version:",
+        "if parent is not None and parent > delta.base_version:",
+        "A trainer's delta is applied to the version that it says it stands on.",
+        ("snapshots/test_trainer_deltas.py",),
+    ),
+    Mutation(
         "cached_copy_of_other_bytes",
         "snapshots/store/local.py",
         "return all(want is None or want == have for want, have in zip(expected, noted, strict=True))",
