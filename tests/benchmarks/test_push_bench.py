@@ -15,7 +15,7 @@ MEASURED = RESULTS / "push.json"
 LINE = {"bytes": 10**9, "bare_s": 1.0, "sent_s": 1.2, "ratio": 1.2, "served_s": 3.0, "blocked_s": 0.25}
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_bare_broadcast_reaches_every_receiver() -> None:
     command = [
         sys.executable,

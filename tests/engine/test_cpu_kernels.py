@@ -66,7 +66,9 @@ import resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import numpy as np
-from test_cpu_kernels import Product
+from midstream.core.child import importing
+with importing():
+    from test_cpu_kernels import Product
 product = Product()
 alone = product(1)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -84,7 +84,13 @@ def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "midstream.engine.embedded.loop", str(theirs.fileno())],
+            [
+                sys.executable,
+                "-m",
+                "midstream.core.child",
+                "midstream.engine.embedded.loop",
+                str(theirs.fileno()),
+            ],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
             text=True,

@@ -37,9 +37,9 @@ def draw(
     return SAMPLER[-1].sample(LOGITS, [row])
 
 
-def distribution(**params: Any) -> dict[int, float]:
-    counts = Counter(draw(i, seed=7, **params).tokens[0] for i in range(4000))
-    return {token: count / 4000 for token, count in counts.items()}
+def distribution(draws: int = 4000, **params: Any) -> dict[int, float]:
+    counts = Counter(draw(i, seed=7, **params).tokens[0] for i in range(draws))
+    return {token: count / draws for token, count in counts.items()}
 
 
 def test_the_random_number_depends_on_seed_choice_and_position_only() -> None:
@@ -59,6 +59,8 @@ def test_samples_follow_the_softmax() -> None:
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
+        # So many draws show each token.
+        ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 2}, {0, 1}),
         ({"top_p": 0.6}, {0}),
         ({"top_p": 0.8}, {0, 1}),
@@ -68,7 +70,7 @@ def test_samples_follow_the_softmax() -> None:
     ],
 )
 def test_filters_keep_exactly_the_tokens_they_should(params: dict[str, Any], kept: set[int]) -> None:
-    assert set(distribution(**params)) == kept
+    assert set(distribution(400, **params)) == kept
 
 
 def test_the_sampling_logprob_is_of_the_filtered_distribution_and_the_logprob_of_the_raw_one() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,12 +83,7 @@ def test_a_stopped_engine_is_found_long_before_one_that_computes_for_long(
 
 def hold_the_interpreter(lasts_s: float) -> None:
     """As a native call does that keeps the interpreter lock: no other thread of the process gets on."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(100)
-    until = time.monotonic() + lasts_s
-    while time.monotonic() < until:
-        pass
-    sys.setswitchinterval(before)
+    ctypes.PyDLL(None).usleep(int(lasts_s * 1e6))
 
 
 def test_an_engine_is_not_killed_because_the_replicas_own_loop_stood_still(
