@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hotload_api import DEPLOYMENT, Server, serve, while_three_load
+from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
 
 MILES, SKYRL = "updates/weight_v{:06d}", "sync/delta-{:08d}"
 
@@ -99,9 +100,43 @@ def test_skyrls_order_of_calls_needs_no_group(tmp_path: Path) -> None:
                 answer = await ask(server, path, body)
                 assert answer.status_code == 200, (path, answer.text)
             assert answer.json()["weight_version"] == str(version)
+        # A trainer that pushes, whose group has ended, does not take another version for its own.
+        answer = await ask(server, "/finish_weight_update", {"weight_version": "pushed"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (409, "weight_version")
         assert await rows(server) == [
             ("0", None, None), ("1", "0", "skyrl_delta"), ("2", "1", "skyrl_delta")
         ]  # fmt: skip
+
+    serve(tmp_path, work)
+
+
+def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        published(server, SKYRL, 1)
+        info = {"target_version": 1, "sync_dir": (server.bucket / "sync").as_uri()}
+        asked = asyncio.create_task(server.http.post("/update_weights", json={"update_info": info}))
+        while (desired := await server.desired()) is None or desired.snapshot != "1":
+            assert not asked.done()
+        server.report(1, generation=2, refused=2, transitions=failed("1", 2, "a checksum differs"))
+        server.replicas._changed()
+        error = (await asked).json()["error"]
+        assert (error["param"], error["message"]) == (
+            None,
+            "replica-1 could not load '1': a checksum differs",
+        )
+
+    serve(tmp_path, work)
+
+
+def test_a_catch_up_over_the_bound_signals_no_version(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        body = {"source_dir": str(server.bucket / "updates"), "target_version": 65}
+        answer = await server.http.post("/pull_weights", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "target_version")
+        assert "gateway.chain_max" in answer.json()["message"]
+        assert [row[0] for row in await rows(server)] == ["0"]
 
     serve(tmp_path, work)
 

@@ -27,13 +27,11 @@ from midstream.core.types import Desired, TrainerFormat
 from midstream.core.versions import version_number
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, body_of, fields_of
-from midstream.ledger import Ledger
+from midstream.ledger import CHAIN_MAX, Ledger
 from midstream.snapshots.identity import directory_name
 from midstream.snapshots.trainer_deltas.records import version_of
 
 VERSION_MAX = 2**53
-#: The versions between what is desired and what is asked for that one call takes up.
-CATCH_UP_MAX = 1000
 
 
 class PullWeights(msgspec.Struct, frozen=True):
@@ -67,10 +65,13 @@ class _Series(NamedTuple):
 
 
 class DeltaCallsApi:
-    def __init__(self, ledger: Ledger, deployments: Deployments, updates: Updates) -> None:
+    def __init__(
+        self, ledger: Ledger, deployments: Deployments, updates: Updates, chain_max: int = CHAIN_MAX
+    ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._updates = updates
+        self._chain_max = chain_max
 
     @serves(
         Endpoint(
@@ -115,9 +116,10 @@ class DeltaCallsApi:
         except UnknownField as error:
             raise UnknownField(f"update_info.{error.param}") from error
         except InvalidRequest as error:
-            raise InvalidRequest(
-                f"update_info.{error.message}", param=f"update_info.{error.param}"
-            ) from error
+            if error.param not in FetchWeights.__struct_fields__:
+                # Of the snapshot, not of a field.
+                raise
+            raise type(error)(f"update_info.{error.message}", param=f"update_info.{error.param}") from error
 
     async def _fetched(self, request: Request, deployment: Deployment, body: FetchWeights) -> WeightsUpdated:
         if body.version not in (None, body.target_version):
@@ -143,8 +145,16 @@ class DeltaCallsApi:
             raise InvalidRequest(f"target_version: must be from 0 to {VERSION_MAX}", param="target_version")
         state = await self._ledger.state(deployment.name)
         at = version_number(state.snapshot)
-        if at is None or at > target or target - at > CATCH_UP_MAX:
+        if at is None or at > target:
             raise _cannot_reach(target, state.snapshot)
+        standing = len(state.desired.parents) if state.desired is not None else 0
+        if standing + target - at > self._chain_max:
+            # Refused before the first of them is signalled.
+            raise SnapshotRefused(
+                f"target_version: {standing + target - at} versions would stand on one full snapshot, and at most"
+                f" {self._chain_max} may (gateway.chain_max)",
+                param="target_version",
+            )
         if target == 0:
             assert state.desired is not None
             await self._updates.served(deployment, state.desired)
