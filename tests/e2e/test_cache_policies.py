@@ -34,7 +34,7 @@ _number = itertools.count()
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("served") / "state"
-    with serve(state, "--model", str(tiny_model()), "--replicas", "1") as running:
+    with serve(state, "--model", str(tiny_model()), "--replicas", "1", "--no-tinker") as running:
         yield running
 
 

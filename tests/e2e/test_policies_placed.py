@@ -27,7 +27,7 @@ def server(
     tmp_path_factory: pytest.TempPathFactory, adapter_base: Path, adapters: Adapters
 ) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("placed")
-    options = ("--replicas", str(REPLICAS), "--resident-policies", str(PLACES))
+    options = ("--replicas", str(REPLICAS), "--resident-policies", str(PLACES), "--no-tinker")
     with serve(place / "state", "--model", str(adapter_base), *options) as running:
         for number in range(POLICIES):
             adapters.put(running, identity(number), 100 + number)

@@ -26,7 +26,7 @@ TOKENS = 3500
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
     """A swap that waited for a pinned request would end it at once."""
     place = tmp_path_factory.mktemp("served")
-    options = ("--replicas", "1", "--resident-snapshots", "3", "--pin-drain-s", "0")
+    options = ("--replicas", "1", "--resident-snapshots", "3", "--pin-drain-s", "0", "--no-tinker")
     with serve(place / "state", "--model", str(tiny_model()), *options, *on_device(place)) as running:
         yield running
 

@@ -28,7 +28,7 @@ ENDLESS = 30_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("served") / "state"
-    with serve(state, "--replicas", "2", "--pin-drain-s", str(DRAIN_S)) as running:
+    with serve(state, "--replicas", "2", "--pin-drain-s", str(DRAIN_S), "--no-tinker") as running:
         yield running
 
 
