@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("failover") / "state", "--replicas", "3") as running:
+    with serve(tmp_path_factory.mktemp("failover") / "state", "--replicas", "3", "--no-tinker") as running:
         yield running
 
 
