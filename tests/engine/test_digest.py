@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_helpers import needs_compiler, request, run
@@ -43,6 +44,13 @@ def test_a_snapshot_has_one_digest_however_it_came_to_serve(
 def test_the_digest_does_not_depend_on_the_number_of_threads() -> None:
     weights = [("a", torch.arange(5 * PIECE_BYTES // 8, dtype=torch.int32)), ("b", torch.ones(3))]
     assert digest(weights, 1) == digest(weights, 3)
+    data = weights[0][1].numpy().view(np.uint8)
+    chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+    each = b"".join(weights_digest._checksum(chunk).to_bytes(4, "little") for chunk in chunks)
+    pieces = range(0, len(data), PIECE_BYTES)
+    assert each == b"".join(
+        weights_digest._checksums(weights[0][1].view(torch.uint8)[at:][:PIECE_BYTES]) for at in pieces
+    )
 
 
 def test_weights_leave_a_device_in_few_copies_and_have_the_digest_of_their_chunks(

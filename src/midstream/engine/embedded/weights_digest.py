@@ -72,9 +72,12 @@ def digest(weights: Tensors, threads: int = 1) -> str:
 
 
 def _checksums(piece: torch.Tensor) -> bytes:
+    """The checksum of each chunk. Whole chunks in one call, which needs no other memory and no interpreter lock."""
     data = piece.cpu().numpy()
-    chunks = (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
-    return b"".join(_checksum(chunk).to_bytes(4, "little") for chunk in chunks)
+    end = len(data) // CHUNK_BYTES * CHUNK_BYTES
+    sums = np.einsum("ij,j->i", data[:end].view(np.uint32).reshape(-1, len(FACTORS)), FACTORS)
+    rest = _checksum(data[end:]).to_bytes(4, "little") if end < len(data) else b""
+    return sums.astype("<u4").tobytes() + rest
 
 
 def _checksum(data: np.ndarray) -> int:
