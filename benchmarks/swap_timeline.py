@@ -1,6 +1,6 @@
 """The time line of one swap: where a full snapshot's time goes from the signal until it serves.
 
-Owns: `make bench-timeline`. One server with one embedded replica takes full snapshots from a local bucket, idle and with four
+One server with one embedded replica takes full snapshots from a local bucket, idle and with four
 streams. Boundaries are the replica's own stage changes, as the ledger has them. Reported for each stage and process, in
 medians over the swaps:
     wall_s       how long the stage took
