@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from push_world import DEPLOYMENT, SETTINGS, World, content, in_world
+from push_world import DEPLOYMENT, MODEL, SETTINGS, World, content, in_world
 
 from midstream.core.errors import (
     Conflict,
@@ -17,7 +17,7 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotRefused,
 )
-from midstream.core.transfer import Begin, Check, Drop, Finish, Join, Keep, LeaveGroup, Receive
+from midstream.core.transfer import Begin, Check, Drop, Finish, InitInfo, Join, Keep, LeaveGroup, Receive
 from midstream.core.types import Stage, Transition
 from midstream.fleet import push_orders
 from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
@@ -611,6 +611,20 @@ def test_a_replica_that_stands_still_does_not_hold_up_the_call_that_ends_its_gro
         still.goes_on.set()
         while world.groups:  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+    in_world(tmp_path, work)
+
+
+def test_a_synchronous_deployment_takes_no_weights_in_place(tmp_path: Path) -> None:
+    """In the simulation its streams stood still for the update, and its switch waited for them."""
+
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "SYNC", 3)
+        asked = InitInfo(backend="nccl", fields={"world_size": 4})
+        with pytest.raises(Conflict, match="is synchronous"):
+            await gateway.door.init(gateway.deployment, asked)
+        assert await world.group() is None
 
     in_world(tmp_path, work)
 

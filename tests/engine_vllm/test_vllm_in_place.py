@@ -192,6 +192,16 @@ async def test_a_join_that_is_answered_changes_nothing_and_one_that_hangs_ends_t
 
 
 @in_a_loop
+async def test_a_join_amid_the_switch_to_what_was_written_fails_and_leaves_it(tmp_path: Path) -> None:
+    """Simulated trainers that pushed again before all replicas served were answered 500."""
+    async with bed(tmp_path) as here:
+        await here.at("written")
+        with pytest.raises(TransferFailed, match="an update before are written in vLLM"):
+            await here.fence.join({"master_address": "h"}, SOON_S)
+        assert here.fence.phase is HoldPhase.WRITTEN
+
+
+@in_a_loop
 async def test_a_refusal_by_vllm_is_the_trainers(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         here.fake._do = lambda *_: (422, {"error": {"message": "no such field"}})  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from midstream.core.transfer import (
     Rendezvous,
 )
 from midstream.core.types import Content, Desired
-from midstream.fleet import push_parts
+from midstream.fleet import push_members, push_parts
 from midstream.fleet.push_counts import CHOSEN, Ending, PushCounts
 from midstream.fleet.push_members import (
     AGAIN,
@@ -139,6 +139,8 @@ class PushDoor:
 
     async def init(self, deployment: Deployment, asked: Rendezvous | InitInfo) -> Transfer:
         """Form a group of the trainer and every replica. Raises MidstreamError."""
+        if isinstance(asked, InitInfo):
+            push_members.check_crossing(await self._ledger.deployment(deployment.name))
         members, trainer = all_ready(deployment, asked), push_parts.trainer_name(asked)
         await self._make_way(deployment, trainer)
         join_s = self._settings.join_s

@@ -15,7 +15,7 @@ from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import InitInfo, Rendezvous
 from midstream.core.types import EngineCard
 from midstream.fleet.registry import Deployment
-from midstream.ledger import Phase, Transfer, TransferMember
+from midstream.ledger import DeploymentRow, Phase, Transfer, TransferMember
 
 #: Replicas that are not ready are waited for so long before the next try.
 READY_AGAIN_S = 5
@@ -62,6 +62,15 @@ def all_ready(deployment: Deployment, asked: Rendezvous | InitInfo) -> list[Tran
         TransferMember(name, boot_of(deployment, name) or "", start, ranks=card.ranks)
         for start, (name, card) in zip(starts, cards.items(), strict=False)
     ]
+
+
+def check_crossing(row: DeploymentRow) -> None:
+    """Raises Conflict where streams have to end before a switch: they would wait for it, and it for them."""
+    if row.transition == "SYNC":
+        raise Conflict(
+            f"{row.name} is synchronous, so a switch waits for streams, which stand still while a trainer writes in"
+            " place; make its transition ASYNC, or publish files"
+        )
 
 
 def _counted(replicas: int, ranks: int) -> str:

@@ -174,6 +174,7 @@ class VllmInPlace(InPlaceWeights):
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
         self._boot_runs()
+        self._is_free()
         self._move(HoldEvent.JOIN)
         try:
             await self._call(INIT, {"init_info": init_info}, within_s)
@@ -194,8 +195,7 @@ class VllmInPlace(InPlaceWeights):
             raise TransferFailed(f"another switch of vLLM did not end within {within_s:g} s") from error
         try:
             self._boot_runs()
-            if self.phase is not HoldPhase.FREE:
-                raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
+            self._is_free()
         except TransferFailed:
             self._lock.release()
             raise
@@ -291,6 +291,10 @@ class VllmInPlace(InPlaceWeights):
             self._boot.check()
         except EngineDied as error:
             raise TransferFailed(str(error)) from error
+
+    def _is_free(self) -> None:
+        if self.phase is not HoldPhase.FREE:
+            raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
 
     async def _call(self, path: str, body: object, within_s: float) -> None:
         await self._boot.while_alive(self._control().transfer(path, body, within_s))
