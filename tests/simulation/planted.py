@@ -16,6 +16,7 @@ import msgspec
 from midstream.core.reports import Reported
 from midstream.core.types import Desired
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
+from midstream.engine.vllm.in_place import HoldAction, HoldEvent, VllmInPlace
 from midstream.fleet import loop as fleet_loop
 from midstream.fleet import push, reconcile
 from midstream.fleet.push import PushDoor
@@ -372,6 +373,28 @@ def _fenced_replicas_keep_their_weights() -> None:
     fleet_loop.decide = decide  # type: ignore[assignment]
 
 
+def _engines_compute_between_start_and_commit() -> None:
+    """An engine computes on while a trainer writes into its weights."""
+    before = VllmInPlace.hold
+
+    async def hold(self: VllmInPlace, within_s: float) -> None:
+        await before(self, within_s)
+        await self._move_on()
+
+    VllmInPlace.hold = hold  # type: ignore[method-assign]
+
+
+def _uncertain_weights_serve() -> None:
+    """An engine whose update failed computes again with what was written so far."""
+
+    def give_up(self: VllmInPlace, reason: str) -> None:
+        if self._move(HoldEvent.GIVE_UP) is not HoldAction.NOTHING:
+            self._move(HoldEvent.BEGAN)
+            self._boot.in_background(self._move_on(), "computes again")
+
+    VllmInPlace.give_up = give_up  # type: ignore[method-assign]
+
+
 def _updates_have_the_digests_of_the_first() -> None:
     """The files of each update pass for those of the first one that came to this replica."""
     before, first = GlooReceiver.finish, dict[Any, Any]()
@@ -392,7 +415,13 @@ PLANTED: dict[str, Callable[[], None]] = {
 
 #: Of the plants, those that only histories of `--pushes` find, as those strike amid pushes.
 IN_PUSHES = frozenset(
-    ("lost_commits_are_dropped", "fenced_replicas_serve_half_an_update", "fenced_replicas_keep_their_weights")
+    (
+        "lost_commits_are_dropped",
+        "fenced_replicas_serve_half_an_update",
+        "fenced_replicas_keep_their_weights",
+        "engines_compute_between_start_and_commit",
+        "uncertain_weights_serve",
+    )
 )
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
 FOUND_AT = {

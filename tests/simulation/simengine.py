@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+from siminplace import BACKEND, InPlace
+from simreceiver import Receivers
+
 from midstream.core.types import (
     BASE_SNAPSHOT,
     EngineCard,
@@ -132,6 +136,10 @@ class SimSlot(Slot):
             raise StagingFailed("the staged files could not be placed")
         self._staged = (snapshot, of_directory(directory))
 
+    def staged_there(self, snapshot: str, weights: int) -> None:
+        """The engine has them already."""
+        self._staged = (snapshot, weights)
+
     def drop_staged(self) -> None:
         self._staged = None
 
@@ -186,6 +194,7 @@ class SimEngine(Engine):
         #: By salt and tokens, of whole blocks: KV, who computed it, and after how many commits.
         self._cached: dict[tuple[bytes, tuple[int, ...]], tuple[list[int], list[tuple[str, int]]]] = {}
         self._paused = False
+        self._taking: InPlace | None = None
         self._work = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
         self._on_death: list[Callable[[str], Awaitable[None]]] = []
@@ -203,6 +212,8 @@ class SimEngine(Engine):
     async def start(self) -> ModelInfo:
         await asyncio.sleep(self.slow_s(0.2))
         self._alive, self._paused = True, False
+        if self._taking is not None:
+            self._taking.began()
         base = Load(BASE_SNAPSHOT, of_directory(self._model_dir), self._own.load.commits)
         self._own = SimSlot(self, "", base)
         self.slots = {"": self._own}
@@ -215,11 +226,33 @@ class SimEngine(Engine):
             moe_layers=LAYERS,
             top_k=TOP_K,
             num_experts=EXPERTS,
-            card=EngineCard(kind="sim", features=FEATURES),
+            card=self._card(),
         )
+
+    def _card(self) -> EngineCard:
+        card = EngineCard(kind="sim", features=FEATURES)
+        taking = self._taking
+        return card if taking is None else replace(card, weight_transfer=BACKEND, ranks=taking.ranks)
+
+    def takes_in_place(self, ranks: int, receivers: Receivers, piece_bytes: int) -> None:
+        """Before its first start."""
+        self._taking = InPlace(self, ranks, receivers, piece_bytes)
+        self.in_place = self._taking.fence
+        # What a trainer wrote cannot be scored before it serves.
+        self.proves_staged = False
+
+    def overwrite(self, written: int) -> None:
+        """What serves is a mixture from now on."""
+        load = self._own.load
+        self._own.load = load._replace(weights=mixed(load.weights, written))
+
+    def wake(self) -> None:
+        self._work.set()
 
     async def close(self) -> None:
         self._alive = False
+        if self._taking is not None:
+            self._taking.ended("the engine is gone")
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
@@ -287,13 +320,28 @@ class SimEngine(Engine):
                 one.events.put(GenerationEvent(index=index, finish="abort"))
 
     async def stage(self, snapshot: str, directory: Path) -> None:
-        await self._own.stage(snapshot, directory)
+        taking = self._taking
+        if taking is not None and (file := taking.holds(directory)) is not None:
+            found = taking.weights(file)
+            # Others are of no snapshot.
+            self._own.staged_there(snapshot, 1 if found is None else found)
+        else:
+            await self._own.stage(snapshot, directory)
 
     def drop_staged(self) -> None:
         self._own.drop_staged()
 
     async def commit(self, snapshot: str) -> SwapTiming:
-        return await self._own.commit(snapshot)
+        if self._taking is None:
+            return await self._own.commit(snapshot)
+        async with self._taking.lock:
+            timing = await self._own.commit(snapshot)
+            self._taking.switched()
+            return timing
+
+    def unfit(self, snapshot: str) -> None:
+        if self._taking is not None:
+            self._taking.fence.give_up_written(f"{snapshot} could not be switched to")
 
     def retain(self, snapshots: Collection[str]) -> None:
         self._own.retain(snapshots)
@@ -323,6 +371,10 @@ class SimEngine(Engine):
 
     # -- steps
 
+    @property
+    def _stands_still(self) -> bool:
+        return self._paused or (self._taking is not None and self._taking.still)
+
     async def awake(self) -> None:
         """It goes on when it does not stand still."""
         loop = asyncio.get_running_loop()
@@ -341,13 +393,13 @@ class SimEngine(Engine):
 
     async def _step_on(self) -> None:
         while True:
-            if self._paused or not self._running:
+            if self._stands_still or not self._running:
                 self._work.clear()
                 await self._work.wait()
                 continue
             await asyncio.sleep(0.004 + self.slow_s(0.012))
             await self.awake()
-            if not self._paused:
+            if not self._stands_still:
                 self._steps += 1
                 for sequence in list(self._running):
                     self._step(sequence)

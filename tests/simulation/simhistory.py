@@ -73,6 +73,8 @@ class Plan:
     clients: int
     samplers: int
     policy_clients: int
+    #: Of engines that take weights in place.
+    ranks: int = 0
 
 
 def plan_of(seed: int, *, pushes: bool = False) -> Plan:
@@ -90,7 +92,12 @@ def _plan_of_pushes(seed: int) -> Plan:
     if rng.random() < simstrikes.WITH_WEATHER:
         made.append(_entry(rng.choice(simstrikes.WEATHER), rng))
     in_order = tuple(sorted(made, key=lambda entry: entry.at))
-    return Plan(settings, in_order, rng.choice((1, 1, 2)), 0, 0)
+    ranks = simstrikes.ranks_of(seed)
+    if ranks:
+        # Such an engine has one set of weights, and a switch cannot wait for streams that stand still.
+        settings["deployment"]["transition"] = "async"
+        settings["replica"]["resident_snapshots"] = 1
+    return Plan(settings, in_order, rng.choice((1, 1, 2)), 0, 0, ranks)
 
 
 def _plan(seed: int) -> Plan:
@@ -230,6 +237,7 @@ class History:
         self.plan = plan_of(seed, pushes=pushes)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
+        self.world.ranks = self.plan.ranks
         self.oracle = Oracle(synchronous=self.plan.settings["deployment"]["transition"] == "sync")
         self.log: list[str] = []
         self.trainer = Trainer(

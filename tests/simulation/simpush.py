@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from simclient import Answer, Broken, Oracle, Signal, Wrong, exchange
 from simengine import weights_of
-from simreceiver import Group, GroupBroken
+from simreceiver import PIECE_BYTES, Group, GroupBroken
 from simstrikes import Strike, Strikes, own_process
 from simtrainer import HOT_LOAD, LEDGER, Weights, not_finite
 
@@ -56,7 +56,6 @@ WITH_PUSHES = 0.4
 TRAINERS = 2
 #: What a trainer is answered that may try again.
 NOT_NOW = frozenset((408, 409, 425, 429, 502, 503, 504))
-PIECE_BYTES = 16 * 1024
 #: A replica joined that was seen so often in so many seconds.
 SEEN, SEEN_S = 4, 2.4
 #: A group that works on an update, and its receivers, have ended so long after the storm.
@@ -452,7 +451,7 @@ class _Plan:
         raw = (not_finite(files) if trouble == "nan" else files)[WEIGHTS]
         self._names = sorted(spec.tensors)
         rng.shuffle(self._names)
-        self._data, self._spec = _tensors(raw), spec
+        self._data, self._spec = tensors_of(raw), spec
         layout = UpdateLayout(spec)
         layout.place(self._sent(self._names))
         self.weights = weights_of(
@@ -509,7 +508,7 @@ class _Plan:
         return self._trouble == "dies" and phase == self.value["phase"]
 
 
-def _tensors(raw: bytes) -> dict[str, bytes]:
+def tensors_of(raw: bytes) -> dict[str, bytes]:
     """The bytes of each tensor of a safetensors file."""
     start = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:start])

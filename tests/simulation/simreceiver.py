@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import random
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 #: The most that a step of a receiver takes, and a broadcast.
 STEP_S = 0.05
 BROADCAST_S = 0.03
+#: That a trainer sends.
+PIECE_BYTES = 16 * 1024
 CLOSED = "[gloo] Connection closed by peer"
 
 
@@ -68,6 +70,12 @@ class Group:
     def lost(self, process: Process) -> None:
         """A process died. Its rank stays taken in a group that was not formed."""
         if process in self._members.values() and self.formed.is_set():
+            self._broken = True
+            self._wake()
+
+    def lost_ranks(self, ranks: Collection[int]) -> None:
+        """These left, or died."""
+        if self.formed.is_set() and any(rank in self._members for rank in ranks):
             self._broken = True
             self._wake()
 
@@ -191,9 +199,13 @@ class Receivers:
             process.alive = False
             self.loop.forget(process)
             self.network.died(process)
-            for store in self.stores.values():
-                for group in store.groups.values():
-                    group.lost(process)
+            self.lost(process)
+
+    def lost(self, process: Process) -> None:
+        """Of all groups. It died."""
+        for store in self.stores.values():
+            for group in store.groups.values():
+                group.lost(process)
 
 
 class ReceiverHandle:

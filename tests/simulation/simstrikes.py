@@ -32,6 +32,8 @@ PAIRS = tuple(itertools.product(VICTIMS, PHASES, KINDS))
 VICTIM_S = 0.5
 #: What the deaths of processes cost besides: other trouble, in so many of the histories.
 WITH_WEATHER = 0.3
+#: Of these histories, those whose engines take weights in place.
+IN_PLACE = 0.3
 WEATHER = ("bucket", "disk", "ledger", "scale", "staging", "clock")
 #: Behind every deadline of a push, whatever ends it.
 LONGEST_S = 40.0
@@ -74,6 +76,12 @@ def settings_of(rng: random.Random) -> dict[str, Any]:
             quorum=rng.choice((1.0, 1.0, 0.5)),
         ),
     }
+
+
+def ranks_of(seed: int) -> int:
+    """How many ranks each engine has in a trainer's group, if it takes weights in place; else 0."""
+    rng = random.Random(f"{seed} in place")
+    return rng.choice((1, 1, 2)) if rng.random() < IN_PLACE else 0
 
 
 def entries(seed: int, rng: random.Random) -> Iterator[tuple[float, str, Any]]:

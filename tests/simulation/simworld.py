@@ -29,7 +29,7 @@ from simengine import SimEngine, weights_of
 from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
 from simprocess import Process, Processes
-from simreceiver import Receivers
+from simreceiver import PIECE_BYTES, Receivers
 
 import midstream.launch.gateway as gateway_module
 import midstream.launch.replica as replica_module
@@ -109,6 +109,8 @@ class World:
         self.place = Path(tempfile.mkdtemp(prefix="midstream-sim-", dir=PLACE))
         self._engine_rng = random.Random(f"{seed} engine")
         self.staging_fails = 0.0
+        #: Of each engine, in a trainer's group. 0: a receiver takes part beside it.
+        self.ranks = 0
         #: Streams that kill each engine that goes on with them, and the engines that each has killed.
         self.poison: dict[Asked, int] = {}
         self.server: Process | None = None
@@ -222,6 +224,7 @@ class World:
         await replica_module.serve(spec, channel)
 
     def _died(self, process: Process) -> None:
+        self.receivers.lost(process)
         if process is self.server:
             for child in self.processes.alive():
                 assert child.transport is not None
@@ -243,6 +246,8 @@ class World:
         engine = SimEngine(
             Path(spec.model_dir), lambda share: rng.random() < share, lambda most: rng.random() * most
         )
+        if self.ranks:
+            engine.takes_in_place(self.ranks, self.receivers, PIECE_BYTES)
         engine.staging_fails = self.staging_fails
         engine.killed_by = self._kills
         replica = PROCESS.get().name
