@@ -50,7 +50,6 @@ FOUND = {
 #: Likewise of `--pushes`.
 FOUND_IN_PUSHES = {
     # A call that ended its group waited 20 s for a replica that was stopped.
-    82: "a call behind its deadline",
     133: "a call behind its deadline",
     137: "a call behind its deadline",
 }
@@ -65,7 +64,7 @@ FOUND_AT_ONCE = frozenset(
         "two_replicas_have_one_rank",
         "received_weights_serve_at_once",
         "lost_commits_are_dropped",
-        "fenced_replicas_serve_half_an_update",
+        "engines_compute_between_start_and_commit",
     }
 )
 

@@ -53,9 +53,10 @@ IN_LEDGER = {
     "finishing": "finish",
 }
 PUSH_S = 40.0
-#: Beyond the deadlines of three phases: a gateway's grace of each, and a machine that is busy.
-BOUND_S = 3 * PUSH_S + 60.0
-WELL_S = 180.0
+#: A publication tries again for so long, and its last call may be as long as a phase and a gateway's grace.
+PUBLISH_S = 200.0
+BOUND_S = PUBLISH_S + PUSH_S + 20.0
+WELL_S = 240.0
 MODELS, SEEDS, TOKENS = 3, 4, 16
 CONFIG = f"""
 [push]
@@ -81,7 +82,7 @@ TRAINER = """
         for line in sys.stdin:
             name, path = line.split()
             try:
-                publisher.publish(name, dict(load_file(path)))
+                publisher.publish(name, dict(load_file(path)), timeout_s=float(sys.argv[2]))
             except PublishError as error:
                 print("failed", str(error).replace(chr(10), " ")[:300], flush=True)
             else:
@@ -205,7 +206,7 @@ class Trainer:
 
     def publish(self, name: str, file: Path) -> None:
         if self._process is None or self._process.poll() is not None:
-            program = [sys.executable, "-c", textwrap.dedent(TRAINER), self._server.url]
+            program = [sys.executable, "-c", textwrap.dedent(TRAINER), self._server.url, str(PUBLISH_S)]
             self._process = subprocess.Popen(
                 program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -225,8 +226,9 @@ class Trainer:
 
     def outcome(self, within_s: float) -> str:
         """Raises Found."""
+        begun = time.monotonic()
         if not self._said.wait(within_s):
-            raise Found(f"the trainer was not answered within {within_s:.0f} s")
+            raise Found(f"the trainer was not answered within {time.monotonic() - begun:.0f} s")
         return self._lines[-1]
 
     def end(self) -> None:
@@ -369,6 +371,7 @@ class Rounds:
             self._trainer.end()
         self._trainer.publish(name, self._files[model])
         struck = self._strike_in(strike, name, begun)
+        print(f"round {number}: {strike}; {'struck' if struck else 'missed'};", end=" ", flush=True)
         own_s = s if kind == "stall" and victim in ("trainer", "gateway") else 0.0
         outcome = self._trainer.outcome(BOUND_S + own_s)
         took = time.monotonic() - begun
@@ -380,11 +383,7 @@ class Rounds:
             self._push(name, model, self._files[model])
         self._wait(lambda: self._all_serve(name), f"not all serve {name}")
         self.counts[f"{victim}, {phase}, {kind}: " + ("struck" if struck else "missed")] += 1
-        print(
-            f"round {number}: {strike}; {'struck' if struck else 'missed'}; {took:.1f} s: {outcome}; well after",
-            end=" ",
-        )
-        print(f"{time.monotonic() - begun:.1f} s", flush=True)
+        print(f"{took:.1f} s: {outcome}; well after {time.monotonic() - begun:.1f} s", flush=True)
 
     def _strike_in(self, strike: Strike, name: str, begun: float) -> bool:
         while time.monotonic() < begun + PUSH_S:
