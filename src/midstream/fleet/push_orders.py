@@ -174,11 +174,11 @@ class Endings:
         name, number = group.group, group.number
 
         async def one(member: TransferMember) -> None:
-            boot = member.boot
             if drop and number:
-                dropped = Drop(group=name, boot=boot, within_s=LEAVE_S, update=number)
-                await quietly(orders, member.replica, dropped)
-            await quietly(orders, member.replica, LeaveGroup(group=name, boot=boot, within_s=LEAVE_S))
+                forget = Drop(group=name, boot=member.boot, within_s=LEAVE_S, update=number)
+                await quietly(orders, member.replica, forget)
+            leave = LeaveGroup(group=name, boot=member.boot, within_s=LEAVE_S)
+            await quietly(orders, member.replica, leave)
 
         await self._all(one(member) for member in members)
 
