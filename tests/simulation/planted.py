@@ -437,7 +437,7 @@ FOUND_AT = {
     "sessions_are_forgotten": (0, "nothing had happened to it"),
     "everybody_is_admitted": (2, "the base weights serve again"),
     "nothing_is_started_again": (2, "in calm weather"),
-    "losses_end_streams": (0, "a response that is whole without its end"),
+    "losses_end_streams": (2, "a response that is whole without its end"),
     "another_boot_is_as_good": (153, "the base weights serve again"),
     "age_is_ignored": (65, "commits old"),
     "losses_of_resumed_streams_do_not_count": (23, "engines that went on with it"),
