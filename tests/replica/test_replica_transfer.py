@@ -74,6 +74,8 @@ class Here:
         self.receivers: list[FakeReceiver] = []
         self.slept: list[float] = []
         self._waking = asyncio.Event()
+        # Of those that look for a trainer.
+        self._looking = asyncio.Event()
         self.transfers = Transfers(self.source, lambda: self.boot, self._sleep)
         self.transfers.receivers = self._receiver
 
@@ -84,12 +86,17 @@ class Here:
 
     async def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        await self._waking.wait()
+        await (self._looking if seconds == LOOK_S else self._waking).wait()
 
     async def pass_time(self) -> None:
         """All that sleep wake."""
         self._waking.set()
         self._waking = asyncio.Event()
+        await self.pass_looks()
+
+    async def pass_looks(self) -> None:
+        self._looking.set()
+        self._looking = asyncio.Event()
         for _ in range(4):
             await asyncio.sleep(0)
 
@@ -351,16 +358,17 @@ async def test_whether_the_trainer_lives_is_the_answer() -> None:
     await here.transfers.close()
 
 
+@pytest.mark.parametrize("phase", ["joined", "open", "receiving"])
 @in_a_loop
-async def test_a_receiver_does_not_outlive_its_trainer_for_long() -> None:
+async def test_a_receiver_does_not_outlive_its_trainer_for_long(phase: str) -> None:
     here = Here()
-    await here.at("joined")
+    await here.at(phase)
     receiver = here.receivers[0]
     for alive in (False, False, True, False, False):
         receiver.alive = alive
-        await here.pass_time()
-        assert here.phase == "joined", "one answer is enough"
-    await here.pass_time()
+        await here.pass_looks()
+        assert here.phase == phase, "one answer is enough"
+    await here.pass_looks()
     assert here.phase == "ended"
     assert receiver.calls[-1] == "end"
     with pytest.raises(Conflict, match="group g ended here: its trainer is gone"):

@@ -65,6 +65,10 @@ class FakeWeights(InPlaceWeights):
         self.info = init_info
         await self._step("join")
 
+    def check_ready(self) -> None:
+        if "ready" in self.fails:
+            raise self.fails["ready"]
+
     async def hold(self, within_s: float) -> None:
         await self._step("hold")
 
@@ -184,7 +188,7 @@ async def test_tensors_that_do_not_fit_are_refused_by_name_before_the_engine_hea
     with pytest.raises(InvalidRequest) as caught:
         await here.send(info)
     assert caught.value.param == param
-    assert here.weights.calls == ["join", "hold"]
+    assert here.weights.calls == ["join"]
     with pytest.raises(InvalidRequest, match="were not sent"):
         await here.transfers.answer(Finish(**UPDATE))
     await here.transfers.close()
@@ -204,6 +208,31 @@ async def test_an_update_that_is_dropped_gives_the_engine_up_and_leaves_no_file(
         await here.transfers.answer(Finish(**UPDATE))
     await here.transfers.close()
     await until_none(lambda: here.directories)
+
+
+@in_a_loop
+async def test_the_engine_computes_until_the_first_tensor_comes_and_stands_still_once(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    assert here.weights.calls == ["join"]
+    for name in ("b", "a"):
+        at = INFO["names"].index(name)
+        await here.send({field: [INFO[field][at]] for field in ("names", "dtype_names", "shapes")})
+    assert here.weights.calls == ["join", "hold", "write", "write"]
+    await here.transfers.answer(Begin(**{**OF, "update": 2}, live_s=60.0))
+    assert here.weights.calls[4:] == ["give up"]
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_an_update_does_not_begin_over_one_that_is_not_over(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    await here.join()
+    here.weights.fails["ready"] = TransferFailed("the weights of an update before are written")
+    with pytest.raises(ReplicaUnavailable, match="an update before"):
+        await here.transfers.answer(Begin(**UPDATE, live_s=60.0))
+    assert here.directories == []
+    await here.transfers.close()
 
 
 @pytest.mark.parametrize("step", ["join", "hold", "write", "finish"])
@@ -233,16 +262,17 @@ async def test_a_group_that_ends_while_the_engine_is_stopped_gives_it_up_once_it
     tmp_path: Path,
 ) -> None:
     here = Here(tmp_path)
-    await here.join()
+    await here.opened()
     here.weights.blocked = "hold"
-    beginning = asyncio.create_task(here.transfers.answer(Begin(**UPDATE, live_s=60.0)))
+    sending = asyncio.create_task(here.send())
     while here.weights.calls[-1] != "hold":  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.001)
     here.transfers.end_group("the trainer left")
     here.weights.goes_on.set()
     with pytest.raises(ReplicaUnavailable):
-        await beginning
+        await sending
     assert here.weights.calls[-1] == "give up"
+    assert "write" not in here.weights.calls
     await here.transfers.close()
 
 

@@ -65,6 +65,10 @@ class InPlaceWeights(abc.ABC):
         """Have all ranks join the group. Raises TransferRefused, TransferFailed."""
 
     @abc.abstractmethod
+    def check_ready(self) -> None:
+        """Raises TransferFailed if what an update before wrote is not over yet."""
+
+    @abc.abstractmethod
     async def hold(self, within_s: float) -> None:
         """Compute nothing any more. Requests stand still with their KV. Raises TransferFailed."""
 

@@ -52,7 +52,7 @@ from midstream.replica.swap.source import SnapshotSource
 
 log = logging.getLogger(__name__)
 
-#: Between two looks for the trainer of a group that waits for its next update.
+#: Between two looks for the trainer of a group.
 LOOK_S = 30.0
 #: A trainer is gone that does not answer so many in a row.
 UNANSWERED_LOOKS = 3
@@ -111,6 +111,8 @@ _NEXT: dict[tuple[PartPhase, PartEvent], PartPhase] = {
     **{(phase, _E.DROP): _P.ENDED for phase in _WORKING},
     **{(phase, _E.END): _P.ENDED for phase in (_P.JOINING, _P.JOINED, _P.OPEN, *_WORKING)},
 }
+#: The trainer is needed. In the other phases a deadline ends what it has begun.
+_NEEDS_TRAINER = (_P.JOINED, _P.OPEN, _P.RECEIVING)
 #: The legal moves, all of them.
 PARTS: Table[PartPhase, PartEvent, None] = Table(_P.JOINING, {at: (to, None) for at, to in _NEXT.items()})
 
@@ -337,15 +339,16 @@ class GroupPart:
             self.drop(update, f"it was not finished within {live_s:g} s")
 
     async def _look_for_trainer(self) -> None:
-        """End a part whose trainer is gone. While an update is open, its deadline does that."""
+        """End a part whose trainer is gone. An engine that stands still for it does not wait for the update's deadline."""
         unanswered = 0
         while unanswered < UNANSWERED_LOOKS:
             await self._sleep(LOOK_S)
-            gone = self.phase is PartPhase.JOINED and not await self._receiver.trainer_alive(LOOK_WITHIN_S)
-            unanswered = unanswered + 1 if gone else 0
-        if self.phase is PartPhase.JOINED:
-            log.info("group %s ended: its trainer is gone", self.group)
-            self.end("its trainer is gone")
+            looks = self.phase in _NEEDS_TRAINER
+            gone = looks and not await self._receiver.trainer_alive(LOOK_WITHIN_S)
+            # A part that is finishing by now has all that its trainer sent.
+            unanswered = unanswered + 1 if gone and self.phase in _NEEDS_TRAINER else 0
+        log.info("group %s ended: its trainer is gone", self.group)
+        self.end("its trainer is gone")
 
     async def _watch_end(self) -> None:
         self.end(await self._receiver.ended(), lost=True)

@@ -1,7 +1,7 @@
 """A replica's part in a trainer's group where the engine's own ranks take the weights, by a backend of vLLM.
 
 Owns: what the trainer announced of an update, and the file beside the engine that has the same tensors.
-Always holds: tensors are checked by name before a byte moves. The file has exactly what the engine was given, so its content is
+Always holds: tensors are checked by name before a byte moves. The engine stands still from the first of them on. The file has exactly what the engine was given, so its content is
 compared, kept and loaded again as that of any snapshot. An engine whose weights are uncertain is given up with the update.
 """
 
@@ -40,6 +40,8 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         self._base = base
         self._files = UpdateFiles(base_directory / CONFIG_FILE, cache)
         self._layout: UpdateLayout | None = None
+        # The engine stands still for the open update.
+        self._held = False
         self._trainer: tuple[str, int] | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._leaving: asyncio.Task[None] | None = None
@@ -59,19 +61,17 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
             raise ReplicaUnavailable(str(error)) from error
 
     async def begin(self, within_s: float) -> None:
+        try:
+            # Said here, before the trainer waits in a broadcast.
+            self._weights.check_ready()
+        except TransferFailed as error:
+            raise ReplicaUnavailable(str(error)) from error
         layout = await finished(UpdateLayout, self._base)
         await self._files.make(layout.bytes_max)
-        try:
-            await self._weights.hold(within_s)
-            if self._leaving is not None:
-                self._weights.give_up("the group has ended")
-                raise ReplicaUnavailable("the group has ended")
-        except BaseException as error:
+        if self._leaving is not None:
             self._files.drop()
-            if isinstance(error, TransferFailed):
-                raise ReplicaUnavailable(str(error)) from error
-            raise
-        self._layout = layout
+            raise ReplicaUnavailable("the group has ended")
+        self._layout, self._held = layout, False
 
     def check(self, sent: UpdateInfo) -> None:
         self._open_layout.check(tensors_of(sent))
@@ -79,8 +79,13 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
     async def receive(self, sent: UpdateInfo, within_s: float) -> None:
         tensors = tensors_of(sent)
         places = dict(zip(tensors.names, self._open_layout.place(tensors), strict=True))
+        now = asyncio.get_running_loop().time
+        until = now() + within_s
         try:
-            await self._weights.write(sent.fields, Tee(self._files.weights, places), within_s)
+            if not self._held:
+                # Not when the update begins: its trainer may die before it sends anything.
+                await self._hold(within_s)
+            await self._weights.write(sent.fields, Tee(self._files.weights, places), max(0.0, until - now()))
         except TransferFailed as error:
             raise ReplicaUnavailable(str(error)) from error
 
@@ -134,6 +139,13 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
 
     async def ended(self) -> str:
         return await asyncio.shield(self._ended)
+
+    async def _hold(self, within_s: float) -> None:
+        await self._weights.hold(within_s)
+        if self._leaving is not None:
+            self._weights.give_up("the group has ended")
+            raise TransferFailed("the group has ended")
+        self._held = True
 
     @property
     def _open_layout(self) -> UpdateLayout:

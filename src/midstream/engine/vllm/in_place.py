@@ -187,6 +187,11 @@ class VllmInPlace(InPlaceWeights):
             raise TransferFailed(f"vLLM did not join the group: {error}") from error
         self._move(HoldEvent.ANSWERED)
 
+    def check_ready(self) -> None:
+        self._boot_runs()
+        if self.phase in (HoldPhase.UNCERTAIN, HoldPhase.WRITTEN):
+            raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
+
     async def hold(self, within_s: float) -> None:
         try:
             async with asyncio.timeout(within_s):
