@@ -77,7 +77,8 @@ def _checksums(piece: torch.Tensor) -> bytes:
     end = len(data) // CHUNK_BYTES * CHUNK_BYTES
     sums = np.einsum("ij,j->i", data[:end].view(np.uint32).reshape(-1, len(FACTORS)), FACTORS)
     rest = _checksum(data[end:]).to_bytes(4, "little") if end < len(data) else b""
-    return sums.astype("<u4").tobytes() + rest
+    whole: bytes = sums.astype("<u4").tobytes()
+    return whole + rest
 
 
 def _checksum(data: np.ndarray) -> int:
