@@ -75,7 +75,7 @@ def _checksums(piece: torch.Tensor) -> bytes:
     """The checksum of each chunk. Whole chunks in one call, which needs no other memory and no interpreter lock."""
     data = piece.cpu().numpy()
     end = len(data) // CHUNK_BYTES * CHUNK_BYTES
-    sums = np.einsum("ij,j->i", data[:end].view(np.uint32).reshape(-1, len(FACTORS)), FACTORS)
+    sums: np.ndarray = np.einsum("ij,j->i", data[:end].view(np.uint32).reshape(-1, len(FACTORS)), FACTORS)
     rest = _checksum(data[end:]).to_bytes(4, "little") if end < len(data) else b""
     whole: bytes = sums.astype("<u4").tobytes()
     return whole + rest
