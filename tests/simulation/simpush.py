@@ -596,8 +596,9 @@ class Pushes:
             wanted = self._desired()
             rows = await self._rows()
             served = {row["current_snapshot_identity"] for row in rows if row["readiness"]}
-            # A signal of torn files is taken, and never serves.
-            right = served == {wanted} if wanted in self._oracle.weights else len(served) == 1
+            # A signal of torn files is taken, and never serves. Nor does what no replica could stage, until the next signal.
+            serves = wanted in self._oracle.weights and not self._world.counts["event: staging"]
+            right = served == {wanted} if serves else len(served) == 1
             if right and all(row["readiness"] for row in rows):
                 break
             if self._world.now > until:
