@@ -68,7 +68,7 @@ ALLOWED: dict[str, str] = {
 }
 
 #: Edges between the parts of midstream itself, at most. Lower it when there are fewer.
-EDGES_MAX = 49
+EDGES_MAX = 50
 
 Graph = Mapping[str, set[str]]
 
