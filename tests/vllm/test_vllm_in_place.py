@@ -21,6 +21,8 @@ TRAINER = Path(__file__).with_name("push_trainer.py")
 STREAMS, TOKENS = 6, (150, 400)
 # Nats, in float32: what was measured is 6e-6; another weight or token makes 0.1.
 TOLERANCE = 1e-4
+#: Of two servers at once, on a busy machine.
+RESTART_S = 500.0
 #: So that a trainer that dies has sent some.
 PIECE_BYTES = 20_000
 
@@ -120,9 +122,10 @@ def test_two_servers_take_weights_in_place_under_streams_and_survive_a_trainer_t
         def die() -> None:
             answer = dying.ask("send", directory=str(checkpoint), weight_version="mixed", dies_after=half)
             assert answer == {"died": True}
-            until(lambda: serving(bed) == {"step-1"} and not killed & servers(bed), lambda: health(bed))
+            until(lambda: not killed & servers(bed), lambda: health(bed))
 
         streams("death", die, losing("death"))
+    until(lambda: serving(bed) == {"step-1"}, lambda: health(bed), RESTART_S)
     # Those that were there then end loudly, or continue. Nobody saw a token of mixed weights.
     assert any(stream.error for stream in ran["death"])
     assert {label for stream in ran["death"] for label in stream.labels} == {"step-1"}
