@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_vllm import FakeVllm, until, write_weights
@@ -16,8 +18,10 @@ from vllm_helpers import Reading, asking, attached, begun, in_a_loop
 from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
+from midstream.engine.vllm import engine as engine_module
 from midstream.engine.vllm import in_place
 from midstream.engine.vllm.arguments import command_line
+from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.engine.vllm.in_place import HOLDS, HoldAction, HoldEvent, HoldPhase, VllmInPlace
 
@@ -172,20 +176,28 @@ async def test_tensors_that_pass_unseen_are_not_taken(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_a_join_that_is_answered_changes_nothing_and_one_that_hangs_ends_the_boot(
-    tmp_path: Path,
-) -> None:
+async def test_a_join_that_vllm_refuses_is_the_trainers_and_changes_nothing(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
-        reading, _ = await here.streaming()
-        here.fake.fault(INIT, "refuse")
-        with pytest.raises(TransferFailed, match="made up by the test"):
+        do, here.fake._do = here.fake._do, lambda *_: (422, {"error": {"message": "no such field"}})  # type: ignore[method-assign]
+        with pytest.raises(TransferRefused, match="no such field"):
             await here.fence.join({}, SOON_S)
+        here.fake._do = do  # type: ignore[method-assign]
         here.fence.give_up("it did not join")
         assert here.fence.phase is HoldPhase.FREE
         await here.fence.leave(SOON_S)
-        here.fake.fault(INIT, "hang")
+        await here.at("held")
+
+
+@pytest.mark.parametrize(("fault", "within_s"), [("refuse", SOON_S), ("hang", 0.05)])
+@in_a_loop
+async def test_a_join_that_fails_or_hangs_ends_the_boot_as_other_ranks_may_wait(
+    tmp_path: Path, fault: str, within_s: float
+) -> None:
+    async with bed(tmp_path) as here:
+        reading, _ = await here.streaming()
+        here.fake.fault(INIT, fault)
         with pytest.raises(TransferFailed):
-            await here.fence.join({}, 0.05)
+            await here.fence.join({}, within_s)
         here.fence.give_up("it did not join")
         await reading.ended()
         assert reading.died is not None
@@ -202,11 +214,96 @@ async def test_a_join_amid_the_switch_to_what_was_written_fails_and_leaves_it(tm
 
 
 @in_a_loop
-async def test_a_refusal_by_vllm_is_the_trainers(tmp_path: Path) -> None:
+async def test_a_switch_and_a_pause_wait_while_ranks_join(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
-        here.fake._do = lambda *_: (422, {"error": {"message": "no such field"}})  # type: ignore[method-assign]
-        with pytest.raises(TransferRefused, match="no such field"):
-            await here.fence.join({}, SOON_S)
+        gate = here.fake.gates[INIT] = asyncio.Event()
+        joining = asyncio.create_task(here.fence.join({}, SOON_S))
+        await until(lambda: INIT in wire_order(here.fake))
+        await here.engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+        others = [asyncio.create_task(here.engine.commit("step-2")), asyncio.create_task(here.engine.pause())]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert wire_order(here.fake) == [INIT]
+        gate.set()
+        await asyncio.gather(joining, *others)
+        assert (here.fake.weights, here.fake.paused, here.fence.phase) == (2, True, HoldPhase.FREE)
+
+
+@pytest.mark.parametrize("call", ["join", "hold"])
+@in_a_loop
+async def test_a_call_of_a_group_that_is_over_by_the_time_the_server_is_free_does_nothing(
+    tmp_path: Path, call: str
+) -> None:
+    async with bed(tmp_path) as here:
+        gate = here.fake.gates["/collective_rpc"] = asyncio.Event()
+        await here.engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+        switching = asyncio.create_task(here.engine.commit("step-2"))
+        await until(lambda: "/collective_rpc" in wire_order(here.fake))
+        waiting = here.fence.join({}, SOON_S) if call == "join" else here.fence.hold(SOON_S)
+        task = asyncio.create_task(waiting)
+        await asyncio.sleep(0)
+        here.fence.give_up_unfinished("the trainer left")
+        gate.set()
+        await switching
+        with pytest.raises(TransferFailed, match="the update is over"):
+            await task
+        assert INIT not in wire_order(here.fake)
+        assert (here.fence.phase, here.fake.paused) == (HoldPhase.FREE, False)
+        await here.at("held")
+
+
+@in_a_loop
+async def test_a_pause_does_not_wait_for_a_trainer_and_outlives_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.01)
+    async with bed(tmp_path) as here:
+        await here.fence.join({}, SOON_S)
+        gate = here.fake.gates["/pause"] = asyncio.Event()
+        holding = asyncio.create_task(here.fence.hold(SOON_S))
+        await until(lambda: "/pause" in wire_order(here.fake))
+        # It begins to wait for the lock before the server stands still.
+        pausing = asyncio.create_task(here.engine.pause())
+        await asyncio.sleep(0)
+        gate.set()
+        await holding
+        async with asyncio.timeout(SOON_S):
+            await pausing
+        here.fence.give_up("dropped")
+        await until(lambda: here.fence.phase is HoldPhase.FREE)
+        assert here.fake.paused
+        await here.engine.resume()
+        assert not here.fake.paused
+
+
+@in_a_loop
+async def test_a_server_that_is_restarted_ends_the_part_of_its_ranks_and_no_old_timer_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bed(tmp_path) as here:
+        ended: list[str] = []
+        here.fence.on_end = ended.append
+        await here.at("written")
+        timer = here.fence._timer
+        assert timer is not None
+        launched: list[HoldPhase] = []
+
+        async def launch() -> None:
+            launched.append(here.fence.phase)
+            here.fence.began()
+
+        async def close() -> None:
+            pass
+
+        # As of a server of its own.
+        monkeypatch.setattr(here.engine, "_attached", False)
+        monkeypatch.setattr(here.engine, "_launch", launch)
+        monkeypatch.setattr(here.engine._server, "close", close)
+        await here.engine._renew()
+        assert (launched, here.fence.phase) == ([HoldPhase.LOST], HoldPhase.FREE)
+        assert ended == ["vLLM was restarted, as its weights failed their check"]
+        monkeypatch.undo()
+        assert timer.cancelled()
 
 
 @in_a_loop
@@ -315,3 +412,121 @@ def test_no_phase_with_uncertain_weights_computes_again_without_a_switch() -> No
         if action is HoldAction.RESUME:
             assert phase in (HoldPhase.HELD, HoldPhase.PAUSED_IN_VAIN)
     assert VllmSettings().weight_transfer == ""
+
+
+class Bare:
+    """A fence without a server. Each call waits for its gate where there is one."""
+
+    def __init__(self) -> None:
+        self.boot = VllmBoot()
+        self.boot.begin()
+        self.lock = asyncio.Lock()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+        calls = (self.lock, lambda: self._passes("pause"), lambda: self._passes("resume"), self.kill)
+        self.fence = VllmInPlace("gloo", lambda: self, self.boot, *calls)  # type: ignore[arg-type,return-value]
+        self.fence.began()
+
+    async def _passes(self, call: str) -> None:
+        if call in self.gates:
+            await self.gates[call].wait()
+
+    async def transfer(self, path: str, body: object, within_s: float) -> None:
+        await self._passes(path)
+
+    async def ask_workers(self, method: str, arguments: object, within_s: float) -> list[list[str]]:
+        return [[]]
+
+    def kill(self, reason: str) -> None:
+        self.boot.end(reason)
+        self.fence.ended(reason)
+
+    def restart(self) -> None:
+        self.kill("restarted")
+        self.boot.begin()
+        self.fence.began()
+
+    def switch(self) -> None:
+        if not self.lock.locked() and self.boot.running:
+            self.fence.switched()
+
+    async def do(self, work: Coroutine[Any, Any, None], blocked: str = "") -> None:
+        """Begin it; it ends unless one of its calls is blocked."""
+        if blocked:
+            self.gates[blocked] = asyncio.Event()
+        self.tasks.append(asyncio.create_task(work))
+        await self.turns()
+
+    async def turns(self) -> None:
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+    async def at(self, phase: HoldPhase) -> None:
+        fence = self.fence
+        match phase:
+            case HoldPhase.JOINING:
+                await self.do(fence.join({}, SOON_S), INIT)
+            case HoldPhase.PAUSING | HoldPhase.PAUSED_IN_VAIN:
+                await self.do(fence.hold(SOON_S), "pause")
+                if phase is HoldPhase.PAUSED_IN_VAIN:
+                    fence.give_up("over")
+            case HoldPhase.LOST:
+                self.kill("it died")
+            case HoldPhase.FREE:
+                pass
+            case _:
+                await self.do(fence.hold(SOON_S))
+                if phase is HoldPhase.RESUMING:
+                    self.gates["resume"] = asyncio.Event()
+                    fence.give_up("over")
+                if phase in (HoldPhase.UNCERTAIN, HoldPhase.WRITTEN):
+                    await self.do(fence.write({}, TEE, SOON_S))
+                if phase is HoldPhase.WRITTEN:
+                    await self.do(fence.finish(SOON_S))
+        assert fence.phase is phase
+
+
+TEE = Tee(Path("file"), {"a": (0, 8)})
+#: What others do, whatever the fence does. All but `switch` and `restart` belong to some group, perhaps one that is over.
+DEEDS: dict[str, Callable[[Bare], Coroutine[Any, Any, None] | None]] = {
+    "join": lambda here: here.fence.join({}, SOON_S),
+    "hold": lambda here: here.fence.hold(SOON_S),
+    "write": lambda here: here.fence.write({}, TEE, SOON_S),
+    "finish": lambda here: here.fence.finish(SOON_S),
+    "leave": lambda here: here.fence.leave(SOON_S),
+    "give up": lambda here: here.fence.give_up("over"),
+    "give up unfinished": lambda here: here.fence.give_up_unfinished("over"),
+    "give up written": lambda here: here.fence.give_up_written("over"),
+    "switch": lambda here: here.switch(),
+    "kill": lambda here: here.kill("it died"),
+    "restart": lambda here: here.restart(),
+}
+
+
+@pytest.mark.parametrize("phase", list(HoldPhase))
+@in_a_loop
+async def test_whatever_happens_in_any_phase_is_a_move_or_a_failure_of_the_call(phase: HoldPhase) -> None:
+    for first, second in itertools.product(DEEDS, repeat=2):
+        here = Bare()
+        await here.at(phase)
+        for name in (first, second):
+            done = DEEDS[name](here)
+            if done is not None:
+                await here.do(done)
+        for gate in here.gates.values():
+            gate.set()
+        await here.turns()
+        # The end of the group.
+        here.fence.give_up("over")
+        await here.turns()
+        assert here.fence.phase in (HoldPhase.FREE, HoldPhase.LOST), (first, second)
+        assert not here.lock.locked(), (first, second)
+        assert (here.fence.phase is HoldPhase.FREE) == here.boot.running, (first, second)
+        for task in here.tasks:
+            assert task.done(), (first, second)
+            assert isinstance(task.exception(), TransferFailed | None), (first, second)
+
+
+def test_the_end_of_a_group_or_of_a_server_is_a_move_in_every_phase() -> None:
+    always = (HoldEvent.GIVE_UP, HoldEvent.ENDED, HoldEvent.BEGAN)
+    assert [(phase, event) for phase in HoldPhase for event in always if (phase, event) not in HOLDS] == []

@@ -48,6 +48,7 @@ class FakeWeights(InPlaceWeights):
     backend = "nccl"
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.blocked = ""
@@ -272,6 +273,39 @@ async def test_a_group_that_ends_while_the_engine_is_stopped_gives_it_up_once_it
     with pytest.raises(ReplicaUnavailable):
         await sending
     assert here.weights.calls[-1] == "give up"
+    assert "write" not in here.weights.calls
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_part_that_ends_while_the_one_before_it_leaves_has_no_rank_join(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    await here.join()
+    here.weights.blocked = "leave"
+    init = InitInfo(backend="nccl", fields={})
+    join = JoinInPlace(**{**OF, "group": "next"}, init=init)
+    joining = asyncio.create_task(here.transfers.answer(join))
+    while here.weights.calls[-1] != "leave":  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.001)
+    leaving = asyncio.create_task(here.transfers.answer(LeaveGroup(**{**OF, "group": "next"})))
+    await asyncio.sleep(0)
+    here.weights.goes_on.set()
+    with pytest.raises(Conflict, match="group next ended here: the group was left"):
+        await joining
+    await leaving
+    assert here.weights.calls.count("join") == 1
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_part_ends_with_the_server_of_its_ranks(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    here.weights.on_end("vLLM was restarted")
+    await until_none(lambda: here.directories)
+    await asyncio.sleep(0)
+    with pytest.raises(ReplicaUnavailable, match="group g ended here: vLLM was restarted"):
+        await here.send()
     assert "write" not in here.weights.calls
     await here.transfers.close()
 

@@ -60,6 +60,10 @@ class InPlaceWeights(abc.ABC):
 
     backend = ""
 
+    def __init__(self) -> None:
+        #: Is called when the ranks are gone, and so is whatever group they were in.
+        self.on_end: Callable[[str], None] = lambda reason: None
+
     @abc.abstractmethod
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
         """Have all ranks join the group. Raises TransferRefused, TransferFailed."""

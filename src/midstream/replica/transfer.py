@@ -203,6 +203,9 @@ class GroupPart:
         return f"GroupPart({self.group}, {self.phase.value}, update={self.update})"
 
     async def join(self, invitation: Rendezvous | InitInfo, within_s: float) -> None:
+        if self.phase is PartPhase.ENDED:
+            # While the part before it ended.
+            raise self._over()
         try:
             await self._receiver.join(invitation, within_s)
         except BaseException as error:

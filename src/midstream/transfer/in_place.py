@@ -1,8 +1,10 @@
 """A replica's part in a trainer's group where the engine's own ranks take the weights, by a backend of vLLM.
 
 Owns: what the trainer announced of an update, and the file beside the engine that has the same tensors.
-Always holds: tensors are checked by name before a byte moves. The engine stands still from the first of them on. The file has exactly what the engine was given, so its content is
-compared, kept and loaded again as that of any snapshot. An engine whose weights are uncertain is given up with the update.
+Always holds: tensors are checked by name before a byte moves. The engine stands still from the first of them on. The file has
+exactly what the engine's first rank was given, so its content is compared, kept and loaded again as that of any snapshot. What
+the other ranks of one engine were given is not compared: they get it by the same collective calls. An engine whose weights are
+uncertain is given up with the update. A part ends with the engine's server.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         address, port = invitation.fields.get("master_address"), invitation.fields.get("master_port")
         if isinstance(address, str) and isinstance(port, int):
             self._trainer = address, port
+        if self._leaving is not None:
+            raise ReplicaUnavailable("the group has ended")
+        self._weights.on_end = self.end
         try:
             await self._weights.join(invitation.fields, within_s)
         except TransferRefused as error:
@@ -134,8 +139,8 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
     def end(self, reason: str) -> None:
         if self._leaving is not None:
             return
-        self._weights.give_up_unfinished(reason)
         self._leaving = asyncio.create_task(self._leave(reason), name="end of a part in place")
+        self._weights.give_up_unfinished(reason)
 
     async def ended(self) -> str:
         return await asyncio.shield(self._ended)

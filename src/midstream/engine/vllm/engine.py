@@ -36,6 +36,8 @@ from midstream.http.call import CallFailed, open_stream
 logger = logging.getLogger(__name__)
 
 CONNECT_S_MAX = 30.0
+#: A pause that waits for a switch looks so often whether an update has stopped the server meanwhile.
+LOOK_S = 1.0
 
 
 class VllmEngine(ServerLife):
@@ -264,6 +266,8 @@ class VllmEngine(ServerLife):
     async def _renew(self) -> None:
         """Restart the server, as its weights failed their check. Raises EngineDied."""
         logger.warning("vLLM is restarted: its KV cache may hold numbers that are not finite")
+        # So no timer of what was written ends the server that starts now.
+        self._fence.ended("vLLM was restarted, as its weights failed their check")
         if self._attached:
             self._spoilt = True
             self._give_up("weights failed their check, and this process cannot restart vLLM")
@@ -348,22 +352,44 @@ class VllmEngine(ServerLife):
         await self._set_paused(False)
 
     async def _set_paused(self, paused: bool) -> None:
-        async with self._control_lock:
-            self._boot.check()
-            if self._fence.stands_still:
-                # The switch to what was written ends that, unless it is paused then.
+        while not await self._locks():
+            if self._fence.keeps_still:
+                # Whatever ends that heeds it.
                 self._paused = paused
                 return
-            try:
-                await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
-            except (CallFailed, VllmRefused) as error:
-                self._end_boot(str(error))
-                raise EngineDied(str(error)) from error
+        try:
+            await self._call_paused(paused)
+        finally:
+            self._control_lock.release()
+
+    async def _locks(self) -> bool:
+        """Whether the control lock was taken. Not while tensors come: a trainer may be slow. Raises EngineDied."""
+        self._boot.check()
+        if self._fence.keeps_still:
+            return False
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._control_lock.acquire()
+        except TimeoutError:
+            return False
+
+    async def _call_paused(self, paused: bool) -> None:
+        """With the control lock."""
+        self._boot.check()
+        if self._fence.has_written:
+            # The switch to it resumes the server, unless it is paused then.
             self._paused = paused
-            if paused:
-                self._computing.clear()
-            else:
-                self._computing.set()
+            return
+        try:
+            await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
+        except (CallFailed, VllmRefused) as error:
+            self._end_boot(str(error))
+            raise EngineDied(str(error)) from error
+        self._paused = paused
+        if paused:
+            self._computing.clear()
+        else:
+            self._computing.set()
 
     def stats(self) -> EngineStats:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]

@@ -4,7 +4,9 @@ Owns: what is known of the weights in the server, as a table.
 Always holds:
 - From the hold on the server computes nothing, until the ordinary switch has labelled what was written, or the update is over.
 - Weights that anything may have been written to are uncertain. Such a server is killed, unless the switch comes in time.
-- The control lock is held while tensors may come, so no other switch begins. It is free again however that ends.
+- The control lock is held while ranks join and while tensors may come, so no other switch begins. It is free again however
+  that ends.
+- A call of a group that is over by the time the lock is free does nothing.
 """
 
 from __future__ import annotations
@@ -108,9 +110,7 @@ HOLDS: Table[HoldPhase, HoldEvent, HoldAction] = Table(
     },
 )
 #: The control lock is held.
-_LOCKED = (_P.PAUSING, _P.PAUSED_IN_VAIN, _P.HELD, _P.RESUMING, _P.UNCERTAIN)
-#: Nothing is computed.
-_STILL = (*_LOCKED, _P.WRITTEN)
+_LOCKED = (_P.JOINING, _P.PAUSING, _P.PAUSED_IN_VAIN, _P.HELD, _P.RESUMING, _P.UNCERTAIN)
 
 
 class VllmInPlace(InPlaceWeights):
@@ -127,6 +127,7 @@ class VllmInPlace(InPlaceWeights):
         move_on: Callable[[], Coroutine[Any, Any, None]],
         kill: Callable[[str], None],
     ) -> None:
+        super().__init__()
         self.backend = backend
         self.phase = HOLDS.first
         self._control = control
@@ -138,13 +139,21 @@ class VllmInPlace(InPlaceWeights):
         # Of the file that has what was written.
         self._file: tuple[int, ...] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        # How often what is under way was given up.
+        self._given_up = 0
 
     def __repr__(self) -> str:
         return f"VllmInPlace({self.backend}, {self.phase.value})"
 
     @property
-    def stands_still(self) -> bool:
-        return self.phase in _STILL
+    def keeps_still(self) -> bool:
+        """Nothing is computed, and the control lock is held for that."""
+        return self.phase in (HoldPhase.HELD, HoldPhase.UNCERTAIN)
+
+    @property
+    def has_written(self) -> bool:
+        """Nothing is computed until the next switch, for which the control lock is free."""
+        return self.phase is HoldPhase.WRITTEN
 
     # -- of the engine
 
@@ -152,9 +161,12 @@ class VllmInPlace(InPlaceWeights):
         """A server was started, with weights that need no proof."""
         self._move(HoldEvent.BEGAN)
 
-    def ended(self) -> None:
-        """The boot is over."""
+    def ended(self, reason: str) -> None:
+        """The server is over, and with it the part of its ranks in a group."""
+        before = self.phase
         self._move(HoldEvent.ENDED)
+        if before is not HoldPhase.LOST:
+            self.on_end(reason)
 
     def switched(self) -> None:
         """What serves was switched to in order."""
@@ -173,18 +185,19 @@ class VllmInPlace(InPlaceWeights):
     # -- of a group
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
-        self._boot_runs()
-        self._is_free()
+        now = asyncio.get_running_loop().time
+        until = now() + within_s
+        await self._take_lock(within_s)
         self._move(HoldEvent.JOIN)
         try:
-            await self._call(INIT, {"init_info": init_info}, within_s)
-        except VllmRefused as error:
-            # Answered: no rank waits any more.
+            await self._call(INIT, {"init_info": init_info}, max(0.0, until - now()))
+        except _ERRORS as error:
+            message = f"vLLM did not join the group: {error}"
+            if not isinstance(error, VllmRefused) or not 400 <= error.status < 500:
+                # vLLM answers for the first rank that fails. Others may wait for the trainer still.
+                raise TransferFailed(message) from error
             self._move(HoldEvent.ANSWERED)
-            kind = TransferRefused if 400 <= error.status < 500 else TransferFailed
-            raise kind(f"vLLM did not join the group: {error}") from error
-        except (CallFailed, EngineDied) as error:
-            raise TransferFailed(f"vLLM did not join the group: {error}") from error
+            raise TransferRefused(message) from error
         self._move(HoldEvent.ANSWERED)
 
     def check_ready(self) -> None:
@@ -193,21 +206,13 @@ class VllmInPlace(InPlaceWeights):
             raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
 
     async def hold(self, within_s: float) -> None:
-        try:
-            async with asyncio.timeout(within_s):
-                await self._lock.acquire()
-        except TimeoutError as error:
-            raise TransferFailed(f"another switch of vLLM did not end within {within_s:g} s") from error
-        try:
-            self._boot_runs()
-            self._is_free()
-        except TransferFailed:
-            self._lock.release()
-            raise
+        await self._take_lock(within_s)
         self._move(HoldEvent.HOLD)
         try:
             await self._boot.while_alive(self._stand_still())
-        except _ERRORS as error:
+        except EngineDied as error:
+            raise TransferFailed(str(error)) from error
+        except (CallFailed, VllmRefused) as error:
             self._doubt(f"vLLM did not stand still: {error}")
             raise TransferFailed(str(error)) from error
         if self._move(HoldEvent.STANDS_STILL) is HoldAction.RESUME:
@@ -215,7 +220,10 @@ class VllmInPlace(InPlaceWeights):
             raise TransferFailed("the update is over")
 
     async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
+        self._boot_runs()
         first = self.phase is HoldPhase.HELD
+        if not first and self.phase is not HoldPhase.UNCERTAIN:
+            raise TransferFailed(f"vLLM does not stand still for this update: it is {self.phase.value}")
         self._move(HoldEvent.WRITE)
         places = {name: list(place) for name, place in tee.places.items()}
         try:
@@ -238,6 +246,9 @@ class VllmInPlace(InPlaceWeights):
             )
 
     async def finish(self, within_s: float) -> None:
+        self._boot_runs()
+        if self.phase is not HoldPhase.UNCERTAIN:
+            raise TransferFailed(f"vLLM has no tensors of this update: it is {self.phase.value}")
         try:
             await self._call(FINISH, {}, within_s)
         except _ERRORS as error:
@@ -250,6 +261,7 @@ class VllmInPlace(InPlaceWeights):
         self._file = _identity(file)
 
     def give_up(self, reason: str) -> None:
+        self._given_up += 1
         action = self._move(HoldEvent.GIVE_UP)
         if action is HoldAction.KILL:
             logger.warning("vLLM is killed, as its weights are uncertain: %s", reason)
@@ -258,6 +270,7 @@ class VllmInPlace(InPlaceWeights):
             self._boot.in_background(self._resume(), "vLLM computes again")
 
     def give_up_unfinished(self, reason: str) -> None:
+        self._given_up += 1
         if self.phase is not HoldPhase.WRITTEN:
             self.give_up(reason)
 
@@ -275,6 +288,24 @@ class VllmInPlace(InPlaceWeights):
             logger.info("vLLM did not leave a trainer's group in order: %s", error)
 
     # -- steps of them
+
+    async def _take_lock(self, within_s: float) -> None:
+        """For a call of a group that is not over. Raises TransferFailed unless the server is free then."""
+        before = self._given_up
+        try:
+            async with asyncio.timeout(within_s):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            raise TransferFailed(f"another switch of vLLM did not end within {within_s:g} s") from error
+        try:
+            self._boot_runs()
+            if self._given_up != before:
+                raise TransferFailed("the update is over")
+            if self.phase is not HoldPhase.FREE:
+                raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
+        except TransferFailed:
+            self._lock.release()
+            raise
 
     async def _resume(self) -> None:
         try:
@@ -296,10 +327,6 @@ class VllmInPlace(InPlaceWeights):
             self._boot.check()
         except EngineDied as error:
             raise TransferFailed(str(error)) from error
-
-    def _is_free(self) -> None:
-        if self.phase is not HoldPhase.FREE:
-            raise TransferFailed(f"the weights of an update before are {self.phase.value} in vLLM")
 
     async def _call(self, path: str, body: object, within_s: float) -> None:
         await self._boot.while_alive(self._control().transfer(path, body, within_s))

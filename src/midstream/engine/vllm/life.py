@@ -368,7 +368,7 @@ class ServerLife(Engine):
         for run in self._requests.values():
             run.fail(EngineDied(reason))
         self._boot.end(reason)
-        self._fence.ended()
+        self._fence.ended(reason)
 
     async def _stand_still(self) -> None:
         self._computing.clear()
