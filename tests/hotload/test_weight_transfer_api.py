@@ -441,6 +441,23 @@ def test_what_is_not_passed_on_ends_the_group_by_name(tmp_path: Path, info: Any,
     pushing(tmp_path, work, (4, 1, 2))
 
 
+def test_a_deployment_whose_swaps_wait_for_requests_takes_no_weights_in_place(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        async def under(transition: str, path: str, body: Any = None) -> Any:
+            await server.ledger.update_deployment(DEPLOYMENT, transition=transition)
+            return await server.http.post(path, json=body)
+
+        init = ("/init_weight_transfer_engine", {"init_info": NCCL})
+        refused = await under("SYNC", *init)
+        assert (refused.status_code, replicas.orders) == (409, [])
+        assert "set it to ASYNC" in refused.json()["error"]["message"]
+        assert (await under("ASYNC", *init)).status_code == 200
+        assert (await under("SYNC", "/start_weight_update")).status_code == 409
+        assert (await under("ASYNC", "/start_weight_update")).status_code == 200
+
+    pushing(tmp_path, work, (4, 1, 2))
+
+
 def test_replicas_that_take_weights_in_two_ways_form_no_group(tmp_path: Path) -> None:
     async def work(server: Server, replicas: Replicas) -> None:
         answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})

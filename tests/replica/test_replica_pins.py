@@ -206,6 +206,31 @@ async def test_a_newer_snapshot_takes_the_place_of_one_that_waits_for_pinned_str
         assert here.engine.switches == ["v2"]
 
 
+class Standing(FakeEngine):
+    """Has what a trainer wrote, and computes nothing until it is switched to."""
+
+    awaits_commit = True
+
+
+@in_a_loop
+async def test_a_swap_does_not_wait_for_pinned_streams_that_stand_still_until_it(tmp_path: Path) -> None:
+    async with (
+        running(tmp_path, Standing(), pin_drain_s=3600.0) as here,
+        streaming(here, f"{MODEL}@base") as pinned,
+    ):
+        await here.swap("v1")
+        assert "it had 0 s to end" in (await pinned).text
+        await here.until(lambda: here.replica.report().own.snapshot == "v1")
+
+
+@in_a_loop
+async def test_a_sync_swap_that_would_wait_for_streams_that_wait_for_it_fails(tmp_path: Path) -> None:
+    async with running(tmp_path, Standing()) as here, streaming(here):
+        await here.swap("v1", transition="SYNC")
+        await here.until(lambda: "which wait for it" in str(here.replica.report().own.transitions))
+        assert here.engine.switches == []
+
+
 @in_a_loop
 async def test_a_sync_swap_lets_pinned_streams_end_too(tmp_path: Path) -> None:
     async with (

@@ -120,6 +120,7 @@ class WeightTransferApi:
                 "Deltas need no group of trainer and replicas", "", deployment.wanted_in_all, {}
             )
         backend = backend_of(deployment)
+        await self._check_transition(deployment, backend)
         asked = _init_info(raw, backend) if backend else _rendezvous(raw)
         group = await self._door.run(self._door.init(deployment, asked), Phase.JOINING)
         last = group.members[-1]
@@ -135,7 +136,7 @@ class WeightTransferApi:
             "POST",
             "/start_weight_update",
             SIGNAL,
-            "Begins an update: every replica makes room, and serves on.",
+            "Begins an update: every replica makes room, and serves on until the first tensor or the switch.",
             body=StartUpdate,
         )
     )
@@ -148,6 +149,8 @@ class WeightTransferApi:
             )
         if (found := await self._fetched(deployment)) is not None:
             return TransferStarted(f"{found.snapshot} was fetched already", "", 0)
+        # It may have been set since the group was formed.
+        await self._check_transition(deployment, backend_of(deployment))
         group = await self._door.run(self._door.start(deployment), Phase.STARTING)
         return TransferStarted("Weight update started", group.group, group.number)
 
@@ -221,6 +224,14 @@ class WeightTransferApi:
         _nothing_in(_maybe(await read_body(request)))
         await self._door.run(self._door.shutdown(deployment))
         return TransferDone("Weight transfer shut down")
+
+    async def _check_transition(self, deployment: Deployment, backend: str) -> None:
+        """Raises Conflict where a swap would wait for requests that wait for the swap."""
+        if backend and (await self._ledger.deployment(deployment.name)).transition == "SYNC":
+            raise Conflict(
+                "under hotLoadTransitionType SYNC a swap waits for the end of all requests, and these stand still while a"
+                " trainer writes into vLLM: set it to ASYNC, or serve without vllm.weight_transfer"
+            )
 
     async def _fetched(self, deployment: Deployment) -> Desired | None:
         """The version that a trainer had fetched, and now takes to be loaded by these calls; None if they are a push's."""

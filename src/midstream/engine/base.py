@@ -115,6 +115,11 @@ class Slot(abc.ABC):
 
     proves_staged = False
 
+    @property
+    def awaits_commit(self) -> bool:
+        """Nothing is computed before the next commit, so no request inside ends by itself."""
+        return False
+
     @abc.abstractmethod
     async def stage(self, snapshot: str, directory: Path) -> None:
         """Prepare the verified files of `directory` beside the serving weights; steps continue meanwhile.

@@ -4,8 +4,8 @@ Owns: which snapshots besides the serving one the engine keeps (`Slot.retain`). 
 its pinned requests are those of the serving snapshot, and a swap lets them end first.
 
 Always holds:
-- While a swap waits for pinned requests, no other request is pinned. It waits for `drain_s` at most; a pinned request that is
-  not done by then ends with an error.
+- While a swap waits for pinned requests, no other request is pinned. It waits for `drain_s` at most, and not at all where the
+  engine computes nothing until the swap. A pinned request that is not done by then ends with an error.
 - When a swap commits, every pinned request is of the target, or of a snapshot that stays loaded as long as it runs.
 - A snapshot that did not pass its check, or that had to be loaded again as replicas disagreed, is offered to no request.
 - A request for a snapshot that stays besides the serving one shares cached KV only with requests for the same load of it. So
@@ -122,7 +122,7 @@ class Pins:
         self._drain_s = drain_s
         self._residency = residency
         self._retain = retain
-        self._ended_for = ""
+        self._ended_for, self._ended_after_s = "", drain_s
         # Of each pinned request, its snapshot.
         self._held: dict[asyncio.Timeout, str] = {}
         self._moved = asyncio.Event()
@@ -170,7 +170,7 @@ class Pins:
                 raise
             message = (
                 f"snapshot {snapshot!r}, to which this request is pinned, is replaced by {self._ended_for!r}: it had"
-                f" {self._drain_s:g} s to end"
+                f" {self._ended_after_s:g} s to end"
             )
             raise asked.refused(message, snapshot, self, pinnable=False) from None
         finally:
@@ -198,21 +198,23 @@ class Pins:
             gone.add(target)
         return [limit for limit, snapshot in self._held.items() if snapshot in gone]
 
-    async def end(self, desired: Desired) -> int:
+    async def end(self, desired: Desired, *, at_once: bool = False) -> int:
         """Waits until no pinned request is in the way. Ends those that exceed the time limit, and returns how many it ended.
 
-        If one is, or may come to be, no request is pinned from now until `reopen`."""
+        If one is, or may come to be, no request is pinned from now until `reopen`. at_once: none can end by itself."""
         found = self._in_the_way(desired)
         if found or not self.several:
             self.coming = desired.snapshot
         if not found:
             return 0
         self._on_change()
+        drain_s = 0.0 if at_once else self._drain_s
         try:
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(drain_s):
                 await self._gone(desired)
         except TimeoutError:
-            found, self._ended_for = self._in_the_way(desired), desired.snapshot
+            found = self._in_the_way(desired)
+            self._ended_for, self._ended_after_s = desired.snapshot, drain_s
             for limit in found:
                 if limit.when() is None:
                     limit.reschedule(asyncio.get_running_loop().time())

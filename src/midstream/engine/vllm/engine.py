@@ -214,6 +214,10 @@ class VllmEngine(ServerLife):
         else:
             await self._stager.stage(snapshot, directory)
 
+    @property
+    def awaits_commit(self) -> bool:
+        return self._fence.awaits_commit
+
     def unfit(self, snapshot: str) -> None:
         # It may be what a trainer wrote, so nothing is left to wait for.
         self._fence.give_up_written(f"{snapshot} could not be switched to")

@@ -151,6 +151,11 @@ class VllmInPlace(InPlaceWeights):
         return self.phase in (HoldPhase.HELD, HoldPhase.UNCERTAIN)
 
     @property
+    def awaits_commit(self) -> bool:
+        """Nothing but a switch has the server compute again."""
+        return self.phase in (HoldPhase.UNCERTAIN, HoldPhase.WRITTEN)
+
+    @property
     def has_written(self) -> bool:
         """Nothing is computed until the next switch, for which the control lock is free."""
         return self.phase is HoldPhase.WRITTEN

@@ -293,6 +293,8 @@ class SwapDriver:
         try:
             if desired.transition == "SYNC":
                 self._move_door(Door.CLOSED)
+                if self._engine.awaits_commit and self._gate.inside:
+                    raise StagingFailed("a SYNC switch waits for requests, which wait for it in vLLM")
                 await self._drained(desired)
             else:
                 await self._unpinned(desired)
@@ -330,7 +332,7 @@ class SwapDriver:
         if waited_for:
             log.info("the switch to %s waits for %d pinned requests", _called(desired), waited_for)
             self._end_quiet()
-        ended = await self._pins.end(desired)
+        ended = await self._pins.end(desired, at_once=self._engine.awaits_commit)
         if ended:
             log.warning("%d pinned requests were ended for the switch to %s", ended, _called(desired))
 
