@@ -384,6 +384,14 @@ def test_each_engine_gets_its_own_ranks_and_all_else_as_the_trainer_said_it(tmp_
         invited = [order.init for _, order in replicas.of(JoinInPlace)]
         assert [one.fields for one in invited] == [{**NCCL, "rank_offset": rank} for rank in (1, 5, 6)]
         assert {one.backend for one in invited} == {"nccl"}
+        replicas.orders.clear()
+        # A trainer that leaves its offset to vLLM's default.
+        for said, offsets in (({"world_size": 8}, [1, 5, 6]), ({"of_this_backend": 1}, [None] * 3)):
+            await server.http.post("/init_weight_transfer_engine", json={"init_info": said})
+            invited = [order.init for _, order in replicas.of(JoinInPlace)]
+            assert [one.fields.get("rank_offset") for one in invited] == offsets
+            replicas.orders.clear()
+        await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
         await server.http.post("/start_weight_update")
         info = {"names": ["a"], "of_this_backend": {"x": 1}}
         assert (await send(server, info)).status_code == 200

@@ -136,7 +136,7 @@ class WeightTransferApi:
             "POST",
             "/start_weight_update",
             SIGNAL,
-            "Begins an update: every replica makes room, and serves on until the first tensor or the switch.",
+            "Begins an update: every replica makes room, and serves on.",
             body=StartUpdate,
         )
     )

@@ -28,6 +28,8 @@ from midstream.ledger import Transfer, TransferMember
 #: What a trainer says of an update: part by part.
 Sent = Sequence[SentTensors | UpdateInfo]
 _TRAINER_CHARS = 12
+#: A backend whose `init_info` has one of them gives its ranks numbers.
+_OF_A_GROUP = {"rank_offset", "world_size", "master_address"}
 
 
 def trainer_name(asked: Rendezvous | InitInfo) -> str:
@@ -49,7 +51,8 @@ def join(
         own = msgspec.structs.replace(asked, rank_offset=member.rank)
         return Join(group=name, boot=boot, within_s=within_s, rendezvous=own)
     fields = dict(asked.fields)
-    if "rank_offset" in fields:
+    if _OF_A_GROUP & fields.keys():
+        # Also where the trainer leaves it out: vLLM's default would be the same on all replicas.
         fields["rank_offset"] = member.rank
     init = InitInfo(backend=asked.backend, fields=fields)
     return JoinInPlace(group=name, boot=boot, within_s=within_s, init=init)
