@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from midstream.core.errors import (
 )
 from midstream.core.transfer import Begin, Check, Drop, Finish, InitInfo, Join, Keep, LeaveGroup, Receive
 from midstream.core.types import Stage, Transition
-from midstream.fleet import push_orders
+from midstream.fleet import push, push_orders
 from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
 from midstream.fleet.registry import Deployments
 from midstream.ledger import LedgerUnavailable, Phase, Signal
@@ -398,7 +399,11 @@ def test_a_signal_that_is_refused_drops_the_update_and_the_group_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_a_commit_whose_answer_was_lost_is_looked_up(tmp_path: Path, commits: bool) -> None:
+def test_a_commit_whose_answer_was_lost_is_looked_up(
+    tmp_path: Path, commits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "RECALL_AGAIN_S", 0.0)
+
     async def work(world: World) -> None:
         [gateway] = world.gateways
         real = gateway.sign
@@ -408,7 +413,16 @@ def test_a_commit_whose_answer_was_lost_is_looked_up(tmp_path: Path, commits: bo
                 await real(content, committing)  # type: ignore[arg-type]
             raise LedgerUnavailable("the answer was lost")
 
+        silent = [True, True]
+        look = gateway.ledger.committed_update
+
+        async def looked(of: Any) -> Any:
+            if of.phase is Phase.FINISHING and silent and silent.pop():
+                raise LedgerUnavailable("it is silent")
+            return await look(of)
+
         gateway.sign = sign  # type: ignore[method-assign,assignment]
+        gateway.ledger.committed_update = looked  # type: ignore[method-assign]
         await gateway.init()
         if commits:
             assert (await gateway.push()).desired.snapshot == "v1"
@@ -417,6 +431,8 @@ def test_a_commit_whose_answer_was_lost_is_looked_up(tmp_path: Path, commits: bo
             with pytest.raises(LedgerUnavailable):
                 await gateway.push()
             assert (await world.signalled(), (await world.group()).phase) == ([], Phase.JOINED)
+            assert all(isinstance(one.orders[-1], Drop) for one in world.replicas.values())
+        assert silent == []
 
     in_world(tmp_path, work)
 

@@ -6,7 +6,7 @@ Always holds:
   two gateways, one does.
 - Every phase has a deadline. A group that is past it ends: its replicas leave it, and what they received is dropped.
 - A trainer that may be inside a broadcast does not hang: when its update is refused, the group ends.
-- An update becomes a snapshot only if its replicas, at least the quorum, have the same bytes. Until then the old weights serve.
+- An update becomes a snapshot only if its replicas, at least the quorum, have the same bytes. Nothing of it serves before.
 - Work that has begun ends in its own time, whatever becomes of the trainer's connection. `close` waits for it.
 """
 
@@ -71,6 +71,8 @@ logger = logging.getLogger(__name__)
 
 #: A gateway ends its own phases by then. Other gateways wait so much longer.
 GRACE_S = 10.0
+#: After so long a ledger that did not answer is asked again.
+RECALL_AGAIN_S = 0.5
 #: Work that has begun has so long when the gateway closes.
 CLOSE_S = 5.0
 #: Phases in which replicas may hold bytes of an update.
@@ -434,11 +436,22 @@ class PushDoor:
         return desired
 
     async def _recall(self, deployment: Deployment, group: Transfer) -> Desired:
-        """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell."""
-        update = await self._ledger.committed_update(group)
+        """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell.
+
+        Engines may stand still with the weights until this is known, so the ledger is asked for as long as the phase lasts. The
+        files are not dropped before: they are the only ones, if it was committed.
+        """
+        while True:
+            try:
+                update = await self._ledger.committed_update(group)
+                break
+            except LedgerUnavailable:
+                if self._left_s(group) <= 0:
+                    raise
+                await asyncio.sleep(RECALL_AGAIN_S)
         if update is None:
             await self._drop(deployment, group)
-            raise LedgerUnavailable("the ledger did not take the update; the old weights serve")
+            raise LedgerUnavailable("the ledger did not take the update, which is dropped")
         return await self._desired_of(deployment, update)
 
     async def _drop(self, deployment: Deployment, group: Transfer) -> None:
