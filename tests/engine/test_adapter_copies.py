@@ -1,4 +1,4 @@
-"""Tensors of the base that an adapter's file has again: compared by their numbers, and refused on one line."""
+"""What is read of an adapter's files and of a model's: tensors of the base again, and memory that no file can change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from midstream.core.errors import SnapshotIncompatible
 from midstream.engine.adapter import load_adapter
+from midstream.engine.embedded import loading
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -50,3 +51,35 @@ def test_a_copy_with_other_numbers_is_refused_on_a_short_line(tmp_path: Path, na
         load_adapter(adapter, base, torch.float32)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 300
+
+
+def overwrite(path: Path) -> None:
+    """Write other numbers over those of the file, where they lie."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(len(data) - begin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_loaded_of_an_adapter_stays_when_its_file_is_written_over(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """The file in the cache may be the trainer's own, by a link."""
+    base, adapter = directories(tmp_path, "model.embed_tokens", 1.0)
+    loaded = load_adapter(adapter, base, dtype)[Q]
+    overwrite(adapter / "adapter_model.safetensors")
+    assert (loaded.a.tolist(), loaded.b.tolist()) == ([[1.0, 1.0]], [[3.0], [3.0]])
+
+
+def test_what_was_placed_of_a_model_stays_when_its_file_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, path)
+    module = torch.nn.Module()
+    mapped = load_file(path)
+    module.register_parameter("weight", torch.nn.Parameter(mapped["weight"], requires_grad=False))
+    module.register_buffer("bias", mapped["bias"])
+    placed = loading._placed(module, "cpu")
+    overwrite(path)
+    assert (placed.weight.sum().item(), placed.bias.sum().item()) == (4.0, 2.0)

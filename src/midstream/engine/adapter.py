@@ -24,7 +24,7 @@ class LowRank:
     """What is added to a linear map: `b @ a`. The scaling is in b.
 
     a: [rank, inputs], b: [outputs, rank], both in the model's dtype. Of a map that holds all experts: [experts, rank, inputs],
-    [experts, outputs, rank].
+    [experts, outputs, rank]. Both are in memory of their own, not in the file.
     """
 
     a: torch.Tensor
@@ -55,4 +55,5 @@ def _low_rank(found: AdaptedMap, tensors: Mapping[str, torch.Tensor], dtype: tor
         a = a.reshape(found.experts, found.rank, found.inputs)
         # In PEFT's tensor the experts alternate within the rank.
         b = b.reshape(found.outputs, found.rank, found.experts).permute(2, 0, 1)
-    return LowRank(a.to(dtype).contiguous(), b.to(dtype).contiguous())
+    # The tensors as read are mapped from the file, which may be the trainer's own (store/links.py): a later write would serve.
+    return LowRank(a.to(dtype, copy=True).contiguous(), b.to(dtype, copy=True).contiguous())

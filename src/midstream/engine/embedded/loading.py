@@ -294,11 +294,12 @@ def _read(directory: Path, dtype: torch.dtype | str) -> Any:
 
 
 def _placed(module: Any, device: str) -> Any:
-    """The module with its tensors on the device, and not in mapped files: the first step must not wait for the disk."""
+    """The module with its tensors on the device, and not in mapped files: the first step must not wait for the disk, and a
+    later write to a file must not serve."""
     module = module.to(device)
-    for parameter in module.parameters():
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
+    for _, tensor in _tensors(module):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
     return module
 
 
