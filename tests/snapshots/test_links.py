@@ -8,12 +8,18 @@ import mmap
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from test_delta import arrays, assert_equal, changed, checkpoint, loaded
+from trainer_writers import write_miles
 
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import SnapshotFiles
 from midstream.snapshots.content import file_content
+from midstream.snapshots.deltas import apply_delta
+from midstream.snapshots.store import chain as chain_module
 from midstream.snapshots.store import links as links_module
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
@@ -41,6 +47,18 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def chain_of(directory: Path) -> list[SnapshotFiles]:
     listing = asyncio.run(list_snapshot(directory.as_uri()))
     return [SnapshotFiles(snapshot="s1", url=directory.as_uri(), fingerprint=listing.fingerprint)]
+
+
+def test_a_link_whose_directory_was_removed_is_made_again(bucket: Path, tmp_path: Path) -> None:
+    """As after bytes that were not the expected ones, whose partial directory is removed."""
+    links, path = Links(), tmp_path / "link"
+    for _ in range(2):
+        assert links.link(str(bucket / WEIGHTS), SIZE, path)
+        assert is_link(path)
+        path.unlink()
+    links.end()
+    # None is held twice.
+    os.close(os.open(bucket / WEIGHTS, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def fetched(chains: ChainFetcher, directory: Path) -> Path:
@@ -83,6 +101,50 @@ def test_who_writes_to_a_linked_file_waits_and_the_load_fails(bucket: Path, tmp_
     again = fetched(chains, bucket)
     assert (again / WEIGHTS).read_bytes() == bytes(SIZE)
     assert file_content(bucket / WEIGHTS) in noted_contents(again)[0]
+
+
+def test_the_parent_of_a_delta_is_held_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's delta proves only what it changes: the rest of the whole files are the parent's bytes."""
+    monkeypatch.setattr(links_module, "LINK_BYTES_MIN", 1000)
+    new = changed(arrays())
+    full = checkpoint(tmp_path / "bucket" / "v0", arrays())
+    delta = write_miles(tmp_path / "bucket" / "weight_v000001", arrays(), new)
+    chain = chain_of(full)
+    (link,) = chain_of(delta)
+    chain.append(msgspec.structs.replace(link, snapshot="v1", compression="miles_delta"))
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1, links=True)
+    fetched(chains, full)
+    asyncio.run(chains.release([chain[:1]]))
+    linked = []
+
+    def apply(parent: Path, *args: Any, **options: Any) -> None:
+        linked.append(is_link(parent / WEIGHTS))
+        if len(linked) == 1:
+            with pytest.raises(BlockingIOError):
+                os.open(full / WEIGHTS, os.O_WRONLY | os.O_NONBLOCK)
+        apply_delta(parent, *args, **options)
+
+    monkeypatch.setattr(chain_module, "apply_delta", apply)
+
+    async def load() -> Path:
+        assert await chains.fetch(chain) is None
+        return await chains.rebuild(chain)
+
+    assert_equal(loaded(asyncio.run(load())), new)
+    # Somebody wanted to write meanwhile, so it was made again.
+    assert linked == [True, True]
+
+
+def test_where_nothing_is_linked_nothing_is_held(bucket: Path, tmp_path: Path) -> None:
+    """vLLM links an adapter's files from the cache itself, and nobody ends a lease after its load."""
+    found = fetched(ChainFetcher(SnapshotCache(tmp_path / "cache")), bucket)
+    os.link(found / WEIGHTS, tmp_path / "linked by the engine")
+    links = Links(enabled=False)
+    assert links.hold(found)
+    os.close(os.open(found / WEIGHTS, os.O_WRONLY | os.O_NONBLOCK))
+    links.end()
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -403,6 +403,8 @@ class ChainFetcher:
     async def _replay(self, chain: Chain, cause: SnapshotError) -> None:
         """Fetch and rebuild all once more. Cached files are replaced when their successors are whole."""
         self._attempting |= self._attempt(chain, 0)
+        # Nothing that was read until now is used.
+        self._links.end()
         try:
             await self._refetch_full(chain)
             await self._rebuild_from(chain, 0)
@@ -430,24 +432,22 @@ class ChainFetcher:
 
     async def _rebuild_from(self, chain: Chain, start: int) -> None:
         await self._fetch_from(chain, start)
-        made: list[Path] = []
+        inner: Path | None = None
         for i in range(max(start, 0) + 1, len(chain)):
             await self._apply(chain, i)
-            made.append(self._cache.whole(chain[: i + 1]))
             # Only the last one is needed.
-            for inner in made[:-1]:
-                if inner not in self._in_use:
-                    await finished(self._cache.drop, inner)
-            del made[:-1]
+            if inner is not None and inner not in self._in_use:
+                await finished(self._cache.drop, inner)
+            inner = self._cache.whole(chain[: i + 1])
         for link in chain[1:]:
             await finished(self._cache.drop, self._cache.delta(link))
 
     async def _apply(self, chain: Chain, i: int) -> None:
         """The whole files of link `i` from those of the link before."""
-        parent, link = self._cache.whole(chain[:i]), chain[i]
+        parent, link, compression = self._cache.whole(chain[:i]), chain[i], chain[i].compression
         # Inner links count, too.
         self._attempting |= {parent, self._cache.whole(chain[: i + 1])}
-        if link.compression is None:
+        if compression is None:
             raise SnapshotIncompatible(f"{link.snapshot}: is a full snapshot and stands on nothing")
         size = await asyncio.to_thread(directory_bytes, parent)
         kept, what = self._kept(chain, i - 1), f"{link.snapshot}, rebuilt"
@@ -457,18 +457,21 @@ class ChainFetcher:
         lineage = Lineage(directory_name(chain[i - 1].url), directory_name(link.url))
 
         def apply() -> None:
-            assert link.compression is not None
+            delta = self._cache.delta(link)
+            self._links.hold_whole(parent, chain[i - 1].snapshot)
+            self._links.hold_whole(delta, link.snapshot)
             apply_delta(
                 parent,
-                self._cache.delta(link),
+                delta,
                 out,
-                link.compression,
+                compression,
                 lineage=lineage,
                 threads=self._threads,
                 cancelled=stop.is_set,
             )
-            made_from = (*noted_contents(parent), *noted_contents(self._cache.delta(link)))
-            note_contents(out, made_from)
+            # The checksums of some formats say nothing of tensors that did not change.
+            self._links.check_held()
+            note_contents(out, (*noted_contents(parent), *noted_contents(delta)))
             write_own_listing(out)
             move_into_place(out, self._cache.whole(chain[: i + 1]))
 

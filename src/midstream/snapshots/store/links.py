@@ -3,8 +3,9 @@
 Owns: a read lease on each such file, from before its first byte is read until `check` or `end`.
 Always holds: a file is linked only if the system grants the lease. It does that while no process has the file open or mapped
 for writing. A process that opens it later waits for the end of the lease, or for the system's time limit. So when `check`
-passes, all reads of a linked file saw the same bytes. A file that is replaced by a rename keeps its bytes under the link. A
-change after the lease shows in the file's time, which the cache compares.
+passes, all reads of a linked file saw the same bytes. A rebuild holds what it reads, and keeps its result only after
+`check_held`. A file that is replaced by a rename keeps its bytes under the link. A change after the lease shows in the
+file's time, which the cache compares.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Links:
             return False
         with self._lock, contextlib.suppress(OSError):
             if path in self._leases:
-                return True
+                if path.exists():
+                    return True
+                # The partial directory was removed with the link.
+                os.close(self._leases.pop(path))
             lease = _leased(source)
             try:
                 path.unlink(missing_ok=True)
@@ -68,9 +72,11 @@ class Links:
         return False
 
     def hold(self, directory: Path) -> bool:
-        """Hold the links in a whole directory of an earlier fetch. False if one may have changed since, or cannot be held."""
+        """Hold the links in a whole directory, made earlier. False if one may have changed since, or cannot be held.
+
+        Where nothing is linked, only the noted times are compared: the engine may have links of its own to the files."""
         try:
-            for path in directory.iterdir() if _SET_LEASE is not None else ():
+            for path in directory.iterdir() if self.enabled else ():
                 if path.lstat().st_nlink > 1:
                     with self._lock:
                         if path not in self._leases:
@@ -78,6 +84,11 @@ class Links:
         except OSError:
             return False
         return is_whole(directory, None, [None] * len(noted_contents(directory)))
+
+    def hold_whole(self, directory: Path, name: str) -> None:
+        """As `hold`. Raises SnapshotCorrupt where that is False. name: of the snapshot whose files are there."""
+        if not self.hold(directory):
+            raise SnapshotCorrupt(f"the files of {shown(name)} changed since they were fetched")
 
     def moved(self, path: Path, to: Path) -> None:
         """A link has another name now."""
@@ -87,9 +98,15 @@ class Links:
 
     def check(self) -> None:
         """Raise SnapshotCorrupt if a held file may have other bytes than before. All are let go."""
+        try:
+            self.check_held()
+        finally:
+            self.end()
+
+    def check_held(self) -> None:
+        """As `check`, but all stay held."""
         with self._lock:
             changed = next((path for path, lease in self._leases.items() if not _unbroken(lease)), None)
-        self.end()
         if changed is not None:
             raise SnapshotCorrupt(f"{shown(changed.name)} was opened for writing while it was loaded")
 
