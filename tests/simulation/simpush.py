@@ -24,8 +24,8 @@ from simtrainer import HOT_LOAD, LEDGER, Weights, not_finite
 
 from midstream.core.config import PushSettings
 from midstream.core.transfer import STORE_PREFIX, SentTensors
-from midstream.fleet.push import ALIVE_S, GRACE_S
-from midstream.fleet.push_orders import ANSWER_S
+from midstream.fleet.push import GRACE_S
+from midstream.fleet.push_orders import ALIVE_S, ANSWER_S
 from midstream.snapshots.content import MANIFEST_FILE, parse_manifest
 from midstream.snapshots.layout import CheckpointSpec, read_spec
 from midstream.snapshots.store.local import TEMPORARY_PREFIX

@@ -136,7 +136,7 @@ class WeightTransferApi:
             "POST",
             "/start_weight_update",
             SIGNAL,
-            "Begins an update: every replica makes room, and serves on.",
+            "Begins an update: every replica makes room for it.",
             body=StartUpdate,
         )
     )
