@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from replica_fakes import FakeEngine, running
 
 from midstream.core.headers import HEADER_TOKEN
-from midstream.core.types import SnapshotFiles
+from midstream.core.types import FileContent, SnapshotFiles
 from midstream.replica import peer_files
+from midstream.replica.peer_files import PeerFileExchange
 from midstream.snapshots.content import content_fingerprint, directory_content
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
@@ -19,6 +25,7 @@ from midstream.snapshots.store.local import note_contents, write_own_listing
 from midstream.snapshots.store.peers import Peers
 
 NAMES = ["config.json", "model.safetensors"]
+READ = peer_files._read
 KNOWN = {HEADER_TOKEN: "secret"}
 
 
@@ -98,9 +105,22 @@ def test_a_range_is_given_as_asked_and_nothing_else_is_there(
     asyncio.run(main())
 
 
-def test_a_file_that_ends_early_is_broken_off(
-    tmp_path: Path, held: tuple[ChainFetcher, SnapshotFiles], monkeypatch: pytest.MonkeyPatch
+def ends(opened: int, *_: object) -> bytes:
+    return READ(opened, 10**9, 10**9 + 1)
+
+
+def fails(*_: object) -> bytes:
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize("later", [ends, fails])
+def test_a_file_that_fails_after_its_beginning_is_broken_off(
+    tmp_path: Path,
+    held: tuple[ChainFetcher, SnapshotFiles],
+    monkeypatch: pytest.MonkeyPatch,
+    later: Callable[..., bytes],
 ) -> None:
+    """Whatever is written then would be taken for bytes of the file."""
     theirs, link = held
 
     async def main() -> None:
@@ -108,16 +128,42 @@ def test_a_file_that_ends_early_is_broken_off(
             running(tmp_path / "model", FakeEngine(), token="secret") as here,
             httpx.AsyncClient(base_url=here.url, headers=KNOWN) as http,
         ):
-            read = peer_files._read
             monkeypatch.setattr(here.source, "open_file", theirs.open_held)
             monkeypatch.setattr(
                 peer_files,
                 "_read",
-                lambda *asked: read(*asked) if asked[1] == 0 else read(asked[0], 10**9, 10**9 + 1),
+                lambda *asked: READ(*asked) if asked[1] == 0 else later(*asked),
             )
-            with pytest.raises(httpx.TransportError):
+            with pytest.raises(httpx.NetworkError):
                 await http.get(f"/replica/files/{link.fingerprint}/model.safetensors")
             assert (await http.get("/health")).status_code == 200
 
     (tmp_path / "model").mkdir()
     asyncio.run(main())
+
+
+def test_a_file_is_closed_when_its_client_left_while_it_was_opened() -> None:
+    entered, go = threading.Event(), threading.Event()
+    opened, other_end = os.pipe()
+
+    def open_file(_: str, name: str) -> tuple[int, FileContent]:
+        entered.set()
+        assert go.wait(60)
+        return opened, FileContent(name, 1, "")
+
+    async def main() -> None:
+        request: Any = SimpleNamespace(target=b"/replica/files/content:0/x", method=b"GET", first={})
+        client: Any = SimpleNamespace(writable=True)
+        source: Any = SimpleNamespace(open_file=open_file)
+        exchange = PeerFileExchange(request, client, source)
+        exchange.start()
+        assert await asyncio.to_thread(entered.wait, 60)
+        exchange.client_gone()
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.wait([exchange._task])
+
+    asyncio.run(main())
+    with pytest.raises(BrokenPipeError):
+        os.write(other_end, b"x")
+    os.close(other_end)

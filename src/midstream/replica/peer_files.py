@@ -1,25 +1,30 @@
 """Gives other replicas the files of a pushed snapshot that this one has.
 
 Always holds: what is given is a file of a snapshot that the cache knows by its content. The path of the request only selects
-among those. A file that cannot be read to the end breaks the connection off, so nobody takes it for whole.
+among those. Whatever fails after the head breaks the connection off, so nobody takes the file for whole. A file that was
+opened is closed, also when the client left before it was open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import re
 from urllib.parse import unquote
 
-from midstream.core.errors import InvalidRequest, NotFound, SnapshotCorrupt
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotCorrupt
 from midstream.core.transfer import FILES_PATH
 from midstream.core.types import FileContent
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request
-from midstream.replica.exchange import TaskExchange
+from midstream.replica.exchange import TaskExchange, line_of
 from midstream.replica.swap.source import SnapshotSource
 from midstream.snapshots.store.peers import etag
 from midstream.snapshots.tasks import finished
+
+log = logging.getLogger(__name__)
 
 FILES_PREFIX = f"{FILES_PATH}/".encode()
 PIECE_BYTES = 2**20
@@ -36,15 +41,29 @@ class PeerFileExchange(TaskExchange):
     async def _answer(self) -> None:
         path = self._request.target.partition(b"?")[0][len(FILES_PREFIX) :].decode("latin-1")
         fingerprint, _, name = path.partition("/")
-        # The names are compared with those that the snapshot has.
-        found = await finished(self._source.open_file, unquote(fingerprint), unquote(name))
-        if found is None:
-            raise NotFound("no snapshot with this file and this content is here")
-        opened, file = found
-        try:
-            await self._give(opened, file)
-        finally:
-            os.close(opened)
+        with contextlib.ExitStack() as stack:
+            # The names are compared with those that the snapshot has.
+            found = await finished(self._open, stack, unquote(fingerprint), unquote(name))
+            if found is None:
+                raise NotFound("no snapshot with this file and this content is here")
+            await self._give(*found)
+
+    def _open(
+        self, stack: contextlib.ExitStack, fingerprint: str, name: str
+    ) -> tuple[int, FileContent] | None:
+        """The stack closes the file: `finished` drops this result when it is cancelled."""
+        found = self._source.open_file(fingerprint, name)
+        if found is not None:
+            stack.callback(os.close, found[0])
+        return found
+
+    def _fail(self, error: MidstreamError) -> None:
+        if not self._started:
+            super()._fail(error)
+            return
+        # The client counts bytes: those of an event would be taken for the file's.
+        log.error("%s: %s", line_of(self._request), error)
+        self._client.reset()
 
     async def _give(self, opened: int, file: FileContent) -> None:
         asked = self._request.first.get(b"range")
