@@ -69,7 +69,8 @@ class Peer:
         fingerprint, _, name = to.path.removeprefix("/replica/files/").partition("/")
         known = {file.name: file for file in self.content}
         wrong_key = to.headers[HEADER_TOKEN] != TOKEN
-        if wrong_key or self.fault == "lacks" or fingerprint != content_fingerprint(self.content):
+        evicted = self.fault == "evicts" and len(self.gave) > 2
+        if wrong_key or evicted or self.fault == "lacks" or fingerprint != content_fingerprint(self.content):
             to.send_response(401 if wrong_key else 404)
             to.send_header("content-length", "0")
             to.end_headers()
@@ -159,6 +160,29 @@ def test_a_replica_that_dies_is_continued_by_the_next_one(world: World) -> None:
     path = world.fetch(dies, gone, has)
     # Of the first replica, two parts came whole.
     assert has.gave == [*range(2, len(has.gave) + 2)]
+    world.check(path)
+
+
+def test_a_replica_that_evicts_what_it_gives_has_not_refuted_the_snapshot(world: World) -> None:
+    evicts, has, _ = world.peers
+    evicts.fault = "evicts"
+    with pytest.raises(SnapshotError, match="cannot be read") as error:
+        world.fetch(evicts)
+    assert not isinstance(error.value, SnapshotCorrupt)
+    path = world.fetch(has)
+    # What came is kept.
+    assert has.gave == [*range(3, len(has.gave) + 3)]
+    world.check(path)
+
+
+def test_no_proxy_of_the_environment_gets_the_token(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy, has, _ = world.peers
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    path = world.fetch(has)
+    assert proxy.asked == 0
     world.check(path)
 
 

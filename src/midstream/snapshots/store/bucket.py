@@ -39,6 +39,8 @@ _READ_TIMEOUT = timedelta(seconds=20)
 #: The time for one part.
 _REQUEST_TIMEOUT = timedelta(minutes=15)
 
+#: Where nothing listens.
+_NO_PROXY = "http://127.0.0.1:9"
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
@@ -112,6 +114,9 @@ def open_peer(url: str, token: str) -> HTTPStore:
     """
     client: ClientConfig = {
         "allow_http": True,
+        # A proxy of the environment would get the token. One that is given replaces it, and is excluded for every host.
+        "proxy_url": _NO_PROXY,
+        "proxy_excludes": "*,0.0.0.0/0,::/0",
         "connect_timeout": _CONNECT_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
         "timeout": _REQUEST_TIMEOUT,

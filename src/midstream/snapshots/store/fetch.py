@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from obstore.exceptions import BaseError, GenericError, PreconditionError
-from obstore.store import LocalStore
+from obstore.store import HTTPStore, LocalStore
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.types import Content, FileContent
@@ -54,7 +54,7 @@ PART_ATTEMPTS = 3
 _COPY_BYTES = 2**20
 _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 #: Room for listings and journals.
-_SPARE_BYTES = 2**20
+_NOTES_BYTES = 2**20
 #: An entry of a journal: the number of a part, and its digest.
 _ENTRY = struct.Struct("<I32s")
 NOT_MEANT = "its bytes are not those that this name means"
@@ -239,8 +239,8 @@ class _PartialFile:
                 )
                 data = memoryview(await result.bytes_async())
                 break
-            except (PreconditionError, FileNotFoundError):
-                raise SnapshotCorrupt(self.changed) from None
+            except (PreconditionError, FileNotFoundError) as error:
+                raise self._gone(error) from None
             except BaseError as error:
                 if attempt + 1 == PART_ATTEMPTS or not isinstance(error, GenericError):
                     raise self._unreadable(error) from None
@@ -288,6 +288,12 @@ class _PartialFile:
             os.write(self._log, _ENTRY.pack(number, digest))
         self._digests[number] = digest
 
+    def _gone(self, error: Exception) -> SnapshotError:
+        """A bucket's file was replaced or removed. A replica may just have evicted it, and its parts here are sound."""
+        if isinstance(self._store, HTTPStore):
+            return self._unreadable(error)
+        return SnapshotCorrupt(self.changed)
+
     def _unreadable(self, error: Exception) -> SnapshotError:
         return SnapshotError(
             f"{public_url(self._url)}: {shown(self.file.name)} cannot be read: {describe(error)}"
@@ -297,8 +303,8 @@ class _PartialFile:
         """Raise SnapshotCorrupt unless the bucket still has the file that was listed; SnapshotError if that cannot be known."""
         try:
             after = await self._store.head_async(self.file.name)
-        except FileNotFoundError:
-            raise SnapshotCorrupt(self.changed) from None
+        except FileNotFoundError as error:
+            raise self._gone(error) from None
         except BaseError as error:
             raise self._unreadable(error) from None
         version = after["e_tag"] or after["last_modified"].isoformat()
@@ -404,7 +410,7 @@ def _reserve(parent: Path, url: str, parts: Sequence[_PartialFile]) -> None:
     """
     needed = sum(max(0, part.file.size - part.reserved_bytes) for part in parts)
     free = shutil.disk_usage(parent).free
-    if needed and needed + _SPARE_BYTES > free:
+    if needed and needed + _NOTES_BYTES > free:
         where = shown(str(parent), 200)
         raise SnapshotError(
             f"{public_url(url)}: {needed} bytes are to be fetched, but {where} has only {free} bytes free"
