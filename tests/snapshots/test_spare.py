@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from midstream.core.types import SnapshotFiles
+from midstream.snapshots.store import spare
 from midstream.snapshots.store.cache import SnapshotCache
 
 WEIGHTS = "model.safetensors"
@@ -61,20 +62,38 @@ def test_a_file_that_somebody_reads_or_that_has_another_name_is_not_written_over
     # Between its leave and now.
     late = entry(cache, "c")
     cache.drop(late)
-    (spare,) = cache.root.glob(".spare-*")
-    os.link(spare / WEIGHTS, tmp_path / "later")
+    (kept,) = cache.root.glob(".spare-*")
+    os.link(kept / WEIGHTS, tmp_path / "later")
     assert not cache.take_spare(tmp_path / "next")
     assert (tmp_path / "later").read_bytes() == b"c" * 200
+
+
+def test_a_file_that_cannot_be_written_to_is_no_spare_file_and_leaves_nothing(
+    cache: SnapshotCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the place of the next update was taken by it, and the push failed."""
+    left = entry(cache, "a")
+    (left / WEIGHTS).chmod(0o444)
+    cache.drop(left)
+    assert not [*cache.root.glob(".spare-*")]
+    cache.drop(entry(cache, "b"))
+
+    def refused(_: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(spare, "_is_free", refused)
+    assert not cache.take_spare(tmp_path / "next")
+    assert not (tmp_path / "next").exists()
 
 
 def test_the_spare_file_is_the_first_to_go_and_no_snapshot_that_stays(cache: SnapshotCache) -> None:
     older, newer = entry(cache, "a"), entry(cache, "b")
     cache.drop(entry(cache, "c"))
     cache.drop(entry(cache, "d"))
-    (spare,) = cache.root.glob(".spare-*")
-    assert (spare / WEIGHTS).read_bytes() == b"d" * 200
+    (kept,) = cache.root.glob(".spare-*")
+    assert (kept / WEIGHTS).read_bytes() == b"d" * 200
     cache.make_room(500, (), "next")
-    assert (older.exists(), newer.exists(), spare.exists()) == (True, True, False)
+    assert (older.exists(), newer.exists(), kept.exists()) == (True, True, False)
     unbounded = SnapshotCache(cache.root)
     unbounded.take_spare(cache.root / "none")
     unbounded.drop(older)

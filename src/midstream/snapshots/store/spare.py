@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from midstream.snapshots.layout import WEIGHTS_FILE
@@ -29,7 +30,9 @@ def keep_spare(root: Path, directory: Path) -> bool:
     """
     weights = directory / WEIGHTS_FILE
     try:
-        if weights.is_symlink() or weights.stat().st_nlink != 1:
+        found = weights.lstat()
+        # A file that its owner may not write to came from a bucket, which has lost its own name for it.
+        if not stat.S_ISREG(found.st_mode) or not found.st_mode & stat.S_IWUSR or found.st_nlink != 1:
             return False
         for other in directory.iterdir():
             if other != weights:
@@ -46,14 +49,15 @@ def keep_spare(root: Path, directory: Path) -> bool:
 
 
 def take_spare(root: Path, dest: Path) -> bool:
-    """Move the spare file to `dest`, which nobody else knows. Whether there was one that can be written to."""
+    """Move the spare file to `dest`, which nobody else knows. Whether there was one that can be written to; else nothing is
+    at `dest`."""
     for directory in _spares(root):
         with contextlib.suppress(OSError):
             os.rename(directory / WEIGHTS_FILE, dest)
             shutil.rmtree(directory, ignore_errors=True)
             if _is_free(dest):
                 return True
-            dest.unlink()
+        dest.unlink(missing_ok=True)
     return False
 
 
