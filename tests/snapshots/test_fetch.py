@@ -26,8 +26,9 @@ from midstream.snapshots.store.fetch import (
     partial_directory,
     prefetch_files,
 )
-from midstream.snapshots.store.listing import Listing, list_snapshot
+from midstream.snapshots.store.listing import Listing, list_snapshot, snapshot_fingerprint
 from midstream.snapshots.store.local import LISTING_FILE
+from midstream.snapshots.store.upload import upload_order
 
 PART = 1000
 WEIGHTS = "model.safetensors"
@@ -445,6 +446,21 @@ def test_a_pipe_in_a_local_bucket_is_an_error_and_no_wait(tmp_path: Path) -> Non
     ):
         with pytest.raises(SnapshotCorrupt, match=r"source: model\.safetensors is not a regular file"):
             asyncio.run(asyncio.wait_for(attempt(), timeout=60))
+
+
+def test_a_manifest_beside_a_configuration_is_another_programs_file(tmp_path: Path) -> None:
+    """Else snapshots that were signalled before SkyRL's deltas were read would list differently."""
+    source = write_checkpoint(tmp_path / "source")
+    before = asyncio.run(snapshot_fingerprint(source.as_uri()))
+    (source / "manifest.json").write_text("{}")
+    asyncio.run(fetch_snapshot(source.as_uri(), tmp_path / "dest", fingerprint=before))
+    assert not (tmp_path / "dest" / "manifest.json").exists()
+    assert "manifest.json" not in upload_order(path.name for path in source.iterdir())
+    # A delta of SkyRL has neither configuration nor index.
+    (source / "config.json").unlink()
+    assert asyncio.run(snapshot_fingerprint(source.as_uri())) != before
+    asyncio.run(fetch_snapshot(source.as_uri(), tmp_path / "delta"))
+    assert (tmp_path / "delta" / "manifest.json").exists()
 
 
 def test_a_link_to_a_file_is_fetched_as_the_file(tmp_path: Path) -> None:

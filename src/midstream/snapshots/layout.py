@@ -10,7 +10,7 @@ import dataclasses
 import fnmatch
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ COMPANION_FILES = (
 )
 #: Says what is in a delta of SkyRL (trainer_deltas/records.py).
 SKYRL_MANIFEST = "manifest.json"
+_NOT_SKYRL = (CONFIG_FILE, "adapter_config.json", INDEX_FILE)
 SNAPSHOT_FILES = (*WEIGHT_FILES, *COMPANION_FILES, SKYRL_MANIFEST)
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: The limit of the safetensors format.
@@ -59,6 +60,15 @@ def is_snapshot_file(name: str) -> bool:
     plain = not any(char in name for char in "/\\\0") and not name.startswith(".")
     known = any(fnmatch.fnmatchcase(name, pattern) for pattern in SNAPSHOT_FILES)
     return plain and known and not name.endswith(PICKLED)
+
+
+def snapshot_files(names: Iterable[str]) -> frozenset[str]:
+    """Which of all names in a directory are its snapshot's files.
+
+    SkyRL writes its deltas without configuration and index. Beside those, a `manifest.json` is another program's file.
+    """
+    found = frozenset(name for name in names if is_snapshot_file(name))
+    return found if found.isdisjoint(_NOT_SKYRL) else found - {SKYRL_MANIFEST}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Lists the files that a snapshot's directory in its bucket holds now.
 
-Always holds: only files of a snapshot count (layout.is_snapshot_file). Two listings with one fingerprint describe the same
+Always holds: only files of a snapshot count (layout.snapshot_files). Two listings with one fingerprint describe the same
 files.
 """
 
@@ -25,7 +25,7 @@ from midstream.core.types import Content
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, CONFIG_BYTES_MAX, is_adapter_listing
 from midstream.snapshots.content import MANIFEST_BYTES_MAX, MANIFEST_FILE, parse_manifest, size_difference
 from midstream.snapshots.identity import file_url_path, parse_bucket, public_url
-from midstream.snapshots.layout import is_snapshot_file
+from midstream.snapshots.layout import is_snapshot_file, snapshot_files
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import RETRY_S, Store, describe, open_bucket
 
@@ -95,7 +95,8 @@ async def list_snapshot(url: str, fingerprint: str | None = None) -> Listing:
         BucketFile(o["path"], o["size"], o["e_tag"], o["last_modified"].isoformat())
         for o in result["objects"]
     ]
-    wanted = sorted((f for f in found if is_snapshot_file(f.name)), key=lambda f: f.size, reverse=True)
+    names = snapshot_files(file.name for file in found)
+    wanted = sorted((f for f in found if f.name in names), key=lambda f: f.size, reverse=True)
     if not wanted:
         raise SnapshotMissing(f"{public_url(url)}: holds no snapshot files (config.json, *.safetensors)")
     await asyncio.to_thread(_check_regular, store, url, [file.name for file in wanted])
@@ -191,9 +192,8 @@ def check_inside(url: str, bucket: str, names: Iterable[str] | None = None) -> N
         raise SnapshotCorrupt(f"{public_url(url)}: leads out of the bucket")
     # The caller that lists a missing directory reports it.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in sorted(os.listdir(directory)) if names is None else names:
-            if not is_snapshot_file(name) and name != MANIFEST_FILE:
-                continue
+        checked = snapshot_files(os.listdir(directory)) if names is None else filter(is_snapshot_file, names)
+        for name in (*sorted(checked), MANIFEST_FILE):
             if not (directory / name).resolve().is_relative_to(root):
                 raise SnapshotCorrupt(f"{public_url(url)}: {shown(name)} leads out of the bucket")
 

@@ -21,7 +21,7 @@ from midstream.core.types import Content
 from midstream.snapshots.content import MANIFEST_FILE, difference, directory_content, encode_manifest
 from midstream.snapshots.durable import sync_directory, sync_file
 from midstream.snapshots.identity import parse_bucket, public_url, snapshot_url
-from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE, is_snapshot_file
+from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE, snapshot_files
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe, open_bucket
 
@@ -147,7 +147,7 @@ def list_directory(bucket: str, path: str) -> tuple[list[str], list[str]]:
         result = open_bucket(url).list_with_delimiter()
     except BaseError as error:
         raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
-    names = sorted(o["path"] for o in result["objects"] if is_snapshot_file(o["path"]))
+    names = sorted(snapshot_files(o["path"] for o in result["objects"]))
     inside = sorted(p.rstrip("/").rpartition("/")[2] for p in result["common_prefixes"])
     return names, inside
 
@@ -155,8 +155,9 @@ def list_directory(bucket: str, path: str) -> tuple[list[str], list[str]]:
 def upload_order(names: Iterable[str]) -> list[str]:
     """The snapshot files among `names`: weights, other files, the configuration, the index."""
     order = {CONFIG_FILE: 2, INDEX_FILE: 3}
-    wanted = [name for name in names if is_snapshot_file(name)]
-    return sorted(wanted, key=lambda n: (order.get(n, 0 if n.endswith(".safetensors") else 1), n))
+    return sorted(
+        snapshot_files(names), key=lambda n: (order.get(n, 0 if n.endswith(".safetensors") else 1), n)
+    )
 
 
 def _put(store: Store, url: str, path: Path) -> None:
