@@ -68,7 +68,7 @@ class InPlace:
         self.boot.end(reason)
         self.boot.cancel_tasks()
         self._leave()
-        self.fence.ended()
+        self.fence.ended(reason)
 
     def _kill(self, reason: str) -> None:
         self.still = True

@@ -28,6 +28,7 @@ from simdisk import Disk
 from simengine import SimEngine, weights_of
 from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
+from simpeers import PeerStore
 from simprocess import Process, Processes
 from simreceiver import PIECE_BYTES, Receivers
 
@@ -38,6 +39,7 @@ import midstream.ledger.transfers as transfers_module
 import midstream.proxy.server as proxy_server
 import midstream.snapshots.store.kept as kept_module
 import midstream.snapshots.store.listing as listing_module
+import midstream.snapshots.store.peers as peers_module
 import midstream.snapshots.store.received as received_module
 import midstream.snapshots.store.upload as upload_module
 import midstream.transfer.process as receiver_module
@@ -334,6 +336,7 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
     put(upload_module, "open_bucket", world.bucket.open)
+    put(peers_module, "open_peer", PeerStore)
     # Uploads take milliseconds here, and a replica serves nothing while it waits for one.
     put(kept_module, "KEPT_WAIT_S", KEPT_WAIT_S)
     # It would use a thread.
