@@ -29,7 +29,7 @@ TIERS = ("test-fast", "test")
 #: What the targets would install while they are measured.
 ENVIRONMENTS = (
     *("setup", "setup-fireworks", "setup-harness", "setup-tinker", "SDKS=0.38 0.36 0.24"),
-    *("setup-vllm", "setup-package", ".venv-docs/.installed"),
+    *("setup-vllm", "setup-package", "setup-skyrl", ".venv-docs/.installed"),
 )
 #: The end of a pytest run, such as "=== 3 failed, 812 passed, 5 deselected in 84.02s (0:01:24) ===".
 SUMMARY = re.compile(r"^=* ?((?:\d+ \w+, )*\d+ \w+) in [\d.]+s(?: \([\d:]+\))?(?: =+)?$", re.MULTILINE)

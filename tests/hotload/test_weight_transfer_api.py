@@ -218,7 +218,7 @@ def test_a_replica_that_cannot_load_is_said_and_whether_the_weights_are_at_fault
         server.report(1, generation=1, refused=refused, transitions=failed("7", 1, why))
         server.replicas._changed()
         answer = await asked
-        more = "" if refused else "; send it again"
+        more = "" if refused else "; push it again"
         assert answer.status_code == status
         assert answer.json()["error"]["message"] == f"replica-1 could not load '7': {why}{more}"
 

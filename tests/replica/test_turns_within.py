@@ -303,6 +303,7 @@ def test_sglangs_prompts_say_their_branches_too(tmp_path: Path) -> None:
 _CALL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 #: A value of each field that changes something, of both kinds of request.
 VALUES: dict[str, Any] = {
+    "weight_version": {"min_version": 0},
     "model": MODEL,
     "max_tokens": 5,
     "max_completion_tokens": 5,

@@ -21,7 +21,6 @@ from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
-    MidstreamError,
     ReplicaUnavailable,
     SnapshotError,
     SnapshotRefused,
@@ -48,7 +47,7 @@ INSTEAD = (
 
 
 class NotLoaded(SnapshotRefused):
-    """A replica could not load the snapshot, whose weights are at fault."""
+    """A replica could not load the snapshot."""
 
 
 class Take(Protocol):
@@ -163,9 +162,7 @@ class Updates:
                 return
             if "error" in stages:
                 bad = rows[stages.index("error")].midstream
-                raise _not_loaded(
-                    deployment, desired, f"{bad.replica} could not load {desired.snapshot!r}: {bad.error}"
-                )
+                raise NotLoaded(f"{bad.replica} could not load {desired.snapshot!r}: {bad.error}")
             left = deadline - asyncio.get_running_loop().time()
             if not rows or left <= 0:
                 why = f"they are at {', '.join(stages)}" if rows else "there are none"
@@ -173,15 +170,6 @@ class Updates:
             # A demand lapses that no replica could meet.
             deployment.replicas.ask()
             await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
-
-
-def _not_loaded(deployment: Deployment, desired: Desired, why: str) -> MidstreamError:
-    """NotLoaded if a replica found the weights at fault; else they may load the next time."""
-    reports = [view.report for view in deployment.replicas.views]
-    if any(report is not None and report.own.refused >= desired.generation for report in reports):
-        return NotLoaded(why)
-    # A full disk, an engine that died.
-    return ReplicaUnavailable(f"{why}; send it again")
 
 
 def proved_later(deployment: Deployment) -> Callable[[HotLoadRow, Desired], bool]:

@@ -23,6 +23,7 @@ from midstream.core.setting_types import (
     SIZE_EXPECTED,
     SIZE_PATTERN,
     SIZE_UNITS,
+    Backend,
     BaseModel,
     Count,
     CountOrZero,
@@ -216,9 +217,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: Count = 4096
     # Backend of vLLM's own weight transfer, such as nccl, by which trainers write weights into the servers. gloo is midstream's
     # own, for CPUs. Without a backend, a receiver beside each server takes them.
-    weight_transfer: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_.-]*\Z", description="must be the name of a backend")
-    ] = ""
+    weight_transfer: Backend = ""
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -497,11 +496,3 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
             "e.g. {gateway = 1}: they listen at the same port, so each needs a node of its own",
         ),
     ]
-
-
-def model_resource(settings: Settings, model_name: str) -> str:
-    return f"accounts/{settings.account}/models/{model_name}"
-
-
-def deployment_resource(settings: Settings) -> str:
-    return f"accounts/{settings.account}/deployments/{settings.deployment.name}"

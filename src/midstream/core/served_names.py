@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import msgspec
 
+from midstream.core.config import Settings
 from midstream.core.errors import InvalidRequest, NotFound
 from midstream.core.headers import HEADER_MODEL
 
 #: In the full name of a policy, between its deployment's name and its own.
 POLICY_INFIX = "/policies/"
+
+
+def model_resource(settings: Settings, model_name: str) -> str:
+    return f"accounts/{settings.account}/models/{model_name}"
+
+
+def deployment_resource(settings: Settings) -> str:
+    return f"accounts/{settings.account}/deployments/{settings.deployment.name}"
 
 
 def split_model(name: str) -> tuple[str, str, str | None]:

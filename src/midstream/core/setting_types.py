@@ -30,6 +30,7 @@ BaseModel = Annotated[
         description="must hold names of 1 to 1024 characters, without blanks around them",
     ),
 ]
+Backend = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]*\Z", description="must be the name of a backend")]
 VllmUrl = Annotated[
     str, Meta(pattern=r"^http://[^/\s]+:[0-9]+\Z", description="must be of the form http://HOST:PORT")
 ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from midstream.core.config import Settings, deployment_resource, model_resource, parse_size
+from midstream.core.config import Settings, parse_size
 from midstream.core.errors import ConfigError
+from midstream.core.served_names import deployment_resource, model_resource
 from midstream.http.channel import STOP_GRACE_S
 from midstream.launch.engines import (
     engine_fields,

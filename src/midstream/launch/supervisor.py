@@ -27,14 +27,13 @@ from midstream.core.config import (
     GatewaySettings,
     KeySettings,
     Settings,
-    deployment_resource,
-    model_resource,
     parse_size,
 )
 from midstream.core.errors import ConfigError
 from midstream.core.http_answer import NotThatAnswer
 from midstream.core.pulse import Pulse
 from midstream.core.scopes import PUBLISH
+from midstream.core.served_names import deployment_resource, model_resource
 from midstream.core.supervision import Stalled, TinkerSpec
 from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.fleet.subscription import token_header

@@ -120,8 +120,8 @@ SNAPSHOTS = (
     Mutation(
         "delta_on_the_wrong_parent",
         "snapshots/store/chain.py",
-        "parent, link = self._cache.whole(chain[:i]), chain[i]",
-        "parent, link = self._cache.whole(chain[:1]), chain[i]",
+        "parent, link, compression = self._cache.whole(chain[:i]), chain[i], chain[i].compression",
+        "parent, link, compression = self._cache.whole(chain[:1]), chain[i], chain[i].compression",
         "A delta is applied to the snapshot before it in its chain.",
         ("snapshots/test_chain.py",),
     ),

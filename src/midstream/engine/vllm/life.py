@@ -111,15 +111,7 @@ class ServerLife(Engine):
         # What the files of the next commit are.
         self._announced = ""
         # Also of a server without weight transfer, which never holds it.
-        self._fence = VllmInPlace(
-            settings.weight_transfer,
-            lambda: self._control,
-            self._boot,
-            self._control_lock,
-            self._stand_still,
-            self._move_on,
-            self._give_up,
-        )
+        self._fence = self._make_fence()
         self.in_place = self._fence if settings.weight_transfer else None
         self._ranks = 1
         self._stager = VllmStager(self._staging, self._boot.while_alive)
@@ -131,6 +123,17 @@ class ServerLife(Engine):
         self._serving_dir = self._model_dir
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
         self._death: Callable[[str], Awaitable[None]] | None = None
+
+    def _make_fence(self) -> VllmInPlace:
+        return VllmInPlace(
+            self._settings.weight_transfer,
+            lambda: self._control,
+            self._boot,
+            self._control_lock,
+            self._stand_still,
+            self._move_on,
+            self._give_up,
+        )
 
     def __repr__(self) -> str:
         return f"VllmEngine({self._server!r}, {self._epochs!r}, {len(self._requests)} requests)"

@@ -1,7 +1,8 @@
 """A worker extension of vLLM, on any device, for servers into which trainers write weights (--weight-transfer-config).
 
 It registers the backend `gloo` in vLLM's factory, and shows what any backend brings: the first rank writes each tensor that
-passes `load_weights` into a file, too, at a place that the replica chose. What other ranks get is not compared. On CPUs it loads the extension for CPUs.
+passes `load_weights` into a file, too, at a place that the replica chose. What other ranks get is not compared. On CPUs it
+loads the extension for CPUs.
 """
 
 from __future__ import annotations
