@@ -1,7 +1,9 @@
-"""The file that a receiver fills: its bytes, and the digest that is made of what lies in it."""
+"""The file that a receiver fills: where it lies, its bytes, and the digest that is made of what lies in it."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from midstream.core.types import SnapshotFiles
 from midstream.snapshots import content
+from midstream.snapshots.store.cache import SnapshotCache
 from midstream.transfer import receiver
+from midstream.transfer.files import UpdateFiles
 from midstream.transfer.receiver import UpdateFile
 
 PART = 64
@@ -52,3 +57,28 @@ def test_a_piece_that_cannot_be_written_is_an_error_and_not_a_digest(tmp_path: P
     file.came(file.target(10), -5)
     with pytest.raises(OSError, match="Invalid argument"):
         file.close(b"h", 100)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system grants leases on Linux")
+def test_an_update_lies_in_the_file_of_a_snapshot_that_left(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    cache = SnapshotCache(tmp_path / "cache")
+
+    async def main() -> None:
+        files = UpdateFiles(tmp_path / "config.json", cache)
+        await files.make(10)
+        await files.remove()
+        left = cache.whole([SnapshotFiles(snapshot="v1", url="file:///b/v1", fingerprint="f")])
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"x" * 200)
+        inode = (left / "model.safetensors").stat().st_ino
+        cache.drop(left)
+        await files.make(100)
+        found = files.weights.stat()
+        assert (found.st_ino, found.st_size) == (inode, 100)
+        await files.close(b"header", 90)
+        assert files.weights.read_bytes() == b"header" + b"x" * 84
+        await files.remove()
+        assert [path.name for path in cache.root.iterdir()] == [".boot"]
+
+    asyncio.run(main())

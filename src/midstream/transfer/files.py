@@ -1,7 +1,8 @@
 """The files of one update on their way into the snapshot cache.
 
 Owns: a temporary directory in the cache's root, with the served model's configuration and a file for the weights.
-Always holds: room is taken when the directory is made. The directory is removed, unless it was handed over.
+Always holds: room is taken when the directory is made. The directory is removed, unless it was handed over. The weights are
+written over the file of a snapshot that left the cache, if there is one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from midstream.core.errors import ReplicaUnavailable, SnapshotError
-from midstream.core.types import Content
+from midstream.core.types import Content, FileContent
 from midstream.snapshots.content import file_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE
 from midstream.snapshots.store.cache import SnapshotCache
@@ -35,6 +36,10 @@ class UpdateFiles:
         assert self._directory is not None
         return self._directory / WEIGHTS_FILE
 
+    async def config_content(self) -> FileContent:
+        """Of the configuration beside the weights. Raises OSError."""
+        return await finished(file_content, self.weights.with_name(CONFIG_FILE))
+
     async def make(self, size: int) -> None:
         """Raises ReplicaUnavailable when there is no room."""
         directory = temporary_directory(self._cache.root)
@@ -51,7 +56,9 @@ class UpdateFiles:
     def _make(self, directory: Path, size: int) -> None:
         directory.mkdir()
         shutil.copyfile(self._config, directory / CONFIG_FILE)
-        with (directory / WEIGHTS_FILE).open("wb") as file:
+        # In a file that was in use before, memory need not be found for each page.
+        spare = self._cache.take_spare(directory / WEIGHTS_FILE)
+        with (directory / WEIGHTS_FILE).open("r+b" if spare else "wb") as file:
             # A full disk is found here, before the trainer sends.
             self._cache.make_room(
                 size,
@@ -64,26 +71,35 @@ class UpdateFiles:
 
     async def close(self, header: bytes, size: int) -> Content:
         """Complete the weights, and digest what there is. Raises OSError."""
-        return await finished(self._close, header, size)
+        return await self.config_content(), await finished(self._close, header, size)
 
-    def _close(self, header: bytes, size: int) -> Content:
+    def _close(self, header: bytes, size: int) -> FileContent:
         with self.weights.open("r+b") as file:
             file.write(header)
             file.truncate(size)
-        return file_content(self.weights.with_name(CONFIG_FILE)), file_content(self.weights)
+        return file_content(self.weights)
 
     def hand_over(self) -> Path:
-        directory, self._directory = self._directory, None
+        directory = self._forgotten()
         assert directory is not None
-        self._cache.wrote(self)
         return directory
 
     def drop(self) -> None:
         """Returns at once; another thread removes them."""
-        directory, self._directory = self._directory, None
-        self._cache.wrote(self)
+        directory = self._forgotten()
         if directory is not None:
             asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, directory, True)
+
+    async def remove(self) -> None:
+        """As `drop`. Returns when they are gone."""
+        directory = self._forgotten()
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    def _forgotten(self) -> Path | None:
+        directory, self._directory = self._directory, None
+        self._cache.wrote(self)
+        return directory
 
 
 def _reserve(file: int, size: int) -> None:

@@ -1,6 +1,6 @@
 """The replica's end of a receiver process. Imports no torch.
 
-Owns: the process, the calls under way, and the directory of an update until it is handed over.
+Owns: the process, the calls under way, and the files of an update until they are handed over.
 Always holds: a call that is not answered in time kills the process, and so does one that fails. When the process ends, every
 call ends with ReplicaUnavailable, which says why. What it leaves is removed when the process is gone. Nothing is unpickled.
 """
@@ -10,23 +10,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from midstream.core.errors import InvalidRequest, ReplicaUnavailable, SnapshotError
+from midstream.core.errors import InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import STORE_PREFIX, Received, Rendezvous, SentTensors
 from midstream.core.types import FileContent
 from midstream.http import ipc
 from midstream.replica.transfer import Receiver
-from midstream.snapshots.content import file_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, CheckpointSpec
 from midstream.snapshots.store.cache import SnapshotCache
-from midstream.snapshots.store.local import reserve, temporary_directory
 from midstream.snapshots.tasks import finished
 from midstream.transfer import protocol as m
+from midstream.transfer.files import UpdateFiles
 from midstream.transfer.layout import UpdateLayout
 
 log = logging.getLogger(__name__)
@@ -53,15 +51,13 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
 
     def __init__(self, base: CheckpointSpec, base_directory: Path, cache: SnapshotCache) -> None:
         self._base = base
-        self._config = base_directory / CONFIG_FILE
-        self._cache = cache
+        self._files = UpdateFiles(base_directory / CONFIG_FILE, cache)
         self._process: subprocess.Popen[bytes] | None = None
         self._link: _ReceiverLink | None = None
         self._calls: dict[int, asyncio.Future[m.OrderDone]] = {}
         self._numbers = itertools.count(1)
         self._rendezvous: Rendezvous | None = None
         self._layout: UpdateLayout | None = None
-        self._directory: Path | None = None
         # Why it ended; None: it has not.
         self._reason: str | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -99,37 +95,14 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
     async def begin(self, within_s: float) -> None:
         # Headers of large models are megabytes: in threads, here and in `finish`.
         layout = await finished(UpdateLayout, self._base)
-        directory = temporary_directory(self._cache.root)
+        await self._files.make(layout.bytes_max)
+        path = str(self._files.weights)
         try:
-            await finished(self._make_files, directory, layout.bytes_max)
-            await self._call(
-                lambda call: m.OpenFile(call, str(directory / WEIGHTS_FILE)),
-                within_s,
-                "open its file",
-            )
-        except BaseException as error:
-            self._cache.wrote(self)
-            await finished(shutil.rmtree, directory, True)
-            if isinstance(error, SnapshotError | OSError):
-                raise ReplicaUnavailable(f"there is no room for the update: {error}") from error
+            await self._call(lambda call: m.OpenFile(call, path), within_s, "open its file")
+        except BaseException:
+            await self._files.remove()
             raise
-        self._layout, self._directory = layout, directory
-
-    def _make_files(self, directory: Path, size: int) -> None:
-        directory.mkdir()
-        shutil.copyfile(self._config, directory / CONFIG_FILE)
-        # In a file that was in use before, memory need not be found for each page.
-        spare = self._cache.take_spare(directory / WEIGHTS_FILE)
-        with (directory / WEIGHTS_FILE).open("r+b" if spare else "wb") as file:
-            # A full disk is found here, before the trainer sends.
-            self._cache.make_room(
-                size,
-                (),
-                "weights that a trainer sends",
-                user=self,
-                reserve=lambda: _reserve(file.fileno(), size),
-            )
-            file.truncate(size)
+        self._layout = layout
 
     def check(self, sent: SentTensors) -> None:
         self._open_layout.check(sent)
@@ -153,9 +126,8 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         self._open_layout.check_complete()
 
     async def finish(self, within_s: float) -> Received:
-        assert self._directory is not None
         layout = self._open_layout
-        config = await finished(file_content, self._directory / CONFIG_FILE)
+        config = await self._files.config_content()
         header = await finished(layout.header)
         answer = await self._call(
             lambda call: m.CloseFile(call, header, layout.end), within_s, "close its file"
@@ -164,18 +136,14 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         return Received(content=(config, weights), received_bytes=layout.sent_bytes)
 
     def hand_over(self) -> Path:
-        directory, self._directory, self._layout = self._directory, None, None
-        assert directory is not None
-        self._cache.wrote(self)
-        return directory
+        self._layout = None
+        return self._files.hand_over()
 
     def drop(self) -> None:
-        directory, self._directory, self._layout = self._directory, None, None
-        self._cache.wrote(self)
+        self._layout = None
+        self._files.drop()
         if self._link is not None and not self._link.transport.is_closing():
             self._link.send(m.ForgetFile(next(self._numbers)))
-        if directory is not None:
-            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, directory, True)
 
     async def trainer_alive(self, within_s: float) -> bool:
         if self._rendezvous is None:
@@ -262,10 +230,7 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
             self._reason = f"the receiver process ended {_how(code)}"
             log.error("receiver process %s: %s", process.pid, self._reason)
         self._fail_calls()
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        self._cache.wrote(self)
+        await self._files.remove()
 
 
 def _check_rendezvous(rendezvous: Rendezvous) -> None:
@@ -280,13 +245,6 @@ def _check_rendezvous(rendezvous: Rendezvous) -> None:
             raise InvalidRequest(
                 f"init_info.{field}: {getattr(rendezvous, field)} is not possible", param=f"init_info.{field}"
             )
-
-
-def _reserve(file: int, size: int) -> None:
-    try:
-        reserve(file, size)
-    except OSError as error:
-        raise SnapshotError(error.strerror or str(error)) from error
 
 
 def _how(code: int) -> str:
