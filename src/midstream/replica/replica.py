@@ -107,8 +107,8 @@ class Replica:
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
-        #: Its part in groups of trainers. No group outlives the boot.
         self.source = source
+        #: Its part in groups of trainers. No group outlives the boot.
         self.transfers = Transfers(source, lambda: self.boot if self.ready else None, outside.sleep)
         self._policies_max = bounds.policies_max
         self.policies = ServedPolicies(
