@@ -106,7 +106,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     "docs/runbook.md": [NAMES],
     "docs/soak.md": [MAKE],
     "docs/start.md": [SERVER_START, SH, SH, SH],
-    "docs/state-machines.md": [PICTURE, PICTURE, PICTURE, PICTURE, PICTURE],
+    "docs/state-machines.md": [PICTURE, PICTURE, PICTURE, PICTURE, PICTURE, PICTURE],
     "docs/tracing.md": [
         Elsewhere("e2e/test_tracing.py", "it needs a collector of traces"),
         SETTINGS,
@@ -114,7 +114,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
         PICTURE,
         Elsewhere("e2e/test_tracing.py", "it needs a collector of traces"),
     ],
-    "docs/vllm.md": [Elsewhere("vllm", "it needs vLLM"), Elsewhere("vllm", "it needs vLLM")],
+    "docs/vllm.md": [Elsewhere("vllm", "it needs vLLM"), SETTINGS, Elsewhere("vllm", "it needs vLLM")],
     "examples/art/README.md": [Elsewhere("recipes/test_art.py", "it needs the trainer"), OUTPUT],
     "examples/demo/README.md": [MAKE],
     "examples/plain_loop/README.md": [Elsewhere("e2e/test_examples.py", "it trains for minutes")],
