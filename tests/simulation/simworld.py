@@ -42,7 +42,7 @@ import midstream.snapshots.store.listing as listing_module
 import midstream.snapshots.store.peers as peers_module
 import midstream.snapshots.store.received as received_module
 import midstream.snapshots.store.upload as upload_module
-import midstream.transfer.process as receiver_module
+import midstream.transfer.files as update_files_module
 import midstream_tinker.front as tinker_module
 from midstream.core.config import (
     DeploymentSettings,
@@ -342,7 +342,7 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     # It would use a thread.
     put(received_module, "behind", lambda call, *given: call(*given))
     put(ipc, "spawn", world.receivers.spawn)
-    put(receiver_module, "reserve", world.disk.reserve)
+    put(update_files_module, "reserve", world.disk.reserve)
     put(transfers_module, "_commit", _noted_commit(world))
     put(Transfers, "_keep", _noted_keep(world))
     put(uvicorn.server, "ServerState", _InOrder)
