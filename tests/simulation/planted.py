@@ -435,7 +435,7 @@ FOUND_AT = {
     "bytes_are_not_compared": (34, "computes:"),
     "numbers_are_not_read": (10, "labels that nobody signalled"),
     "log_loses_its_last_event": (190, "at most"),
-    "half_chunks_pass": (55, "invalid literal"),
+    "half_chunks_pass": (122, "invalid literal"),
     "sessions_are_forgotten": (0, "nothing had happened to it"),
     "everybody_is_admitted": (2, "the base weights serve again"),
     "nothing_is_started_again": (2, "in calm weather"),
