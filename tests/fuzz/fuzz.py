@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Run:
             self.executions, self.coverage, _, self.corpus = map(int, lines[-1])
         if done := _DONE.search(text):
             self.executions = int(done[1])
-        self.found = [Path(path) for path in _ARTIFACT.findall(text)]
+        self.found = [Path(path) for path in dict.fromkeys(_ARTIFACT.findall(text))]
 
     def complaint(self) -> str:
         """What went wrong, as its log's last lines say it; empty when nothing did."""
@@ -201,8 +201,26 @@ def fuzz_one(options: argparse.Namespace) -> None:
         str(seeds),
         *([str(CORPORA / options.one)] if (CORPORA / options.one).is_dir() else []),
     ]
-    atheris.Setup(arguments, target.run, enable_python_coverage=True)
+    atheris.Setup(arguments, noted(target.run, work / "findings"), enable_python_coverage=True)
     atheris.Fuzz()
+
+
+def noted(run: Callable[[bytes], object], findings: Path) -> Callable[[bytes], None]:
+    """As `run`, but an input that raises is written to `findings` at once, under libFuzzer's name for it.
+
+    libFuzzer writes it when the process exits, behind the libraries' own handlers. A run ended in those once, without it.
+    """
+
+    def one(data: bytes) -> None:
+        try:
+            run(data)
+        except Exception:
+            file = findings / f"crash-{hashlib.sha1(data).hexdigest()}"
+            file.write_bytes(data)
+            print(f"Test unit written to {file}", file=sys.stderr, flush=True)
+            raise
+
+    return one
 
 
 def escaped(word: bytes) -> str:
