@@ -418,7 +418,6 @@ PLANTED: dict[str, Callable[[], None]] = {
 IN_PUSHES = frozenset(
     (
         "lost_commits_are_dropped",
-        "pushed_bytes_are_not_compared",
         "fenced_replicas_serve_half_an_update",
         "fenced_replicas_keep_their_weights",
         "engines_compute_between_start_and_commit",
