@@ -174,6 +174,26 @@ def test_a_member_that_is_not_wanted_any_more_does_not_count_at_the_finish(tmp_p
     in_world(tmp_path, work)
 
 
+def test_a_member_that_is_wanted_again_amid_the_finish_has_not_answered(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.start()
+        await gateway.update()
+        gateway.scale(2)
+        first = world.replicas["replica-0"]
+        first.faults[Finish] = "hang"
+        call = asyncio.create_task(gateway.finish())
+        await first.hangs.wait()
+        gateway.scale(3)
+        first.goes_on.set()
+        done = await call
+        assert done.replicas == ("replica-0", "replica-1")
+        assert done.fenced == {"replica-2": "replica-2 gave no answer"}
+
+    in_world(tmp_path, work, TWO_OF_THREE)
+
+
 def test_a_failure_counts_also_where_another_member_is_not_wanted_any_more(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways

@@ -375,7 +375,9 @@ class PushDoor:
         lost = [member for member in group.active if member.replica not in found.answers]
         if not lost:
             return group
-        reasons = {one.replica: left.get(one.replica) or found.failed.get(one.replica, "") for one in lost}
+        # One that left, and came back meanwhile, was not asked.
+        unasked = {one.replica: f"{one.replica} gave no answer" for one in lost}
+        reasons = {name: left.get(name) or found.failed.get(name) or why for name, why in unasked.items()}
         there = [member for member in group.active if member.replica not in {**reasons, **left}]
         if len(there) < needed(group, self._settings.quorum, left):
             await self._fail(deployment, group, found.failed or reasons, what)
