@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
+from test_hotload_api import DEPLOYMENT, Server, failed, ready, serve, while_three_load
 
 MILES, SKYRL = "updates/weight_v{:06d}", "sync/delta-{:08d}"
 
@@ -110,18 +110,58 @@ def test_skyrls_order_of_calls_needs_no_group(tmp_path: Path) -> None:
     serve(tmp_path, work)
 
 
-def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path) -> None:
+DELTA_CALLS = ["/update_weights", "/fetch_weights", "/pull_weights"]
+
+
+def delta_call(server: Server, path: str) -> Any:
+    """Asks for version 1."""
+    if path == "/pull_weights":
+        body: dict[str, Any] = {"source_dir": str(server.bucket / "updates"), "target_version": 1}
+    else:
+        body = {"target_version": 1, "sync_dir": (server.bucket / "sync").as_uri()}
+    return server.http.post(path, json={"update_info": body} if path == "/update_weights" else body)
+
+
+@pytest.mark.parametrize("path", DELTA_CALLS)
+def test_a_version_that_a_replica_has_no_room_for_may_be_asked_for_again(tmp_path: Path, path: str) -> None:
     async def work(server: Server) -> None:
         await began(server)
+        published(server, MILES, 1)
         published(server, SKYRL, 1)
-        info = {"target_version": 1, "sync_dir": (server.bucket / "sync").as_uri()}
-        asked = asyncio.create_task(server.http.post("/update_weights", json={"update_info": info}))
+        asked = asyncio.create_task(delta_call(server, path))
+        while (desired := await server.desired()) is None or desired.snapshot != "1":
+            assert not asked.done()
+        server.report(1, generation=2, transitions=failed("1", 2, "the disk is full"))
+        server.replicas._changed()
+        answer = await asked
+        assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
+        assert answer.json()["error"]["message"] == "replica-1 could not load '1': the disk is full; ask again"
+        again = asyncio.create_task(delta_call(server, path))
+        while (desired := await server.desired()) is None or desired.generation != 3:
+            assert not again.done(), "the replicas try once more"
+        for index in range(3):
+            server.report(index, snapshot="1", generation=3, transitions=ready("1", 3))
+        server.replicas._changed()
+        assert (await again).status_code == 200
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("path", DELTA_CALLS)
+def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path, path: str) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        published(server, MILES, 1)
+        published(server, SKYRL, 1)
+        asked = asyncio.create_task(delta_call(server, path))
         while (desired := await server.desired()) is None or desired.snapshot != "1":
             assert not asked.done()
         server.report(1, generation=2, refused=2, transitions=failed("1", 2, "a checksum differs"))
         server.replicas._changed()
-        error = (await asked).json()["error"]
-        assert (error["param"], error["message"]) == (
+        answer = await asked
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["message"]) == (
+            400,
             None,
             "replica-1 could not load '1': a checksum differs",
         )

@@ -168,7 +168,12 @@ def test_an_update_in_a_pause_that_holds_up_the_proof_is_answered_before_it(tmp_
     serve(tmp_path, work)
 
 
-def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("refused", "status"), [(1, 400), (0, 503)])
+def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(
+    tmp_path: Path, refused: int, status: int
+) -> None:
+    """It is the trainer's fault only where every replica would fail on these files."""
+
     async def work(server: Server) -> None:
         for index in range(3):
             server.report(index)
@@ -177,12 +182,14 @@ def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(tmp_path: Pa
         while (desired := await server.desired()) is None:
             assert not asked.done()
         assert desired.snapshot == "7"
-        server.report(1, generation=1, transitions=failed("7", 1, "too short"))
+        why = "too short" if refused else "the disk is full"
+        server.report(1, generation=1, refused=refused, transitions=failed("7", 1, why))
         server.replicas._changed()
         answer = await asked
-        assert answer.status_code == 400
+        assert (answer.status_code, "retry-after" in answer.headers) == (status, status == 503)
         assert answer.json()["success"] is False
-        assert answer.json()["message"] == "replica-1 could not load '7': too short"
+        more = "" if refused else "; ask again"
+        assert answer.json()["message"] == f"replica-1 could not load '7': {why}{more}"
 
     serve(tmp_path, work)
 

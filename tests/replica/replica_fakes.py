@@ -408,6 +408,8 @@ class FakeSource(SnapshotSource):
         self.corrupt: set[str] = set()
         # Somebody wrote to the files after they were verified.
         self.written_to = False
+        #: Raised by `verify`.
+        self.fails: Exception | None = None
         self.blocked: set[str] = set()
         self.keeping: SnapshotError | None = None
         self.ticks = 0
@@ -440,6 +442,8 @@ class FakeSource(SnapshotSource):
         await self._pass()
         if path.name in self.corrupt:
             raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
+        if self.fails is not None:
+            raise self.fails
 
     async def check_unchanged(self) -> None:
         if self.written_to:

@@ -13,7 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replica_fakes import FakeEngine, FakeSource, make_replica
 from tiers import examples
 
-from midstream.core.errors import ReplicaUnavailable, SnapshotTransition
+from midstream.core.errors import (
+    ReplicaUnavailable,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMissing,
+    SnapshotNotFinite,
+    SnapshotTransition,
+)
 from midstream.core.table import IllegalMove
 from midstream.core.types import BASE_SNAPSHOT, Desired, Stage
 from midstream.replica.gate import Door, Gate
@@ -264,10 +271,36 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
         report = replica.report()
         assert (report.own.snapshot, report.own.stage, report.own.target) == ("v1", Stage.ERROR, "v2")
         assert report.own.error == "v2: checksum of a.weight differs"
-        assert report.own.refused == 0, "the files are at fault, not the weights"
+        assert report.own.refused == 2, "the files in the bucket are at fault"
         assert report.own.transitions[-1].detail == report.own.error
         assert (engine.serving, report.ready, replica.own.gate.door) == ("v1", True, Door.OPEN)
         assert "stage v2 v2" not in engine.calls
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "fingerprint", "refused"),
+    [
+        (SnapshotCorrupt("a checksum differs"), "etags", 1),
+        (SnapshotMissing("a file is not there"), "etags", 1),
+        (SnapshotNotFinite("a is NaN"), "content:f", 1),
+        # What was pushed is in the server's hands from then on.
+        (SnapshotCorrupt("a checksum differs"), "content:f", 0),
+        (SnapshotMissing("its files are not in the bucket yet"), "content:f", 0),
+        (SnapshotError("s3://b does not answer"), "etags", 0),
+        (OSError(28, "No space left on device"), "etags", 0),
+    ],
+)
+def test_a_report_says_whether_what_was_published_is_to_blame(
+    tmp_path: Path, error: Exception, fingerprint: str, refused: int
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.fails = error
+        replica.desire(wanted("v1", 1, fingerprint=fingerprint))
+        await settled(replica)
+        report = replica.report()
+        assert (report.own.stage, report.own.refused) == (Stage.ERROR, refused)
 
     play(tmp_path, scenario)
 

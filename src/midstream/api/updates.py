@@ -21,6 +21,7 @@ from midstream.api.status import SERVED_STAGES, SHOWN_STAGE, replica_rows
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
+    MidstreamError,
     ReplicaUnavailable,
     SnapshotError,
     SnapshotRefused,
@@ -44,10 +45,6 @@ INSTEAD = (
     " 'filesystem', slime with disk transport, others with POST /update_weights_from_disk, POST"
     " /hot_load/v1/models/hot_load or `midstream publish`"
 )
-
-
-class NotLoaded(SnapshotRefused):
-    """A replica could not load the snapshot."""
 
 
 class Take(Protocol):
@@ -139,10 +136,12 @@ class Updates:
         *,
         replicas: Collection[str] | None = None,
         within_s: float = ANSWER_S_MAX,
+        again: str = "ask again",
     ) -> None:
-        """Returns when every replica that is to serve it does. replicas: only these are waited for.
+        """Returns when every replica that is to serve it does. replicas: only these are waited for. again: what may help
+        where a replica could not load weights that are not at fault.
 
-        Raises NotLoaded, Conflict and ReplicaUnavailable.
+        Raises SnapshotRefused for weights that no replica would load; Conflict and ReplicaUnavailable.
         """
         deadline = asyncio.get_running_loop().time() + within_s
         while True:
@@ -162,7 +161,7 @@ class Updates:
                 return
             if "error" in stages:
                 bad = rows[stages.index("error")].midstream
-                raise NotLoaded(f"{bad.replica} could not load {desired.snapshot!r}: {bad.error}")
+                raise _not_loaded(deployment, desired, f"{bad.replica} could not load", bad.error, again)
             left = deadline - asyncio.get_running_loop().time()
             if not rows or left <= 0:
                 why = f"they are at {', '.join(stages)}" if rows else "there are none"
@@ -170,6 +169,17 @@ class Updates:
             # A demand lapses that no replica could meet.
             deployment.replicas.ask()
             await deployment.replicas.change(min(left, LOOK_AGAIN_S), any_report=False)
+
+
+def _not_loaded(
+    deployment: Deployment, desired: Desired, what: str, why: str | None, again: str
+) -> MidstreamError:
+    message = f"{what} {desired.snapshot!r}: {why}"
+    reports = [view.report for view in deployment.replicas.views]
+    if any(report is not None and report.own.refused >= desired.generation for report in reports):
+        return SnapshotRefused(message)
+    # A full disk, a bucket that does not answer, an engine that died. The same weights may load the next time.
+    return ReplicaUnavailable(f"{message}; {again}")
 
 
 def proved_later(deployment: Deployment) -> Callable[[HotLoadRow, Desired], bool]:

@@ -21,13 +21,12 @@ from starlette.requests import Request
 
 from midstream.api.signals import OVERWRITE, SignalBody, overwrites
 from midstream.api.transfer_answers import TransferDone, TransferFinished, TransferOpened, TransferStarted
-from midstream.api.updates import NotLoaded, TakePushed, Updates, only
+from midstream.api.updates import TakePushed, Updates, only
 from midstream.core.endpoints import Endpoint, choice, serves
 from midstream.core.errors import (
     Conflict,
     InvalidRequest,
     MidstreamError,
-    ReplicaUnavailable,
     SnapshotRefused,
     UnknownField,
 )
@@ -270,14 +269,9 @@ class _SignalOf:
             raise SnapshotRefused(f"weight_version: {error.message}", param="weight_version") from error
 
     async def served(self, desired: Desired, replicas: Collection[str], within_s: float) -> None:
-        try:
-            await self._updates.served(self._deployment, desired, replicas=replicas, within_s=within_s)
-        except NotLoaded as error:
-            reports = [view.report for view in self._deployment.replicas.views]
-            if any(report is not None and report.own.refused >= desired.generation for report in reports):
-                raise
-            # A full disk, an engine that died. The same weights may load the next time.
-            raise ReplicaUnavailable(f"{error.message}; push it again") from error
+        await self._updates.served(
+            self._deployment, desired, replicas=replicas, within_s=within_s, again="push it again"
+        )
 
 
 def sent_tensors(raw: dict[str, Any]) -> list[SentTensors]:

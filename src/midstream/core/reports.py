@@ -51,7 +51,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     # The snapshot that is being loaded, or the one that failed.
     target: str | None = None
     error: str | None = None
-    # Generation of the last target whose weights were at fault, so that any replica would refuse them. 0: of none.
+    # Generation of the last target whose files or weights were at fault, so that any replica would refuse them. 0: of none.
     refused: Whole = 0
     # Requests being served.
     in_flight: Whole = 0

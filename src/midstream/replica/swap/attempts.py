@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import enum
 
-from midstream.core.errors import SnapshotIncompatible, SnapshotNotFinite
+from midstream.core.errors import (
+    SnapshotCorrupt,
+    SnapshotIncompatible,
+    SnapshotMissing,
+    SnapshotNotFinite,
+)
 from midstream.core.table import Table
 from midstream.core.types import Desired
 from midstream.engine.base import EngineDied, StagingFailed, WeightsRefused
 from midstream.replica.swap import table
 from midstream.replica.swap.checker import ScoresNotFinite
 from midstream.replica.swap.table import SwapMachine
+from midstream.snapshots.content import by_content
 
 #: Attempts in a row that may be given up for newer targets. Those given up while HELD are counted by themselves.
 GIVEN_UP_MAX = 2
@@ -199,7 +205,9 @@ class Attempts:
             event = AttemptEvent.LOST_TRACK
         action = self.move(event)
         if action is not AttemptAction.NOTHING:
-            self._machine.fail(message, refused=isinstance(error, REFUSALS))
+            target = self._machine.target
+            assert target is not None
+            self._machine.fail(message, refused=at_fault(error, target))
         return action
 
     def ended(self) -> AttemptAction:
@@ -230,3 +238,14 @@ class Attempts:
             # Too often in vain, it waits for its turn, which comes before that of a newer one that has to wait, too.
             return self._held_in_vain < GIVEN_UP_MAX or (machine.held and not newer.hold)
         return self._superseded_in_a_row < GIVEN_UP_MAX and machine.supersedable
+
+
+def at_fault(error: Exception, target: Desired) -> bool:
+    """Whether what was published is to blame for the failure of a load, and not this server."""
+    if isinstance(error, SnapshotCorrupt):
+        # A file or a delta in the bucket is torn. Pushed bytes were digested here, so this server damaged them.
+        return not by_content(target.fingerprint)
+    if isinstance(error, SnapshotMissing):
+        # Pushed files come into the bucket by this server.
+        return not any(by_content(one.fingerprint) for one in target.files)
+    return isinstance(error, REFUSALS)

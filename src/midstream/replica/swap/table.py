@@ -81,7 +81,7 @@ class SwapMachine:
         self.accepted: Desired | None = None
         self.target: Desired | None = None
         self.error: str | None = None
-        #: Generation of the last target whose weights were at fault. 0: of none.
+        #: Generation of the last target that was at fault itself. 0: of none.
         self.refused = 0
         self.transitions: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
 
@@ -180,7 +180,7 @@ class SwapMachine:
             self.sound = self.checked = True
 
     def fail(self, message: str, *, refused: bool = False) -> None:
-        """refused: the weights are at fault, and would be on any replica."""
+        """refused: the files or the weights are at fault, and would be on any replica."""
         assert self.target is not None
         if refused:
             self.refused = self.target.generation
