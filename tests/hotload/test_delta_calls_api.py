@@ -135,7 +135,9 @@ def test_a_version_that_a_replica_has_no_room_for_may_be_asked_for_again(tmp_pat
         server.replicas._changed()
         answer = await asked
         assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
-        assert answer.json()["error"]["message"] == "replica-1 could not load '1': the disk is full; ask again"
+        assert (
+            answer.json()["error"]["message"] == "replica-1 could not load '1': the disk is full; ask again"
+        )
         again = asyncio.create_task(delta_call(server, path))
         while (desired := await server.desired()) is None or desired.generation != 3:
             assert not again.done(), "the replicas try once more"

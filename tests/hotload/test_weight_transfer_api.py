@@ -46,6 +46,11 @@ NCCL = {
 CONTENT = (FileContent("model.safetensors", 12, "a" * 64),)
 
 
+def named(generation: int) -> str:
+    """The name that the ledger gives CONTENT."""
+    return f"update-{generation:06d}-push-{content_fingerprint(CONTENT).removeprefix('content:')[:12]}"
+
+
 class Replicas:
     """Takes orders. refusals: what an order of a kind is refused with."""
 
@@ -120,10 +125,10 @@ def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Pa
         answer = await while_three_load(server, null)
         told = answer.json()
         assert (answer.status_code, told["message"]) == (200, "Weight update finished")
-        assert (told["weight_version"], told["fenced"]) == ("update-000001-push", {})
+        assert (told["weight_version"], told["fenced"]) == (named(1), {})
         desired = await server.desired()
         assert desired is not None
-        assert desired.url == f"{server.bucket.as_uri()}/update-000001-push"
+        assert desired.url == f"{server.bucket.as_uri()}/{named(1)}"
         assert (desired.fingerprint, desired.content) == (content_fingerprint(CONTENT), CONTENT)
         assert desired.reset_prompt_cache == "all"
         [shown] = (await server.http.get(f"/v1/{DEPLOYMENT}/ledger")).json()["transfers"]
@@ -131,7 +136,7 @@ def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Pa
         assert [member["rank"] for member in shown["members"]] == [1, 2, 3]
         [update] = shown["updates"]
         assert (update["identity"], update["generation"], update["kept"]) == (
-            "update-000001-push", 1, "wanted"
+            named(1), 1, "wanted"
         )  # fmt: skip
         assert (await server.http.post("/start_weight_update")).json()["update"] == 2
         answer = await server.http.post("/shutdown_weight_transfer_engine")
@@ -476,21 +481,24 @@ def test_replicas_that_take_weights_in_two_ways_form_no_group(tmp_path: Path) ->
     pushing(tmp_path, work, (4, 3))
 
 
-@pytest.mark.parametrize("digit", ["a", "b"])
-def test_an_update_without_a_name_gets_one_under_which_the_bucket_has_no_other_files(
-    tmp_path: Path, digit: str
-) -> None:
+def test_an_update_without_a_name_gets_its_own_whatever_is_signalled_meanwhile(tmp_path: Path) -> None:
+    """The name is made in the transaction that takes the signal, and nobody has files under it."""
+
     async def work(server: Server, replicas: Replicas) -> None:
-        there = server.bucket / "update-000001-push"
-        there.mkdir(parents=True)
-        (there / "model.safetensors").write_bytes(b"y" * 12)
-        manifest = (FileContent("model.safetensors", 12, digit * 64),)
-        (there / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+        for taken in ("update-000001-push", "update-000002-push"):
+            server.write(taken)
         await begin(server)
         await send(server)
+        signal, overtaken = server.ledger.signal, []
+
+        async def overtake(*given: Any, **more: Any) -> Any:
+            if not overtaken:
+                overtaken.append("a")
+                assert (await server.signal({"identity": "a"})).status_code == 200
+            return await signal(*given, **more)
+
+        server.ledger.signal = overtake  # type: ignore[method-assign]
         answer = await while_three_load(server, server.http.post("/finish_weight_update"))
-        mine = content_fingerprint(CONTENT).removeprefix("content:")[:12]
-        wanted = "update-000001-push" if manifest == CONTENT else f"update-000001-push-{mine}"
-        assert answer.json()["weight_version"] == wanted
+        assert (answer.json()["weight_version"], answer.json()["generation"]) == (named(2), 2)
 
     pushing(tmp_path, work)

@@ -143,11 +143,12 @@ def test_an_update_without_some_replicas_ends_its_group(url: str) -> None:
 def test_pushed_weights_without_a_name_get_a_growing_one_in_the_bucket(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         first = (await ledger.signal(DEPLOYMENT, pushed())).desired
-        assert (first.snapshot, first.url) == ("update-000001-push", "file:///bucket/update-000001-push")
+        name = f"update-000001-push-{PRINT.removeprefix('content:')[:12]}"
+        assert (first.snapshot, first.url) == (name, f"file:///bucket/{name}")
         again = await ledger.signal(DEPLOYMENT, pushed())
-        assert (again.desired.snapshot, again.changed) == ("update-000001-push", False)
+        assert (again.desired.snapshot, again.changed) == (name, False)
         other = Signal(identity="", url="", fingerprint="content:" + "b" * 64)
-        assert (await ledger.signal(DEPLOYMENT, other)).desired.snapshot == "update-000002-push"
+        assert (await ledger.signal(DEPLOYMENT, other)).desired.snapshot == f"update-000002-push-{'b' * 12}"
 
     on_ledger(url, work)
 

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +28,7 @@ from midstream.api.capabilities import check_signal
 from midstream.api.delta_calls import DeltaCallsApi
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PoliciesApi, ending
-from midstream.api.pushed_names import check_name, free_name
+from midstream.api.pushed_names import check_name
 from midstream.api.signals import (
     OVERWRITE,
     SOURCE_URL_HEADER,
@@ -225,9 +224,6 @@ class HotLoadApi:
         """
         if body.identity:
             await check_name(self._ledger, deployment, body.identity, content)
-        else:
-            identity = await free_name(self._ledger, deployment, content)
-            body = msgspec.structs.replace(body, identity=identity)
         sizes = {file.name: file.size for file in content}
         found = DirectoryContents(content_fingerprint(content), sizes, content)
         return await self._take_found(deployment, body, "", found, overwrite, (), committing)

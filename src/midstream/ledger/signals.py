@@ -195,6 +195,8 @@ _FIRST_BOOTS = "_first_boots"
 PUSHED = "push"
 #: Of a directory's name, in the name of a snapshot that got none.
 NAMED_CHARS = 64
+#: Of a content's digest, in the name of a snapshot that was sent.
+NAMED_DIGITS = 12
 
 
 def accept(
@@ -251,7 +253,10 @@ def _placed(db: sa.Connection, row: Any, signal: Signal, generation: int) -> Sig
 
 
 def _name_of(db: sa.Connection, row: Any, signal: Signal, generation: int) -> str:
-    """Generations grow, and the name begins with one: no snapshot has it, and names are in the order of their signals."""
+    """Generations grow, and the name begins with one: no snapshot has it, and names are in the order of their signals.
+
+    What was sent has the digest of its content in its name, so that no bucket has other files under it.
+    """
     desired = find(db, row.id, row.desired_snapshot)
     if desired is not None and desired.fingerprint == signal.fingerprint:
         url = signal.url or snapshot_url(row.bucket_url, desired.identity)
@@ -259,13 +264,9 @@ def _name_of(db: sa.Connection, row: Any, signal: Signal, generation: int) -> st
             return str(desired.identity)
     directory = unquote(signal.url.rstrip("/").rpartition("/")[2])
     if not directory:
-        return pushed_name(generation)
+        assert signal.fingerprint is not None
+        return f"update-{generation:06d}-{PUSHED}-{signal.fingerprint.rpartition(':')[2][:NAMED_DIGITS]}"
     return f"update-{generation:06d}-{re.sub('[^A-Za-z0-9._-]', '-', directory)[:NAMED_CHARS]}"
-
-
-def pushed_name(generation: int) -> str:
-    """Of a snapshot that was sent without a name."""
-    return f"update-{generation:06d}-{PUSHED}"
 
 
 def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
