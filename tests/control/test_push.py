@@ -129,6 +129,20 @@ def test_the_quorum_commits_without_a_member_that_is_fenced(tmp_path: Path, kind
     in_world(tmp_path, work, TWO_OF_THREE)
 
 
+def test_a_member_that_stalls_in_the_finish_leaves_the_quorum_time_to_serve(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        world.replicas["replica-1"].faults[Finish] = "hang"
+        # It would answer when the call has no time left.
+        done = await asyncio.wait_for(gateway.push(), 60.0)
+        assert done.fenced == {"replica-1": "replica-1 gave no answer"}
+        assert gateway.waited_for == ["replica-0", "replica-2"]
+        assert await world.group() is None
+
+    in_world(tmp_path, work, msgspec.structs.replace(TWO_OF_THREE, finish_s=0.1))
+
+
 def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways

@@ -73,6 +73,8 @@ logger = logging.getLogger(__name__)
 GRACE_S = 10.0
 #: After so long a ledger that did not answer is asked again.
 RECALL_AGAIN_S = 0.5
+#: Of the time to finish: once the quorum has finished, others are waited for until then.
+STRAGGLERS_SHARE = 0.5
 #: Work that has begun has so long when the gateway closes.
 CLOSE_S = 5.0
 #: Phases in which replicas may hold bytes of an update.
@@ -218,6 +220,8 @@ class PushDoor:
                 group=group.group, boot=member.boot, within_s=finish_s, update=group.number
             ),
             lambda: left_since(deployment, group),
+            # The rest of the time is for those that have the bytes, to serve them.
+            finish_s * STRAGGLERS_SHARE,
         )
         if found.refused is not None:
             await self._drop(deployment, group)
@@ -337,12 +341,13 @@ class PushDoor:
         group: Transfer,
         order: Callable[[TransferMember], Any],
         left: Callable[[], Collection[str]] = tuple,
+        patience_s: float | None = None,
     ) -> OrderAnswers:
-        """left: members that do not count."""
+        """left: members that do not count. patience_s: for those beyond the quorum."""
         gone = set(left())
         members = [member for member in group.active if member.replica not in gone]
         may_fail = len(members) - needed(group, self._settings.quorum, gone)
-        return await ask(self._orders(deployment), members, order, may_fail, left)
+        return await ask(self._orders(deployment), members, order, may_fail, left, patience_s)
 
     async def _raise_refusal(
         self, deployment: Deployment, group: Transfer, refused: OrderRefused | None

@@ -99,19 +99,29 @@ async def ask(
     order: Callable[[TransferMember], TransferOrder],
     may_fail: int = 0,
     left: Callable[[], Collection[str]] = tuple,
+    patience_s: float | None = None,
 ) -> OrderAnswers:
     """Send each member its order, all at once. Ends early on a refusal, or once more than `may_fail` have failed.
 
-    left: members whose failures do not count.
+    left: members whose failures do not count. patience_s: once all but `may_fail` have answered, the others are waited for until
+    the call is so old; None: until they answer.
     """
     found = OrderAnswers()
+    now = asyncio.get_running_loop().time
+    began = now()
     tasks = {
         asyncio.create_task(orders.send(member.replica, order(member))): member.replica for member in members
     }
     waiting = set(tasks)
     try:
         while waiting and found.refused is None and len(found.failed.keys() - set(left())) <= may_fail:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            lacking = {member.replica for member in members} - found.answers.keys() - set(left())
+            within_s = None
+            if patience_s is not None and len(lacking) <= may_fail:
+                within_s = max(0.0, began + patience_s - now())
+            done, waiting = await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
             # In the order of the members.
             for task in [task for task in tasks if task in done]:
                 _note(found, tasks[task], task)
