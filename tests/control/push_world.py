@@ -72,6 +72,7 @@ class FakeReplica:
     rank: int = 0
     update: int = 0
     received: list[str] = field(default_factory=list)
+    finished: int = 0
     trainer_alive: bool = True
     dead: bool = False
     orders: list[TransferOrder] = field(default_factory=list)
@@ -121,6 +122,7 @@ class FakeReplica:
             case Drop(update=update):
                 if update == self.update:
                     self.received = []
+                    self.finished = 0
             case Keep(snapshot=snapshot):
                 self.bucket.append(snapshot)
             case Alive():
@@ -134,10 +136,13 @@ class FakeReplica:
     def _work(self, order: TransferOrder) -> msgspec.Struct:
         match order:
             case Begin(update=update):
-                self.update, self.received = update, []
+                self.update, self.received, self.finished = update, [], 0
             case Receive(sent=sent):
                 self.received += sent.names
-            case Finish():
+            case Finish(update=update):
+                if update not in (self.update, self.finished):
+                    raise OrderFailed(f"{self.name} answered 409: another update")
+                self.finished = update
                 return Received(content=content(self.bytes), received_bytes=28)
             case Check():
                 pass

@@ -417,17 +417,63 @@ def test_a_trainer_that_hangs_up_ends_no_work(tmp_path: Path) -> None:
     in_world(tmp_path, work)
 
 
-def test_a_signal_that_is_refused_drops_the_update_and_the_group_goes_on(tmp_path: Path) -> None:
+def test_a_name_that_is_refused_leaves_the_update_to_another_name_at_any_gateway(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        one.fails_sign = SnapshotRefused("weight_version: v1 means other files", param="weight_version")
+        with pytest.raises(
+            SnapshotRefused, match="hold the weights for 200 s: call /finish_weight_update"
+        ) as no:
+            await one.push()
+        assert no.value.param == "weight_version"
+        assert all(replica.received for replica in world.replicas.values())
+        assert (await world.group()).phase is Phase.UNNAMED
+        with pytest.raises(
+            Conflict, match="is unnamed; call /finish_weight_update with another weight_version"
+        ):
+            await one.update()
+        world.version = "v2"
+        world.clock.time += SETTINGS.finish_s - 1.0
+        assert (await other.finish()).desired.snapshot == "v2"
+        assert not [o for each in world.replicas.values() for o in each.orders if isinstance(o, Drop)]
+        # The next update is an update as any other.
+        world.version, one.fails_sign = "v3", None
+        assert (await one.push()).desired.snapshot == "v3"
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_weights_without_a_name_are_held_until_the_deadline_of_the_first_finish(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        gateway.fails_sign = SnapshotRefused("identity: v1 means other files", param="identity")
+        for call in (gateway.push, gateway.finish):
+            with pytest.raises(SnapshotRefused):
+                await call()
+            await gateway.upkeep.look_once()
+            assert (await world.group()).phase is Phase.UNNAMED
+            world.clock.time += (SETTINGS.finish_s + push.GRACE_S) / 2 + 1.0
+        await gateway.upkeep.look_once()
+        assert (await world.group(), world.groups, await world.signalled()) == (None, set(), [])
+        assert not any(one.received for one in world.replicas.values())
+
+    in_world(tmp_path, work)
+
+
+def test_an_update_that_begins_instead_of_another_name_drops_the_weights_first(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways
         await gateway.init()
         gateway.fails_sign = SnapshotRefused("identity: v1 means other files", param="identity")
         with pytest.raises(SnapshotRefused):
             await gateway.push()
-        assert not any(one.received for one in world.replicas.values())
-        assert (await world.group()).phase is Phase.JOINED
         gateway.fails_sign = None
         assert (await gateway.push()).desired.snapshot == "v1"
+        for one in world.replicas.values():
+            kinds = [type(order) for order in one.orders]
+            assert kinds[kinds.index(Drop) + 1] is Begin
 
     in_world(tmp_path, work)
 
@@ -464,8 +510,10 @@ def test_a_commit_whose_answer_was_lost_is_looked_up(
         else:
             with pytest.raises(LedgerUnavailable):
                 await gateway.push()
-            assert (await world.signalled(), (await world.group()).phase) == ([], Phase.JOINED)
-            assert all(isinstance(one.orders[-1], Drop) for one in world.replicas.values())
+            assert (await world.signalled(), (await world.group()).phase) == ([], Phase.UNNAMED)
+            assert all(isinstance(one.orders[-1], Finish) for one in world.replicas.values())
+            gateway.sign = real  # type: ignore[method-assign]
+            assert (await gateway.finish()).desired.snapshot == "v1"
         assert silent == []
 
     in_world(tmp_path, work)

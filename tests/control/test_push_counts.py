@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from push_world import DEPLOYMENT, SETTINGS, World, in_world
 
-from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotRefused
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import Begin, Check, Finish, Keep, Receive
 from midstream.fleet.push_counts import PushCounts
 from midstream.ledger import Phase
@@ -42,8 +42,8 @@ def test_committed_updates_are_counted_with_their_bytes_and_their_time(tmp_path:
 def test_an_update_that_is_refused_at_its_end_is_dropped_and_its_call_is_not_timed(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways
-        gateway.fails_sign = SnapshotRefused("another snapshot has this name", param="identity")
-        with pytest.raises(SnapshotRefused):
+        gateway.fails_sign = Conflict("the deployment is being deleted")
+        with pytest.raises(Conflict):
             await gateway.whole()
         assert (counts(world).updates, counts(world).groups_ended) == ({"dropped": 1}, {})
         assert "finishing" not in gateway.door.counts.seconds

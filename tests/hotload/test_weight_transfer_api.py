@@ -19,6 +19,7 @@ from midstream.core.transfer import (
     CarriedOut,
     Check,
     CheckInPlace,
+    Drop,
     Finish,
     Join,
     JoinInPlace,
@@ -166,33 +167,71 @@ def test_a_version_and_a_cache_policy_are_those_of_the_signal(tmp_path: Path) ->
     pushing(tmp_path, work)
 
 
-def test_a_version_that_means_other_weights_is_refused_unless_they_are_to_replace_it(tmp_path: Path) -> None:
+def test_a_version_that_means_other_weights_is_refused_and_another_call_to_finish_mends_it(
+    tmp_path: Path,
+) -> None:
     async def work(server: Server, replicas: Replicas) -> None:
-        async def push(digit: str, **headers: str) -> Any:
-            replicas.content = (FileContent("model.safetensors", 12, digit * 64),)
-            await server.http.post("/start_weight_update")
-            await send(server)
-            asked = server.http.post(
-                "/finish_weight_update",
-                json={"weight_version": "7"},
-                headers={name.replace("_", "-"): value for name, value in headers.items()},
-            )
+        async def finish(version: str, **headers: str) -> Any:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            asked = server.http.post("/finish_weight_update", json={"weight_version": version}, headers=named)
             return await while_three_load(server, asked)
 
+        async def push(digit: str) -> None:
+            replicas.content = (FileContent("model.safetensors", 12, digit * 64),)
+            assert (await server.http.post("/start_weight_update")).status_code == 200
+            assert (await send(server)).status_code == 200
+
         await server.http.post("/init_weight_transfer_engine", json=INIT)
-        assert (await push("a")).status_code == 200
+        await push("a")
+        assert (await finish("7")).status_code == 200
         first = await server.desired()
         assert first is not None
         served = SnapshotContent(snapshot="7", fingerprint=first.fingerprint, files=replicas.content)
         await server.ledger.learn_content(DEPLOYMENT, served)
-        answer = await push("b")
+        await push("b")
+        answer = await finish("7")
         assert bad(answer) == (400, "weight_version"), answer.text
+        assert "call /finish_weight_update with another weight_version" in answer.text
         assert (await server.desired()) == first
-        # The group is still there.
-        assert (await push("b", x_midstream_overwrite="1")).status_code == 200
+        # The weights are still there: under another name, or in place of those.
+        assert (await finish("8")).json()["weight_version"] == "8"
+        await push("c")
+        assert bad(await finish("7")) == (400, "weight_version")
+        assert (await finish("7", x_midstream_overwrite="1")).status_code == 200
         last = await server.desired()
         assert last is not None
-        assert last.content == replicas.content
+        assert (last.snapshot, last.content, replicas.of(Drop)) == ("7", replicas.content, [])
+
+    pushing(tmp_path, work)
+
+
+def test_a_name_is_looked_at_before_a_tensor_moves_where_the_start_has_it(tmp_path: Path) -> None:
+    async def work(server: Server, replicas: Replicas) -> None:
+        async def start(version: Any) -> Any:
+            return await server.http.post("/start_weight_update", json={"weight_version": version})
+
+        await server.http.post("/init_weight_transfer_engine", json=INIT)
+        for refused, why in (("../x", "weight_version"), ("a", "has files at"), ("", "weight_version")):
+            answer = await start(refused)
+            assert bad(answer) == (400, "weight_version")
+            assert why in answer.text
+        for _ in range(2):
+            # The second time as after a finish that answered 503: the same update comes again.
+            assert (await start("new")).status_code == 200
+            await send(server)
+            answer = await while_three_load(server, server.http.post("/finish_weight_update"))
+            assert answer.json()["weight_version"] == "new"
+        # A call that was repeated gets the same answer.
+        again = await while_three_load(server, server.http.post("/finish_weight_update"))
+        assert again.json()["weight_version"] == "new"
+        assert (await start("newer")).status_code == 200
+        await send(server)
+        body = {"weight_version": "other"}
+        answer = await while_three_load(server, server.http.post("/finish_weight_update", json=body))
+        assert answer.json()["weight_version"] == "other", "the finish has the last word"
+        answer = await start("new")
+        assert bad(answer) == (400, "weight_version")
+        assert "was signalled before" in answer.text
 
     pushing(tmp_path, work)
 

@@ -257,6 +257,25 @@ async def test_finished_files_are_the_sources_until_they_are_dropped() -> None:
     await here.transfers.close()
 
 
+@pytest.mark.parametrize("then", ["nothing", "its trainer is gone"])
+@in_a_loop
+async def test_a_finish_that_comes_again_gets_the_same_answer(then: str) -> None:
+    """The name that the trainer gave was refused, and it gives another one."""
+    here = Here()
+    await here.at("open")
+    await here.do("receive", "finish")
+    if then != "nothing":
+        here.receivers[0].ends(then)
+        await soon(lambda: here.phase == "ended")
+    answer = await here.transfers.answer(orders()["finish"])
+    assert answer == Received(content=CONTENT, received_bytes=8)
+    assert here.source.calls == ["received /cache/.moving-0"]
+    await here.do("drop")
+    with pytest.raises(Conflict if then == "nothing" else ReplicaUnavailable):
+        await here.do("finish")
+    await here.transfers.close()
+
+
 @in_a_loop
 async def test_finished_files_are_dropped_also_when_the_receiver_has_ended() -> None:
     here = Here()
@@ -433,7 +452,7 @@ async def test_orders_come_over_http_and_errors_have_their_shape(tmp_path: Path)
         assert answer.json() == {"alive": True}
         finished = await ordered(here, of_boot["finish"])
         assert msgspec.json.decode(finished.content, type=Received).content == CONTENT
-        conflict = await ordered(here, of_boot["finish"])
+        conflict = await ordered(here, of_boot["receive"])
         assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "conflict_error")
         other = await ordered(here, orders()["leave"])
         assert (other.status_code, other.headers["x-midstream-another-boot"]) == (503, "1")

@@ -168,6 +168,15 @@ async def test_the_file_has_what_the_engine_was_given(tmp_path: Path) -> None:
     await here.transfers.close()
 
 
+@in_a_loop
+async def test_an_engine_that_waits_for_another_name_holds_what_was_written(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    received = await here.whole()
+    assert await here.transfers.answer(Finish(**UPDATE)) == received
+    assert here.weights.calls == ["join", "hold", "write", "finish", "written"]
+    await here.transfers.close()
+
+
 @pytest.mark.parametrize(
     ("info", "param"),
     [

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
+from midstream.api.pushed_names import check_new_name
 from midstream.api.signals import OVERWRITE, SignalBody, overwrites
 from midstream.api.transfer_answers import TransferDone, TransferFinished, TransferOpened, TransferStarted
 from midstream.api.updates import TakePushed, Updates, only
@@ -71,9 +72,12 @@ class InitTransfer(msgspec.Struct, frozen=True):
 
 
 class StartUpdate(msgspec.Struct, frozen=True):
-    """is_checkpoint_format: of older clients of vLLM. Tensors are always those of a checkpoint, so false is refused."""
+    """is_checkpoint_format: of older clients of vLLM. Tensors are always those of a checkpoint, so false is refused.
+
+    weight_version: the snapshot's identity, where it is known already. One that is taken is refused before a tensor moves."""
 
     is_checkpoint_format: bool | None = None
+    weight_version: str | None = None
 
 
 class DeltaInit(msgspec.Struct, frozen=True):
@@ -87,7 +91,7 @@ class DeltaInit(msgspec.Struct, frozen=True):
 
 
 class FinishUpdate(msgspec.Struct, frozen=True):
-    """weight_version: the snapshot's identity; without one the ledger gives a name."""
+    """weight_version: the snapshot's identity. Without one it is that of the start, or a name that the ledger gives."""
 
     weight_version: str | None = None
 
@@ -142,7 +146,8 @@ class WeightTransferApi:
     )
     async def start(self, request: Request) -> TransferStarted:
         deployment = only(self._deployments, request)
-        if fields_of(_maybe(await read_body(request)), StartUpdate).is_checkpoint_format is False:
+        body = fields_of(_maybe(await read_body(request)), StartUpdate)
+        if body.is_checkpoint_format is False:
             raise _wrong(
                 "is_checkpoint_format",
                 "false means tensors as an engine's kernels keep them; send those of the checkpoint, with its names",
@@ -151,7 +156,11 @@ class WeightTransferApi:
             return TransferStarted(f"{found.snapshot} was fetched already", "", 0)
         # It may have been set since the group was formed.
         await self._check_transition(deployment, backend_of(deployment))
-        group = await self._door.run(self._door.start(deployment), Phase.STARTING)
+        if body.weight_version is not None:
+            check_identity(body.weight_version, "weight_version")
+            await self._take.check_pushed(request, deployment, SignalBody(body.weight_version))
+            await check_new_name(self._ledger, deployment, body.weight_version)
+        group = await self._door.run(self._door.start(deployment, body.weight_version), Phase.STARTING)
         return TransferStarted("Weight update started", group.group, group.number)
 
     async def refuse(self, deployment: Deployment, error: MidstreamError) -> NoReturn:
@@ -196,13 +205,12 @@ class WeightTransferApi:
             return TransferFinished(
                 f"{found.snapshot} serves", found.snapshot, found.generation, replicas, {}
             )
-        signal = SignalBody(body.weight_version or "", reset_prompt_cache=_reset(request))
+        version = body.weight_version or await self._named_at_start(deployment)
+        signal = SignalBody(version or "", reset_prompt_cache=_reset(request))
         await self._take.check_pushed(request, deployment, signal)
         overwrite = overwrites(request.headers)
         publishing = _SignalOf(deployment, signal, overwrite, self._take, self._updates)
-        done = await self._door.run(
-            self._door.finish(deployment, publishing, body.weight_version), Phase.FINISHING
-        )
+        done = await self._door.run(self._door.finish(deployment, publishing, version), Phase.FINISHING)
         return TransferFinished(
             message="Weight update finished",
             weight_version=done.desired.snapshot,
@@ -224,6 +232,12 @@ class WeightTransferApi:
         _nothing_in(_maybe(await read_body(request)))
         await self._door.run(self._door.shutdown(deployment))
         return TransferDone("Weight transfer shut down")
+
+    async def _named_at_start(self, deployment: Deployment) -> str | None:
+        """The name of the update that is open, or was the last one."""
+        group = await self._ledger.transfer(deployment.name)
+        update = None if group is None else await self._ledger.last_update(group)
+        return None if update is None else update.identity
 
     async def _check_transition(self, deployment: Deployment, backend: str) -> None:
         """Raises Conflict where a swap would wait for requests that wait for the swap."""

@@ -127,7 +127,7 @@ class ReceiveInPlace(_Order, frozen=True, kw_only=True, tag="receive in place"):
 
 
 class Finish(_Order, frozen=True, kw_only=True, tag="finish"):
-    """Close the files of the update. Refused when a tensor was not sent. Answered with `Received`."""
+    """Close the files of the update. Refused when a tensor was not sent. Answered with `Received`, also when it comes again."""
 
     update: int
 

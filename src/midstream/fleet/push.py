@@ -7,6 +7,7 @@ Always holds:
 - Every phase has a deadline. A group that is past it ends: its replicas leave it, and what they received is dropped.
 - A trainer that may be inside a broadcast does not hang: when its update is refused, the group ends.
 - An update becomes a snapshot only if its replicas, at least the quorum, have the same bytes. Nothing of it serves before.
+- A name that is refused ends nothing: the replicas hold the weights for another one until the deadline.
 - Work that has begun ends in its own time, whatever becomes of the trainer's connection. `close` waits for it.
 """
 
@@ -20,7 +21,13 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from midstream.core.config import PushSettings
-from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, ReplicaUnavailable
+from midstream.core.errors import (
+    Conflict,
+    InvalidRequest,
+    MidstreamError,
+    ReplicaUnavailable,
+    SnapshotRefused,
+)
 from midstream.core.transfer import (
     Begin,
     Finish,
@@ -36,6 +43,7 @@ from midstream.fleet.push_members import (
     INIT,
     NEXT,
     all_ready,
+    and_ended,
     boot_of,
     changed_since,
     left_since,
@@ -52,7 +60,7 @@ from midstream.fleet.push_orders import (
     read_answer,
     trainer_lives,
 )
-from midstream.fleet.push_signal import Finished, UpdateSignal
+from midstream.fleet.push_signal import Finished, UpdateSignal, desired_of, finished_before
 from midstream.fleet.registry import Deployment
 from midstream.ledger import (
     Committing,
@@ -63,7 +71,6 @@ from midstream.ledger import (
     Phase,
     Transfer,
     TransferMember,
-    TransferUpdate,
 )
 from midstream.ledger.transfers import MOVES
 
@@ -78,7 +85,7 @@ STRAGGLERS_SHARE = 0.5
 #: Work that has begun has so long when the gateway closes.
 CLOSE_S = 5.0
 #: Phases in which replicas may hold bytes of an update.
-_UNFINISHED = (Phase.STARTING, Phase.STARTED, Phase.RECEIVING, Phase.FINISHING)
+_UNFINISHED = (Phase.STARTING, Phase.STARTED, Phase.RECEIVING, Phase.FINISHING, Phase.UNNAMED)
 
 T = TypeVar("T")
 
@@ -158,12 +165,16 @@ class PushDoor:
         await self._all_do(deployment, group, join, "join the group")
         return await self._advance(deployment, group, Event.JOINED)
 
-    async def start(self, deployment: Deployment) -> Transfer:
-        """Have every replica make room for an update. Raises MidstreamError."""
+    async def start(self, deployment: Deployment, version: str | None = None) -> Transfer:
+        """Have every replica make room for an update. version: its name, if it is known. Raises MidstreamError."""
         settings = self._settings
         seen = await self._open(deployment, Event.START)
         await self._check_members(deployment, seen)
-        group = await self._ledger.move_transfer(seen, Event.START, within_s=settings.update_s + GRACE_S)
+        group = await self._ledger.move_transfer(
+            seen, Event.START, within_s=settings.update_s + GRACE_S, identity=version
+        )
+        if seen.phase is Phase.UNNAMED:
+            await self._endings.drop(self._orders(deployment), seen)
         live_s = settings.update_s + settings.finish_s + 2 * GRACE_S
 
         def begin(member: TransferMember) -> Begin:
@@ -195,7 +206,7 @@ class PushDoor:
         group = await self._ledger.transfer(deployment.name)
         if group is not None and group.phase is Phase.STARTED:
             await self.end(deployment, group, "refused", error.message)
-            raise InvalidRequest(_and_ended(error.message), param=error.param) from error
+            raise InvalidRequest(and_ended(error.message), param=error.param) from error
         raise error
 
     async def finish(
@@ -203,25 +214,30 @@ class PushDoor:
     ) -> Finished:
         """Make a snapshot of what the replicas received, and wait until they serve it. Raises MidstreamError.
 
-        version: the name that the trainer gives. A call whose answer was lost may be repeated, and changes nothing then.
+        version: the name that the trainer gives. A call whose answer was lost may be repeated, and changes nothing then. When
+        the name is refused, the replicas hold the weights, and another name may come until the deadline.
         """
         finish_s = self._settings.finish_s
-        before = await self._finished_before(deployment, version)
+        before = await finished_before(self._ledger, deployment.name, version)
         if before is not None:
             await publishing.served(before.desired, before.replicas, finish_s)
             return before
         seen = await self._open(deployment, Event.FINISH)
-        group = await self._ledger.move_transfer(seen, Event.FINISH, within_s=finish_s + GRACE_S)
+        # The replicas hold the weights for a name as long as they would have had for the first one.
+        within_s = None if seen.phase is Phase.UNNAMED else finish_s + GRACE_S
+        group = await self._ledger.move_transfer(seen, Event.FINISH, within_s=within_s)
+        if (finish_within_s := self._left_s(group)) <= 0:
+            await self._fail(deployment, group, {}, "finish the update")
         until = asyncio.get_running_loop().time() + finish_s
         found = await self._ask(
             deployment,
             group,
             lambda member: Finish(
-                group=group.group, boot=member.boot, within_s=finish_s, update=group.number
+                group=group.group, boot=member.boot, within_s=finish_within_s, update=group.number
             ),
             lambda: left_since(deployment, group),
             # The rest of the time is for those that have the bytes, to serve them.
-            finish_s * STRAGGLERS_SHARE,
+            finish_within_s * STRAGGLERS_SHARE,
         )
         if found.refused is not None:
             await self._drop(deployment, group)
@@ -354,7 +370,7 @@ class PushDoor:
     ) -> None:
         if refused is not None:
             await self.end(deployment, group, "refused", refused.message)
-            raise InvalidRequest(_and_ended(refused.message), param=refused.param)
+            raise InvalidRequest(and_ended(refused.message), param=refused.param)
 
     async def _fail(
         self, deployment: Deployment, group: Transfer, failed: dict[str, str], what: str
@@ -362,7 +378,7 @@ class PushDoor:
         why = _words(failed) or f"{group.phase} took longer than its deadline allows"
         ending: Ending = "failed" if failed else "deadline"
         await self.end(deployment, group, ending, f"did not {what}: {why}")
-        raise ReplicaUnavailable(_and_ended(f"not every replica could {what}: {why}"))
+        raise ReplicaUnavailable(and_ended(f"not every replica could {what}: {why}"))
 
     async def _fence(
         self,
@@ -421,26 +437,16 @@ class PushDoor:
         except LedgerUnavailable:
             # The answer to the commit may be lost.
             return await self._recall(deployment, group)
+        except SnapshotRefused as error:
+            await self._ledger.move_transfer(group, Event.NAME_REFUSED)
+            held_s = max(0.0, self._left_s(group))
+            raise SnapshotRefused(
+                f"{error.message}. The replicas hold the weights for {held_s:.0f} s: {NEXT[Phase.UNNAMED]}",
+                param=error.param,
+            ) from error
         except MidstreamError:
             await self._drop(deployment, group)
             raise
-
-    async def _finished_before(self, deployment: Deployment, version: str | None) -> Finished | None:
-        """What the last update became, if it has this name and no other was started since. Raises Conflict."""
-        group = await self._ledger.transfer(deployment.name)
-        if group is None or group.phase is not Phase.JOINED:
-            return None
-        update = await self._ledger.committed_update(group)
-        if update is None or version not in (None, update.identity):
-            return None
-        return Finished(await self._desired_of(deployment, update), update.replicas, {})
-
-    async def _desired_of(self, deployment: Deployment, update: TransferUpdate) -> Desired:
-        """Raises Conflict when something else is desired by now."""
-        desired = (await self._ledger.state(deployment.name)).desired
-        if desired is None or desired.generation != update.generation:
-            raise Conflict(f"{update.identity!r} was superseded before it served everywhere")
-        return desired
 
     async def _recall(self, deployment: Deployment, group: Transfer) -> Desired:
         """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell.
@@ -457,9 +463,9 @@ class PushDoor:
                     raise
                 await asyncio.sleep(RECALL_AGAIN_S)
         if update is None:
-            await self._drop(deployment, group)
-            raise LedgerUnavailable("the ledger did not take the update, which is dropped")
-        return await self._desired_of(deployment, update)
+            await self._ledger.move_transfer(group, Event.NAME_REFUSED)
+            raise LedgerUnavailable("the ledger did not take the update; call /finish_weight_update again")
+        return await desired_of(self._ledger, deployment.name, update)
 
     async def _drop(self, deployment: Deployment, group: Transfer) -> None:
         """The update is refused, and the group waits for the next one. Raises GroupMoved."""
@@ -485,10 +491,6 @@ class PushDoor:
     def _left_s(self, group: Transfer) -> float:
         """Until this gateway has to end the phase."""
         return (group.deadline or 0.0) - GRACE_S - self._ledger.clock()
-
-
-def _and_ended(message: str) -> str:
-    return f"{message}. The group has ended; {AGAIN}"
 
 
 def _words(failed: dict[str, str]) -> str:

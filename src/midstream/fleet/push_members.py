@@ -30,6 +30,7 @@ NEXT = {
     Phase.STARTED: "call /update_weights with update_info, then /finish_weight_update",
     Phase.RECEIVING: "wait for the answer of /update_weights",
     Phase.FINISHING: "wait for the answer of /finish_weight_update",
+    Phase.UNNAMED: "call /finish_weight_update with another weight_version",
 }
 _SIZE, _OFFSET = "world_size", "rank_offset"
 
@@ -71,6 +72,10 @@ def check_crossing(row: DeploymentRow) -> None:
             f"{row.name} is synchronous, so a switch waits for streams, which stand still while a trainer writes in"
             " place; make its transition ASYNC, or publish files"
         )
+
+
+def and_ended(message: str) -> str:
+    return f"{message}. The group has ended; {AGAIN}"
 
 
 def _counted(replicas: int, ranks: int) -> str:

@@ -103,8 +103,8 @@ async def ask(
 ) -> OrderAnswers:
     """Send each member its order, all at once. Ends early on a refusal, or once more than `may_fail` have failed.
 
-    left: members whose failures do not count. patience_s: once all but `may_fail` have answered, the others are waited for until
-    the call is so old; None: until they answer.
+    left: members whose failures do not count. patience_s: once all but `may_fail` have answered, the others are waited for
+    until the call is so old; None: until they answer.
     """
     found = OrderAnswers()
     now = asyncio.get_running_loop().time

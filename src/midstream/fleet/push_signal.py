@@ -1,6 +1,7 @@
 """What becomes of a trainer's update: the port to the signal that makes a snapshot of it, and the result of the call.
 
-Always holds: an update whose bytes differ between its replicas never comes here.
+Always holds: an update whose bytes differ between its replicas never comes here. A call whose answer was lost gets the same
+result when it is repeated.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from midstream.core.errors import Conflict
 from midstream.core.types import Content, Desired
-from midstream.ledger import Committing, SignalResult
+from midstream.ledger import Committing, Ledger, Phase, SignalResult, TransferUpdate
 
 
 class UpdateSignal(Protocol):
@@ -30,3 +32,22 @@ class Finished:
     desired: Desired
     replicas: tuple[str, ...]
     fenced: dict[str, str]
+
+
+async def finished_before(ledger: Ledger, deployment: str, version: str | None) -> Finished | None:
+    """What the last update became, if it has this name and no other was started since. Raises Conflict."""
+    group = await ledger.transfer(deployment)
+    if group is None or group.phase is not Phase.JOINED:
+        return None
+    update = await ledger.committed_update(group)
+    if update is None or version not in (None, update.identity):
+        return None
+    return Finished(await desired_of(ledger, deployment, update), update.replicas, {})
+
+
+async def desired_of(ledger: Ledger, deployment: str, update: TransferUpdate) -> Desired:
+    """Raises Conflict when something else is desired by now."""
+    desired = (await ledger.state(deployment)).desired
+    if desired is None or desired.generation != update.generation:
+        raise Conflict(f"{update.identity!r} was superseded before it served everywhere")
+    return desired

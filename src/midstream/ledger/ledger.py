@@ -317,6 +317,10 @@ class Ledger:
         """Every snapshot ever signalled, in the order of first signals."""
         return await self._read(snapshots.every, name, self._contents)
 
+    async def is_signalled(self, name: str, identity: str) -> bool:
+        """Whether the ledger knows the snapshot."""
+        return await self._read(snapshots.is_signalled, name, identity)
+
     async def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
         """The `newest` stage changes (None: all), in the order they were stored."""
         return await self._read(reports.newest, name, newest)
@@ -354,16 +358,23 @@ class Ledger:
         within_s: float | None = None,
         members: Sequence[transfers.TransferMember] | None = None,
         reason: str = "",
+        identity: str | None = None,
     ) -> transfers.Transfer:
         """Move a group on from the state that was seen. Raises GroupMoved when it is another one by now.
 
         within_s: of a new deadline; None: the deadline stays. members: with those that are fenced. reason: why it ends.
+        identity: the name that an update begins with.
         """
+        now = self.clock.read
         return await self._write(
             lambda db: transfers.move(
-                db, seen, event, self.clock.read(db), within_s=within_s, members=members, reason=reason
+                db, seen, event, now(db), within_s=within_s, members=members, reason=reason, identity=identity
             )
         )
+
+    async def last_update(self, of: transfers.Transfer) -> transfers.TransferUpdate | None:
+        """The group's last update; None: none has begun."""
+        return await self._read(transfers.last_update, of)
 
     async def committed_update(self, of: transfers.Transfer) -> transfers.TransferUpdate | None:
         """The group's last update, if it was committed."""

@@ -39,6 +39,10 @@ def find(db: sa.Connection, key: int, identity: str) -> Any:
     return db.execute(_FIND, {"key": key, "name": identity}).one_or_none()
 
 
+def is_signalled(db: sa.Connection, name: str, identity: str) -> bool:
+    return find(db, deployments.find(db, name).id, identity) is not None
+
+
 def fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
     """Rows of snapshots that became ready on a replica, the last one first. row: of the deployment."""
     return db.execute(_FALLBACKS, {"key": row.id, "desired": row.desired_snapshot}).all()

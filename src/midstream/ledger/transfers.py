@@ -41,6 +41,8 @@ class Phase(enum.StrEnum):
     STARTED = "started"
     RECEIVING = "receiving"
     FINISHING = "finishing"
+    #: The replicas have finished, and the name was refused. They hold the weights for another one, until the deadline.
+    UNNAMED = "unnamed"
     ENDED = "ended"
 
 
@@ -54,6 +56,8 @@ class Event(enum.StrEnum):
     FENCED = "fenced"
     FINISH = "finish"
     COMMITTED = "committed"
+    #: The signal was refused, for its name.
+    NAME_REFUSED = "name refused"
     #: The update was refused. The replicas forget it.
     DROPPED = "dropped"
     END = "end"
@@ -64,6 +68,7 @@ class Order(enum.StrEnum):
 
     NONE = "nothing"
     BEGIN = "begin"
+    BEGIN_ANEW = "drop, begin"
     RECEIVE = "check, receive"
     FINISH = "finish"
     RELEASE = "drop, leave: those that are fenced"
@@ -86,6 +91,9 @@ MOVES: Table[Phase, Event, Order] = Table(
         (Phase.FINISHING, Event.FENCED): (Phase.FINISHING, Order.RELEASE),
         (Phase.FINISHING, Event.COMMITTED): (Phase.JOINED, Order.NONE),
         (Phase.FINISHING, Event.DROPPED): (Phase.JOINED, Order.DROP),
+        (Phase.FINISHING, Event.NAME_REFUSED): (Phase.UNNAMED, Order.NONE),
+        (Phase.UNNAMED, Event.FINISH): (Phase.FINISHING, Order.FINISH),
+        (Phase.UNNAMED, Event.START): (Phase.STARTING, Order.BEGIN_ANEW),
         **{(phase, Event.END): (Phase.ENDED, Order.LEAVE) for phase in Phase if phase is not Phase.ENDED},
     },
 )
@@ -147,7 +155,8 @@ class Committing:
 
 @dataclass(frozen=True)
 class TransferUpdate:
-    """An update of a group. committed_at: None: it was not committed, so it became no snapshot."""
+    """An update of a group. committed_at: None: it was not committed, so it became no snapshot. identity: of that; before, the
+    name that the trainer gave when it began, if any."""
 
     number: int
     started_at: float
@@ -227,8 +236,10 @@ def move(
     within_s: float | None = None,
     members: Sequence[TransferMember] | None = None,
     reason: str = "",
+    identity: str | None = None,
 ) -> Transfer:
-    """within_s: of a new deadline; None: the deadline stays, or the next phase has none. Raises GroupMoved."""
+    """within_s: of a new deadline; None: the deadline stays, or the next phase has none. identity: the name of an update that
+    begins. Raises GroupMoved."""
     phase, _ = MOVES.move(seen.phase, event)
     deployments.hold(db, seen.deployment)
     values: dict[str, Any] = {"phase": phase, "serial": seen.serial + 1}
@@ -248,7 +259,12 @@ def move(
         other = db.execute(sa.select(transfers).where(transfers.c.id == seen.key)).one_or_none()
         raise GroupMoved(_moved(other))
     if phase is Phase.STARTING:
-        begun = {"transfer_id": seen.key, "number": found.number, "started_at": now}
+        begun = {
+            "transfer_id": seen.key,
+            "number": found.number,
+            "started_at": now,
+            "identity": identity,
+        }
         db.execute(transfer_updates.insert().values(**begun, replicas=[], kept="", keep_tries=0))
     return _transfer(found, seen.deployment)
 
@@ -298,10 +314,16 @@ def _this_update(of: Transfer) -> Any:
     return (transfer_updates.c.transfer_id == of.key) & (transfer_updates.c.number == of.number)
 
 
+def last_update(db: sa.Connection, of: Transfer) -> TransferUpdate | None:
+    """None: none has begun."""
+    found = db.execute(sa.select(transfer_updates).where(_this_update(of))).one_or_none()
+    return None if found is None else _update(found)
+
+
 def committed(db: sa.Connection, of: Transfer) -> TransferUpdate | None:
     """The group's last update, if it was committed."""
-    found = db.execute(sa.select(transfer_updates).where(_this_update(of))).one_or_none()
-    return None if found is None or found.committed_at is None else _update(found)
+    found = last_update(db, of)
+    return None if found is None or found.committed_at is None else found
 
 
 def every_open(db: sa.Connection) -> list[Transfer]:

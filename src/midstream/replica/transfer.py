@@ -15,7 +15,7 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from midstream.core.errors import (
     AnotherBoot,
@@ -175,6 +175,14 @@ class Receiver(abc.ABC, Generic[Invitation, Sent]):
         """Returns when the process is gone, by itself or by `end`, and its files are removed: why it ended."""
 
 
+class _FinishedUpdate(NamedTuple):
+    """What was handed over, and what was answered."""
+
+    update: int
+    directory: Path
+    received: Received
+
+
 class GroupPart:
     """The part in one group. reason: why it ended. lost: it ended by a failure."""
 
@@ -193,8 +201,7 @@ class GroupPart:
         self._receiver = receiver
         self._source = source
         self._sleep = sleep
-        # Of the last update that was finished.
-        self._finished: tuple[int, Path] | None = None
+        self._finished: _FinishedUpdate | None = None
         self._expiry: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._looks: asyncio.Task[None] | None = None
@@ -237,6 +244,9 @@ class GroupPart:
         self._done(PartEvent.RECEIVED)
 
     async def finish(self, order: Finish) -> Received:
+        """The same answer again for the update that was finished last: its name may have been refused."""
+        if self._finished is not None and self._finished.update == order.update:
+            return self._finished.received
         self._may(PartEvent.FINISH, order.update)
         self._receiver.check_complete()
         self._move(PartEvent.FINISH)
@@ -244,15 +254,15 @@ class GroupPart:
         self._done(PartEvent.FINISHED)
         self._close_update()
         directory = self._receiver.hand_over()
-        self._finished = (order.update, directory)
+        self._finished = _FinishedUpdate(order.update, directory, received)
         self._source.received(received.content, directory)
         return received
 
     def drop(self, update: int | None, why: str = "it was dropped") -> None:
         """Forget an update, open or finished. Nothing to do if it is neither."""
-        if self._finished is not None and self._finished[0] == update:
+        if self._finished is not None and self._finished.update == update:
             # Also when the group has ended since.
-            self._source.forget_received(self._finished[1])
+            self._source.forget_received(self._finished.directory)
             self._finished = None
             self._receiver.retract()
         elif self.phase is PartPhase.ENDED:
