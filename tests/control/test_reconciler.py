@@ -28,6 +28,7 @@ from midstream.core.types import (
     Stage,
     Transition,
 )
+from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.reconcile import LOSSES_MAX, failure, serves
 from midstream.fleet.replica_set import ReplicaSet
@@ -461,6 +462,41 @@ def test_a_fault_while_a_replica_is_told_is_logged_and_the_message_sent_again(
         world.set.hear(0)
     assert world.replicas[0].machine.accepted is not None
     assert world.replicas[0].pause.mode == "keep"
+    world.close()
+
+
+def test_a_replica_that_fetches_what_was_pushed_is_told_once_of_others_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    told: list[tuple[str, ...]] = []
+
+    async def deliver(replica: KnownReplica, desired: Desired) -> None:
+        if replica.name == "replica-0":
+            told.append(desired.peers)
+            world.replicas[0].machine.accept(desired)
+
+    monkeypatch.setattr(FakeReplicaSet, "send_desired", ReplicaSet.send_desired)
+    monkeypatch.setattr(world.set.facts, "send_desired", deliver)
+    monkeypatch.setattr(world.bucket, "fingerprint", lambda identity: f"content:{identity}")
+    for index in (0, 1):
+        world.set.hear(index)
+    world.signal("pushed")
+    world.reconcile()
+    assert told == [("http://fake/1",)]
+    world.replicas[0].step()
+    accepted = world.replicas[0].machine.accepted
+    world.set.hear(0)
+    world.reconcile()
+    assert len(told) == 1, "there is nothing new"
+    world.set.hear(2)
+    for _ in range(3):
+        world.time += 10.0
+        world.reconcile()
+    assert told[1:] == [("http://fake/1", "http://fake/2")]
+    # It goes on as it was.
+    assert world.replicas[0].machine.accepted == accepted
+    assert world.replicas[0].machine.stage is Stage.FETCHING
     world.close()
 
 

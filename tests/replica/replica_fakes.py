@@ -411,6 +411,7 @@ class FakeSource(SnapshotSource):
         #: Raised by `verify`.
         self.fails: Exception | None = None
         self.blocked: set[str] = set()
+        self.met: tuple[str, ...] = ()
         self.keeping: SnapshotError | None = None
         self.ticks = 0
         self.fetching = asyncio.Event()
@@ -451,6 +452,9 @@ class FakeSource(SnapshotSource):
 
     async def remove_policy(self, policy: str) -> None:
         self.calls.append(f"remove the files of {policy}")
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        self.met = tuple(addresses)
 
     def received(self, content: Content, directory: Path) -> None:
         self.calls.append(f"received {directory}")

@@ -55,7 +55,8 @@ def test_another_replica_gets_the_files_through_the_port(
     async def main() -> None:
         async with running(tmp_path / "model", FakeEngine(), token="secret") as here:
             monkeypatch.setattr(here.source, "open_file", theirs.open_held)
-            path = await ours.fetch([link], peers=["http://127.0.0.1:9", here.url])
+            ours.meet(["http://127.0.0.1:9", here.url])
+            path = await ours.fetch([link])
             assert path is not None
             assert directory_content(path, NAMES) == link.content
 

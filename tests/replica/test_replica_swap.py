@@ -338,6 +338,18 @@ def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Pat
     play(tmp_path, scenario)
 
 
+def test_a_fetch_under_way_knows_the_replicas_of_the_newest_message(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.blocked = {"v1"}
+        replica.desire(wanted("v1", 1, peers=("http://a",)))
+        await source.fetching.wait()
+        replica.desire(wanted("v1", 1, peers=("http://a", "http://b"), hold=True))
+        assert source.met == ("http://a", "http://b")
+        assert source.calls == ["fetch v1"], "it goes on"
+
+    play(tmp_path, scenario)
+
+
 def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         source.blocked = {"v1"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Peer:
         self.source, self.content = source, content
         self.fault = ""
         self.gave: list[int] = []
+        self.gives: Callable[[], None] = lambda: None
         self.asked = 0
         peer = self
 
@@ -90,6 +91,7 @@ class Peer:
         piece = bytearray(data[begin:end])
         if name.endswith(".safetensors"):
             self.gave.append(begin // PART)
+            self.gives()
             if "dies" in self.fault and len(self.gave) > 2:
                 piece = piece[: len(piece) // 2]
                 to.close_connection = True
@@ -111,15 +113,19 @@ class World:
             content=self.content,
         )
         self.slept = 0
+        #: Is called between two looks.
+        self.waits: Callable[[], None] = lambda: None
         self.cache = SnapshotCache(root / "cache")
         self.fetcher = ChainFetcher(self.cache, threads=1, sleep=self._sleep, peers=Peers(TOKEN))
         self.peers = [Peer(self.source, self.content) for _ in range(3)]
 
     async def _sleep(self, _: float) -> None:
         self.slept += 1
+        self.waits()
 
     def fetch(self, *peers: Peer) -> Path | None:
-        return asyncio.run(self.fetcher.fetch([self.link], peers=[peer.url for peer in peers]))
+        self.fetcher.meet([peer.url for peer in peers])
+        return asyncio.run(self.fetcher.fetch([self.link]))
 
     def check(self, path: Path | None) -> None:
         assert path is not None
@@ -150,6 +156,25 @@ def test_what_the_bucket_lacks_comes_from_the_first_replica_that_has_it(world: W
     path = world.fetch(lacks, has, other)
     assert (world.slept, other.asked) == (0, 0)
     assert len(has.gave) == len(set(has.gave)) > 4
+    world.check(path)
+
+
+def test_a_fetch_that_waits_asks_replicas_of_which_it_is_told_meanwhile(world: World) -> None:
+    lacks, has, _ = world.peers
+    lacks.fault = "lacks"
+    world.waits = lambda: world.fetcher.meet([has.url])
+    path = world.fetch(lacks)
+    assert world.slept == 1
+    world.check(path)
+
+
+def test_a_fetch_that_loses_its_replica_asks_one_of_which_it_was_told_meanwhile(world: World) -> None:
+    dies, has, _ = world.peers
+    dies.fault = "dies"
+    # It gives two parts, and is not alone by then.
+    dies.gives = lambda: world.fetcher.meet([dies.url, has.url])
+    path = world.fetch(dies)
+    assert has.gave == [*range(2, len(has.gave) + 2)]
     world.check(path)
 
 

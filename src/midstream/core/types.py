@@ -254,7 +254,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     reload: grows when the replica is to load again what it serves already.
     seen: the generation in the report that the sender judged by. A lower generation than the accepted one counts only where the
         sender has seen that; otherwise it was sent before, and came late. None: the sender does not say.
-    peers: addresses of other replicas of the deployment, which may have pushed files that the bucket does not have.
+    peers: addresses of other replicas of the deployment, which may have pushed files that the bucket does not have. The last
+        message counts, also for a fetch that has begun.
     """
 
     snapshot: str

@@ -62,6 +62,8 @@ class ReplicaSet:
         self.ending = False
         self._view_of: dict[KnownReplica, ReplicaView] = {}
         self._named: dict[str, ReplicaView] = {}
+        # By replica: the others that it was told of last.
+        self._met: dict[str, frozenset[str]] = {}
         self._fleet: Fleet[ReplicaView] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self._waiting_for_use: dict[Callable[[], None], None] = {}
@@ -223,12 +225,17 @@ class ReplicaSet:
         )
         try:
             await self.facts.send_desired(view.replica, own)
+            self._met[view.name] = frozenset(own.peers)
         except ReplicaUnavailable:
             if self.by_demand:
                 # All its policies may be in use. Another replica may have room by now.
                 view.asked_until = 0.0
                 self.look_again()
             raise
+
+    def has_new_peers(self, view: ReplicaView, desired: Desired) -> bool:
+        """Whether there are replicas that may have its files, of which this one was not told."""
+        return not self._met.get(view.name, frozenset()).issuperset(self._peers(view, desired))
 
     def _peers(self, view: ReplicaView, desired: Desired) -> tuple[str, ...]:
         """Other replicas, which may have its files if they were pushed. Those that serve it come first."""

@@ -140,7 +140,8 @@ class SwapDriver:
         return not (self._at_work or self._attempts.due)
 
     def desire(self, desired: Desired) -> bool:
-        """Take note of a target; returns at once. False when it is already accepted."""
+        """Take note of a target, and of other replicas; returns at once. False when the target is already accepted."""
+        self._files.source.meet(desired.peers)
         if not self.machine.accept(desired):
             return False
         self._act(self._attempts.signalled())

@@ -73,6 +73,9 @@ class SnapshotSource(abc.ABC):
         """The content of each link's files that `desired` does not state. Call it after `fetch` or `rebuild`."""
         return ()
 
+    def meet(self, addresses: Sequence[str]) -> None:  # noqa: B027
+        """Where other replicas are that may have pushed files. They count at once, also for a `fetch` that waits."""
+
     @abc.abstractmethod
     def received(self, content: Content, directory: Path) -> None:
         """Whole files of this content came by another way than the bucket. The directory is the source's from now on: a later
@@ -152,7 +155,7 @@ class CachedSource(SnapshotSource):
         await finished(look)
 
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
-        return await self._chains.fetch(desired.files, refetch=refetch, peers=desired.peers)
+        return await self._chains.fetch(desired.files, refetch=refetch)
 
     async def rebuild(self, desired: Desired) -> Path:
         return await self._chains.rebuild(desired.files)
@@ -209,6 +212,9 @@ class CachedSource(SnapshotSource):
             for link, content in zip(links, found, strict=False)
             if link.content is None
         )
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        self._chains.meet(addresses)
 
     def received(self, content: Content, directory: Path) -> None:
         self._chains.received(content, directory)

@@ -157,20 +157,21 @@ class ChainFetcher:
         """As peers.open_held, in this cache."""
         return open_held(self._cache.root, fingerprint, name)
 
+    def meet(self, addresses: Sequence[str]) -> None:
+        """Other replicas that may have what was pushed, from now on. A `fetch` that waits for it asks them, too."""
+        self._peers.addresses = tuple(addresses)
+
     async def fetch(
         self,
         chain: Chain,
         progress: Progress | None = None,
         *,
         refetch: bool = False,
-        peers: Sequence[str] = (),
     ) -> Path | None:
         """Fetch what `chain` needs. Returns the directory of its whole files, or None if `rebuild` has to make them.
 
-        refetch: do not trust the cache. Its files stay until they are replaced. peers: addresses of replicas that may have what
-        was pushed. Raises SnapshotError.
+        refetch: do not trust the cache. Its files stay until they are replaced. Raises SnapshotError.
         """
-        self._peers.addresses = peers
         if chain[0].compression is not None:
             raise SnapshotIncompatible(
                 f"{chain[0].snapshot}: is incremental and stands on nothing; the first snapshot must be a full one"

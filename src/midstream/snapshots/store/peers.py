@@ -34,15 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PeerListing(Listing):
-    """The files as one replica has them. address: of it. others: replicas that were not asked yet."""
+    """The files as one replica has them. address: of it. asked: it, and those that were asked before it."""
 
     address: str = ""
-    others: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
     link: SnapshotFiles | None = field(default=None, repr=False)
 
 
 class Peers:
-    """The other replicas of a deployment. token: what they ask for. addresses: the ones to ask, the best first."""
+    """The other replicas of a deployment. token: what they ask for. addresses: the ones to ask, the best first. They may change
+    at any time, and count from the next look on."""
 
     def __init__(self, token: str = "") -> None:
         self._token = token
@@ -53,14 +54,16 @@ class Peers:
 
     async def find(self, link: SnapshotFiles) -> PeerListing | None:
         """The first replica that has these files. None: none of them has, or their content is not known."""
-        return await self._find(link, tuple(self.addresses))
+        return await self._find(link)
 
-    async def _find(self, link: SnapshotFiles, addresses: tuple[str, ...]) -> PeerListing | None:
+    async def _find(self, link: SnapshotFiles, asked: tuple[str, ...] = ()) -> PeerListing | None:
+        """asked: replicas to pass over."""
         if not link.content or link.fingerprint is None:
             return None
         files = sorted(link.content, key=lambda file: file.size, reverse=True)
         listed = tuple(BucketFile(file.name, file.size, etag(file), "") for file in files)
-        for number, address in enumerate(addresses):
+        while (address := next((one for one in self.addresses if one not in asked), None)) is not None:
+            asked = (*asked, address)
             try:
                 store = open_peer(f"{address.rstrip('/')}{FILES_PATH}/{link.fingerprint}", self._token)
                 found = await store.head_async(listed[0].name)
@@ -69,7 +72,7 @@ class Peers:
                 continue
             if found["size"] == listed[0].size:
                 log.info("%s comes from the replica at %s", shown(link.snapshot), address)
-                return PeerListing(link.url, store, listed, address, addresses[number + 1 :], link)
+                return PeerListing(link.url, store, listed, address, asked, link)
         return None
 
     async def fetch(
@@ -98,7 +101,7 @@ class Peers:
                     again = False
                     continue
                 assert listing.link is not None
-                found = await self._find(listing.link, listing.others)
+                found = await self._find(listing.link, listing.asked)
                 if found is None:
                     raise
                 listing, again = found, True
