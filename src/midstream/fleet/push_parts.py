@@ -6,7 +6,8 @@ Always holds: a member gets the ranks that are its own. Of what a trainer says t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +26,8 @@ from midstream.core.transfer import (
 )
 from midstream.ledger import Transfer, TransferMember
 
+T = TypeVar("T")
+U = TypeVar("U")
 #: What a trainer says of an update: part by part.
 Sent = Sequence[SentTensors | UpdateInfo]
 _TRAINER_CHARS = 12
@@ -61,21 +64,33 @@ def join(
 def check(
     group: Transfer, member: TransferMember, sent: SentTensors | UpdateInfo, within_s: float
 ) -> Check | CheckInPlace:
-    name, boot, number = group.group, member.boot, group.number
-    if isinstance(sent, SentTensors):
-        return Check(group=name, boot=boot, within_s=within_s, update=number, sent=sent)
-    own = _own_part(group, member, sent)
-    return CheckInPlace(group=name, boot=boot, within_s=within_s, update=number, info=own)
+    return _order(Check, CheckInPlace, group, member, sent, within_s)
 
 
 def receive(
     group: Transfer, member: TransferMember, sent: SentTensors | UpdateInfo, within_s: float
 ) -> Receive | ReceiveInPlace:
-    name, boot, number = group.group, member.boot, group.number
+    return _order(Receive, ReceiveInPlace, group, member, sent, within_s)
+
+
+def _order(
+    of_tensors: Callable[..., T],
+    in_place: Callable[..., U],
+    group: Transfer,
+    member: TransferMember,
+    sent: SentTensors | UpdateInfo,
+    within_s: float,
+) -> T | U:
+    """What is said of tensors to this member, in the words of its way to take them."""
+    to: dict[str, Any] = {
+        "group": group.group,
+        "boot": member.boot,
+        "within_s": within_s,
+        "update": group.number,
+    }
     if isinstance(sent, SentTensors):
-        return Receive(group=name, boot=boot, within_s=within_s, update=number, sent=sent)
-    own = _own_part(group, member, sent)
-    return ReceiveInPlace(group=name, boot=boot, within_s=within_s, update=number, info=own)
+        return of_tensors(**to, sent=sent)
+    return in_place(**to, info=_own_part(group, member, sent))
 
 
 def check_parts(group: Transfer, sent: Sent) -> None:

@@ -1,6 +1,7 @@
-"""What encode.py and rebuild.py share: an output directory, threads over tensors, reads and writes by position.
+"""What encode.py and all rebuilds share: an output directory, threads over tensors, reads and writes by position.
 
-Always holds: an output directory appears whole by one rename, or vanishes. `run` returns when no thread works any more.
+Always holds: an output directory appears whole by one rename, or vanishes. `run` returns when no thread works any more. A file
+of a rebuilt checkpoint has its parent's header.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +94,18 @@ def run(tasks: Sequence[Callable[[], None]], threads: int | None, meter: Meter) 
         raise min(errors, key=lambda error: isinstance(error, RebuildCancelled))
 
 
+def run_largest_first(
+    tasks: Sequence[tuple[int, Callable[[Meter], None]]],
+    threads: int | None,
+    cancelled: Cancelled | None,
+    progress: Progress | None,
+) -> None:
+    """Run all tasks, each with its bytes, so that the threads end together. Raises as `run`."""
+    meter = Meter(sum(size for size, _ in tasks), cancelled, progress)
+    ordered = sorted(tasks, key=lambda sized: sized[0], reverse=True)
+    run([partial(task, meter) for _, task in ordered], threads, meter)
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -112,6 +126,37 @@ def directory(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def rebuilt_checkpoint(
+    parent: Path,
+    delta: Path,
+    out: Path,
+    layouts: Mapping[str, FileLayout],
+    not_of_delta: Collection[str] = (),
+) -> Iterator[dict[str, int]]:
+    """The new weights files, open, by name: each has its header, and room for its tensors. Filled, they become the checkpoint
+    `out`, with the other files of parent and delta.
+
+    layouts: of the parent's weights files. not_of_delta: names of files that say what is in the delta.
+    """
+    with directory(out) as work:
+        with contextlib.ExitStack() as stack:
+            yield {
+                file: _new_file(parent / file, layout, work / file, stack) for file, layout in layouts.items()
+            }
+        copy_index(parent, work)
+        copy_others(parent, work)
+        copy_others(delta, work, not_of_delta)
+
+
+def _new_file(source: Path, layout: FileLayout, path: Path, stack: contextlib.ExitStack) -> int:
+    target = stack.enter_context(path.open("xb"))
+    with source.open("rb") as file:
+        target.write(file.read(layout.data_start))
+    target.truncate(source.stat().st_size)
+    return target.fileno()
+
+
+@contextlib.contextmanager
 def disk_errors(name: str) -> Iterator[None]:
     """Turns an OSError into a SnapshotError that names its file, or `name` if it has none."""
     try:
@@ -123,14 +168,14 @@ def disk_errors(name: str) -> Iterator[None]:
         raise SnapshotError(f"{shown(file)}: {error.strerror or error}") from error
 
 
-def copy_others(source: Path, target: Path) -> None:
+def copy_others(source: Path, target: Path, without: Collection[str] = ()) -> None:
     """Copy all files but weights, their index and a manifest: configuration, tokenizer, templates. Replaces files in `target`.
 
     A manifest says what is in its own directory, so that it would be wrong in another one.
     """
     for path in sorted(source.iterdir()):
         name = path.name
-        weights = name in (INDEX_FILE, MANIFEST_FILE) or name.endswith((".safetensors", *PICKLED))
+        weights = name in (INDEX_FILE, MANIFEST_FILE, *without) or name.endswith((".safetensors", *PICKLED))
         if not weights and not name.startswith(".") and path.is_file():
             shutil.copyfile(path, target / name)
 

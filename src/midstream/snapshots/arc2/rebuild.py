@@ -11,7 +11,6 @@ Always holds:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -27,13 +26,11 @@ from midstream.snapshots.arc2.files import (
     Meter,
     Progress,
     checkpoint_tensors,
-    copy_index,
-    copy_others,
-    directory,
     disk_errors,
     length,
     read,
-    run,
+    rebuilt_checkpoint,
+    run_largest_first,
     weights_files,
     write,
 )
@@ -63,13 +60,8 @@ def rebuild(
     message names file and tensor.
     """
     shards = _matched(parent, delta)
-    with directory(out) as work:
-        with contextlib.ExitStack() as stack:
-            files = {shard.name: _new_file(shard, work / shard.name, stack) for shard in shards}
-            _apply_all(shards, _writer(files), compression, threads, cancelled, progress)
-        copy_index(parent, work)
-        copy_others(parent, work)
-        copy_others(delta, work)
+    with rebuilt_checkpoint(parent, delta, out, {shard.name: shard.old for shard in shards}) as files:
+        _apply_all(shards, _writer(files), compression, threads, cancelled, progress)
 
 
 def verify(
@@ -204,16 +196,13 @@ def _apply_all(
     progress: Progress | None,
 ) -> None:
     """Rebuild every tensor, piece by piece, and compare its checksum. `sink` gets the pieces."""
-    work = [(shard, name) for shard in shards for name in shard.old.tensors]
-    # The largest tensor first, so that the threads end together.
-    work.sort(key=lambda item: length(item[0].old.ranges[item[1]]), reverse=True)
-    meter = Meter(sum(length(s.old.ranges[name]) for s, name in work), cancelled, progress)
     buffers = Buffers()
-    run(
-        [partial(_apply, shard, name, sink, compression, buffers, meter) for shard, name in work],
-        threads,
-        meter,
-    )
+    tasks = [
+        (length(where), partial(_apply, shard, name, sink, compression, buffers))
+        for shard in shards
+        for name, where in shard.old.ranges.items()
+    ]
+    run_largest_first(tasks, threads, cancelled, progress)
 
 
 def _apply(
@@ -262,12 +251,3 @@ def _blob(shard: _Shard, name: str, buffers: Buffers) -> memoryview:
     with shard.delta.open("rb") as file:
         read(file.fileno(), blob, begin)
     return blob
-
-
-def _new_file(shard: _Shard, path: Path, stack: contextlib.ExitStack) -> int:
-    """A new shard: the parent's header, and room for its tensors."""
-    target = stack.enter_context(path.open("xb"))
-    with shard.parent.open("rb") as source:
-        target.write(source.read(shard.old.data_start))
-    target.truncate(shard.parent.stat().st_size)
-    return target.fileno()

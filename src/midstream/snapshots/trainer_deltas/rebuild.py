@@ -9,8 +9,6 @@ Always holds:
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,13 +24,11 @@ from midstream.snapshots.arc2.files import (
     Cancelled,
     Meter,
     Progress,
-    copy_index,
-    copy_others,
-    directory,
     disk_errors,
     length,
     read,
-    run,
+    rebuilt_checkpoint,
+    run_largest_first,
     weights_files,
     write,
 )
@@ -49,6 +45,8 @@ from midstream.snapshots.trainer_deltas.records import (
 )
 
 NO_LINEAGE = Lineage()
+#: It says what is in the delta. A file of that name in the checkpoint is the parent's.
+NOT_OF_DELTA = (SKYRL_MANIFEST,)
 #: Positions of an `overwrite` blob that are held at once.
 POSITIONS_HELD = 2**18
 _COUNT_BYTES = 4
@@ -84,20 +82,12 @@ def rebuild(
     arc2.rebuild.rebuild.
     """
     layouts, tensors = _matched(parent, delta, compression, lineage)
-    with directory(out) as work:
-        with contextlib.ExitStack() as stack:
-            files = {
-                file: _new_file(parent / file, layout, work / file, stack) for file, layout in layouts.items()
-            }
+    with rebuilt_checkpoint(parent, delta, out, layouts, NOT_OF_DELTA) as files:
 
-            def put(tensor: _Tensor, offset: int, piece: memoryview) -> None:
-                write(files[tensor.file], piece, tensor.where[0] + offset)
+        def put(tensor: _Tensor, offset: int, piece: memoryview) -> None:
+            write(files[tensor.file], piece, tensor.where[0] + offset)
 
-            _apply_all(parent, delta, tensors, put, threads, cancelled, progress)
-        copy_index(parent, work)
-        copy_others(parent, work)
-        copy_others(delta, work)
-        _keep_manifest(parent, work)
+        _apply_all(parent, delta, tensors, put, threads, cancelled, progress)
 
 
 def verify(
@@ -114,14 +104,6 @@ def verify(
         _, tensors = _matched(parent, delta, compression, NO_LINEAGE)
         changed = [tensor for tensor in tensors if tensor.change is not None]
         _apply_all(parent, delta, changed, None, threads, cancelled, progress)
-
-
-def _keep_manifest(parent: Path, work: Path) -> None:
-    """The delta's manifest says what is in the delta. A file of that name in the checkpoint is the parent's."""
-    if (parent / SKYRL_MANIFEST).exists():
-        shutil.copyfile(parent / SKYRL_MANIFEST, work / SKYRL_MANIFEST)
-    else:
-        (work / SKYRL_MANIFEST).unlink(missing_ok=True)
 
 
 def _matched(
@@ -161,15 +143,6 @@ def _check_kind(said: TrainerDelta, tensor: _Tensor, layout: FileLayout) -> None
             )
 
 
-def _new_file(source: Path, layout: FileLayout, path: Path, stack: contextlib.ExitStack) -> int:
-    """A new file: the parent's header, and room for its tensors."""
-    target = stack.enter_context(path.open("xb"))
-    with source.open("rb") as file:
-        target.write(file.read(layout.data_start))
-    target.truncate(source.stat().st_size)
-    return target.fileno()
-
-
 def _apply_all(
     parent: Path,
     delta: Path,
@@ -180,11 +153,9 @@ def _apply_all(
     progress: Progress | None,
 ) -> None:
     """Rebuild every tensor, piece by piece, and compare the checksums. `sink` gets the pieces."""
-    # The largest tensor first, so that the threads end together.
-    work = sorted(tensors, key=lambda tensor: length(tensor.where), reverse=True)
-    meter = Meter(sum(length(tensor.where) for tensor in work), cancelled, progress)
     buffers = Buffers()
-    run([partial(_apply, parent, delta, tensor, sink, buffers, meter) for tensor in work], threads, meter)
+    tasks = [(length(one.where), partial(_apply, parent, delta, one, sink, buffers)) for one in tensors]
+    run_largest_first(tasks, threads, cancelled, progress)
 
 
 def _apply(
