@@ -22,7 +22,7 @@ from vllm_bed import PYTHON, REQUIRED, Bed, installed, vllm_bed
 ORDER = [
     "test_vllm_push",
     "test_vllm_policies",
-    "test_vllm_in_place",
+    "test_vllm_transfer_in_place",
     "test_vllm_conformance",
     "test_vllm_openai",
     "test_vllm_hotload",
