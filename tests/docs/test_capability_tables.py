@@ -21,7 +21,10 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
         embedded_card(grammars=False, reproducible=False),
         embedded_card(grammars=True, reproducible=True),
     ),
-    "vllm": (vllm_card("0.32.0", routes=False), vllm_card("0.32.0", routes=True, no_policies="")),
+    "vllm": (
+        vllm_card("0.32.0", routes=False),
+        vllm_card("0.32.0", routes=True, no_policies="", no_numbers={}),
+    ),
 }
 WHY_NOT = {"vllm": LACKS}
 

@@ -12,6 +12,8 @@ import base64
 import contextlib
 import io
 import json
+import math
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from midstream.core.types import TokenRecord
 from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.proof import write_probe
 from midstream.engine.vllm.protocol import NOT_FINITE
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ITSELF, MARK, RANK_BASE
 
 BLOCK = 4
 # Hidden layers, and which of them has no experts.
@@ -36,6 +39,8 @@ GENERATE = "/inference/v1/generate"
 PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
 OWN = "theirs"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+#: Between a token and the next best one, in nats.
+GAP = 0.5
 #: The method of the call that the engine's watch makes.
 PROBE = "check_health"
 #: What the API process answers alone, and what is asked at any time.
@@ -100,6 +105,11 @@ def token_at(position: int, weights: int) -> int:
 def logprob_at(position: int, weights: int) -> float:
     """Tells both."""
     return -(weights + 1) - position / 1024
+
+
+def sampling_of(temperature: float) -> float:
+    """Of a token, as among the four best."""
+    return -math.log(sum(math.exp(-place * GAP / temperature) for place in range(4)))
 
 
 def weights_of(record: TokenRecord) -> int:
@@ -191,15 +201,7 @@ class FakeRequest:
         return new
 
     def write(self, new: Sequence[tuple[int, float]], finish: str | None = None, **more: Any) -> None:
-        content = [
-            {
-                "token_id": t,
-                "logprob": p,
-                "rank": 1,
-                "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}],
-            }
-            for t, p in new
-        ]
+        content = [self._scored(t, p) for t, p in new]
         choice = {
             "index": 0,
             "finish_reason": finish,
@@ -211,6 +213,18 @@ class FakeRequest:
             "logprobs": {"content": content},
         }
         self.event({"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice | more]})
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        """The token is the best one, and the others are worse by GAP each."""
+        rank = 1
+        if self.fake.both and MARK in self.sampling.get("extra_args", {}):
+            drawn = sampling_of(self.sampling["temperature"])
+            rank = RANK_BASE + int.from_bytes(struct.pack("<f", -drawn), "little")
+        top = [{"token_id": token, "logprob": logprob, "rank": rank}]
+        for place in range(self.sampling.get("logprobs", 0)):
+            there = ITSELF if place == 0 else VOCAB - place
+            top.append({"token_id": there, "logprob": logprob - place * GAP, "rank": place + 1})
+        return {"token_id": token, "logprob": logprob, "rank": rank, "top_logprobs": top}
 
     def step(self, *sizes: int) -> None:
         """Chunks of so many tokens each (one of one); the request ends by itself at its last token."""
@@ -289,7 +303,7 @@ class FakeRequest:
             "token_ids": [t for t, _ in new],
             "routed_experts": self._routes(),
             "weight_versions": self.lie(self._spans()),
-            "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in new]},
+            "logprobs": {"content": [self._scored(t, p) for t, p in new]},
         }
         asked = "prompt_logprobs" in self.sampling
         return {
@@ -315,6 +329,9 @@ class FakeVllm:
         self.places = 0
         # It runs vLLM for CPUs, with midstream's worker extension.
         self.cpu = False
+        # It runs with the extension, which returns both log-probabilities. one_number: why it does not.
+        self.both = False
+        self.one_number = ""
         self.adapters: dict[str, int] = {}
         self.files: dict[str, Path] = {}
         # What a trainer is about to write; it is in a group. None: no update is open.
@@ -536,11 +553,14 @@ class FakeVllm:
         config["scheduler_config"] = {"policy": "priority" if self.by_priority else "fcfs"}
         if self.cpu:
             config["device_config"] = {"device": "cpu"}
+        if self.cpu or self.both:
             config["parallel_config"] = {"worker_extension_cls": WORKER}
         return config
 
     def _rpc(self, method: str, kwargs: dict[str, Any]) -> tuple[int, Any]:
         match method:
+            case "midstream_one_number":
+                return 200, {"results": [self.one_number] * self.ranks}
             case "midstream_open_tee":
                 self._tee, self._places = Path(kwargs["path"]), kwargs["places"]
                 return 200, {"results": [None] * self.ranks}

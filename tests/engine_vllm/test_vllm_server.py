@@ -508,6 +508,7 @@ class TestArguments:
             *("--generation-config", "vllm", "--enable-scale-out", "--enable-prompt-tokens-details"),
             *("--disable-uvicorn-access-log", "--structured-outputs-config", '{"backend": "guidance"}'),
             *("--max-logprobs", "21", "--seed", "7", "--scheduling-policy", "priority"),
+            *("--worker-extension-cls", "midstream_vllm_worker.Worker"),
         ]
 
     @pytest.mark.parametrize(

@@ -342,6 +342,22 @@ ENGINE = (
         ("engine_vllm/test_vllm_replica.py",),
     ),
     Mutation(
+        "vllm_numbers_without_proof",
+        "engine/vllm/engine.py",
+        "both = unknown_feature(request) in self._proved_numbers",
+        'both = unknown_feature(request) != ""',
+        "A vLLM server is asked for both log-probabilities only if it was seen to return both.",
+        ("engine_vllm/test_vllm_both_numbers.py",),
+    ),
+    Mutation(
+        "vllm_proof_of_numbers_proves_nothing",
+        "engine/vllm/sampling_proof.py",
+        "if not abs(expected - token.sampling) <= SAME:",
+        "if not abs(expected - token.sampling) <= 9:",
+        "A sampling log-probability that does not follow from the raw ones fails the proof.",
+        ("engine_vllm/test_vllm_both_numbers.py",),
+    ),
+    Mutation(
         "hung_vllm_unnoticed",
         "engine/vllm/watch.py",
         "        if silent_s >= self.allowed_s:",

@@ -19,8 +19,6 @@ from midstream.core.types import ENGINE_FEATURES, EngineCard
 #: Missing features and the reasons, for docs/engines.md.
 LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
-    "sampling_logprobs": "vLLM reports one log-probability per token: the raw one",
-    "constrained_logprobs": "vLLM forbids tokens first, so `logprob` is of those that are left, and `logprob_of` says so",
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "near_ties": "vLLM does not return what a router or a filter chose by",
@@ -35,16 +33,24 @@ LACKS = {
 
 #: Why there are no policies, unless the proof at the start says otherwise.
 NO_LORA = "vLLM runs without --enable-lora"
+#: What the proof at the start is about (sampling_proof.py), and why a server lacks it until it has passed.
+NUMBERS = ("sampling_logprobs", "constrained_logprobs")
+UNPROVED = dict.fromkeys(
+    NUMBERS, "vLLM was not seen to return the raw and the sampling log-probability of a token"
+)
 #: Why there are no snapshots of full weights beside policies.
 ON_BASE = "policies stand on the weights that vLLM began with (--enable-lora)"
 
 
-def vllm_card(version: str, *, routes: bool, no_policies: str = NO_LORA) -> EngineCard:
+def vllm_card(
+    version: str, *, routes: bool, no_policies: str = NO_LORA, no_numbers: Mapping[str, str] = UNPROVED
+) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU).
 
-    no_policies: why it serves none; empty if it does.
+    no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
+    why |= no_numbers
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
     features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)
@@ -60,10 +66,10 @@ MODULE = "vllm.entrypoints.openai.api_server"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-#: The extension that midstream loads into the workers of vLLM for CPUs, and its directory.
+#: The extension that midstream loads into vLLM's workers, and its directory.
 WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
-#: The one that a server with weight transfer has, on any device. On CPUs it loads the other one, too.
+#: The one that a server with weight transfer has. It loads the other one, too.
 TRANSFER_WORKER = "midstream_vllm_transfer.TransferWorker"
 TRANSFER_FLAG = "weight-transfer-config"
 #: Backends of vLLM that cannot be passed through, and why. Others are taken to bring whole tensors to `load_weights`.
@@ -203,20 +209,22 @@ def command_line(
         "seed": str(seed),
         POLICY_FLAG: BY_PRIORITY,
     }
-    if is_cpu_build(python):
+    flags = dict(given_flags(args))
+    if flags.get("distributed-executor-backend") != "ray" and "nnodes" not in flags:
+        # Workers on other machines may not find it.
         ours[WORKER_FLAG] = WORKER
+    if is_cpu_build(python):
         # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.
         ours["no-enable-chunked-prefill"] = None
     if weight_transfer:
         ours[WORKER_FLAG] = TRANSFER_WORKER
         ours[TRANSFER_FLAG] = json.dumps({"backend": weight_transfer})
-    given = {name for name, _ in given_flags(args)}
-    if LORA_FLAG in given:
+    if LORA_FLAG in flags:
         ours[PLACES_FLAG] = str(PLACES)
     command = [python, "-P", "-m", MODULE, "--model", str(model_dir), "--served-model-name", served_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for name, value in ours.items():
-        if name not in given:
+        if name not in flags:
             command += [f"--{name}"] if value is None else [f"--{name}", value]
     return [*command, *args]
 
@@ -249,7 +257,6 @@ def environment(
     gpus: Sequence[int] = (),
     *,
     adapters: bool = False,
-    weight_transfer: str = "",
 ) -> dict[str, str]:
     """The environment `base` of this process, then midstream's variables for vLLM, then `given`, the user's settings.
 
@@ -270,9 +277,8 @@ def environment(
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     if gpus and GPUS not in given:
         env[GPUS] = _visible(gpus, base.get(GPUS))
-    if is_cpu_build(python) or weight_transfer:
-        paths = (str(WORKER_DIR), given.get("PYTHONPATH", base.get("PYTHONPATH", "")))
-        given = {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    paths = (str(WORKER_DIR), given.get("PYTHONPATH", base.get("PYTHONPATH", "")))
+    given = {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     preloaded, library = env.get("LD_PRELOAD", ""), openmp_library(python)
     if library is not None and "libiomp5" not in preloaded:
         env["LD_PRELOAD"] = os.pathsep.join(filter(None, (str(library), preloaded)))

@@ -28,7 +28,7 @@ from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
 from midstream.engine.vllm.life import ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
-from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished
+from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, unknown_feature
 from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.swap import Unchanged, VllmRefused, adopt, switch
 from midstream.http.call import CallFailed, open_stream
@@ -124,7 +124,10 @@ class VllmEngine(ServerLife):
         request = run.request
         salt, clean = self._salt(run)
         epochs = run.weights.epochs
-        choice = ChoiceStream(request, index, epochs, self._shape, run.put, clean=clean, prompt=prompt)
+        both = unknown_feature(request) in self._proved_numbers
+        choice = ChoiceStream(
+            request, index, epochs, self._shape, run.put, clean=clean, prompt=prompt, both=both
+        )
         choice.salt = salt
         choice.on_tokens = self._watch.token
         choice.on_error = lambda: self._ended(run, choice, None)
@@ -137,6 +140,7 @@ class VllmEngine(ServerLife):
             salt=salt,
             stream=True,
             routes_start=size - request.want_routes if self._server.returns_routes else None,
+            both=both,
         )
 
         async def connect() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from midstream.core.types import (
 from midstream.engine.base import Engine, EngineDied
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
-from midstream.engine.vllm.arguments import NO_LORA, vllm_card
+from midstream.engine.vllm.arguments import NO_LORA, NUMBERS, UNPROVED, vllm_card
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
@@ -38,6 +38,7 @@ from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.proving import Proving
 from midstream.engine.vllm.requests import ServedWeights, VllmRequest
 from midstream.engine.vllm.salts import Salts
+from midstream.engine.vllm.sampling_proof import prove_numbers
 from midstream.engine.vllm.scoring import Scorer, WrongWeights
 from midstream.engine.vllm.server import VllmServer, VllmServerFailed
 from midstream.engine.vllm.staging import Staging, VllmStager
@@ -119,6 +120,8 @@ class ServerLife(Engine):
         self._adapters: Adapters | None = None
         # Why not; empty if it does.
         self._no_policies = NO_LORA
+        # Of NUMBERS, those that it lacks, and why.
+        self._no_numbers: Mapping[str, str] = UNPROVED
         self._adapter_dir = cache_dir / FOLDER
         self._serving_dir = self._model_dir
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
@@ -194,6 +197,12 @@ class ServerLife(Engine):
             await prove_reload(
                 self._scorer(self._own), self._shape.vocab_size, self._server.max_model_len, reload
             )
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        self._no_numbers = await prove_numbers(self._server, self._control, sizes)
+
+    @property
+    def _proved_numbers(self) -> set[str]:
+        return set(NUMBERS) - self._no_numbers.keys()
 
     async def _check_unspoilt(self) -> None:
         """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
@@ -247,7 +256,8 @@ class ServerLife(Engine):
 
     def _info(self) -> ModelInfo:
         shape, server = self._shape, self._server
-        card = vllm_card(server.version, routes=server.returns_routes, no_policies=self._no_policies)
+        lacks = {"no_policies": self._no_policies, "no_numbers": self._no_numbers}
+        card = vllm_card(server.version, routes=server.returns_routes, **lacks)
         if self.in_place is not None:
             card = msgspec.structs.replace(
                 card, weight_transfer=self._settings.weight_transfer, ranks=self._ranks

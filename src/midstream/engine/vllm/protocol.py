@@ -10,13 +10,16 @@ Always holds:
 from __future__ import annotations
 
 import hashlib
+import struct
+from math import isfinite, nan
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.types import GenerateRequest, TokenRecord, TopLogprob
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import INFINITE, ITSELF, MARK, RANK_BASE
 
 PATH = "/inference/v1/generate"
 #: vLLM treats a temperature below the first as greedy, and raises other temperatures to at least the second.
@@ -36,11 +39,15 @@ class InvalidAnswer(Exception):
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """logprob: of the raw model, in nats. top: the best alternatives asked for, best first."""
+    """logprob: of the raw model, in nats. top: the best alternatives asked for, best first.
+
+    sampling: the log-probability with which it was drawn, if the request asked for both.
+    """
 
     token_id: int
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+    sampling: float | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -71,18 +78,20 @@ class Top(msgspec.Struct, frozen=True, gc=False):
     rank: int | None = None
 
 
-class _TokenWithTop(Token, frozen=True):
+class _Ranked(Token, frozen=True):
+    rank: int | None = None
+
+
+class _RankedWithTop(_Ranked, frozen=True):
     top_logprobs: tuple[Top, ...] = ()
 
 
-class _Logprobs(msgspec.Struct, frozen=True):
-    """Tokens without the alternatives, of which vLLM always sends at least one."""
-
-    content: tuple[Token, ...] | None = None
+#: What is read of a token. vLLM always sends more.
+T = TypeVar("T", bound=Token)
 
 
-class _LogprobsWithTop(_Logprobs, frozen=True):
-    content: tuple[_TokenWithTop, ...] | None = None
+class _Logprobs(msgspec.Struct, Generic[T], frozen=True):
+    content: tuple[T, ...] | None = None
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
@@ -91,16 +100,12 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _Choice(msgspec.Struct, Generic[T], frozen=True):
     token_ids: tuple[int, ...] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: _Logprobs[T] | None = None
     finish_reason: str | None = None
     routed_experts: str | None = None
     weight_versions: tuple[_Span, ...] | None = None
-
-
-class _ChoiceWithTop(_Choice, frozen=True):
-    logprobs: _LogprobsWithTop | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -115,27 +120,24 @@ class _Error(msgspec.Struct, frozen=True):
     message: str
 
 
-class _Message(msgspec.Struct, frozen=True):
-    choices: tuple[_Choice, ...] = ()
+class _Message(msgspec.Struct, Generic[T], frozen=True):
+    choices: tuple[_Choice[T], ...] = ()
     usage: _Usage | None = None
     error: _Error | str | None = None
 
 
-class _MessageWithTop(_Message, frozen=True):
-    choices: tuple[_ChoiceWithTop, ...] = ()
-
-
-class _Ranked(msgspec.Struct, frozen=True, gc=False):
+class _Score(msgspec.Struct, frozen=True, gc=False):
     logprob: float
     rank: int | None = None
 
 
 class _PromptScores(msgspec.Struct, frozen=True):
-    prompt_logprobs: list[dict[int, _Ranked] | None] | None = None
+    prompt_logprobs: list[dict[int, _Score] | None] | None = None
 
 
-_PLAIN = msgspec.json.Decoder(_Message)
-_WITH_TOP = msgspec.json.Decoder(_MessageWithTop)
+_PLAIN: msgspec.json.Decoder[_Message[Any]] = msgspec.json.Decoder(_Message[Token])
+_RANKED: msgspec.json.Decoder[_Message[Any]] = msgspec.json.Decoder(_Message[_Ranked])
+_WITH_TOP: msgspec.json.Decoder[_Message[Any]] = msgspec.json.Decoder(_Message[_RankedWithTop])
 _SCORES = msgspec.json.Decoder(_PromptScores)
 _ANYTHING = msgspec.json.Decoder(dict[str, Any])
 _DONE = Chunk(done=True)
@@ -148,10 +150,14 @@ def alternatives(request: GenerateRequest) -> int:
 
 
 class ChunkReader:
-    """Reads chunks from the bytes of one event stream, cut anywhere. top: `alternatives` of its request."""
+    """Reads chunks from the bytes of one event stream, cut anywhere.
 
-    def __init__(self, top: int = 0) -> None:
+    top: `alternatives` of its request. both: the request asked for both log-probabilities.
+    """
+
+    def __init__(self, top: int = 0, *, both: bool = False) -> None:
         self._top = top
+        self._both = both
         # The parts of a line that is not complete, and their bytes.
         self._parts: list[bytes] = []
         self._held = 0
@@ -173,7 +179,7 @@ class ChunkReader:
         for line in lines:
             if line.startswith(b"data:"):
                 message = line[5:].strip()
-                chunks.append(_DONE if message == b"[DONE]" else _read(message, self._top))
+                chunks.append(_DONE if message == b"[DONE]" else _read(message, self._top, both=self._both))
             elif line:
                 _check_other(line)
         return chunks
@@ -186,17 +192,17 @@ def _check_other(line: bytes) -> None:
         raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
 
 
-def read_answer(data: bytes, top: int = 0) -> Chunk:
-    """An answer that was not streamed, with one choice. top: `alternatives` of its request. Raises InvalidAnswer."""
-    chunk = _read(data, top)
+def read_answer(data: bytes, top: int = 0, *, both: bool = False) -> Chunk:
+    """An answer that was not streamed, with one choice. top, both: as of a ChunkReader. Raises InvalidAnswer."""
+    chunk = _read(data, top, both=both)
     if chunk.error is None and chunk.finish is None:
         raise InvalidAnswer("no choice of the answer has ended")
     return msgspec.structs.replace(chunk, done=True)
 
 
-def _read(data: bytes, top: int) -> Chunk:
+def _read(data: bytes, top: int, *, both: bool) -> Chunk:
     try:
-        message: _Message = (_WITH_TOP if top else _PLAIN).decode(data)
+        message = (_WITH_TOP if top else _RANKED if both else _PLAIN).decode(data)
     except NOT_JSON as error:
         raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
     if message.error is not None:
@@ -210,10 +216,10 @@ def _read(data: bytes, top: int) -> Chunk:
     if len(message.choices) != 1:
         raise InvalidAnswer(f"{len(message.choices)} choices where one was asked for")
     choice = message.choices[0]
-    tokens = _tokens(choice, top)
+    tokens = _tokens(choice, top, both=both)
     lost = None
     for token in tokens:
-        if not token.logprob > NOT_FINITE:
+        if not token.logprob > NOT_FINITE or (token.sampling is not None and not isfinite(token.sampling)):
             lost = f"the model's log-probability of token {token.token_id} is not finite"
     versions = choice.weight_versions
     spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
@@ -221,20 +227,36 @@ def _read(data: bytes, top: int) -> Chunk:
     return Chunk(tokens, *ended, lost, not_finite=lost is not None)
 
 
-def _tokens(choice: _Choice, top: int) -> tuple[Token, ...]:
+def _tokens(choice: _Choice[Any], top: int, *, both: bool) -> tuple[Token, ...]:
     ids = choice.token_ids or ()
-    content = (choice.logprobs.content if choice.logprobs is not None else None) or ()
+    content: tuple[Any, ...] = (choice.logprobs.content if choice.logprobs is not None else None) or ()
     scored = tuple(map(_token_id, content))
     if scored != ids:
         raise InvalidAnswer(f"log-probabilities of tokens {list(scored)} beside tokens {list(ids)}")
+    if both:
+        return tuple([Token(t.token_id, t.logprob, _best(t, top), _sampling_of(t)) for t in content])
     return tuple([Token(t.token_id, t.logprob, _best(t, top)) for t in content]) if top else content
 
 
-def _best(token: Token, top: int) -> tuple[TopLogprob, ...]:
+def _best(token: Any, top: int) -> tuple[TopLogprob, ...]:
     """The `top` best tokens. vLLM puts the sampled token first, whatever its rank, and cuts the list at that length."""
-    assert isinstance(token, _TokenWithTop), "alternatives were read without their decoder"
+    if not top:
+        return ()
     ranked = sorted([(t.rank, t.token_id, t.logprob) for t in token.top_logprobs if t.rank and t.rank <= top])
-    return tuple([TopLogprob(i, logprob) for _, i, logprob in ranked])
+    return tuple([TopLogprob(token.token_id if i == ITSELF else i, logprob) for _, i, logprob in ranked])
+
+
+def _sampling_of(token: _Ranked) -> float:
+    """As the worker extension wrote it. NaN: it is not finite."""
+    bits = (token.rank or 0) - RANK_BASE
+    if not 0 <= bits < 1 << 31:
+        raise InvalidAnswer(
+            f"no sampling log-probability of token {token.token_id}: its rank is {token.rank}"
+        )
+    if bits >= INFINITE:
+        return nan
+    # The subtraction makes no negative zero.
+    return 0.0 - float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
 
 
 def prompt_records(
@@ -256,7 +278,7 @@ def prompt_records(
 
 
 def _prompt_record(
-    position: int, token: int, scores: dict[int, _Ranked] | None, top: int, snapshot: str
+    position: int, token: int, scores: dict[int, _Score] | None, top: int, snapshot: str
 ) -> TokenRecord:
     if position == 0:
         return TokenRecord(token, 0.0, None, snapshot)
@@ -301,13 +323,15 @@ def body(
     max_tokens: int | None = None,
     routes_start: int | None = None,
     by_priority: bool = False,
+    both: bool = False,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
     salt: of the prefix cache, or "". vLLM takes at most 128 characters, none of them @ / \\ or NUL.
     prompt_logprobs: score the prompt with that many alternatives, not in a stream. vLLM then reads nothing from its cache.
     max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
-    by_priority: the server goes by priority; one that does not refuses them.
+    by_priority: the server goes by priority; one that does not refuses them. both: ask for both log-probabilities, as the
+    proof has shown that the server gives them.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -317,6 +341,8 @@ def body(
     sampling["max_tokens"] = limit
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
+    if both:
+        sampling["extra_args"] = {MARK: True}
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
     fields: dict[str, Any] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -52,8 +52,10 @@ class ChoiceStream:
         *,
         clean: bool,
         prompt: tuple[TokenRecord, ...] | None,
+        both: bool = False,
     ) -> None:
-        """clean: all KV cached under its salt is of the serving snapshot. prompt: records for its first event."""
+        """clean: all KV cached under its salt is of the serving snapshot. prompt: records for its first event. both: vLLM was
+        asked for both log-probabilities."""
         self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
         self.labels = ChoiceLabels(epochs, self.prompt_size, clean=clean)
         self.over = False
@@ -73,8 +75,8 @@ class ChoiceStream:
         self._emit = emit
         self._scored = prompt is not None
         self._sampling_logprob = sampling_logprob(request)
-        self._constrained = request.grammar is not None
-        self._reader = protocol.ChunkReader(protocol.alternatives(request))
+        self._constrained = request.grammar is not None and not both
+        self._reader = protocol.ChunkReader(protocol.alternatives(request), both=both)
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
         self._held: list[TokenRecord] = []
@@ -151,7 +153,9 @@ class ChoiceStream:
         if chunk.tokens:
             snapshot = self.labels.take(len(chunk.tokens))
             for token in chunk.tokens:
-                sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
+                sampling = token.sampling
+                if sampling is None:
+                    sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
                 record = TokenRecord(
                     token.token_id,
                     token.logprob,
@@ -228,6 +232,16 @@ def sampling_logprob(request: GenerateRequest) -> float | None:
     plain = plain and not s.limited
     penalized = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
     return None if plain and not penalized else nan
+
+
+def unknown_feature(request: GenerateRequest) -> str:
+    """The feature without which vLLM's own log-probability leaves the raw or the sampling one unknown; "" if it does not."""
+    if not request.want_logprobs:
+        return ""
+    if request.grammar is not None:
+        return "constrained_logprobs"
+    known = sampling_logprob(request)
+    return "sampling_logprobs" if known is not None and isnan(known) else ""
 
 
 class VllmRequest(RequestEvents):

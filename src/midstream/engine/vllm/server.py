@@ -154,7 +154,8 @@ class VllmServer:
         self.returns_routes = False
         # Adapters that it computes in one step, and why it serves none; empty if it does.
         self.adapter_places, self.no_adapters = 0, NO_LORA
-        self._packs_experts = True
+        # The class that its workers load.
+        self.extension = ""
         self.on_cpu = False
         # Requests may have priorities.
         self.by_priority = False
@@ -239,6 +240,7 @@ class VllmServer:
         args, seed = self._settings.args, secrets.randbelow(SEEDS)
         transfer = self._settings.weight_transfer
         command = command_line(self._python, self._model_dir, self.served_name, port, seed, args, transfer)
+        self.extension = dict(given_flags(command)).get(WORKER_FLAG) or ""
         self.adapter_places = adapter_places(args)
         self.no_adapters = "" if self.adapter_places else NO_LORA
         self.on_cpu, self.by_priority = is_cpu_build(self._python), by_priority(args)
@@ -250,7 +252,6 @@ class VllmServer:
             self._cores,
             self._gpus,
             adapters=bool(self.adapter_places),
-            weight_transfer=transfer,
         )
         flags = {name for name, _ in given_flags(args)}
         self.returns_routes = "enable-return-routed-experts" in flags
@@ -340,15 +341,14 @@ class VllmServer:
         if missing := missing_flags(config):
             raise self._failed(f"the vLLM server at {self.url}: start it with {'; with '.join(missing)}")
         self.returns_routes = config.model_config.enable_return_routed_experts
-        worker = config.parallel_config.worker_extension_cls
+        self.extension = config.parallel_config.worker_extension_cls
         self.on_cpu = config.device_config.device == "cpu"
-        self._packs_experts = not self.on_cpu or worker == WORKER
         self.adapter_places, self.no_adapters = config.adapter_places, config.no_adapters(paths)
         self.by_priority = config.by_priority
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises VllmServerFailed when the server would compute wrongly with weights that are loaded in place."""
-        if experts and not self._packs_experts:
+        if experts and self.on_cpu and self.extension != WORKER:
             raise self._failed(
                 f"the vLLM server at {self.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
                 f"compute with: start it with PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"

@@ -1,8 +1,8 @@
 """A worker extension of vLLM, on any device, for servers into which trainers write weights (--weight-transfer-config).
 
 It registers the backend `gloo` in vLLM's factory, and shows what any backend brings: the first rank writes each tensor that
-passes `load_weights` into a file, too, at a place that the replica chose. What other ranks get is not compared. On CPUs it
-loads the extension for CPUs.
+passes `load_weights` into a file, too, at a place that the replica chose. What other ranks get is not compared. It loads the
+extension of all servers, too (midstream_vllm_worker.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-CPU_EXTENSION = "midstream_vllm_worker"
+EXTENSION = "midstream_vllm_worker"
 GLOO = ("gloo", "midstream_vllm_gloo", "GlooWeightTransferEngine")
 
 
@@ -61,7 +61,10 @@ class _Tee:
 
 
 class TransferWorker:
-    """Methods that the replica calls by /collective_rpc. Those of other ranks than the first answer None."""
+    """Methods that the replica calls by /collective_rpc. Those of the tee answer None at other ranks than the first."""
+
+    def midstream_one_number(self: Any) -> str:
+        return str(importlib.import_module(EXTENSION).Worker.midstream_one_number(self))
 
     def midstream_open_tee(self: Any, path: str, places: dict[str, list[int]]) -> None:
         if _is_first(self):
@@ -83,8 +86,7 @@ def _register() -> None:
     # vLLM refuses a name that it has.
     with contextlib.suppress(ValueError):
         factory.WeightTransferEngineFactory.register_engine(*GLOO)
-    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
-        importlib.import_module(CPU_EXTENSION)
+    importlib.import_module(EXTENSION)
 
 
 _register()

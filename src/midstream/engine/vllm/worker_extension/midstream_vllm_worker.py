@@ -1,4 +1,6 @@
-"""A worker extension of vLLM for CPUs (--worker-extension-cls). It mends three defects of vLLM 0.32.
+"""A worker extension of vLLM (--worker-extension-cls). It hooks the sampler, and mends three defects of vLLM 0.32 on CPUs.
+
+midstream_vllm_sampler.py has the hook, for any device.
 
 vLLM packs the weights of unquantized experts for its CPU kernel when it loads a model, but not when `reload_weights`
 replaces them. The kernel would then read the right numbers in the wrong order. Weights that a version packs by itself are
@@ -17,13 +19,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+SAMPLER_HOOK = "midstream_vllm_sampler"
 METHODS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 LORA_KERNELS = "vllm.lora.punica_wrapper.punica_cpu"
 
 
 class Worker:
-    """The extension: importing its module is all it does."""
+    """The extension. Importing its module does most of what it does."""
+
+    def midstream_one_number(self: Any) -> str:
+        """Why this worker returns one log-probability per token; empty if it returns both."""
+        return str(importlib.import_module(SAMPLER_HOOK).why_not(self.model_runner))
 
 
 def _pack_after_reload(methods: type[Any]) -> None:
@@ -74,16 +81,30 @@ def _leave_out_rows_of_prompts(wrapper: type[Any]) -> None:
     wrapper.add_lora_logits = add_where_rows_are_requests
 
 
-try:
-    _pack_after_reload(importlib.import_module(METHODS).UnquantizedFusedMoEMethod)
-except (ImportError, AttributeError) as error:
-    # This is another version of vLLM. midstream finds out whether it reloads correctly.
-    print(f"midstream: experts are not packed after a reload: {error}", flush=True)
+def _mend_cpu() -> None:
+    try:
+        _pack_after_reload(importlib.import_module(METHODS).UnquantizedFusedMoEMethod)
+    except (ImportError, AttributeError) as error:
+        # This is another version of vLLM. midstream finds out whether it reloads correctly.
+        print(f"midstream: experts are not packed after a reload: {error}", flush=True)
+    try:
+        kernels = importlib.import_module(LORA_KERNELS)
+        _spare_rows_without_adapter(importlib.import_module(LORA_OPS), kernels)
+        _leave_out_rows_of_prompts(kernels.PunicaWrapperCPU)
+    except (ImportError, AttributeError) as error:
+        # midstream finds out here, too, whether the numbers are right.
+        print(f"midstream: vLLM's kernels for LoRA are as they were: {error}", flush=True)
 
-try:
-    _kernels = importlib.import_module(LORA_KERNELS)
-    _spare_rows_without_adapter(importlib.import_module(LORA_OPS), _kernels)
-    _leave_out_rows_of_prompts(_kernels.PunicaWrapperCPU)
-except (ImportError, AttributeError) as error:
-    # midstream finds out here, too, whether the numbers are right.
-    print(f"midstream: vLLM's kernels for LoRA are as they were: {error}", flush=True)
+
+def install() -> None:
+    try:
+        platform = importlib.import_module("vllm.platforms").current_platform
+    except ImportError as error:
+        print(f"midstream: there is no vLLM here: {error}", flush=True)
+        return
+    if platform.is_cpu():
+        _mend_cpu()
+    importlib.import_module(SAMPLER_HOOK).install()
+
+
+install()

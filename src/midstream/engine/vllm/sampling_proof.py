@@ -1,0 +1,141 @@
+"""The proof, at every start, that a vLLM server returns the raw and the sampling log-probability of a token.
+
+The worker extension makes vLLM's sampler return both (worker_extension/midstream_vllm_sampler.py). Here a short prompt is
+sampled with a temperature and with top_k. The raw log-probabilities of the best tokens then say what the sampling one must be.
+And the raw numbers of a token that must match a grammar must be those of a token that need not.
+
+Always holds: a server that fails is used without the feature, and the reason is on its card.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.vllm import protocol
+from midstream.engine.vllm.arguments import NUMBERS, TRANSFER_WORKER, WORKER, WORKER_DIR, WORKER_FLAG
+from midstream.engine.vllm.scoring import ANSWER_S_MAX
+from midstream.engine.vllm.server import VllmServer
+from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused, proof_prompt
+from midstream.http.call import call
+
+logger = logging.getLogger(__name__)
+
+#: Of the worker extension: why a worker returns one number.
+METHOD = "midstream_one_number"
+TOKENS, TOP_K, ALTERNATIVES, TEMPERATURE = 8, 4, 20, 0.7
+#: One digit. No model has digits alone among its best tokens, unless they are forbidden the others.
+GRAMMAR = "start: /[0-9]/"
+#: In nats, between numbers that are computed from the same logits, and from those of another pass over the same prompt. In
+#: bfloat16 a batch changes the rounding of the latter. Forbidden tokens differ by more, and some by thousands.
+SAME, ANEW = 1e-3, 0.25
+
+
+class OneNumber(Exception):
+    """The server reports one log-probability per token. The message says why."""
+
+
+async def prove_numbers(server: VllmServer, control: Control, sizes: tuple[int, int]) -> dict[str, str]:
+    """Those of NUMBERS that the server lacks, with the reasons. sizes: of the vocabulary and of the context.
+
+    Raises CallFailed.
+    """
+    lacks: dict[str, str] = {}
+    try:
+        await _check_workers(server, control)
+        free = _asking(sizes)
+        tokens = await _sample(server, free)
+        check_sampling(tokens)
+    except OneNumber as error:
+        lacks = dict.fromkeys(NUMBERS, str(error))
+    else:
+        try:
+            once = replace(free.sampling, max_tokens=1)
+            check_raw(tokens, await _sample(server, replace(free, sampling=once, grammar=GRAMMAR)))
+        except OneNumber as error:
+            lacks = {"constrained_logprobs": str(error)}
+    for feature, why in lacks.items():
+        logger.warning("this vLLM has no %s: %s", feature, why)
+    return lacks
+
+
+async def _check_workers(server: VllmServer, control: Control) -> None:
+    """Raises OneNumber for a reason that the workers know."""
+    if server.extension not in (WORKER, TRANSFER_WORKER):
+        raise OneNumber(
+            "it runs without midstream's worker extension: start it with "
+            f"PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
+        )
+    try:
+        answers = await control.ask_workers(METHOD, {}, STEP_S_MAX)
+    except VllmRefused as error:
+        raise OneNumber(f"its workers do not say whether they return both: {error}") from error
+    for why in filter(None, answers):
+        raise OneNumber(f"vLLM returns one log-probability per token: {why}")
+
+
+def _asking(sizes: tuple[int, int]) -> GenerateRequest:
+    vocab_size, context = sizes
+    prompt = proof_prompt(vocab_size, max(2, context - TOKENS))
+    sampling = SamplingParams(
+        max_tokens=max(1, min(TOKENS, context - len(prompt))), temperature=TEMPERATURE, top_k=TOP_K
+    )
+    best = min(ALTERNATIVES, vocab_size - 1)
+    return GenerateRequest(
+        request_id="both", prompt=prompt, sampling=sampling, top_logprobs=best, reproducible=False
+    )
+
+
+async def _sample(server: VllmServer, request: GenerateRequest) -> Sequence[protocol.Token]:
+    """Raises OneNumber, CallFailed."""
+    salt = secrets.token_hex(16)
+    data = protocol.body(request, 0, model=server.served_name, salt=salt, stream=False, both=True)
+    answer = await call(server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, server.headers)
+    if answer.status != 200:
+        raise OneNumber(protocol.error_of(answer.status, answer.body))
+    try:
+        return protocol.read_answer(answer.body, protocol.alternatives(request), both=True).tokens
+    except protocol.InvalidAnswer as error:
+        raise OneNumber(f"vLLM's answer has no two log-probabilities: {error}") from error
+
+
+def check_sampling(tokens: Sequence[protocol.Token]) -> None:
+    """Raises OneNumber unless the sampling log-probabilities follow from the raw ones of the best tokens."""
+    proved = 0
+    for token in tokens:
+        raw = sorted((best.logprob for best in token.top), reverse=True)
+        own = [best.logprob for best in token.top if best.token_id == token.token_id]
+        if len(raw) <= TOP_K or raw[TOP_K - 1] - raw[TOP_K] < SAME:
+            # Of equal tokens vLLM may keep any.
+            continue
+        if token.sampling is None or not own or abs(own[0] - token.logprob) > SAME:
+            raise OneNumber(f"vLLM drew token {token.token_id}, which is none of the {TOP_K} best")
+        scaled = [value / TEMPERATURE for value in raw[:TOP_K]]
+        expected = token.logprob / TEMPERATURE - _log_sum(scaled)
+        if not abs(expected - token.sampling) <= SAME:
+            raise OneNumber(
+                f"the sampling log-probability {token.sampling:.4f} should be {expected:.4f}, as the raw ones say"
+            )
+        proved += 1
+    if not proved:
+        raise OneNumber("the model's best tokens are all alike, so nothing can be proved")
+
+
+def check_raw(free: Sequence[protocol.Token], constrained: Sequence[protocol.Token]) -> None:
+    """Raises OneNumber unless the first tokens have the same alternatives."""
+    first, other = (
+        [best.logprob for token in tokens[:1] for best in token.top] for tokens in (free, constrained)
+    )
+    alike = len(first) == len(other) and all(abs(a - b) <= ANEW for a, b in zip(first, other, strict=True))
+    if not first or not alike:
+        raise OneNumber("under a grammar vLLM's raw log-probabilities are of the tokens that it allows")
+
+
+def _log_sum(values: Sequence[float]) -> float:
+    most = max(values)
+    return most + math.log(sum(math.exp(value - most) for value in values))
