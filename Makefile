@@ -220,7 +220,7 @@ test-cookbook: setup setup-cookbook
 test-recipes: setup setup-recipes
 	$(BIN)/python -m pytest tests/recipes $(TEST_ARGS)
 
-test-vllm: setup setup-vllm
+test-vllm: setup setup-vllm .venv-tinker/.installed
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
 
 test-ray-vllm: setup setup-vllm

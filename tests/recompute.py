@@ -33,8 +33,10 @@ class Tie:
 
 @dataclass
 class Passes:
-    """Of each input position: log-probabilities [inputs, vocab] of the next token; routes [inputs, moe_layers, top_k]."""
+    """Of each input position: logits and log-probabilities [inputs, vocab] of the next token; routes [inputs, moe_layers,
+    top_k]."""
 
+    logits: torch.Tensor
     logprobs: torch.Tensor
     routes: np.ndarray
     ties: list[Tie]
@@ -176,7 +178,7 @@ class Recomputer:
             self._expanded.until = None
             every[position], chosen[position] = rows[0], taken[0]
             ties += near
-        return Passes(every.log_softmax(-1), chosen.numpy(), ties)
+        return Passes(every, every.log_softmax(-1), chosen.numpy(), ties)
 
     def _run(
         self,

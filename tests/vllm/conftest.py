@@ -23,6 +23,8 @@ ORDER = [
     "test_vllm_push",
     "test_vllm_policies",
     "test_vllm_transfer_in_place",
+    "test_vllm_sampling_numbers",
+    "test_vllm_tinker",
     "test_vllm_conformance",
     "test_vllm_openai",
     "test_vllm_hotload",

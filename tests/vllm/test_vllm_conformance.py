@@ -13,7 +13,6 @@ NO_ROUTES = "has no routes"
 #: Rows that are skipped, and a part of why.
 SKIPPED = {
     "openai.seed": "has no reproducible_sampling",
-    "logprobs.sampling": "has no sampling_logprobs",
     "echo.cached": "has no cached_prompt_logprobs",
     # On a CPU.
     "routes.completions": NO_ROUTES,

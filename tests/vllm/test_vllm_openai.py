@@ -135,21 +135,16 @@ def test_a_stop_string_ends_the_text_before_it_also_behind_a_cached_prompt(
     assert ended["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * BLOCK
 
 
-def assert_of_what_was_allowed(bed: Bed, prompt: list[int], content: list[dict[str, Any]]) -> None:
+def assert_raw_beside_what_was_allowed(bed: Bed, prompt: list[int], content: list[dict[str, Any]]) -> None:
     """Forbidding tokens can only raise the others' log-probabilities, and raises some of a JSON text's to certainty."""
-    ids = prompt + [entry["token_id"] for entry in content]
-    raw = logprobs_of(bed.reference, ids)[len(prompt) - 1 :]
-    told = [entry["logprob"] for entry in content]
-    assert {entry["logprob_of"] for entry in content} == {"allowed"}
-    assert [entry["sampling_logprob"] for entry in content] == told
-    assert all(of_allowed >= own - TOLERANCE for of_allowed, own in zip(told, raw, strict=True))
-    assert any(of_allowed > own + 1 for of_allowed, own in zip(told, raw, strict=True))
-    assert all(of_allowed <= 0 for of_allowed in told)
+    assert_scored(bed, prompt, {"logprobs": {"content": content}})
+    assert all("logprob_of" not in entry for entry in content)
+    pairs = [(entry["sampling_logprob"], entry["logprob"]) for entry in content]
+    assert all(raw - TOLERANCE <= of_allowed <= 0 for of_allowed, raw in pairs)
+    assert any(of_allowed > raw + 1 for of_allowed, raw in pairs)
 
 
-def test_a_forced_tool_call_with_logprobs_is_a_call_with_the_numbers_of_what_was_allowed(
-    bed: Bed, http: httpx.Client
-) -> None:
+def test_a_forced_tool_call_with_logprobs_is_a_call_with_both_numbers(bed: Bed, http: httpx.Client) -> None:
     colour = {"type": "object", "properties": {"to": {"enum": ["red", "green"]}}, "required": ["to"]}
     tool = {"type": "function", "function": {"name": "paint", "parameters": colour}}
     fields = {"model": "default", "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
@@ -165,7 +160,7 @@ def test_a_forced_tool_call_with_logprobs_is_a_call_with_the_numbers_of_what_was
     called = choice["message"]["tool_calls"][0]["function"]
     assert called["name"] == "paint"
     assert json.loads(called["arguments"])["to"] in ("red", "green")
-    assert_of_what_was_allowed(bed, answer.json()["prompt_token_ids"], choice["logprobs"]["content"])
+    assert_raw_beside_what_was_allowed(bed, answer.json()["prompt_token_ids"], choice["logprobs"]["content"])
 
 
 def test_streamed_messages_and_responses_say_what_the_plain_ones_say(http: httpx.Client) -> None:
@@ -219,7 +214,7 @@ def test_an_answer_to_a_schema_is_json_of_it(bed: Bed, http: httpx.Client) -> No
     scored = http.post("/v1/chat/completions", json={**fields, "logprobs": True, "return_token_ids": True})
     assert scored.status_code == 200, scored.text
     content = scored.json()["choices"][0]["logprobs"]["content"]
-    assert_of_what_was_allowed(bed, scored.json()["prompt_token_ids"], content)
+    assert_raw_beside_what_was_allowed(bed, scored.json()["prompt_token_ids"], content)
 
 
 def test_an_echo_scores_the_prompt_as_a_plain_forward_pass_does(bed: Bed, http: httpx.Client) -> None:

@@ -99,9 +99,9 @@ class Bed:
 
 @contextlib.contextmanager
 def vllm_bed(
-    place: Path, checkpoint: Path, *args: str, replicas: int = 2, settings: str = ""
+    place: Path, checkpoint: Path, *args: str, replicas: int = 2, settings: str = "", tinker: bool = False
 ) -> Iterator[Bed]:
-    """args: more of them for vLLM. settings: more of them in its section."""
+    """args: more of them for vLLM. settings: more of them in its section, and further sections. tinker: with its API."""
     mark = f"MIDSTREAM_TEST_{secrets.token_hex(6).upper()}"
     config = place / "midstream.toml"
     more = "".join(f", {json.dumps(arg)}" for arg in args)
@@ -117,7 +117,7 @@ def vllm_bed(
         "--model",
         str(checkpoint),
     )
-    with serve(place / "state", *options, "--no-tinker") as server:
+    with serve(place / "state", *options, *([] if tinker else ["--no-tinker"])) as server:
         yield Bed(server, checkpoint, mark)
 
 

@@ -1,0 +1,77 @@
+"""What a token was drawn from, in plain NumPy and float64: from a model's logits to the distribution, in vLLM's order.
+
+Owns: the order of penalties, bias, forbidden tokens, temperature and filters, written without any sampler's code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.core.types import SamplingParams
+
+Array = NDArray[np.float64]
+# A filter may take a token that lies so close to its border, or leave it: of the probability summed, and of the logarithm.
+BORDER_P, BORDER_LOG = 2e-6, 2e-5
+GREEDY_BELOW = 1e-5
+
+
+def log_softmax(values: Array) -> Array:
+    shifted = values - values.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def drawn_from(
+    logits: Sequence[float] | Array,
+    sampling: SamplingParams,
+    prompt: Sequence[int],
+    emitted: Sequence[int],
+    allowed: Collection[int] | None = None,
+    bad: Sequence[Sequence[int]] = (),
+) -> list[Array]:
+    """Log-probabilities of all tokens; several where one lies at a border. emitted: the tokens generated before this one.
+
+    allowed: by the grammar. bad: token sequences that must not be generated.
+    """
+    scores = np.array(logits, dtype=np.float64)
+    for these in (allowed, sampling.allowed_token_ids or None):
+        if these is not None:
+            scores[np.setdiff1d(np.arange(len(scores)), list(these))] = -np.inf
+    for *before, last in bad:
+        if not before or list(emitted[-len(before) :]) == before:
+            scores[last] = -np.inf
+    if len(emitted) < sampling.min_tokens:
+        scores[list(sampling.stop_token_ids)] = -np.inf
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    counts = Counter(emitted)
+    for token in {*prompt, *emitted}:
+        penalty = sampling.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token, count in counts.items():
+        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if sampling.temperature < GREEDY_BELOW:
+        return [np.where(np.arange(len(scores)) == scores.argmax(), 0.0, -np.inf)]
+    return _filtered(scores / sampling.temperature, sampling)
+
+
+def _filtered(scores: Array, sampling: SamplingParams) -> list[Array]:
+    found = []
+    for log, mass in itertools.product((-BORDER_LOG, BORDER_LOG), (-BORDER_P, BORDER_P)):
+        left = scores.copy()
+        if sampling.min_p > 0:
+            left[left < left.max() + np.log(sampling.min_p) + log] = -np.inf
+        if sampling.top_k > 0:
+            left[left < np.sort(left)[-min(sampling.top_k, len(left))]] = -np.inf
+        if sampling.top_p < 1:
+            order = np.argsort(left, kind="stable")
+            summed = np.cumsum(np.exp(log_softmax(left))[order])
+            gone = summed <= 1 - sampling.top_p + mass
+            gone[-1] = False
+            left[order[gone]] = -np.inf
+        found.append(log_softmax(left))
+    return found

@@ -1,0 +1,295 @@
+"""The raw and the sampling log-probability of real vLLM servers are those of plain forward passes, whatever is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import needs_vllm
+from msgspec.structs import replace
+from recompute import Recomputer
+from resampling import drawn_from, log_softmax
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from vllm_bed import PYTHON
+from vllm_streams import random_prompt
+
+from midstream.core.config import VllmSettings
+from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
+from midstream.engine.embedded.constraint import Constraints
+from midstream.engine.vllm.engine import VllmEngine
+from midstream.http.call import call
+from midstream.models.tiny_moe import VOCAB_SIZE, build_tokenizer
+
+# Nats, in float32.
+TOLERANCE = 1e-4
+TOKENS_MIN = 10_000
+END = 258
+BESIDE = 32
+TOKENS, LONG = 48, 160
+#: Blocks of 128 tokens. BESIDE streams that begin in one block and end in two need more, so vLLM preempts some.
+BLOCKS = "--num-gpu-blocks-override=40"
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "colour": {"enum": ["red", "green"]}},
+    "required": ["n", "colour"],
+    "additionalProperties": False,
+}
+GRAMMAR = f"start: %json {json.dumps(SCHEMA)}"
+WORDS = ("q", "zx")
+#: Fields of SamplingParams, or of GenerateRequest.
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 12},
+    {"min_p": 0.2},
+    {"top_p": 0.8, "top_k": 30, "min_p": 0.05},
+    {"presence_penalty": 1.2, "frequency_penalty": -0.4},
+    {"repetition_penalty": 1.4, "top_p": 0.95},
+    {"logit_bias": {40: 3.0, 41: -4.0, 200: 2.5}, "top_k": 40},
+    {"allowed_token_ids": tuple(range(60, 110)), "top_p": 0.9},
+    {"bad_words": WORDS, "stop_token_ids": (END, 40, 50), "min_tokens": 12},
+    {"grammar": GRAMMAR, "stop_token_ids": (END,), "top_p": 0.95},
+    {"grammar": GRAMMAR, "stop_token_ids": (END,), "repetition_penalty": 1.2, "logit_bias": {END: 5.0}},
+)
+COLD: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "presence_penalty": 0.8},
+    {"temperature": 0.0, "grammar": GRAMMAR, "stop_token_ids": (END,)},
+)
+
+DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+}
+CLASSES: dict[str, Any] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+@dataclass
+class Drawn:
+    """One choice. emitted: tokens that it was resumed behind."""
+
+    request: GenerateRequest
+    index: int
+    emitted: tuple[int, ...]
+    records: list[TokenRecord] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [record.token_id for record in self.records]
+
+
+@pytest.fixture(scope="session")
+def snapshots(weights: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a family, what is served at first and what is loaded into it."""
+
+    def of(family: str) -> dict[str, Path]:
+        if family == "qwen3_moe":
+            return {"base": weights(0), "next": weights(1)}
+        made = {}
+        for seed, name in enumerate(("base", "next")):
+            config, model = CLASSES[family]
+            made[name] = tmp_path_factory.mktemp(family)
+            torch.manual_seed(seed)
+            model(config(**DENSE)).save_pretrained(made[name])
+            build_tokenizer().save_pretrained(made[name])
+        return made
+
+    return of
+
+
+def requests(name: str) -> Iterator[GenerateRequest]:
+    """Of all kinds, some with two choices and some with alternatives."""
+    every = [{"temperature": t, **kind} for kind in KINDS for t in TEMPERATURES] + list(COLD)
+    for number in itertools.count():
+        for place, given in enumerate(every):
+            kind = dict(given)
+            grammar = kind.pop("grammar", None)
+            sampling = SamplingParams(**{"max_tokens": TOKENS, "seed": number, **kind})
+            yield GenerateRequest(
+                request_id=f"{name} {number} {place}",
+                prompt=tuple(random_prompt(f"{name} {number} {place}", 60 + place)),
+                sampling=sampling,
+                n=2 if place % 5 == 0 else 1,
+                top_logprobs=(0, 0, 1, 5, 20)[(place + number) % 5],
+                grammar=grammar,
+                reproducible=number % 2 == 0,
+            )
+
+
+class Served:
+    """An engine and everything that it has drawn."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.drawn: list[Drawn] = []
+        self._beside = asyncio.Semaphore(BESIDE)
+
+    async def ask(self, request: GenerateRequest, moved: Callable[[], None] = lambda: None) -> None:
+        choices = {i: Drawn(request, i, request.emitted_of(i)) for i in request.choices}
+        self.drawn += choices.values()
+        async with self._beside:
+            async for event in self.engine.generate(request):
+                assert event.error is None, (request, event.error)
+                choices[event.index].records += event.tokens
+                moved()
+
+    async def ask_all(self, asked: Sequence[GenerateRequest]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for request in asked:
+                group.create_task(self.ask(request))
+
+    async def swap_under(self, asked: Sequence[GenerateRequest], snapshot: str, directory: Path) -> None:
+        """Load a snapshot when each of the requests has tokens."""
+        first = len(self.drawn)
+        begun = asyncio.Event()
+
+        def moved() -> None:
+            if all(len(one.records) > 10 for one in self.drawn[first:]):
+                begun.set()
+
+        async with asyncio.TaskGroup() as group:
+            for request in asked:
+                group.create_task(self.ask(request, moved))
+            await begun.wait()
+            await self.engine.stage(snapshot, directory)
+            await self.engine.commit(snapshot)
+            self.engine.settle(snapshot, sound=True)
+        crossed = [one for one in self.drawn[first:] if len({r.snapshot for r in one.records}) == 2]
+        assert len(crossed) > len(asked) // 2
+
+    async def preemptions(self) -> int:
+        answer = await call(self.engine._server.url, "GET", "/metrics", None, 30.0, "")
+        found = re.findall(rb"^vllm:num_preemptions_total.* ([0-9.]+)$", answer.body, re.MULTILINE)
+        return int(sum(map(float, found)))
+
+
+@asynccontextmanager
+async def engine_of(directory: Path, folder: Path, *args: str) -> AsyncIterator[Served]:
+    flags = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", *args]
+    settings = VllmSettings(python=str(PYTHON), args=flags, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+    engine = VllmEngine(directory, settings, folder)
+    try:
+        card = (await engine.start()).card
+        assert [card.has(f) for f in ("sampling_logprobs", "constrained_logprobs")] == [True, True], card.why
+        yield Served(engine)
+    finally:
+        await engine.close()
+
+
+class Recomputed:
+    def __init__(self, snapshots: dict[str, Path]) -> None:
+        self._passes = Recomputer(snapshots)
+        self._constraints = Constraints.load(snapshots["base"], VOCAB_SIZE, (END,))
+        encode = build_tokenizer().encode
+        self._bad = [encode(word, add_special_tokens=False) for word in WORDS]
+
+    def check(self, one: Drawn) -> float:
+        """The largest difference of a number. Raises AssertionError for alternatives of others."""
+        request, tokens = one.request, one.tokens
+        prompt = [*request.prompt, *one.emitted]
+        labels = [record.snapshot for record in one.records]
+        kv = [labels[0]] * len(prompt) + labels[1:]
+        logits = self._passes.passes([*prompt, *tokens[:-1]], kv).logits.double().numpy()[len(prompt) - 1 :]
+        matcher = None
+        if request.grammar is not None:
+            assert self._constraints is not None
+            matcher = self._constraints.matcher(request.grammar, request.sampling.stop_token_ids)
+        worst = 0.0
+        for at, (row, record) in enumerate(zip(logits, one.records, strict=True)):
+            raw = log_softmax(row)
+            worst = max(worst, abs(raw[record.token_id] - record.logprob))
+            best = np.sort(raw)[::-1][: request.top_logprobs]
+            assert np.allclose([t.logprob for t in record.top_logprobs], best, atol=TOLERANCE)
+            assert np.allclose([raw[t.token_id] for t in record.top_logprobs], best, atol=TOLERANCE)
+            assert not record.constrained
+            allowed = None
+            if matcher is not None:
+                allowed = allowed_by(matcher)
+                matcher.accept(record.token_id)
+            bad = self._bad if request.sampling.bad_words else ()
+            emitted = (*one.emitted, *tokens[:at])
+            ways = drawn_from(row, request.sampling, request.prompt, emitted, allowed, bad)
+            assert record.sampling_logprob is not None
+            off = min(abs(way[record.token_id] - record.sampling_logprob) for way in ways)
+            assert off <= TOLERANCE, (request, at, record, [way[record.token_id] for way in ways])
+            worst = max(worst, off)
+        return worst
+
+
+def allowed_by(matcher: Any) -> list[int]:
+    mask = matcher.mask()
+    assert mask is not None, matcher.error
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")[:VOCAB_SIZE]
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+def resumed(drawn: Sequence[Drawn]) -> list[GenerateRequest]:
+    """Streams that another replica lost, at half of their way."""
+    found = []
+    for one in drawn:
+        request, half = one.request, tuple(one.tokens[: TOKENS // 2])
+        s = request.sampling
+        counted = s.presence_penalty or s.frequency_penalty or s.bad_words or request.grammar is not None
+        if request.n == 1 and not counted and len(one.tokens) == TOKENS:
+            found.append(replace(request, request_id=f"{request.request_id} again", emitted=(half,)))
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama"])
+def test_both_numbers_are_those_of_plain_forward_passes_over_swaps_resumes_and_preemptions(
+    family: str, snapshots: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_vllm()
+    places = snapshots(family)
+
+    async def main() -> tuple[list[Drawn], int]:
+        async with engine_of(places["base"], tmp_path / "cache", BLOCKS) as served:
+            coming = requests(family)
+            every = len(KINDS) * len(TEMPERATURES) + len(COLD)
+            while sum(len(one.records) for one in served.drawn) < TOKENS_MIN:
+                await served.ask_all(list(itertools.islice(coming, every)))
+            preempted = await served.preemptions()
+            await served.ask_all(resumed(served.drawn)[:20])
+            # So few that none is preempted: what vLLM computes again is of the new weights.
+            long = [r for r in itertools.islice(coming, every) if r.grammar is None][:: every // 12]
+            asked = [
+                replace(r, n=1, sampling=replace(r.sampling, max_tokens=LONG, stop_token_ids=()))
+                for r in long
+            ]
+            before = await served.preemptions()
+            await served.swap_under(asked, "next", places["next"])
+            assert await served.preemptions() == before
+            return served.drawn, preempted
+
+    drawn, preempted = asyncio.run(main())
+    assert preempted > 0
+    recomputed = Recomputed(places)
+    worst = max(recomputed.check(one) for one in drawn)
+    count = sum(len(one.records) for one in drawn)
+    with capsys.disabled():
+        print(
+            f"\n{family}: {count} tokens of {len(drawn)} choices, {preempted} preemptions, at most {worst:.1e} off"
+        )
+    assert count >= TOKENS_MIN
+    assert worst <= TOLERANCE
