@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from publish_world import World, listening, weights
 
-from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher
+from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, checkpoint
 from midstream.client.errors import SignalRefused
 from midstream.client.weights import write_weights
 from midstream.snapshots.content import MANIFEST_FILE
@@ -307,6 +309,35 @@ def test_training_goes_on_with_other_weights_while_a_snapshot_is_published(world
         assert first.wait(120).kind == "delta"
         assert_served(world, "1", weights(1))
         assert first.done()
+
+
+def test_tensors_of_torch_are_copied_in_memory_and_written_beside_the_training(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, may_write = checkpoint.write_weights, threading.Event()
+
+    def written_late(*args: Any) -> None:
+        assert may_write.wait(60), "begin waits for the files"
+        write(*args)
+
+    with world.publisher() as publisher:
+        publisher.publish("0", weights(0), config_dir=world.config)
+        monkeypatch.setattr(checkpoint, "write_weights", written_late)
+        for step in (1, 2):
+            may_write.clear()
+            live = {name: torch.from_numpy(values) for name, values in weights(step).items()}
+            publication = publisher.begin(f"{step}", live, config_dir=world.config)
+            for tensor in live.values():
+                tensor.zero_()
+            assert not publication.done()
+            may_write.set()
+            assert publication.wait(60).kind == "delta"
+            assert_served(world, f"{step}", weights(step))
+
+
+def test_begin_refuses_tensors_under_other_names_at_once(world: World) -> None:
+    with world.publisher() as publisher, pytest.raises(ValueError, match="module"):
+        publisher.begin("1", {"module.a": torch.zeros(2)}, config_dir=world.config)
 
 
 def test_a_publication_waits_for_the_one_before_and_only_its_own_waiter_gets_its_failure(

@@ -10,13 +10,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from midstream.client.names import as_checkpoint, from_memory, in_memory
-from midstream.client.weights import COMPILED, Cast, write_weights
+from midstream.client.weights import COMPILED, Cast, SnapshotTensor, TensorCopy, wide_first, write_weights
 from midstream.snapshots.adapter import ADAPTER_FILES
 from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
 from midstream.snapshots.names import hint
@@ -160,6 +160,24 @@ class Source:
         if (advice := hint(self.weights, sure=True)) is not None:
             raise ValueError(advice)
         return self.weights
+
+    def copied(self, memory: TensorCopy) -> Source | None:
+        """The same weights in `memory`, cast, if they are tensors of torch by name; else None: files are their copy.
+
+        A model writes its own files, with a configuration that training uses. Raises ValueError.
+        """
+        if not isinstance(self.weights, Mapping) or self.model is not None or self.of_policy:
+            return None
+        assert self.config_dir is not None
+        state = as_checkpoint(self.weights, Path(self.config_dir))
+        tensors = wide_first([SnapshotTensor(name, value, self.dtype) for name, value in state.items()])
+        if not all(tensor.of_torch for tensor in tensors):
+            return None
+        raw, at, copies = memory.take(tensors), 0, {}
+        for tensor in tensors:
+            copies[tensor.name] = tensor.over(raw[at : at + tensor.size])
+            at += tensor.size
+        return replace(self, weights=copies, dtype=None)
 
     def write(self, directory: Path) -> None:
         """Write the checkpoint into `directory`, which exists and is empty."""

@@ -22,6 +22,7 @@ from midstream.client.names import check_names, served_spec
 from midstream.client.parent import Parent, WorkDirectory
 from midstream.client.snapshot_calls import Compression, ResetPromptCache, SnapshotCalls
 from midstream.client.status import ReplicaStatus, Status
+from midstream.client.weights import TensorCopy
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
@@ -162,6 +163,7 @@ class ToBucket:
         self._compression: Compression = compression
         self._hints = hints and policy is None
         self._monotonic = monotonic
+        self._memory = TensorCopy()
 
     def __repr__(self) -> str:
         return f"bucket={self._bucket}"
@@ -169,12 +171,23 @@ class ToBucket:
     def close(self) -> None:
         """Gives up the work directory."""
         self._work.close()
+        self._memory.forget()
 
     def take(self, job: Job, source: Source, *, copy: bool = True) -> Callable[[], Published]:
-        """Copies the weights to disk. Returns the rest of the publication. copy: files are always a copy."""
+        """Takes the weights. Returns the rest of the publication. copy: tensors are copied in memory, and written with the
+        rest; everything else is written at once."""
         self._bucket.check(job.identity, job.overwrite)
         started = self._monotonic()
         job.tell("writing")
+        held = source.copied(self._memory) if copy else None
+        took_s = self._monotonic() - started
+        if held is None:
+            return self._written(job, source, 0.0)
+        return lambda: self._written(job, held, took_s)()
+
+    def _written(self, job: Job, source: Source, took_s: float) -> Callable[[], Published]:
+        """The weights are on disk. took_s: what they took before. Returns the rest. Raises PublishError, ValueError."""
+        started = self._monotonic()
         staged = self._work.new_directory()
         try:
             source.write(staged)
@@ -184,7 +197,7 @@ class ToBucket:
             if isinstance(error, OSError):
                 raise PublishError(f"snapshot {job.identity!r} cannot be copied: {error}") from error
             raise
-        took_s = self._monotonic() - started
+        took_s += self._monotonic() - started
         return lambda: self.run(job, staged, took_s)
 
     def write_full(self, identity: str, source: Source, *, overwrite: bool) -> Path | None:

@@ -193,6 +193,7 @@ class SnapshotPublisher:
     def begin(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Publication:
         """Like `publish`, but returns when it has a copy of the weights. The rest runs in a thread beside the training.
 
+        The copy of torch tensors by name is in memory, of which it keeps as much as they take. All else is written to work_dir.
         Waits for the publication before. Only that one's own `wait` raises its failure. The callbacks run in the thread.
         """
         rest = self._take(identity, weights, how, copy=True)

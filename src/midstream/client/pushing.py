@@ -22,7 +22,7 @@ from midstream.client.push import PIECE_BYTES, Rendezvous, TrainerGroup
 from midstream.client.server import ServerClient
 from midstream.client.snapshot_calls import ResetPromptCache
 from midstream.client.status import Status
-from midstream.client.weights import Cast, SnapshotTensor
+from midstream.client.weights import Cast, SnapshotTensor, TensorCopy
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.retry import Deadline
 from midstream.core.transfer import SentTensors
@@ -59,14 +59,10 @@ class Tensors:
         )
         self._copy: Any = None
 
-    def copy(self, buffer: Any) -> None:
-        """Copy them to `buffer`, of `size` bytes, and let go of the tensors."""
-        at = 0
-        for tensor in self._tensors:
-            tensor.copy_to(buffer[at : at + tensor.size])
-            at += tensor.size
+    def copy(self, memory: TensorCopy) -> None:
+        """Copy them, and let go of the tensors."""
+        self._copy = memory.take(self._tensors)
         self._tensors.clear()
-        self._copy = buffer
 
     def parts(self) -> Iterator[Any]:
         """Their bytes, as TrainerGroup.send takes them."""
@@ -95,8 +91,7 @@ class Pushing:
         self._port = port
         self._monotonic = monotonic
         self._group: TrainerGroup | None = None
-        #: Of the last copy; kept, since memory that was used before is faster.
-        self._buffer: Any = None
+        self._memory = TensorCopy()
 
     def __repr__(self) -> str:
         return f"push={self._group or 'no group'}"
@@ -111,7 +106,7 @@ class Pushing:
         started = self._monotonic()
         tensors = Tensors(source.tensors(), source.dtype)
         if copy:
-            tensors.copy(self._room(tensors.size))
+            tensors.copy(self._memory)
         took_s = self._monotonic() - started
         return lambda: self._run(job, tensors, policy, took_s)
 
@@ -126,15 +121,7 @@ class Pushing:
                 pass
             finally:
                 group.close()
-        self._buffer = None
-
-    def _room(self, size: int) -> Any:
-        import torch
-
-        if self._buffer is None or self._buffer.numel() != size:
-            self._buffer = None
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        return self._buffer
+        self._memory.forget()
 
     def _run(self, job: Job, tensors: Tensors, policy: str, copy_s: float) -> Published:
         started = self._monotonic()

@@ -7,7 +7,7 @@ are on disk before the index that names them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,8 +49,18 @@ class SnapshotTensor:
         """The dtype, as torch names it."""
         return _TORCH_NAMES[self.dtype]
 
+    @property
+    def of_torch(self) -> bool:
+        return hasattr(self._value, "detach")
+
+    def over(self, raw: Any) -> Any:
+        """These bytes as a torch tensor of this dtype and shape. raw: as `flat` gives them, aligned to the dtype."""
+        import torch
+
+        return raw.view(getattr(torch, self.dtype_name)).view(self.shape)
+
     def data(self) -> memoryview:
-        raw = self.flat().cpu().numpy() if self._of_torch() else self._numpy_bytes()
+        raw = self.flat().cpu().numpy() if self.of_torch else self._numpy_bytes()
         if raw.nbytes != self.size:
             raise ValueError(f"tensor {self.name} has {raw.nbytes} bytes, {self.size} expected")
         result: memoryview = raw.data
@@ -61,7 +71,7 @@ class SnapshotTensor:
         contiguous and not cast."""
         import torch
 
-        if not self._of_torch():
+        if not self.of_torch:
             raw = self._numpy_bytes()
             return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
         tensor = self._value.detach()
@@ -72,17 +82,11 @@ class SnapshotTensor:
     def copy_to(self, place: Any) -> None:
         """Copy the bytes to `place`, a torch tensor of uint8 with as many. One pass casts, gathers and copies, where `place` is
         aligned to the dtype."""
-        import torch
-
         aligned = place.storage_offset() % _ITEM_BYTES.get(self.dtype, 1) == 0
-        if self.size and aligned and self._of_torch():
-            target = place.view(getattr(torch, self.dtype_name)).view(self.shape)
-            target.copy_(self._value.detach())
+        if self.size and aligned and self.of_torch:
+            self.over(place).copy_(self._value.detach())
         else:
             place.copy_(self.flat())
-
-    def _of_torch(self) -> bool:
-        return hasattr(self._value, "detach")
 
     def _numpy_bytes(self) -> npt.NDArray[np.uint8]:
         array = np.ascontiguousarray(self._value).reshape(-1)
@@ -93,6 +97,30 @@ class SnapshotTensor:
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
         return array.view(np.uint8)
+
+
+class TensorCopy:
+    """Copies of tensors in memory, one set at a time. The memory stays for the next one: what was used before is faster."""
+
+    def __init__(self) -> None:
+        self._buffer: Any = None
+
+    def take(self, tensors: Sequence[SnapshotTensor]) -> Any:
+        """The bytes of all, one after the other, as a torch tensor of uint8. The copy before is over."""
+        size = sum(tensor.size for tensor in tensors)
+        if self._buffer is None or self._buffer.numel() != size:
+            import torch
+
+            self._buffer = None
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        at = 0
+        for tensor in tensors:
+            tensor.copy_to(self._buffer[at : at + tensor.size])
+            at += tensor.size
+        return self._buffer
+
+    def forget(self) -> None:
+        self._buffer = None
 
 
 def to_bfloat16_bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -138,9 +166,13 @@ def _shards(tensors: list[SnapshotTensor], max_bytes: int) -> Iterator[list[Snap
     yield shard
 
 
+def wide_first(tensors: Sequence[SnapshotTensor]) -> list[SnapshotTensor]:
+    """Wide elements first, so that every tensor is aligned to its own element size, one after the other."""
+    return sorted(tensors, key=lambda t: (-_ITEM_BYTES.get(t.dtype, 1), t.name))
+
+
 def _write_file(path: Path, tensors: list[SnapshotTensor]) -> None:
-    # Wide elements first, so that every tensor is aligned to its own element size.
-    tensors = sorted(tensors, key=lambda t: (-_ITEM_BYTES.get(t.dtype, 1), t.name))
+    tensors = wide_first(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
