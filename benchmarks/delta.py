@@ -89,7 +89,10 @@ def write_pair(root: Path, megabytes: int, files: int) -> None:
         bits = (values >> 16).astype(np.uint16)
         moved = bits.copy()
         picked = rng.random(shape, dtype=np.float32) < 0.02
-        moved[picked] += rng.choice(np.array([1, 2**16 - 1], np.uint16), picked.sum())
+        steps = rng.choice(np.array([1, 2**16 - 1], np.uint16), picked.sum())
+        # Below zero is a NaN.
+        steps[(bits[picked] & 0x7FFF) == 0] = 1
+        moved[picked] += steps
         smallest = min(range(files), key=lambda i: sum(a.nbytes for a in old[i].values()))
         old[smallest][name], new[smallest][name] = bits, moved
         weight_map[name] = f"model-{smallest + 1:05d}-of-{files:05d}.safetensors"
