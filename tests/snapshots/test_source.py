@@ -21,7 +21,8 @@ from midstream.core.errors import (
     SnapshotMissing,
     SnapshotNotFinite,
 )
-from midstream.core.types import BASE_SNAPSHOT, Desired, FileContent, Hint, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, ArcFormat, Desired, FileContent, Hint, SnapshotFiles
+from midstream.replica.swap import source as source_module
 from midstream.replica.swap.source import CachedSource
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
@@ -248,6 +249,38 @@ def test_a_delta_is_refused_for_the_numbers_that_it_makes(tmp_path: Path) -> Non
     with pytest.raises(SnapshotNotFinite, match=r"^tensor layers\.2\.w is NaN at index \[3, 4\]"):
         asyncio.run(load(1))
     asyncio.run(load(2))
+
+
+@pytest.mark.parametrize("compression", ["arc_v1", "arc_v2"])
+def test_numbers_that_were_seen_in_the_rebuild_are_not_read_again_until_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: ArcFormat
+) -> None:
+    states = [write_checkpoint(tmp_path / f"s{i}", seed=i) for i in range(2)]
+    encode_delta(*states, tmp_path / "d1", compression)
+    urls = [path.as_uri() for path in (states[0], tmp_path / "d1")]
+    known = [asyncio.run(snapshot_fingerprint(url)) for url in urls]
+    full = SnapshotFiles(snapshot="s0", url=urls[0], fingerprint=known[0])
+    desired = Desired(
+        snapshot="s1",
+        generation=1,
+        url=urls[1],
+        fingerprint=known[1],
+        compression=compression,
+        parents=(full,),
+    )
+    source, read = make_source(tmp_path), []
+    monkeypatch.setattr(source_module, "check_finite", lambda path, *_, **__: read.append(path))
+
+    async def load() -> Path:
+        path = await source.fetch(desired) or await source.rebuild(desired)
+        await source.verify(path, desired)
+        return path
+
+    asyncio.run(load())
+    assert read == []
+    # The files lay in the cache meanwhile.
+    path = asyncio.run(load())
+    assert read == [path]
 
 
 def test_an_adapter_is_refused_for_a_number_that_is_not_finite(tmp_path: Path) -> None:

@@ -24,13 +24,12 @@ def apply_delta(
     threads: int | None = None,
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> bool:
     """As arc2.rebuild.rebuild. lineage: what a delta that says its versions is compared with."""
     if compression == "arc_v1" or compression == "arc_v2":
-        of_arc2.rebuild(
+        return of_arc2.rebuild(
             parent, delta, out, compression, threads=threads, cancelled=cancelled, progress=progress
         )
-        return
     of_trainers.rebuild(
         parent,
         delta,
@@ -41,6 +40,7 @@ def apply_delta(
         cancelled=cancelled,
         progress=progress,
     )
+    return False
 
 
 def verify_delta(

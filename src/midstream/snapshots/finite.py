@@ -150,6 +150,13 @@ def first_bad(dtype: str, data: np.ndarray) -> tuple[int, int] | None:
     return place, int(unsigned[place])
 
 
+def all_finite(dtype: str, data: np.ndarray) -> bool:
+    """Whether no number in `data`, as in `first_bad`, is infinite or NaN. dtype: also one that has no such numbers."""
+    return dtype not in _FLOATS or (
+        len(data) % (_FLOATS[dtype].bits // 8) == 0 and first_bad(dtype, data) is None
+    )
+
+
 def _described(part: _Part, place: int, bits: int) -> str:
     kind = _FLOATS[part.spec.dtype]
     negative = kind.signed and bits >> (kind.bits - 1)

@@ -33,6 +33,7 @@ from midstream.snapshots.finite import check_finite
 from midstream.snapshots.layout import CONFIG_FILE, MAX_HEADER_BYTES, CheckpointSpec, read_checkpoint
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import Listing, read_beginning
+from midstream.snapshots.store.local import made_finite
 from midstream.snapshots.store.verify import check_compatible, ties
 from midstream.snapshots.tasks import finished
 from midstream.snapshots.tied import check_tied
@@ -181,6 +182,9 @@ class CachedSource(SnapshotSource):
             check_compatible(self._base, spec, ignore_config)
             if ties(self._base, spec):
                 await asyncio.to_thread(check_tied, path, spec)
+        if await asyncio.to_thread(made_finite, path):
+            # In the pass that wrote them.
+            return
         stop = threading.Event()
         check = partial(check_finite, path, files, cancelled=stop.is_set)
         await finished(check, on_cancel=stop.set)

@@ -34,6 +34,7 @@ from midstream.snapshots.arc2.files import (
     weights_files,
     write,
 )
+from midstream.snapshots.finite import all_finite
 from midstream.snapshots.layout import (
     INDEX_FILE,
     FileLayout,
@@ -52,16 +53,19 @@ def rebuild(
     threads: int | None = None,
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Make `out`, which must not exist, the whole checkpoint, or adapter, that `delta` turns `parent` into.
+) -> bool:
+    """Make `out`, which must not exist, the whole checkpoint, or adapter, that `delta` turns `parent` into. Returns whether all
+    its numbers were seen to be finite.
 
     threads: None for one per core. Raises SnapshotMissing (a file is not there), SnapshotCorrupt (a file, blob or checksum is
     wrong), SnapshotIncompatible (the delta has another parent), RebuildCancelled, SnapshotError (the disk refuses). The
     message names file and tensor.
     """
     shards = _matched(parent, delta)
+    not_finite: set[str] = set()
     with rebuilt_checkpoint(parent, delta, out, {shard.name: shard.old for shard in shards}) as files:
-        _apply_all(shards, _writer(files), compression, threads, cancelled, progress)
+        _apply_all(shards, _writer(files, not_finite), compression, threads, cancelled, progress)
+    return not not_finite
 
 
 def verify(
@@ -121,10 +125,17 @@ class _Shard:
 _Sink = Callable[[_Shard, str, int, memoryview], None]
 
 
-def _writer(files: Mapping[str, int]) -> _Sink:
-    """A sink that writes pieces to the open files of the new shards."""
+def _writer(files: Mapping[str, int], not_finite: set[str]) -> _Sink:
+    """A sink that writes pieces to the open files of the new shards.
+
+    not_finite: gets the tensors of which a piece has a number that is not finite, or was not cut between two numbers.
+    """
 
     def put(shard: _Shard, name: str, offset: int, piece: memoryview) -> None:
+        if name not in not_finite and not all_finite(
+            shard.old.tensors[name].dtype, np.frombuffer(piece, np.uint8)
+        ):
+            not_finite.add(name)
         write(files[shard.name], piece, shard.old.ranges[name][0] + offset)
 
     return put

@@ -461,7 +461,7 @@ class ChainFetcher:
             delta = self._cache.delta(link)
             self._links.hold_whole(parent, chain[i - 1].snapshot)
             self._links.hold_whole(delta, link.snapshot)
-            apply_delta(
+            finite = apply_delta(
                 parent,
                 delta,
                 out,
@@ -473,7 +473,7 @@ class ChainFetcher:
             # The checksums of some formats say nothing of tensors that did not change.
             self._links.check_held()
             note_contents(out, (*noted_contents(parent), *noted_contents(delta)))
-            write_own_listing(out)
+            write_own_listing(out, finite=finite)
             move_into_place(out, self._cache.whole(chain[: i + 1]))
 
         try:

@@ -31,6 +31,8 @@ LISTING_FILE = ".listing.json"
 STAMPS_FILE = ".stamps.json"
 #: The content of the full snapshot, then of each delta, that a directory was made from.
 CONTENT_FILE = ".content.json"
+#: There while nobody has asked whether the numbers are finite, which they are.
+FINITE_FILE = ".finite"
 
 _Listing = list[tuple[str, int, str]]
 
@@ -62,10 +64,22 @@ def write_listing(directory: Path, encoded: bytes) -> None:
     (directory / LISTING_FILE).write_bytes(encoded)
 
 
-def write_own_listing(directory: Path) -> None:
-    """Note in `directory` the files it has, which were made here and are in no bucket. Raises OSError."""
+def write_own_listing(directory: Path, *, finite: bool = False) -> None:
+    """Note in `directory` the files it has, which were made here and are in no bucket. finite: all their numbers were seen to
+    be, as they were made. Raises OSError."""
     files = sorted((f.name, f.stat().st_size, "") for f in directory.iterdir() if f.is_file())
     write_listing(directory, msgspec.json.encode(files))
+    if finite:
+        (directory / FINITE_FILE).touch()
+
+
+def made_finite(directory: Path) -> bool:
+    """Whether the files were just made of numbers that were seen to be finite. Says so once: later ones may be damaged."""
+    try:
+        (directory / FINITE_FILE).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def is_whole(directory: Path, fingerprint: str | None, contents: Sequence[Content | None]) -> bool:
