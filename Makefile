@@ -23,7 +23,8 @@
 # make bench-rollout  64 trajectories x 8 turns on four replicas, by affinity and in other ways, JSON and docs/benchmarks.md;
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
-# make bench-push  pushes of 1 GB to 1, 2 and 4 replicas, beside a bare gloo broadcast of the same tensors, JSON and docs/benchmarks.md
+# make bench-push  pushes of 1 GB to 1, 2 and 4 replicas, beside a bare gloo broadcast of the same tensors; deltas to 8 over links of
+#                  100 MB/s; pushes into vLLM beside its own; JSON and docs/benchmarks.md
 #                  (BENCH_ARGS="--model 10MB --replicas 1": a small one)
 # make bench-delta  deltas beside Fireworks' own package, JSON and docs/benchmarks.md
 # make walk    which files of midstream a streamed chat, a Tinker sample and a hot load pass, JSON; tests/test_size.py holds the numbers
@@ -259,8 +260,10 @@ bench-rollout: setup
 bench-swap: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
 
-bench-push: setup
+bench-push: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python push.py --write $(BENCH_ARGS)
+	cd benchmarks && ../$(BIN)/python links.py --write && ../$(BIN)/python link_swap.py --write && ../$(BIN)/python links_table.py
+	cd benchmarks && ../$(BIN)/python vllm_push.py --write && ../$(BIN)/python vllm_push_table.py
 
 bench-delta: setup setup-fireworks
 	cd benchmarks && ../$(BIN)/python delta.py --write $(BENCH_ARGS)

@@ -53,7 +53,7 @@ def four_phases(url: str, source: Checkpoint, version: str) -> dict[str, float]:
     """A group, an update, and the group's end."""
     world_size = 1 + int(requests.get(f"{url}/get_world_size", timeout=60).json()["world_size"])
     client = TimedClient(url)
-    info = MidstreamTrainerInitInfo("127.0.0.1", 0, world_size)
+    info = MidstreamTrainerInitInfo("127.0.0.1", 0, world_size, rank=0)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     engine.send_weights(weight_version=version)
     engine.shutdown()

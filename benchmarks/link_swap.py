@@ -1,6 +1,6 @@
 """Deltas of 2 % of 1 GB to a live server with one embedded replica, over a limited link: the whole way, and its memory.
 
-Owns: the second part of `make bench-links`. The replica's bucket is behind a link of 100 MB/s (limited_bucket.py), with a
+Owns: the second part of `make bench-push`. The replica's bucket is behind a link of 100 MB/s (limited_bucket.py), with a
 server of S3's protocol over the directory into which the trainer publishes. So the trainer's own upload is a copy on this
 machine, and not measured. Files are not announced early (`hints=False`): all bytes come over the link after the signal.
 Nobody asks the server anything. Trainer, gateway, replica and engine share the cores.
@@ -12,7 +12,9 @@ Reported in medians over the rounds:
     bound_s                        the delta's bytes over the link, and rebuild_s; ratio: served_s to it
     fetched_ratio                  the same without staging and check: until whole and verified files are there
     replica_peak engine_peak       memory of the process during the swap, mapped files included, in bytes
-    added_bytes                    by how much both together are above what they had before
+    engine_own                     the most of the engine's memory that is its own, without mapped files; read every 5 ms
+    engine_at_start                the same when the server had started: runtime, KV and one model
+    models                         engine_own over engine_at_start, in models, and the one that is in it
 
     python link_swap.py [--rounds 5] [--write]
 """
@@ -24,6 +26,7 @@ import json
 import re
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +43,7 @@ from swaps import say, write_models
 from midstream.client import SnapshotPublisher
 
 State = dict[str, torch.Tensor]
+SAMPLE_S = 0.005
 PARTS = ("fetch", "rebuild", "verify", "stage", "check")
 
 
@@ -62,22 +66,36 @@ class Memory:
         self.engine = max(family(server), key=lambda pid: _kb(pid, "VmRSS"))
         stat = Path(f"/proc/{self.engine}/stat").read_text().rpartition(") ")[2].split()
         self.replica = int(stat[1])
-        self._before: dict[int, int] = {}
+        self.at_start = _kb(self.engine, "RssAnon") * 1024
+        self._own = 0
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._sample)
 
     def begin(self) -> None:
         """Peaks count from here."""
         for pid in (self.replica, self.engine):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
-            self._before[pid] = _kb(pid, "VmRSS") * 1024
+        self._own = 0
+        self._over.clear()
+        self._watch = threading.Thread(target=self._sample)
+        self._watch.start()
 
-    def peaks(self) -> dict[str, float]:
+    def peaks(self, model_bytes: int) -> dict[str, float]:
+        """Since `begin`."""
+        self._over.set()
+        self._watch.join()
         replica, engine = (_kb(pid, "VmHWM") * 1024 for pid in (self.replica, self.engine))
         return {
             "replica_peak": replica,
             "engine_peak": engine,
-            "engine_before": self._before[self.engine],
-            "added_bytes": replica + engine - sum(self._before.values()),
+            "engine_own": self._own,
+            "engine_at_start": self.at_start,
+            "models": 1 + (self._own - self.at_start) / model_bytes,
         }
+
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self._own = max(self._own, _kb(self.engine, "RssAnon") * 1024)
 
 
 def _kb(pid: int, key: str) -> int:
@@ -122,7 +140,7 @@ def round_of(
         "ratio": done.load_s / bound_s,
         "fetched_ratio": whole_s / bound_s,
         "bytes_sent": done.bytes_sent,
-        **memory.peaks(),
+        **memory.peaks(sum(tensor.nbytes for tensor in state.values())),
     }
 
 
@@ -143,8 +161,8 @@ def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
             SnapshotPublisher(f"http://127.0.0.1:{server.port}", bucket.as_uri(), hints=False) as publisher,
         ):
             # The first is full, and the second warms what deltas need.
-            publisher.begin("step-0", state, **how).wait()
             memory = Memory(server.pid)
+            publisher.begin("step-0", state, **how).wait()
             for number in range(1, rounds + 2):
                 moved(state, generator)
                 copy_s = copied_s(state, room)

@@ -1,6 +1,6 @@
 """A delta of 2 % to replicas over limited links: what it takes beside its bytes over the link and a bare rebuild.
 
-Owns: the first part of `make bench-links`. The replicas' ends are processes with the production code (link_replica.py), each
+Owns: the first part of `make bench-push`. The replicas' ends are processes with the production code (link_replica.py), each
 with a cache and a link of its own (limited_bucket.py: a token bucket of 100 MB/s for each). No engine is there, and nothing
 is staged. Rounds with one and with all replicas alternate. Files lie in memory (--directory), so no disk is measured.
 
