@@ -179,23 +179,21 @@ class _Front:
 
     # -- the client's start
 
-    @serves(get("healthz", "Says that the front is up.", need=None))
+    @get("healthz", "Says that the front is up.", need=None)
     async def _healthz(self, request: Request) -> answers.FrontUp:
         return answers.FrontUp()
 
-    @serves(post("client/config", EITHER, "Gives the SDK its configuration."))
+    @post("client/config", EITHER, "Gives the SDK its configuration.")
     async def _config(self, request: Request) -> answers.SdkConfig:
         await body_of(request)
         return answers.SdkConfig()
 
-    @serves(
-        post("client/dynamic_config", EITHER, "Gives the SDK the part of its configuration that may change.")
-    )
+    @post("client/dynamic_config", EITHER, "Gives the SDK the part of its configuration that may change.")
     async def _dynamic_config(self, request: Request) -> answers.SdkDynamicConfig:
         await body_of(request)
         return answers.SdkDynamicConfig()
 
-    @serves(get("get_server_capabilities", "Lists the models that can be sampled and trained."))
+    @get("get_server_capabilities", "Lists the models that can be sampled and trained.")
     async def _capabilities(self, request: Request) -> answers.OfferedModels:
         served = self._served
         return answers.OfferedModels(
@@ -207,7 +205,7 @@ class _Front:
             ]
         )
 
-    @serves(post("telemetry", EITHER, "Takes the SDK's telemetry and drops it."))
+    @post("telemetry", EITHER, "Takes the SDK's telemetry and drops it.")
     async def _telemetry(self, request: Request) -> answers.TelemetryDropped:
         """Read and dropped: nothing is kept of what a client reports of itself."""
         async for _ in request.stream():
@@ -216,7 +214,7 @@ class _Front:
 
     # -- sessions
 
-    @serves(post("create_session", EITHER, "Begins a session of a client."))
+    @post("create_session", EITHER, "Begins a session of a client.")
     async def _create_session(self, request: Request, body: CreateSessionBody) -> answers.ClientSessionMade:
         tenant, _ = caller(request)
         session = self._store.create_session(
@@ -224,7 +222,7 @@ class _Front:
         )
         return answers.ClientSessionMade(session_id=session.id)
 
-    @serves(post("session_heartbeat", EITHER, "Keeps a session alive."))
+    @post("session_heartbeat", EITHER, "Keeps a session alive.")
     async def _heartbeat(self, request: Request, body: SessionBody) -> answers.HeartbeatTaken:
         tenant, _ = caller(request)
         if not self._store.touch_session(tenant, body.session_id):
@@ -233,7 +231,7 @@ class _Front:
             raise TinkerRefusal(410, error.detail, error.param)
         return answers.HeartbeatTaken()
 
-    @serves(post("sessions/{session_id}/finish", EITHER, "Ends a session."))
+    @post("sessions/{session_id}/finish", EITHER, "Ends a session.")
     async def _finish(self, request: Request) -> Nothing:
         tenant, _ = caller(request)
         await body_of(request)
@@ -245,12 +243,12 @@ class _Front:
         # Also for an unknown session: the client is leaving, and an error would end it in a traceback.
         return Nothing()
 
-    @serves(get("sessions", "Lists the sessions."))
+    @get("sessions", "Lists the sessions.")
     async def _sessions(self, request: Request) -> answers.ClientSessions:
         tenant, _ = caller(request)
         return answers.ClientSessions(sessions=[session.id for session in self._store.sessions(tenant)])
 
-    @serves(get("sessions/{session_id}", "Shows the training runs and samplers of a session."))
+    @get("sessions/{session_id}", "Shows the training runs and samplers of a session.")
     async def _session(self, request: Request) -> answers.ClientSession:
         tenant, _ = caller(request)
         session_id = request.path_params["session_id"]
@@ -266,7 +264,7 @@ class _Front:
 
     # -- sampling
 
-    @serves(post("create_sampling_session", SAMPLES, "Begins sampling from the base model or a checkpoint."))
+    @post("create_sampling_session", SAMPLES, "Begins sampling from the base model or a checkpoint.")
     async def _create_sampling_session(
         self, request: Request, body: CreateSamplingSessionBody
     ) -> answers.SamplerMade:
@@ -292,7 +290,7 @@ class _Front:
             snapshot="base" if policy == "exact" else None,
         )
 
-    @serves(get("samplers/{sampling_session_id}", "Shows a sampling session."))
+    @get("samplers/{sampling_session_id}", "Shows a sampling session.")
     async def _sampler(self, request: Request) -> answers.ClientSampler:
         tenant, _ = caller(request)
         asked = request.path_params["sampling_session_id"]
@@ -304,7 +302,7 @@ class _Front:
             sampler_id=session.id, base_model=session.base_model, model_path=given(session.model_path)
         )
 
-    @serves(post("asample", SAMPLES, "Submits a prompt to be sampled."))
+    @post("asample", SAMPLES, "Submits a prompt to be sampled.")
     async def _asample(self, request: Request, body: SampleBody) -> answers.SampleSubmitted:
         tenant, api_key = caller(request)
         request_id, sequence_ids = await self._sampling.submit(tenant, api_key, body)
@@ -392,15 +390,13 @@ class _Front:
 
     # -- futures
 
-    @serves(
-        post(
-            "retrieve_future",
-            EITHER,
-            "Gives the result of a submission, or answers 408 while there is none.",
-            RetrieveBody,
-            answer=answers.Result,
-            kinds=(JSON, PROTOBUF),
-        )
+    @post(
+        "retrieve_future",
+        EITHER,
+        "Gives the result of a submission, or answers 408 while there is none.",
+        RetrieveBody,
+        answer=answers.Result,
+        kinds=(JSON, PROTOBUF),
     )
     async def _retrieve_future(self, request: Request) -> Response:
         try:
@@ -443,7 +439,7 @@ class _Front:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    @serves(post("cancel_future", EITHER, "Cancels a submission."))
+    @post("cancel_future", EITHER, "Cancels a submission.")
     async def _cancel_future(self, request: Request, body: CancelBody) -> answers.FutureCancelled:
         tenant, _ = caller(request)
         future = self._futures.find(tenant, body.request_id)
@@ -451,7 +447,7 @@ class _Front:
             future.cancel()
         return answers.FutureCancelled(request_id=body.request_id)
 
-    @serves(get("midstream/requests/{request_id}", "Says which snapshot and replica served a submission."))
+    @get("midstream/requests/{request_id}", "Says which snapshot and replica served a submission.")
     async def _request(self, request: Request) -> answers.RequestFacts:
         """The versions extension: what is known of a request beside its result."""
         tenant, _ = caller(request)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from midstream.core.endpoints import Endpoint, number, serves
+from midstream.core.endpoints import Endpoint, number
 from midstream_tinker import answers, serving
 from midstream_tinker.answers import given
 from midstream_tinker.refusals import TinkerRefusal
@@ -50,7 +50,7 @@ class Runs:
             raise TinkerRefusal(404, f"there is no model {model_id!r} of this API key", "model_id")
         return model
 
-    @serves(post("get_info", EITHER, "Shows a model that is trained."))
+    @post("get_info", EITHER, "Shows a model that is trained.")
     async def _get_info(self, request: Request, body: ModelBody) -> answers.TrainedModelInfo:
         tenant = caller(request).tenant
         model = self._model(tenant, body.model_id)
@@ -63,7 +63,7 @@ class Runs:
             lora_rank=model.lora.rank or UNSET,
         )
 
-    @serves(post("weights_info", EITHER, "Shows what a checkpoint was trained with."))
+    @post("weights_info", EITHER, "Shows what a checkpoint was trained with.")
     async def _weights_info(self, request: Request, body: WeightsInfoBody) -> answers.WeightsInfo:
         tenant = caller(request).tenant
         row = self._store.checkpoint(tenant, body.tinker_path)
@@ -80,13 +80,13 @@ class Runs:
             train_attn=lora.train_attn,
         )
 
-    @serves(get("training_runs", "Lists the training runs.", _OFFSET, _LIMIT))
+    @get("training_runs", "Lists the training runs.", _OFFSET, _LIMIT)
     async def _training_runs(self, request: Request) -> answers.ClientRuns:
         tenant = caller(request).tenant
         page, cursor = _page(request, self._store.models(tenant))
         return answers.ClientRuns(training_runs=[self._run(tenant, model) for model in page], cursor=cursor)
 
-    @serves(get("training_runs/{model_id}", "Shows a training run."))
+    @get("training_runs/{model_id}", "Shows a training run.")
     async def _training_run(self, request: Request) -> answers.ClientRun:
         tenant = caller(request).tenant
         return self._run(tenant, self._model(tenant, request.path_params["model_id"]))
@@ -107,28 +107,26 @@ class Runs:
             last_sampler_checkpoint=_newest(rows, "sampler_weights"),
         )
 
-    @serves(get("training_runs/{model_id}/checkpoints", "Lists the checkpoints of a training run."))
+    @get("training_runs/{model_id}/checkpoints", "Lists the checkpoints of a training run.")
     async def _checkpoints_of(self, request: Request) -> answers.RunCheckpoints:
         tenant = caller(request).tenant
         model = self._model(tenant, request.path_params["model_id"])
         rows = self._store.checkpoints(tenant, model.id)
         return answers.RunCheckpoints(checkpoints=[_checkpoint(row) for row in rows])
 
-    @serves(get("checkpoints", "Lists all checkpoints.", _OFFSET, _LIMIT))
+    @get("checkpoints", "Lists all checkpoints.", _OFFSET, _LIMIT)
     async def _checkpoints(self, request: Request) -> answers.CheckpointPage:
         page, cursor = _page(request, self._store.checkpoints(caller(request).tenant))
         return answers.CheckpointPage(checkpoints=[_checkpoint(row) for row in page], cursor=cursor)
 
-    @serves(
-        Endpoint(
-            "DELETE",
-            f"{PREFIX}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}",
-            TRAINS,
-            "Deletes a checkpoint.",
-            kinds=(),
-            status=204,
-            errors="tinker",
-        )
+    @Endpoint(
+        "DELETE",
+        f"{PREFIX}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}",
+        TRAINS,
+        "Deletes a checkpoint.",
+        kinds=(),
+        status=204,
+        errors="tinker",
     )
     async def _delete_checkpoint(self, request: Request) -> Response:
         model_id, checkpoint_id = request.path_params["model_id"], request.path_params["checkpoint_id"]

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from midstream.api.resource import Status
 from midstream.api.resource_answers import Account, AccountModel, AccountModels, Accounts
-from midstream.core.endpoints import Endpoint, serves
+from midstream.core.endpoints import Endpoint
 from midstream.core.errors import NotFound
 from midstream.core.scopes import ANY, SCOPES, forbidden
 from midstream.fleet.access import grant_of, shown_only
@@ -21,22 +21,17 @@ class AccountsApi:
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
 
-    @serves(Endpoint("GET", "/v1/accounts", ANY, "Lists the server's one account."))
+    @Endpoint("GET", "/v1/accounts", ANY, "Lists the server's one account.")
     async def accounts(self, request: Request) -> Accounts:
         return Accounts([self._account()], "", 1)
 
-    @serves(Endpoint("GET", "/v1/accounts/{account}", ANY, "Shows the account."))
+    @Endpoint("GET", "/v1/accounts/{account}", ANY, "Shows the account.")
     async def account(self, request: Request) -> Account:
         self._check_account(request)
         return self._account()
 
-    @serves(
-        Endpoint(
-            "GET",
-            "/v1/accounts/{account}/models",
-            ANY,
-            "Lists the models that are deployed or can be deployed.",
-        )
+    @Endpoint(
+        "GET", "/v1/accounts/{account}/models", ANY, "Lists the models that are deployed or can be deployed."
     )
     async def models(self, request: Request) -> AccountModels:
         self._check_account(request)
@@ -45,7 +40,7 @@ class AccountsApi:
         models = [self._model(name, adapter=name in adapters) for name in names]
         return AccountModels(models, "", len(models))
 
-    @serves(Endpoint("GET", "/v1/accounts/{account}/models/{model}", ANY, "Shows one of these models."))
+    @Endpoint("GET", "/v1/accounts/{account}/models/{model}", ANY, "Shows one of these models.")
     async def model(self, request: Request) -> AccountModel:
         account = self._check_account(request)
         name = f"{account}/models/{request.path_params['model']}"

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from midstream.api.answers import Done
 from midstream.api.policies import PoliciesApi
 from midstream.api.updates import Update, Updates, only
-from midstream.core.endpoints import PLAIN_TEXT, Endpoint, serves
+from midstream.core.endpoints import PLAIN_TEXT, Endpoint
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotMissing
 from midstream.core.scopes import SIGNAL
 from midstream.core.served_names import names_of
@@ -87,41 +87,26 @@ class AdapterCallsApi:
         self._policies = policies
         self._adapters = adapters
 
-    @serves(
-        Endpoint(
-            "POST",
-            "/v1/load_lora_adapter",
-            SIGNAL,
-            "Loads a LoRA adapter as a policy, as vLLM does.",
-            kinds=PLAIN_TEXT,
-        )
+    @Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        SIGNAL,
+        "Loads a LoRA adapter as a policy, as vLLM does.",
+        kinds=PLAIN_TEXT,
     )
     async def load(self, request: Request, body: LoadAdapter) -> Response:
         deployment = only(self._deployments, request)
         await self._load(request, deployment, body, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @serves(
-        Endpoint(
-            "POST",
-            "/load_lora_adapter",
-            SIGNAL,
-            "Loads a LoRA adapter in place, as prime-rl asks for it.",
-        )
-    )
+    @Endpoint("POST", "/load_lora_adapter", SIGNAL, "Loads a LoRA adapter in place, as prime-rl asks for it.")
     async def load_in_place(self, request: Request, body: LoadAdapter) -> Done:
         """prime-rl loads each step's adapter under one name."""
         await self._load(request, only(self._deployments, request), body, in_place=True)
         return Done("ok")
 
-    @serves(
-        Endpoint(
-            "POST",
-            "/v1/unload_lora_adapter",
-            SIGNAL,
-            "Unloads a LoRA adapter, as vLLM does.",
-            kinds=PLAIN_TEXT,
-        )
+    @Endpoint(
+        "POST", "/v1/unload_lora_adapter", SIGNAL, "Unloads a LoRA adapter, as vLLM does.", kinds=PLAIN_TEXT
     )
     async def unload(self, request: Request, body: UnloadAdapter) -> Response:
         deployment = only(self._deployments, request)

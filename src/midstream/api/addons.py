@@ -21,7 +21,7 @@ from midstream.api.resource import Status, timestamp
 from midstream.api.resource_answers import DeployedModel, DeployedModels
 from midstream.api.status import SERVED_STAGES, replica_rows
 from midstream.api.updates import Update
-from midstream.core.endpoints import PAGE_AFTER, PAGE_SIZE, Endpoint, Nothing, flag, serves, text
+from midstream.core.endpoints import PAGE_AFTER, PAGE_SIZE, Endpoint, Nothing, flag, text
 from midstream.core.errors import Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE, PUBLISH, ScopeNeed
 from midstream.fleet.access import grant_of, meant
@@ -74,14 +74,12 @@ class AddonsApi:
         self._policies = policies
         self._adapters = adapters
 
-    @serves(
-        Endpoint(
-            "POST",
-            COLLECTION,
-            _PUBLISH,
-            "Loads a LoRA add-on onto a deployment, as a policy of its name.",
-            (flag(REPLACE, "It takes the place of the add-ons that were loaded before."),),
-        )
+    @Endpoint(
+        "POST",
+        COLLECTION,
+        _PUBLISH,
+        "Loads a LoRA add-on onto a deployment, as a policy of its name.",
+        (flag(REPLACE, "It takes the place of the add-ons that were loaded before."),),
     )
     async def load(self, request: Request, body: DeployedModelBody) -> DeployedModel:
         deployment = self._deployment(request, body.deployment)
@@ -103,19 +101,17 @@ class AddonsApi:
             await self._end_others(policy)
         return await self._shown(policy, row)
 
-    @serves(
-        Endpoint(
-            "GET",
-            COLLECTION,
-            _READ,
-            "Lists the add-ons that are loaded.",
-            (
-                PAGE_SIZE,
-                PAGE_AFTER,
-                text("filter", "Refused: all are listed."),
-                text("orderBy", "Refused: they are listed by name."),
-            ),
-        )
+    @Endpoint(
+        "GET",
+        COLLECTION,
+        _READ,
+        "Lists the add-ons that are loaded.",
+        (
+            PAGE_SIZE,
+            PAGE_AFTER,
+            text("filter", "Refused: all are listed."),
+            text("orderBy", "Refused: they are listed by name."),
+        ),
     )
     async def list(self, request: Request) -> DeployedModels:
         """The add-ons in the order of their names. A page's token is the last name on it."""
@@ -140,12 +136,12 @@ class AddonsApi:
         token = rest[size - 1] if len(rest) > size else ""
         return DeployedModels(shown, token, len(found))
 
-    @serves(Endpoint("GET", _ONE, _READ, "Shows an add-on."))
+    @Endpoint("GET", _ONE, _READ, "Shows an add-on.")
     async def get(self, request: Request) -> DeployedModel:
         policy = await self._one(request, (PUBLISH, OBSERVE))
         return await self._shown(policy, await self._ledger.deployment(policy.name))
 
-    @serves(Endpoint("PATCH", _ONE, _PUBLISH, "Changes the texts that describe an add-on."))
+    @Endpoint("PATCH", _ONE, _PUBLISH, "Changes the texts that describe an add-on.")
     async def patch(self, request: Request, body: DeployedModelBody) -> DeployedModel:
         """Changes the texts of the add-on. It stays loaded where it is."""
         policy = await self._one(request, (PUBLISH,))
@@ -157,7 +153,7 @@ class AddonsApi:
         row = await self._ledger.update_deployment(policy.name, fields=body.texts)
         return await self._shown(policy, row)
 
-    @serves(Endpoint("DELETE", _ONE, _PUBLISH, "Unloads an add-on."))
+    @Endpoint("DELETE", _ONE, _PUBLISH, "Unloads an add-on.")
     async def unload(self, request: Request) -> Nothing:
         policy = await self._one(request, (PUBLISH,))
         await self._policies.end(policy)

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 
 from midstream.api.board import Board
 from midstream.api.pages import Pages, kinds_of
-from midstream.core.endpoints import HTML, Endpoint, serves
+from midstream.core.endpoints import HTML, Endpoint
 from midstream.core.pages import DASHBOARD, DASHBOARD_EVENTS, DASHBOARD_FILES
 from midstream.core.scopes import OBSERVE, Grant, ScopeNeed
 from midstream.fleet.access import grant_of
@@ -40,31 +40,27 @@ class DashboardApi:
         # What is shown to a grant, encoded once for all pages of such keys.
         self._shown: dict[Grant, dict[str, bytes]] = {}
 
-    @serves(Endpoint("GET", DASHBOARD, None, "Shows the dashboard.", kinds=HTML))
+    @Endpoint("GET", DASHBOARD, None, "Shows the dashboard.", kinds=HTML)
     async def page(self, request: Request) -> Response:
         return self._pages.shown(request, "index.html")
 
-    @serves(
-        Endpoint(
-            "GET",
-            DASHBOARD + "/{file}",
-            None,
-            "Gives a file of the dashboard.",
-            kinds=kinds_of(DASHBOARD_FILES),
-            files=DASHBOARD_FILES,
-        )
+    @Endpoint(
+        "GET",
+        DASHBOARD + "/{file}",
+        None,
+        "Gives a file of the dashboard.",
+        kinds=kinds_of(DASHBOARD_FILES),
+        files=DASHBOARD_FILES,
     )
     async def file(self, request: Request) -> Response:
         return self._pages.shown(request, request.path_params["file"])
 
-    @serves(
-        Endpoint(
-            "GET",
-            DASHBOARD_EVENTS,
-            ScopeNeed((OBSERVE,), "some"),
-            "Streams what the dashboard shows.",
-            kinds=("text/event-stream",),
-        )
+    @Endpoint(
+        "GET",
+        DASHBOARD_EVENTS,
+        ScopeNeed((OBSERVE,), "some"),
+        "Streams what the dashboard shows.",
+        kinds=("text/event-stream",),
     )
     async def events(self, request: Request) -> Response:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

@@ -62,19 +62,17 @@ class DeploymentsApi:
         self._allowed_buckets = tuple(allowed_buckets)
         self._changed = changed
 
-    @serves(
-        Endpoint(
-            "POST",
-            _COLLECTION,
-            ScopeNeed((OPERATE,), "every"),
-            "Creates a deployment.",
-            (
-                text("deploymentId", "The last part of its name; one is made up without it."),
-                flag("validateOnly", "Nothing is created; the answer shows what would be."),
-            ),
-            body=resource.DeploymentBody,
-            answer=resource.DeploymentShown,
-        )
+    @Endpoint(
+        "POST",
+        _COLLECTION,
+        ScopeNeed((OPERATE,), "every"),
+        "Creates a deployment.",
+        (
+            text("deploymentId", "The last part of its name; one is made up without it."),
+            flag("validateOnly", "Nothing is created; the answer shows what would be."),
+        ),
+        body=resource.DeploymentBody,
+        answer=resource.DeploymentShown,
     )
     async def create(self, request: Request) -> Response:
         self._check_account(request)
@@ -102,19 +100,17 @@ class DeploymentsApi:
         await self._changed()
         return answered(await self._shown(row), headers={HEADER_MADE: row.name})
 
-    @serves(Endpoint("GET", ONE, READ_ONE, "Shows a deployment.", answer=resource.DeploymentShown))
+    @Endpoint("GET", ONE, READ_ONE, "Shows a deployment.", answer=resource.DeploymentShown)
     async def get(self, request: Request) -> msgspec.Struct:
         return await self._shown(await self._row(request))
 
-    @serves(
-        Endpoint(
-            "GET",
-            _COLLECTION,
-            ScopeNeed((PUBLISH, OBSERVE), "some"),
-            "Lists the deployments by name.",
-            (PAGE_SIZE, PAGE_AFTER),
-            answer=resource.DeploymentsShown,
-        )
+    @Endpoint(
+        "GET",
+        _COLLECTION,
+        ScopeNeed((PUBLISH, OBSERVE), "some"),
+        "Lists the deployments by name.",
+        (PAGE_SIZE, PAGE_AFTER),
+        answer=resource.DeploymentsShown,
     )
     async def list(self, request: Request) -> msgspec.Struct:
         """The deployments in the order of their names. A page's token is the last name on it."""
@@ -137,21 +133,17 @@ class DeploymentsApi:
         shown = [await self._shown(row) for row in page]
         return resource.DeploymentsShown(shown, token, len(rows))
 
-    @serves(
-        Endpoint(
-            "PATCH",
-            ONE,
-            CHANGE_ONE,
-            "Changes fields of a deployment.",
-            (
-                text(
-                    "updateMask", "The fields to change, separated by commas; without it, those of the body."
-                ),
-                text("update_mask", "The same under its other name."),
-            ),
-            body=resource.DeploymentBody,
-            answer=resource.DeploymentShown,
-        )
+    @Endpoint(
+        "PATCH",
+        ONE,
+        CHANGE_ONE,
+        "Changes fields of a deployment.",
+        (
+            text("updateMask", "The fields to change, separated by commas; without it, those of the body."),
+            text("update_mask", "The same under its other name."),
+        ),
+        body=resource.DeploymentBody,
+        answer=resource.DeploymentShown,
     )
     async def patch(self, request: Request) -> msgspec.Struct:
         row = await self._row(request)
@@ -172,14 +164,12 @@ class DeploymentsApi:
         await self._change(row, given, given)
         return Nothing()
 
-    @serves(
-        Endpoint(
-            "DELETE",
-            ONE,
-            CHANGE_ONE,
-            "Deletes a deployment; its replicas end when their requests have.",
-            (flag("hard", "Its replicas end at once."),),
-        )
+    @Endpoint(
+        "DELETE",
+        ONE,
+        CHANGE_ONE,
+        "Deletes a deployment; its replicas end when their requests have.",
+        (flag("hard", "Its replicas end at once."),),
     )
     async def delete(self, request: Request) -> Nothing:
         row = await self._row(request)
@@ -196,15 +186,8 @@ class DeploymentsApi:
         await self._changed()
         return Nothing()
 
-    @serves(
-        Endpoint(
-            "POST",
-            ONE + ":undelete",
-            CHANGE_ONE,
-            "Refuses: a deleted deployment is gone.",
-            kinds=(),
-            status=400,
-        )
+    @Endpoint(
+        "POST", ONE + ":undelete", CHANGE_ONE, "Refuses: a deleted deployment is gone.", kinds=(), status=400
     )
     async def undelete(self, request: Request) -> Response:
         raise InvalidRequest("a deployment that was deleted is gone: create it again")

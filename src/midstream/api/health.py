@@ -44,14 +44,12 @@ class HealthApi:
             health.replicas = [_of_replica(view) for view in views]
         return answered(health, 200 if up else 503)
 
-    @serves(
-        Endpoint(
-            "GET",
-            "/metrics",
-            ScopeNeed((OBSERVE,), "every"),
-            "Gives all metrics in Prometheus' text format.",
-            kinds=PLAIN_TEXT,
-        )
+    @Endpoint(
+        "GET",
+        "/metrics",
+        ScopeNeed((OBSERVE,), "every"),
+        "Gives all metrics in Prometheus' text format.",
+        kinds=PLAIN_TEXT,
     )
     async def metrics(self, request: Request) -> Response:
         return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE)

@@ -43,7 +43,7 @@ from midstream.api.trainer_calls import TrainerApi
 from midstream.api.updates import Take, Updates
 from midstream.api.weight_transfer import WeightTransferApi
 from midstream.core.config import PushSettings
-from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, number, serves, text
+from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, number, text
 from midstream.core.errors import (
     NotFound,
     ReplicaUnavailable,
@@ -148,14 +148,12 @@ class HotLoadApi:
         self._chain_max = chain_max
         self.policies = policies(self.take)
 
-    @serves(
-        Endpoint(
-            "POST",
-            HOT_LOAD_PATH,
-            SIGNAL,
-            "Signals a snapshot, which all replicas then load while they serve.",
-            headers=(OVERWRITE, _SOURCE),
-        )
+    @Endpoint(
+        "POST",
+        HOT_LOAD_PATH,
+        SIGNAL,
+        "Signals a snapshot, which all replicas then load while they serve.",
+        headers=(OVERWRITE, _SOURCE),
     )
     async def signal(self, request: Request, body: SignalBody) -> SignalTaken:
         deployment = self._deployments.named(request.headers)
@@ -265,15 +263,13 @@ class HotLoadApi:
         deployment.signalled(result.desired)
         return result
 
-    @serves(
-        Endpoint(
-            "POST",
-            HOT_LOAD_PATH + "/hint",
-            SIGNAL,
-            "Says that files of a snapshot have landed, so that replicas fetch them early.",
-            headers=(_SOURCE,),
-            status=202,
-        )
+    @Endpoint(
+        "POST",
+        HOT_LOAD_PATH + "/hint",
+        SIGNAL,
+        "Says that files of a snapshot have landed, so that replicas fetch them early.",
+        headers=(_SOURCE,),
+        status=202,
     )
     async def hint(self, request: Request, body: HintBody) -> HintTaken:
         deployment = self._deployments.named(request.headers)
@@ -291,14 +287,12 @@ class HotLoadApi:
         accepted = [view.name for view, took in zip(views, answers, strict=True) if took]
         return HintTaken(accepted, identity=body.identity, files=list(body.names))
 
-    @serves(
-        Endpoint(
-            "GET",
-            HOT_LOAD_PATH,
-            READ_SIGNALS,
-            "Shows what each replica serves and loads, the least ready one first.",
-            (text("policy", "Shows the loads of this policy instead."),),
-        )
+    @Endpoint(
+        "GET",
+        HOT_LOAD_PATH,
+        READ_SIGNALS,
+        "Shows what each replica serves and loads, the least ready one first.",
+        (text("policy", "Shows the loads of this policy instead."),),
     )
     async def status(self, request: Request) -> HotLoadStatus:
         deployment = self._deployments.named(request.headers)
@@ -312,23 +306,21 @@ class HotLoadApi:
         rows = replica_rows(state, deployment)
         return HotLoadStatus(rows, unloaded(deployment.replicas) if deployment.policy else UNSET)
 
-    @serves(
-        Endpoint(
-            "GET",
-            ONE_DEPLOYMENT + "/ledger",
-            READ_ONE,
-            "Shows a deployment's signals, snapshots and stage changes.",
-            (
-                number(
-                    "limit",
-                    "How many of the newest stage changes.",
-                    1,
-                    TRANSITIONS_SHOWN_MAX,
-                    TRANSITIONS_SHOWN,
-                ),
+    @Endpoint(
+        "GET",
+        ONE_DEPLOYMENT + "/ledger",
+        READ_ONE,
+        "Shows a deployment's signals, snapshots and stage changes.",
+        (
+            number(
+                "limit",
+                "How many of the newest stage changes.",
+                1,
+                TRANSITIONS_SHOWN_MAX,
+                TRANSITIONS_SHOWN,
             ),
-            answer=DeploymentLedger,
-        )
+        ),
+        answer=DeploymentLedger,
     )
     async def get_ledger(self, request: Request) -> Response:
         name = self._named(request)
@@ -348,13 +340,11 @@ class HotLoadApi:
 
         return await asyncio.to_thread(shown)
 
-    @serves(
-        Endpoint(
-            "DELETE",
-            ONE_DEPLOYMENT + "/ledger",
-            CHANGE_ONE,
-            "Forgets all snapshots, so that replicas go back to the base weights.",
-        )
+    @Endpoint(
+        "DELETE",
+        ONE_DEPLOYMENT + "/ledger",
+        CHANGE_ONE,
+        "Forgets all snapshots, so that replicas go back to the base weights.",
     )
     async def reset_ledger(self, request: Request) -> LedgerReset:
         deployment = self._deployments.get(self._named(request))

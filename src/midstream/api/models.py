@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from midstream.api.answers import Model, ModelList
 from midstream.api.capabilities import engines, max_model_len
-from midstream.core.endpoints import Endpoint, serves
+from midstream.core.endpoints import Endpoint
 from midstream.core.scopes import ANY, SCOPES, Grant
 from midstream.fleet.access import grant_of, meant, shown_only
 from midstream.fleet.registry import Deployment, Deployments
@@ -23,21 +23,17 @@ class ModelsApi:
         self._deployments = deployments
         self._created = created
 
-    @serves(
-        Endpoint(
-            "GET",
-            "/v1/models",
-            ANY,
-            "Lists the served models and policies, with each replica's snapshot.",
-            prefixed=True,
-        )
+    @Endpoint(
+        "GET",
+        "/v1/models",
+        ANY,
+        "Lists the served models and policies, with each replica's snapshot.",
+        prefixed=True,
     )
     async def models(self, request: Request) -> ModelList:
         return ModelList("list", self._models(grant_of(request)))
 
-    @serves(
-        Endpoint("GET", "/v1/models/{model:path}", ANY, "Shows one served model or policy.", prefixed=True)
-    )
+    @Endpoint("GET", "/v1/models/{model:path}", ANY, "Shows one served model or policy.", prefixed=True)
     async def model(self, request: Request) -> Model:
         asked, grant = str(request.path_params["model"]), grant_of(request)
 

@@ -24,7 +24,7 @@ from midstream.api.resource_answers import Policies, Policy, PolicyEnding
 from midstream.api.signals import Metadata, NamedDirectory, SignalBody
 from midstream.api.status import replica_rows, unloaded
 from midstream.api.updates import ANSWER_S_MAX, LOOK_AGAIN_S, Take
-from midstream.core.endpoints import ONE_DEPLOYMENT, PAGE_AFTER, Endpoint, number, serves
+from midstream.core.endpoints import ONE_DEPLOYMENT, PAGE_AFTER, Endpoint, number
 from midstream.core.errors import Conflict, InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE, HEADER_TENANT
 from midstream.core.scopes import PUBLISH_ONE, READ_ONE
@@ -119,14 +119,12 @@ class PoliciesApi:
                 raise ReplicaUnavailable(f"not every replica has ended the policy {policy.policy!r}")
             await policy.host.replicas.change(LOOK_AGAIN_S)
 
-    @serves(
-        Endpoint(
-            "POST",
-            _POLICIES,
-            PUBLISH_ONE,
-            "Makes a policy, forks it from another one, or freezes or thaws it.",
-            answer=Policy,
-        )
+    @Endpoint(
+        "POST",
+        _POLICIES,
+        PUBLISH_ONE,
+        "Makes a policy, forks it from another one, or freezes or thaws it.",
+        answer=Policy,
     )
     async def make(self, request: Request, body: PolicyBody) -> Response:
         deployment = self._of(request)
@@ -146,17 +144,15 @@ class PoliciesApi:
             raise ending(body.policy)
         return answered(shown, headers={HEADER_MADE: policy.name})
 
-    @serves(
-        Endpoint(
-            "GET",
-            _POLICIES,
-            READ_ONE,
-            "Lists the policies of a deployment by name.",
-            (
-                number("pageSize", f"How many are on a page; 0, and at most: {PAGE_ROWS}.", 0, 2**31 - 1, 0),
-                PAGE_AFTER,
-            ),
-        )
+    @Endpoint(
+        "GET",
+        _POLICIES,
+        READ_ONE,
+        "Lists the policies of a deployment by name.",
+        (
+            number("pageSize", f"How many are on a page; 0, and at most: {PAGE_ROWS}.", 0, 2**31 - 1, 0),
+            PAGE_AFTER,
+        ),
     )
     async def list(self, request: Request) -> Policies:
         """The policies in the order of their names. A page's token is the last name on it."""
@@ -173,12 +169,12 @@ class PoliciesApi:
         shown = [_shown(found[row.name], row, state) for row, state in rows]
         return Policies(shown, token, self._deployments.policy_count(deployment))
 
-    @serves(Endpoint("GET", _ONE_POLICY, READ_ONE, "Shows a policy."))
+    @Endpoint("GET", _ONE_POLICY, READ_ONE, "Shows a policy.")
     async def get(self, request: Request) -> Policy:
         policy = await self.named(self._of(request), request.path_params["policy"])
         return await self._shown(policy, await self._ledger.deployment(policy.name))
 
-    @serves(Endpoint("DELETE", _ONE_POLICY, PUBLISH_ONE, "Ends a policy."))
+    @Endpoint("DELETE", _ONE_POLICY, PUBLISH_ONE, "Ends a policy.")
     async def delete(self, request: Request) -> PolicyEnding:
         policy = await self.named(self._of(request), request.path_params["policy"])
         await self.end(policy)

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.api.pages import Pages, kinds_of, tag_of, tagged
-from midstream.core.endpoints import HTML, Endpoint, serves
+from midstream.core.endpoints import HTML, Endpoint
 from midstream.core.pages import DOCS, DOCS_FILES, OPENAPI
 
 
@@ -31,26 +31,24 @@ class ReferenceApi:
         self._making = asyncio.Lock()
         self._made: tuple[bytes, str] | None = None
 
-    @serves(Endpoint("GET", OPENAPI, None, "Gives this document."))
+    @Endpoint("GET", OPENAPI, None, "Gives this document.")
     async def document(self, request: Request) -> Response:
         async with self._making:
             if self._made is None:
                 self._made = await asyncio.to_thread(self._encoded)
         return tagged(request, *self._made, "application/json")
 
-    @serves(Endpoint("GET", DOCS, None, "Shows this document.", kinds=HTML))
+    @Endpoint("GET", DOCS, None, "Shows this document.", kinds=HTML)
     async def page(self, request: Request) -> Response:
         return self._pages.shown(request, "index.html")
 
-    @serves(
-        Endpoint(
-            "GET",
-            DOCS + "/{file}",
-            None,
-            "Gives a file of the page that shows it.",
-            kinds=kinds_of(DOCS_FILES),
-            files=DOCS_FILES,
-        )
+    @Endpoint(
+        "GET",
+        DOCS + "/{file}",
+        None,
+        "Gives a file of the page that shows it.",
+        kinds=kinds_of(DOCS_FILES),
+        files=DOCS_FILES,
     )
     async def file(self, request: Request) -> Response:
         return self._pages.shown(request, request.path_params["file"])

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from midstream.api.answers import ResponseDeleted, ResponseItems
 from midstream.api.trajectories import ask_replicas, views_of
-from midstream.core.endpoints import Endpoint, choice, number, serves, text
+from midstream.core.endpoints import Endpoint, choice, number, text
 from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
 from midstream.core.responses import ResponseAsked, ResponseFound, holder_of
@@ -39,40 +39,36 @@ class ResponsesApi:
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
 
-    @serves(
-        Endpoint(
-            "GET",
-            _ONE,
-            SAMPLE_MEANT,
-            "Shows a stored response.",
-            (choice("stream", "A stored one is not streamed again.", ("false",)),),
-            answer_of="/v1/responses",
-            prefixed=True,
-        )
+    @Endpoint(
+        "GET",
+        _ONE,
+        SAMPLE_MEANT,
+        "Shows a stored response.",
+        (choice("stream", "A stored one is not streamed again.", ("false",)),),
+        answer_of="/v1/responses",
+        prefixed=True,
     )
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise InvalidRequest("stream: a stored response is not streamed again", param="stream")
         return Response(await self._ask(request, "response"), media_type="application/json")
 
-    @serves(Endpoint("DELETE", _ONE, SAMPLE_MEANT, "Deletes a stored response.", prefixed=True))
+    @Endpoint("DELETE", _ONE, SAMPLE_MEANT, "Deletes a stored response.", prefixed=True)
     async def delete(self, request: Request) -> ResponseDeleted:
         await self._ask(request, "delete")
         return ResponseDeleted(request.path_params["id"], "response", True)
 
-    @serves(
-        Endpoint(
-            "GET",
-            _ONE + "/input_items",
-            SAMPLE_MEANT,
-            "Lists the input items of a stored response.",
-            (
-                number("limit", "How many items.", 1, PAGE_SIZE_MAX, PAGE_SIZE),
-                choice("order", "The order of the items.", ("asc", "desc"), "desc"),
-                text("after", "The id of the last item of the page before."),
-            ),
-            prefixed=True,
-        )
+    @Endpoint(
+        "GET",
+        _ONE + "/input_items",
+        SAMPLE_MEANT,
+        "Lists the input items of a stored response.",
+        (
+            number("limit", "How many items.", 1, PAGE_SIZE_MAX, PAGE_SIZE),
+            choice("order", "The order of the items.", ("asc", "desc"), "desc"),
+            text("after", "The id of the last item of the page before."),
+        ),
+        prefixed=True,
     )
     async def items(self, request: Request) -> ResponseItems:
         limit = whole_number(request, "limit", PAGE_SIZE, 1, PAGE_SIZE_MAX)

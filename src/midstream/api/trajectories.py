@@ -66,18 +66,16 @@ class SessionsApi:
     def __init__(self, deployments: Deployments) -> None:
         self._deployments = deployments
 
-    @serves(
-        Endpoint(
-            "GET",
-            "/v1/sessions",
-            SAMPLE_MEANT,
-            "Lists the tenant's sessions in the order of their keys.",
-            (
-                number("limit", "How many sessions.", 1, PAGE_SIZE_MAX, PAGE_SIZE),
-                text("after", "The key of the last session of the page before."),
-            ),
-            prefixed=True,
-        )
+    @Endpoint(
+        "GET",
+        "/v1/sessions",
+        SAMPLE_MEANT,
+        "Lists the tenant's sessions in the order of their keys.",
+        (
+            number("limit", "How many sessions.", 1, PAGE_SIZE_MAX, PAGE_SIZE),
+            text("after", "The key of the last session of the page before."),
+        ),
+        prefixed=True,
     )
     async def list(self, request: Request) -> answers.SessionList:
         deployment = self._deployments.named(request.headers)
@@ -98,9 +96,7 @@ class SessionsApi:
             unreachable=silent,
         )
 
-    @serves(
-        Endpoint("GET", _ONE, SAMPLE_MEANT, "Shows what the turns of one session were like.", prefixed=True)
-    )
+    @Endpoint("GET", _ONE, SAMPLE_MEANT, "Shows what the turns of one session were like.", prefixed=True)
     async def get(self, request: Request) -> answers.SessionShown:
         deployment, session = self._deployments.named(request.headers), _session(request)
         found, silent = await _ask(deployment, SessionsAsked(tenant=session[0], key=session[1]))
@@ -189,10 +185,8 @@ class SessionsApi:
             metadata=body.metadata,
         )
 
-    @serves(
-        Endpoint(
-            "DELETE", _ONE, SAMPLE_MEANT, "Closes a session and drops its part of the cache.", prefixed=True
-        )
+    @Endpoint(
+        "DELETE", _ONE, SAMPLE_MEANT, "Closes a session and drops its part of the cache.", prefixed=True
     )
     async def delete(self, request: Request) -> answers.SessionDeleted:
         deployment, session = self._deployments.named(request.headers), _session(request)

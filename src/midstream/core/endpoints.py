@@ -1,7 +1,8 @@
 """An HTTP endpoint as one record: its route, the scope that it needs, what it reads and what it answers. Pure.
 
-Owns: `serves`, which binds records to the method that handles their requests. Routes (http/routes.py), the check of scopes
-(fleet/access.py), the OpenAPI document (api/openapi.py) and docs/http.md are made of these records.
+Owns: the binding of records to the method that handles their requests. One record decorates the method itself; `serves` takes
+several. Routes (http/routes.py), the check of scopes (fleet/access.py), the OpenAPI document (api/openapi.py) and docs/http.md
+are made of these records.
 Always holds:
 - A record is the only place of its route.
 - A handler that takes a `body` gets it decoded. Its annotations are the types of that body and of a JSON answer.
@@ -74,6 +75,10 @@ class Endpoint:
     def paths(self) -> tuple[str, ...]:
         return (self.path, PREFIX + self.path) if self.prefixed else (self.path,)
 
+    def __call__(self, handler: Handler) -> Handler:
+        """As a decorator: has the method handle requests to this endpoint."""
+        return serves(self)(handler)
+
 
 class Bound(NamedTuple):
     """An endpoint of a class. handler: the name of the method. reads: the type of the method's `body`; None: it has none."""
@@ -84,7 +89,7 @@ class Bound(NamedTuple):
 
 
 def serves(*endpoints: Endpoint) -> Callable[[Handler], Handler]:
-    """Has the method handle requests to these endpoints."""
+    """Has the method handle requests to all of these endpoints."""
 
     def bind(handler: Handler) -> Handler:
         hints = typing.get_type_hints(handler)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.requests import Request
 
-from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Nothing, serves
+from midstream.core.endpoints import ONE_DEPLOYMENT, Endpoint, Nothing
 from midstream.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import CHANGE_ONE, OBSERVE, ScopeNeed
 from midstream.fleet.access import grant_of
@@ -172,13 +172,13 @@ class MembershipApi:
         self._allowed = frozenset(allowed)
         self._changed = changed
 
-    @serves(Endpoint("GET", _PATH, ScopeNeed((OBSERVE,), "named"), "Lists the replicas of a deployment."))
+    @Endpoint("GET", _PATH, ScopeNeed((OBSERVE,), "named"), "Lists the replicas of a deployment.")
     async def list(self, request: Request) -> Replicas:
         deployment = self._deployment(request)
         views = (*deployment.replicas.views, *deployment.replicas.leaving)
         return Replicas([_shown(deployment, view) for view in views])
 
-    @serves(Endpoint("POST", _PATH, CHANGE_ONE, "Lets a replica join that others run."))
+    @Endpoint("POST", _PATH, CHANGE_ONE, "Lets a replica join that others run.")
     async def add(self, request: Request, body: ReplicaBody) -> Replica:
         deployment = self._deployment(request)
         if body.url is None:
@@ -198,13 +198,8 @@ class MembershipApi:
         await self._keep(deployment, name, entry)
         return self._answer(deployment, name)
 
-    @serves(
-        Endpoint(
-            "PATCH",
-            _PATH + "/{replica}",
-            CHANGE_ONE,
-            "Changes a replica's weight, drains it, or takes it back.",
-        )
+    @Endpoint(
+        "PATCH", _PATH + "/{replica}", CHANGE_ONE, "Changes a replica's weight, drains it, or takes it back."
     )
     async def patch(self, request: Request, body: ReplicaBody) -> Replica:
         deployment, name = self._deployment(request), self._replica(request)
@@ -219,9 +214,7 @@ class MembershipApi:
         await self._keep(deployment, name, ReplicaEntry(kept.url, weight, drain))
         return self._answer(deployment, name)
 
-    @serves(
-        Endpoint("DELETE", _PATH + "/{replica}", CHANGE_ONE, "Removes a replica that joined by this API.")
-    )
+    @Endpoint("DELETE", _PATH + "/{replica}", CHANGE_ONE, "Removes a replica that joined by this API.")
     async def delete(self, request: Request) -> Nothing:
         deployment, name = self._deployment(request), self._replica(request)
         row = await self._ledger.deployment(deployment.name)
