@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from midstream.ledger.records import DeploymentRow, as_row
+from midstream.ledger.records import DeploymentRow, from_row
 from midstream.ledger.schema import change_counter, changes, deployments, upsert
 
 #: Serials that a reader may be behind without reading everything.
@@ -70,10 +70,16 @@ def since(db: sa.Connection, seen: int | None) -> Changes:
         last, forgotten = found[0].last, found[0].forgotten
         # A lower counter is another ledger's: one that was restored.
         if forgotten <= seen <= last:
-            rows = {row.changed: as_row(row) if row.name else None for row in found if row.changed}
+            rows = {
+                row.changed: from_row(row, DeploymentRow) if row.name else None
+                for row in found
+                if row.changed
+            }
             return Changes(int(last), rows)
     last = db.execute(_LAST).scalar_one()
-    return Changes(int(last), {row.name: as_row(row) for row in db.execute(_EVERYTHING)}, whole=True)
+    return Changes(
+        int(last), {row.name: from_row(row, DeploymentRow) for row in db.execute(_EVERYTHING)}, whole=True
+    )
 
 
 def _number(db: sa.Connection, names: Mapping[str, None]) -> None:

@@ -18,7 +18,7 @@ from midstream.core.errors import ConfigError, Conflict, NotFound
 from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, TransitionType
 from midstream.ledger.changes import mark
-from midstream.ledger.records import DeploymentChange, DeploymentRow, as_row
+from midstream.ledger.records import DeploymentChange, DeploymentRow, from_row
 from midstream.ledger.schema import (
     contents,
     deaths,
@@ -144,15 +144,15 @@ def check_takes(row: Any) -> None:
 
 
 def one(db: sa.Connection, name: str) -> DeploymentRow:
-    return as_row(find(db, name))
+    return from_row(find(db, name), DeploymentRow)
 
 
 def every(db: sa.Connection) -> list[DeploymentRow]:
-    return [as_row(row) for row in db.execute(_EVERY)]
+    return [from_row(row, DeploymentRow) for row in db.execute(_EVERY)]
 
 
 def policies(db: sa.Connection) -> list[DeploymentRow]:
-    return [as_row(row) for row in db.execute(_POLICIES)]
+    return [from_row(row, DeploymentRow) for row in db.execute(_POLICIES)]
 
 
 def ensure(

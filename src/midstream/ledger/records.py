@@ -1,10 +1,15 @@
-"""The ledger's arguments and results, as plain values."""
+"""The ledger's arguments and results, as plain values.
+
+Always holds: a value that is read from a table names its columns, so `from_row` is the only reader of rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+
+import msgspec
 
 from midstream.core.types import (
     BASE_SNAPSHOT,
@@ -22,6 +27,13 @@ Verdict = Literal["reload", "out", "agreed"]
 
 #: Incremental snapshots on one full snapshot, unless the settings say otherwise.
 CHAIN_MAX = 64
+
+_Value = TypeVar("_Value")
+
+
+def from_row(row: Any, kind: type[_Value]) -> _Value:
+    """A row of a table as one of these values. A field that is no column has its default."""
+    return msgspec.convert(row, kind, from_attributes=True)
 
 
 @dataclass(frozen=True)
@@ -43,24 +55,6 @@ class DeploymentRow:
     replicas_max: int = 1
     fields: Mapping[str, Any] = field(default_factory=dict)
     deleting: bool = False
-
-
-def as_row(row: Any) -> DeploymentRow:
-    """row: of the table of deployments."""
-    return DeploymentRow(
-        name=row.name,
-        model=row.model,
-        bucket_url=row.bucket_url,
-        transition=row.transition,
-        desired_snapshot=row.desired_snapshot,
-        generation=row.generation,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        replicas_min=row.replicas_min,
-        replicas_max=row.replicas_max,
-        fields=row.fields,
-        deleting=row.deleting,
-    )
 
 
 class DeploymentChange(TypedDict, total=False):

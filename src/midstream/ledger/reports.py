@@ -16,7 +16,7 @@ from midstream.core.types import BASE_SNAPSHOT, SnapshotCheck, SnapshotContent, 
 from midstream.ledger import contents, snapshots
 from midstream.ledger.changes import mark
 from midstream.ledger.deployments import find, hold, lock, next_generation
-from midstream.ledger.records import BootHistory, Death, Disagreement, TransitionRow, Verdict
+from midstream.ledger.records import BootHistory, Death, Disagreement, TransitionRow, Verdict, from_row
 from midstream.ledger.schema import deaths, deployments, disagreements, insert_new, storable, transitions
 from midstream.ledger.schema import snapshots as snapshots_table
 
@@ -67,7 +67,7 @@ def boot_history(db: sa.Connection, name: str, replica: str, boot: str, ended: s
         return BootHistory(last_seq=-1)
     tail = sa.select(transitions).where(ours & (transitions.c.boot == ended))
     tail = tail.order_by(transitions.c.seq.desc()).limit(TAIL_TRANSITIONS)
-    found = tuple(_as_transition(row) for row in db.execute(tail))
+    found = tuple(from_row(row, TransitionRow) for row in db.execute(tail))
     return BootHistory(last_seq=-1, previous_boot=ended, tail=found[::-1])
 
 
@@ -78,14 +78,14 @@ def boot_transitions(db: sa.Connection, name: str, replica: str, boot: str) -> l
         & (transitions.c.boot == boot)
     )
     rows = db.execute(sa.select(transitions).where(this).order_by(transitions.c.seq))
-    return [_as_transition(row) for row in rows]
+    return [from_row(row, TransitionRow) for row in rows]
 
 
 def newest(db: sa.Connection, name: str, count: int | None) -> list[TransitionRow]:
     """Stage changes, in the order they were stored. count: how many at most, None for all."""
     query = sa.select(transitions).where(transitions.c.deployment_id == find(db, name).id)
     rows = db.execute(query.order_by(transitions.c.id.desc()).limit(count)).all()
-    return [_as_transition(row) for row in reversed(rows)]
+    return [from_row(row, TransitionRow) for row in reversed(rows)]
 
 
 def failed_on_desired(db: sa.Connection, row: Any) -> bool:
@@ -238,10 +238,7 @@ def record_death(db: sa.Connection, name: str, boot: str, death: Death, seq: int
 def deaths_of(db: sa.Connection, key: int) -> tuple[Death, ...]:
     """The newest that count still, oldest first."""
     found = db.execute(_DEATHS, {"key": key})
-    return tuple(
-        Death(row.replica, row.identity, row.generation, row.detail)
-        for row in sorted(found, key=lambda row: row.id)
-    )
+    return tuple(from_row(row, Death) for row in sorted(found, key=lambda row: row.id))
 
 
 # -- checks that differ
@@ -275,7 +272,7 @@ def disagree(db: sa.Connection, name: str, found: Disagreement, floor: int, now:
             "retry_generation": next_generation(db, row, floor),
         }
         db.execute(disagreements.insert().values(values))
-    return _as_disagreement(db.execute(sa.select(disagreements).where(this)).one())
+    return from_row(db.execute(sa.select(disagreements).where(this)).one(), Disagreement)
 
 
 def settle(db: sa.Connection, name: str, retry: Retry, verdict: Verdict, detail: str, now: float) -> bool:
@@ -292,29 +289,10 @@ def settle(db: sa.Connection, name: str, retry: Retry, verdict: Verdict, detail:
 def disagreements_of(db: sa.Connection, key: int) -> tuple[Disagreement, ...]:
     """The last one of each replica."""
     found = db.execute(_DISAGREEMENTS, {"key": key}).all()
-    last = {row.replica: _as_disagreement(row) for row in reversed(found)}
+    last = {row.replica: from_row(row, Disagreement) for row in reversed(found)}
     return tuple(last.values())
 
 
 def _disagreement_of(key: int, replica: str, boot: str) -> Any:
     mine = (disagreements.c.replica == replica) & (disagreements.c.boot == boot)
     return (disagreements.c.deployment_id == key) & mine
-
-
-def _as_transition(row: Any) -> TransitionRow:
-    return TransitionRow(
-        replica=row.replica,
-        boot=row.boot,
-        seq=row.seq,
-        identity=row.identity,
-        generation=row.generation,
-        stage=Stage(row.stage),
-        at=row.at,
-        detail=row.detail,
-    )
-
-
-def _as_disagreement(row: Any) -> Disagreement:
-    return Disagreement(
-        row.replica, row.boot, row.identity, row.generation, row.retry_generation, row.detail, row.verdict
-    )

@@ -33,7 +33,7 @@ from midstream.ledger.records import (
     Signal,
     SignalResult,
     SnapshotRow,
-    as_row,
+    from_row,
     stronger_reset,
 )
 from midstream.ledger.schema import contents as contents_table
@@ -293,7 +293,7 @@ def listed(db: sa.Connection, names: Sequence[str]) -> list[tuple[DeploymentRow,
         known = {} if files is None else {desired.identity: msgspec.convert(files, Content)}
         deaths = reports.deaths_of(db, of.id) if row.has_deaths else ()
         disagreements = reports.disagreements_of(db, of.id) if row.has_disagreements else ()
-        found.append((as_row(of), _state(of, named, known, {}, deaths, disagreements)))
+        found.append((from_row(of, DeploymentRow), _state(of, named, known, {}, deaths, disagreements)))
     return sorted(found, key=lambda one: one[0].name)
 
 

@@ -6,6 +6,7 @@ Each function is part of its caller's transaction. key: the deployment's primary
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import sqlalchemy as sa
 from midstream.core.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles, Stage
 from midstream.ledger import deployments
 from midstream.ledger.contents import Contents
-from midstream.ledger.records import Signalled, SnapshotRow
+from midstream.ledger.records import Signalled, SnapshotRow, from_row
 from midstream.ledger.schema import snapshots, transitions
 
 MAX_FALLBACKS = 8
@@ -77,24 +78,7 @@ def chain_identities(rows: Sequence[Any]) -> set[str]:
 
 
 def as_snapshot(row: Any, contents: Mapping[str, Content] | None = None) -> SnapshotRow:
-    return SnapshotRow(
-        identity=row.identity,
-        kind=row.kind,
-        url=row.url,
-        reset_prompt_cache=row.reset_prompt_cache,
-        first_signalled_at=row.first_signalled_at,
-        signalled_at=row.signalled_at,
-        generation=row.generation,
-        fingerprint=row.fingerprint,
-        ready_at=row.ready_at,
-        previous=row.previous,
-        compression=row.compression,
-        checksum_format=row.checksum_format,
-        parents=_files(row.parents),
-        max_cache_age=row.max_cache_age,
-        ignore_config=tuple(row.ignore_config),
-        content=(contents or {}).get(row.identity),
-    )
+    return replace(from_row(row, SnapshotRow), content=(contents or {}).get(row.identity))
 
 
 def as_desired(row: Any, deployment: Any, contents: Mapping[str, Content]) -> Desired:

@@ -24,7 +24,7 @@ from midstream.core.table import Table
 from midstream.core.types import Content, Desired
 from midstream.ledger import deployments, signals
 from midstream.ledger.contents import Contents
-from midstream.ledger.records import FleetReports, Signal, SignalResult
+from midstream.ledger.records import FleetReports, Signal, SignalResult, from_row
 from midstream.ledger.schema import deployments as deployments_table
 from midstream.ledger.schema import insert_new, storable, transfer_updates, transfers
 from midstream.ledger.snapshots import find as find_snapshot
@@ -317,7 +317,7 @@ def _this_update(of: Transfer) -> Any:
 def last_update(db: sa.Connection, of: Transfer) -> TransferUpdate | None:
     """None: none has begun."""
     found = db.execute(sa.select(transfer_updates).where(_this_update(of))).one_or_none()
-    return None if found is None else _update(found)
+    return None if found is None else from_row(found, TransferUpdate)
 
 
 def committed(db: sa.Connection, of: Transfer) -> TransferUpdate | None:
@@ -391,7 +391,7 @@ def newest(db: sa.Connection, name: str, count: int) -> list[tuple[Transfer, lis
     for one in found:
         updates = sa.select(transfer_updates).where(transfer_updates.c.transfer_id == one.id)
         rows = db.execute(updates.order_by(transfer_updates.c.number.desc()).limit(count)).all()
-        shown.append((_transfer(one, name), [_update(update) for update in rows]))
+        shown.append((_transfer(one, name), [from_row(update, TransferUpdate) for update in rows]))
     return shown
 
 
@@ -409,16 +409,4 @@ def _transfer(row: Any, deployment: str) -> Transfer:
         opened_at=row.opened_at,
         ended_at=row.ended_at,
         reason=row.reason,
-    )
-
-
-def _update(row: Any) -> TransferUpdate:
-    return TransferUpdate(
-        number=int(row.number),
-        started_at=row.started_at,
-        committed_at=row.committed_at,
-        identity=row.identity,
-        generation=row.generation,
-        replicas=tuple(row.replicas),
-        kept=row.kept,
     )
