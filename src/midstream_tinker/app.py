@@ -410,11 +410,7 @@ class _Front:
             return answered(answers.FutureFailed(error=message, category="server"))
 
     async def _retrieved(self, request: Request, body: RetrieveBody) -> Response:
-        tenant, _ = caller(request)
-        future = self._futures.find(tenant, body.request_id)
-        if future is None:
-            message = f"there is no request {body.request_id!r} of this API key, or its result has expired"
-            raise TinkerRefusal(410, message, "request_id")
+        future = self._future(request, body.request_id, 410)
         if not future.done:
             await self._wait(request, future)
         outcome = future.outcome
@@ -425,6 +421,14 @@ class _Front:
         response = await response_to(request.headers.get("accept", ""), outcome)
         self._futures.fetched(future)
         return response
+
+    def _future(self, request: Request, asked: str, unknown: int) -> Future:
+        """Raises TinkerRefusal (`unknown`)."""
+        future = self._futures.find(caller(request)[0], asked)
+        if future is None:
+            message = f"there is no request {asked!r} of this API key, or its result has expired"
+            raise TinkerRefusal(unknown, message, "request_id")
+        return future
 
     async def _wait(self, request: Request, future: Future) -> None:
         """Until it has ended, the client has left, or for poll_s."""
@@ -450,12 +454,8 @@ class _Front:
     @get("midstream/requests/{request_id}", "Says which snapshot and replica served a submission.")
     async def _request(self, request: Request) -> answers.RequestFacts:
         """The versions extension: what is known of a request beside its result."""
-        tenant, _ = caller(request)
         asked = request.path_params["request_id"]
-        future = self._futures.find(tenant, asked)
-        if future is None:
-            message = f"there is no request {asked!r} of this API key, or its result has expired"
-            raise TinkerRefusal(404, message, "request_id")
+        future = self._future(request, asked, 404)
         if future.outcome is None:
             return answers.RequestFacts(request_id=asked, status="pending")
         known = future.outcome.facts

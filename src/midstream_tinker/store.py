@@ -95,7 +95,7 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _R = TypeVar("_R", bound=msgspec.Struct)
-
+_M = TypeVar("_M", SamplingSession, ModelRow)
 
 _UNNAMED = sa.and_(sampling_sessions.c.policy == "adapter", sampling_sessions.c.model_path.is_(None))
 _NEWEST = (sampling_sessions.c.created.desc(), sampling_sessions.c.seq.desc())
@@ -175,15 +175,11 @@ class Store:
         return session
 
     def session(self, tenant: str, session_id: str) -> TinkerSession | None:
-        with self._read() as db:
-            row = db.execute(sa.select(sessions).where(_mine(sessions, tenant, session_id))).first()
-        return None if row is None else _as(row, TinkerSession)
+        return self._one(TinkerSession, sessions, _mine(sessions, tenant, session_id))
 
     def sessions(self, tenant: str) -> list[TinkerSession]:
         """The newest first."""
-        asked = sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.created.desc())
-        with self._read() as db:
-            return [_as(row, TinkerSession) for row in db.execute(asked)]
+        return self._of(TinkerSession, sessions, sessions.c.tenant == tenant)
 
     def touch_session(self, tenant: str, session_id: str) -> bool:
         """It is in use; whether there is such a session."""
@@ -226,10 +222,8 @@ class Store:
             created=self._clock(),
         )
         with self._write() as db:
-            self._need_session(db, tenant, session_id)
-            made = _made_under(db, sampling_sessions, session_id, seq)
-            if made is not None:
-                there = _as(made, SamplingSession)
+            there = self._made(db, sampling_sessions, fresh)
+            if there is not None:
                 if (there.base_model, there.model_path, there.policy) != (base_model, model_path, policy):
                     _otherwise("sampling_session_seq_id", seq, f"{there.model_path or there.base_model}")
                 return there
@@ -240,20 +234,18 @@ class Store:
 
     def sampling_session_at(self, tenant: str, session_id: str, seq: int) -> SamplingSession | None:
         """The one under this counter of the client's."""
-        with self._read() as db:
-            made = _made_under(db, sampling_sessions, session_id, seq)
-        return None if made is None or made.tenant != tenant else _as(made, SamplingSession)
+        under = _under(sampling_sessions, session_id, seq)
+        return self._one(SamplingSession, sampling_sessions, under, sampling_sessions.c.tenant == tenant)
 
     def sampling_session(self, tenant: str, sampling_session_id: str) -> SamplingSession | None:
         """Asked at every sample: it is then in use, and its session."""
         found = self._sampling.get(sampling_session_id)
         if found is None:
-            with self._read() as db:
-                asked = sa.select(sampling_sessions).where(sampling_sessions.c.id == sampling_session_id)
-                row = db.execute(asked).first()
-            if row is None:
+            found = self._one(
+                SamplingSession, sampling_sessions, sampling_sessions.c.id == sampling_session_id
+            )
+            if found is None:
                 return None
-            found = _as(row, SamplingSession)
             if len(self._sampling) >= MAX_SAMPLING_SESSIONS:
                 self._sampling.clear()
             self._sampling[found.id] = found
@@ -278,7 +270,8 @@ class Store:
                 self._sampling.clear()
 
     def sampling_sessions(self, tenant: str, session_id: str) -> list[SamplingSession]:
-        return [_as(row, SamplingSession) for row in self._of(sampling_sessions, tenant, session_id)]
+        table = sampling_sessions
+        return self._of(SamplingSession, table, table.c.tenant == tenant, table.c.session_id == session_id)
 
     # -- models
 
@@ -306,10 +299,8 @@ class Store:
             user_metadata=None if user_metadata is None else dict(user_metadata),
         )
         with self._write() as db:
-            self._need_session(db, tenant, session_id)
-            made = _made_under(db, models, session_id, seq)
-            if made is not None:
-                there = _as(made, ModelRow)
+            there = self._made(db, models, fresh)
+            if there is not None:
                 if (there.base_model, there.lora, there.restored_from) != (base_model, lora, restored_from):
                     _otherwise("model_seq_id", seq, there.restored_from or there.base_model)
                 return there
@@ -318,13 +309,12 @@ class Store:
         return fresh
 
     def model(self, tenant: str, model_id: str) -> ModelRow | None:
-        with self._read() as db:
-            row = db.execute(sa.select(models).where(_mine(models, tenant, model_id))).first()
-        return None if row is None else _as(row, ModelRow)
+        return self._one(ModelRow, models, _mine(models, tenant, model_id))
 
     def models(self, tenant: str, session_id: str | None = None) -> list[ModelRow]:
         """The newest first."""
-        return [_as(row, ModelRow) for row in self._of(models, tenant, session_id)]
+        of_session = () if session_id is None else (models.c.session_id == session_id,)
+        return self._of(ModelRow, models, models.c.tenant == tenant, *of_session)
 
     # -- checkpoints
 
@@ -336,18 +326,12 @@ class Store:
             db.execute(checkpoints.insert().values(msgspec.to_builtins(row)))
 
     def checkpoint(self, tenant: str, uri: str) -> CheckpointRow | None:
-        with self._read() as db:
-            row = db.execute(sa.select(checkpoints).where(_mine_at(tenant, uri))).first()
-        return None if row is None else _as(row, CheckpointRow)
+        return self._one(CheckpointRow, checkpoints, _mine_at(tenant, uri))
 
     def checkpoints(self, tenant: str, model_id: str | None = None) -> list[CheckpointRow]:
         """The newest first; of one model, or all."""
-        asked = sa.select(checkpoints).where(checkpoints.c.tenant == tenant)
-        if model_id is not None:
-            asked = asked.where(checkpoints.c.model_id == model_id)
-        with self._read() as db:
-            rows = db.execute(asked.order_by(checkpoints.c.created.desc()))
-            return [_as(row, CheckpointRow) for row in rows]
+        of_model = () if model_id is None else (checkpoints.c.model_id == model_id,)
+        return self._of(CheckpointRow, checkpoints, checkpoints.c.tenant == tenant, *of_model)
 
     def delete_checkpoint(self, tenant: str, uri: str) -> bool:
         """Whether there was one."""
@@ -390,16 +374,24 @@ class Store:
         self._seen.pop(session_id, None)
         self._sampling.clear()
 
-    def _need_session(self, db: sa.Connection, tenant: str, session_id: str) -> None:
-        if db.execute(sa.select(sessions.c.id).where(_mine(sessions, tenant, session_id))).first() is None:
-            raise no_session(session_id)
+    def _made(self, db: sa.Connection, table: sa.Table, fresh: _M) -> _M | None:
+        """What was made under the session and the counter of `fresh`. Raises TinkerRefusal (404): no such session."""
+        mine = _mine(sessions, fresh.tenant, fresh.session_id)
+        if db.execute(sa.select(sessions.c.id).where(mine)).first() is None:
+            raise no_session(fresh.session_id)
+        row = db.execute(sa.select(table).where(_under(table, fresh.session_id, fresh.seq))).first()
+        return None if row is None else _as(row, type(fresh))
 
-    def _of(self, table: sa.Table, tenant: str, session_id: str | None) -> list[sa.Row[Any]]:
-        asked = sa.select(table).where(table.c.tenant == tenant)
-        if session_id is not None:
-            asked = asked.where(table.c.session_id == session_id)
+    def _one(self, struct: type[_R], table: sa.Table, *where: sa.ColumnElement[bool]) -> _R | None:
         with self._read() as db:
-            return list(db.execute(asked.order_by(table.c.created.desc())))
+            row = db.execute(sa.select(table).where(*where)).first()
+        return None if row is None else _as(row, struct)
+
+    def _of(self, struct: type[_R], table: sa.Table, *where: sa.ColumnElement[bool]) -> list[_R]:
+        """The newest first."""
+        with self._read() as db:
+            rows = db.execute(sa.select(table).where(*where).order_by(table.c.created.desc()))
+            return [_as(row, struct) for row in rows]
 
 
 def no_session(session_id: str) -> TinkerRefusal:
@@ -415,8 +407,8 @@ def _mine_at(tenant: str, uri: str) -> sa.ColumnElement[bool]:
     return sa.and_(checkpoints.c.uri == uri, checkpoints.c.tenant == tenant)
 
 
-def _made_under(db: sa.Connection, table: sa.Table, session_id: str, seq: int) -> sa.Row[Any] | None:
-    return db.execute(sa.select(table).where(table.c.session_id == session_id, table.c.seq == seq)).first()
+def _under(table: sa.Table, session_id: str, seq: int) -> sa.ColumnElement[bool]:
+    return sa.and_(table.c.session_id == session_id, table.c.seq == seq)
 
 
 def _room_for_model(db: sa.Connection, session_id: str) -> None:
