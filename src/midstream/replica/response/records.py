@@ -12,26 +12,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import isnan
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
+from midstream.core.traces import Span, earlier_spans, spans
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import ChoicePart, Ending, ResponseHead, TokenEncoder
 from midstream.replica.response.choice import Piece, Scored
 from midstream.replica.response.shapes import (
     ContentLogprobs,
-    EarlierKv,
     Entry,
+    KvProvenance,
     LegacyLogprobs,
     Logprobs,
+    OwnObject,
     PromptLogprobs,
     PromptScore,
     RawOutput,
-    SnapshotSpan,
     TopEntry,
 )
 from midstream.replica.text.vocabulary import Vocabulary
@@ -44,20 +45,6 @@ NEAR_TIE_NAMES = [
 NEAR_TIE_JSON = [b',"near_tie":%b' % msgspec.json.encode(names) if names else b"" for names in NEAR_TIE_NAMES]
 #: Stands for minus infinity, which JSON does not have.
 LOGPROB_MIN = -9999.0
-
-
-class KvFields(Protocol):
-    """An object of a response that tells which snapshots computed the KV of a choice."""
-
-    kv_snapshots: list[SnapshotSpan] | UnsetType
-    earlier_kv_snapshots: list[EarlierKv] | UnsetType
-
-
-class SeamFields(Protocol):
-    """An object of a response that tells the seam of a resumed stream, and why the request continues no turn."""
-
-    resumed: dict[str, Any] | UnsetType
-    branch: dict[str, Any] | UnsetType
 
 
 class RecordEncoder:
@@ -109,20 +96,20 @@ class RecordEncoder:
             completion_logprobs=self.content(tokens) if self._checked.logprobs else None,
         )
 
-    def tell_seam(self, fields: SeamFields) -> None:
+    def tell_seam(self, fields: OwnObject) -> None:
         """Tells it, once."""
         if self.seam is not UNSET:
             fields.resumed, fields.branch = self.seam.get("resumed", UNSET), self.seam.get("branch", UNSET)
             self.seam = UNSET
 
-    def tell_kv(self, fields: KvFields, ending: Ending) -> None:
+    def tell_kv(self, fields: KvProvenance, ending: Ending) -> None:
         """Tells it where the request asked for it."""
         if not self._checked.perf_metrics:
             return
         if ending.kv:
             fields.kv_snapshots = spans(ending.kv)
         if ending.earlier_kv:
-            fields.earlier_kv_snapshots = [EarlierKv(tokens, spans(kv)) for tokens, kv in ending.earlier_kv]
+            fields.earlier_kv_snapshots = earlier_spans(ending.earlier_kv)
 
     def logprobs(self, tokens: Sequence[Scored]) -> Logprobs | None:
         if self._checked.logprobs == "content":
@@ -208,16 +195,12 @@ def _sampling(logprob: float) -> float | UnsetType:
     return UNSET if isnan(logprob) else finite(logprob)
 
 
-def snapshot_spans(tokens: Sequence[Scored]) -> list[SnapshotSpan]:
-    found: list[SnapshotSpan] = []
+def snapshot_spans(tokens: Sequence[Scored]) -> list[Span]:
+    found: list[Span] = []
     for at, (snapshot, run) in enumerate(groupby(tokens, lambda scored: scored.record.snapshot)):
         start = found[-1].end if at else 0
-        found.append(SnapshotSpan(snapshot, start, start + sum(1 for _ in run)))
+        found.append(Span(snapshot, start, start + sum(1 for _ in run)))
     return found
-
-
-def spans(found: Iterable[tuple[str, int, int]]) -> list[SnapshotSpan]:
-    return [SnapshotSpan(*span) for span in found]
 
 
 def finite(logprob: float) -> float:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import FinishReason
 
 #: The bytes of a token's text, which may be a part of a character.
@@ -79,20 +80,6 @@ class RawOutput(msgspec.Struct):
     completion_logprobs: ContentLogprobs | None
 
 
-class SnapshotSpan(msgspec.Struct):
-    snapshot: str
-    #: `start` and `end` count the choice's completion tokens, or all positions in `kv_snapshots`; `end` is exclusive.
-    start: int
-    end: int
-
-
-class EarlierKv(msgspec.Struct):
-    """What the completion tokens before number `tokens` stood on."""
-
-    tokens: int
-    kv_snapshots: list[SnapshotSpan]
-
-
 class CachedDetails(msgspec.Struct):
     cached_tokens: int
 
@@ -105,7 +92,23 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedDetails | UnsetType
 
 
-class ChoiceTail(msgspec.Struct, kw_only=True):
+class KvProvenance(msgspec.Struct, kw_only=True):
+    """Which snapshots computed the KV of a choice."""
+
+    kv_snapshots: list[Span] | UnsetType = UNSET
+    earlier_kv_snapshots: list[TracedEarlierKv] | UnsetType = UNSET
+
+
+class OwnObject(KvProvenance, kw_only=True):
+    """The object `midstream` of other APIs than OpenAI's. resumed: the seam of a resumed stream. branch: why the request
+    continues no turn of its session."""
+
+    perf_metrics: dict[str, Any] | UnsetType = UNSET
+    resumed: dict[str, Any] | UnsetType = UNSET
+    branch: dict[str, Any] | UnsetType = UNSET
+
+
+class ChoiceTail(KvProvenance, kw_only=True):
     """Fields that follow the text of any choice."""
 
     logprobs: Logprobs | None = None
@@ -113,10 +116,8 @@ class ChoiceTail(msgspec.Struct, kw_only=True):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     raw_output: RawOutput | UnsetType = UNSET
-    snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    prompt_snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
+    snapshots: list[Span] | UnsetType = UNSET
+    prompt_snapshots: list[Span] | UnsetType = UNSET
 
 
 class TextChoice(ChoiceTail, kw_only=True):

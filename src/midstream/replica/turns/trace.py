@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Iterable
 
-from midstream.core.traces import Span, Trace, TracedEarlierKv, TracedTurn
+from midstream.core.traces import Trace, TracedTurn, earlier_spans, spans
 from midstream.core.types import ALLOWED, Session
 from midstream.replica.turns.tree import Trees, Turn
 
@@ -44,14 +43,10 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
         routing_matrix=routes or None,
         routing_matrix_dtype=("uint16" if wide_routes else "uint8") if routes else None,
         routing_matrix_shape=[size // (top_k * (1 + wide_routes)), top_k] if routes and top_k else None,
-        snapshots=_spans(record.snapshots),
-        kv_snapshots=_spans(record.kv),
-        earlier_kv_snapshots=[TracedEarlierKv(tokens, _spans(kv)) for tokens, kv in record.earlier_kv],
+        snapshots=spans(record.snapshots),
+        kv_snapshots=spans(record.kv),
+        earlier_kv_snapshots=earlier_spans(record.earlier_kv),
         branch=record.branch,
         resumed=record.resumed,
         logprob_of=ALLOWED if record.constrained else None,
     )
-
-
-def _spans(spans: Iterable[tuple[str, int, int]]) -> list[Span]:
-    return [Span(*span) for span in spans]

@@ -13,17 +13,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from midstream.core.traces import Span
 from midstream.replica.request.schema import StreamOptions
 from midstream.replica.response.shapes import (
     ContentLogprobs,
     DeltaChoice,
-    EarlierKv,
     Entry,
     Logprobs,
     MessageChoice,
+    OwnObject,
     PromptLogprobs,
     Response,
-    SnapshotSpan,
     TextChoice,
     Usage,
 )
@@ -55,23 +55,17 @@ class TextCompletion(Response, kw_only=True):
 # -- Anthropic's Messages API
 
 
-class Records(msgspec.Struct):
-    """midstream's own object. snapshots, kv_snapshots: as on a chat choice. resumed: the seam of a resumed stream.
-    branch: why the request continues no turn of its session. finish_reason: `abort` of an answer that a trainer's call ended,
-    `dead_end` of one that no token may continue. These APIs have no names for both.
+class Records(OwnObject):
+    """finish_reason: `abort` of an answer that a trainer's call ended, `dead_end` of one that no token may continue. These APIs
+    have no names for both. snapshots: as on a chat choice.
     call_in_thinking: a call was begun in thinking that was never closed, so that it is no call."""
 
     snapshot: str
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     logprobs: Logprobs | UnsetType = UNSET
-    snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
-    perf_metrics: dict[str, Any] | UnsetType = UNSET
+    snapshots: list[Span] | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
-    resumed: dict[str, Any] | UnsetType = UNSET
-    branch: dict[str, Any] | UnsetType = UNSET
     call_in_thinking: bool | UnsetType = UNSET
 
 
@@ -230,23 +224,16 @@ class WeightVersion(msgspec.Struct):
     end: int
 
 
-class Told(msgspec.Struct):
-    """midstream's own object. snapshot: of the tokens that it stands with, or of the last one. snapshots: as on a chat
-    choice."""
+class Told(OwnObject):
+    """snapshot: of the tokens that it stands with, or of the last one. snapshots: as on a chat choice."""
 
     snapshot: str
-    snapshots: list[SnapshotSpan] | UnsetType = UNSET
+    snapshots: list[Span] | UnsetType = UNSET
     #: By the token, beside SGLang's own log-probabilities. None: the engine cannot tell.
     sampling_logprobs: list[float | None] | UnsetType = UNSET
     #: "allowed": the log-probabilities are of the tokens that the answer's grammar allowed. Absent: they are the raw model's.
     logprob_of: str | UnsetType = UNSET
-    kv_snapshots: list[SnapshotSpan] | UnsetType = UNSET
-    earlier_kv_snapshots: list[EarlierKv] | UnsetType = UNSET
-    perf_metrics: dict[str, Any] | UnsetType = UNSET
-    resumed: dict[str, Any] | UnsetType = UNSET
-    #: Why the request continues no turn of its session.
-    branch: dict[str, Any] | UnsetType = UNSET
-    #: The same of several prompts, one for each; null for those that continue a turn.
+    #: `branch` of several prompts, one for each; null for those that continue a turn.
     branches: list[dict[str, Any] | None] | UnsetType = UNSET
 
 

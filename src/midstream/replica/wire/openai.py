@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.sse import DONE, json_line, sse_event
+from midstream.core.traces import spans
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
@@ -30,7 +31,6 @@ from midstream.replica.response.records import (
     NEAR_TIE_JSON,
     RecordEncoder,
     snapshot_spans,
-    spans,
 )
 from midstream.replica.response.shapes import (
     AnyChoice,
