@@ -7,6 +7,7 @@ stated when it is not uint8.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -18,10 +19,11 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
+from midstream.core.sse import DONE
 from midstream.core.traces import Span, earlier_spans, spans
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.response.answer import ChoicePart, Ending, ResponseHead, TokenEncoder
+from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, TokenEncoder
 from midstream.replica.response.choice import Piece, Scored
 from midstream.replica.response.shapes import (
     ContentLogprobs,
@@ -47,8 +49,12 @@ NEAR_TIE_JSON = [b',"near_tie":%b' % msgspec.json.encode(names) if names else b"
 LOGPROB_MIN = -9999.0
 
 
-class RecordEncoder:
-    """Tells records as the request asked for them: what the encoders of all wires share."""
+class RecordEncoder(ABC):
+    """The responses of one request, on any wire.
+
+    Always holds: it does no I/O. A stream is `event` for each part, of which the last one of a choice has its ending,
+    `usage_event` where it was asked for, and `end`.
+    """
 
     #: The next event has it: the seam of a resumed stream, or why the request continues no turn.
     seam: dict[str, Any] | UnsetType = UNSET
@@ -71,11 +77,28 @@ class RecordEncoder:
         self._served_names: dict[str, str] = {}
 
     def by_token(self) -> TokenEncoder | None:
-        """Most wires have no short way."""
+        """What makes the events of single tokens. None: the wire has no short way, or the request asks for more than it has."""
         return None
 
+    @abstractmethod
+    def event(self, part: ChoicePart, extras: Extras) -> bytes:
+        """The events of a part of a choice. extras: empty but at its end. Counts and metrics come with the last choice."""
+
+    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
+        """The event behind all choices of a request that asked for its usage. None where other events have it."""
+        return b""
+
+    def end(self) -> bytes:
+        """The last bytes of a stream; never none."""
+        return DONE
+
     def replayed(self, part: ChoicePart) -> None:
-        """Of most wires, no event depends on those before it."""
+        """The client has this part from the replica that the stream was on. Of most wires, no event depends on one before."""
+        return
+
+    @abstractmethod
+    def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
+        """The whole body of a response that is not streamed."""
 
     def served(self, snapshot: str) -> str:
         """The model as clients name it, with the snapshot behind its @."""

@@ -1,9 +1,7 @@
 """The port between a generation and the wire that its client speaks.
 
 A wire reads a body into the fields of OpenAI's API (request/schema.py), so that one set of rules holds on all of them. Its
-encoder tells what comes of it (response/answer.py): events of a stream, or one whole response.
-Always holds: an encoder does no I/O. A stream is `event` for each part, of which the last one of a choice has its ending,
-`usage_event` where it was asked for, and `end`.
+encoder (response/records.py) tells what comes of it: events of a stream, or one whole response.
 """
 
 from __future__ import annotations
@@ -11,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from msgspec import UnsetType
-
 from midstream.core.errors import InvalidRequest
 from midstream.core.served_names import ServedNames
 from midstream.core.types import ModelInfo
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import ChatBody, CompletionBody
-from midstream.replica.response.answer import ChoicePart, Extras, ResponseHead, TokenEncoder
+from midstream.replica.response.answer import ResponseHead
+from midstream.replica.response.records import RecordEncoder
 from midstream.replica.stored import Shelf
 from midstream.replica.text.chat import TextModel
 from midstream.replica.text.vocabulary import Vocabulary
@@ -41,35 +38,6 @@ class Read(NamedTuple):
     resumable: bool = True
 
 
-class Encoder(Protocol):
-    """The responses of one request."""
-
-    #: The next event has it: the seam of a resumed stream.
-    seam: dict[str, Any] | UnsetType
-    #: Prompt tokens whose KV was reused, by prompt, as soon as the engine has reported it.
-    cached: Mapping[int, int]
-    #: Whether the end of a choice repeats what it said.
-    keeps: bool
-
-    def by_token(self) -> TokenEncoder | None:
-        """What makes the events of single tokens. None: the request asks for more than they have."""
-
-    def event(self, part: ChoicePart, extras: Extras) -> bytes:
-        """The events of a part of a choice. extras: empty but at its end. Counts and metrics come with the last choice."""
-
-    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
-        """The event behind all choices of a request that asked for its usage."""
-
-    def end(self) -> bytes:
-        """The last bytes of a stream; never none."""
-
-    def replayed(self, part: ChoicePart) -> None:
-        """The client has this part from the replica that the stream was on."""
-
-    def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
-        """The whole body of a response that is not streamed."""
-
-
 class Wire(NamedTuple):
     """name: as in core/wires.py. id_prefix: of response ids. read: raises InvalidRequest. encoder: called with the request's
     Checked, the head, the vocabulary, and the details that `read` gave. rename: has an error, and those details; it makes the
@@ -78,7 +46,7 @@ class Wire(NamedTuple):
     name: str
     id_prefix: str
     read: Callable[[bytes, Shelf], Read]
-    encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], Encoder]
+    encoder: Callable[[Checked, ResponseHead, Vocabulary, Any], RecordEncoder]
     rename: Callable[[InvalidRequest, Any], None] = lambda error, details: None
     #: By the details, the response's id (None before there is one), n and the number of a choice: names of it alone, or of
     #: all choices of its prompt. None: only the response has names.

@@ -12,7 +12,7 @@ Always holds:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -41,8 +41,8 @@ class OpenBlock(Struct):
     texts: list[str] = []
 
 
-class BlockEncoder(RecordEncoder, ABC):
-    """A wire.base.Encoder of one answer. with_logprobs: `midstream` has them where the request asked for them."""
+class BlockEncoder(RecordEncoder):
+    """Of one answer. with_logprobs: `midstream` has them where the request asked for them."""
 
     #: The events of tokens without a block, and of tokens without records.
     silent_event: str
@@ -108,10 +108,6 @@ class BlockEncoder(RecordEncoder, ABC):
         if part.ending is not None:
             data += self._finish(part, part.ending, extras)
         return data
-
-    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
-        """It is in the event that ends the answer."""
-        return b""
 
     def replayed(self, part: ChoicePart) -> None:
         self._quiet = True

@@ -12,7 +12,7 @@ from math import isnan
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.sse import DONE, json_line, sse_event
+from midstream.core.sse import json_line, sse_event
 from midstream.core.traces import spans
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
@@ -61,7 +61,7 @@ _CONSTRAINED = b',"logprob_of":%b' % _encode(ALLOWED)
 
 
 class OpenAIEncoder(RecordEncoder):
-    """The responses of one HTTP request: a wire.base.Encoder of chat completions and completions."""
+    """Chat completions and completions."""
 
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: None = None
@@ -121,9 +121,6 @@ class OpenAIEncoder(RecordEncoder):
 
     def usage_event(self, snapshot: str, extras: Extras) -> bytes:
         return sse_event(self._response(snapshot, [], extras))
-
-    def end(self) -> bytes:
-        return DONE
 
     def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
         prompt_ids: tuple[int, ...] | UnsetType = UNSET

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.sse import DONE, sse_event
+from midstream.core.sse import sse_event
 from midstream.core.traces import spans
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
@@ -219,7 +219,7 @@ def _check_starts(
 
 
 class SGLangEncoder(RecordEncoder):
-    """A wire.base.Encoder of the choices of all prompts."""
+    """The choices of all prompts."""
 
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
@@ -233,13 +233,6 @@ class SGLangEncoder(RecordEncoder):
         data = sse_event(self._answer(part, extras))
         self._forget(part)
         return data
-
-    def usage_event(self, snapshot: str, extras: Extras) -> bytes:
-        """Every event has it."""
-        return b""
-
-    def end(self) -> bytes:
-        return DONE
 
     def replayed(self, part: ChoicePart) -> None:
         self._take(part)

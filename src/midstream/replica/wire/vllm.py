@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.sse import DONE, sse_event
+from midstream.core.sse import sse_event
 from midstream.replica.request.checked import Checked, Prompt, check
 from midstream.replica.request.schema import (
     ChatBody,
@@ -164,7 +164,7 @@ def _routes(given: dict[str, Any], prompt_size: int) -> Routes:
 
 
 class GenerateEncoder(RecordEncoder):
-    """A wire.base.Encoder of one prompt's choices."""
+    """One prompt's choices."""
 
     def __init__(
         self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
@@ -189,9 +189,6 @@ class GenerateEncoder(RecordEncoder):
         if extras.counts is not None:
             response.usage = openai_usage(extras.counts)
         return sse_event(response)
-
-    def end(self) -> bytes:
-        return DONE
 
     def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
         assert extras.counts is not None
