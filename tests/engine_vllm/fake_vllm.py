@@ -341,6 +341,8 @@ class FakeVllm:
         self.ranks = 1
         # Names that the tee does not see.
         self.unseen: list[str] = []
+        #: A rank that is given other bytes than the others.
+        self.torn: int | None = None
         self._places: dict[str, Any] | None = None
         self._tee = Path()
         # Parts of paths where adapters are taken and left out.
@@ -566,7 +568,13 @@ class FakeVllm:
                 return 200, {"results": [None] * self.ranks}
             case "midstream_close_tee":
                 self._places = None
-                return 200, {"results": [self.unseen, *[None] * (self.ranks - 1)]}
+                seen = [
+                    {"first": rank == 0, "missing": self.unseen, "digests": {"a": "1"}}
+                    for rank in range(self.ranks)
+                ]
+                if self.torn is not None:
+                    seen[self.torn]["digests"] = {"a": "2"}
+                return 200, {"results": seen}
         return self._reload(Path(kwargs["weights_path"]))
 
     def _write(self, info: dict[str, Any]) -> tuple[int, Any]:

@@ -176,6 +176,15 @@ async def test_tensors_that_pass_unseen_are_not_taken(tmp_path: Path) -> None:
 
 
 @in_a_loop
+async def test_bytes_that_differ_between_the_ranks_of_a_server_are_not_taken(tmp_path: Path) -> None:
+    async with bed(tmp_path) as here:
+        here.fake.ranks, here.fake.torn = 4, 2
+        with pytest.raises(TransferFailed, match="rank 2 was given other bytes of a than the first one"):
+            await here.at("uncertain")
+        assert here.fence.phase is HoldPhase.UNCERTAIN, "its weights are given up with the update"
+
+
+@in_a_loop
 async def test_a_join_that_vllm_refuses_is_the_trainers_and_changes_nothing(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         do, here.fake._do = here.fake._do, lambda *_: (422, {"error": {"message": "no such field"}})  # type: ignore[method-assign]

@@ -2,9 +2,9 @@
 
 Owns: what the trainer announced of an update, and the file beside the engine that has the same tensors.
 Always holds: tensors are checked by name before a byte moves. The engine stands still from the first of them on. The file has
-exactly what the engine's first rank was given, so its content is compared, kept and loaded again as that of any snapshot. What
-the other ranks of one engine were given is not compared: they get it by the same collective calls. An engine whose weights are
-uncertain is given up with the update. A part ends with the engine's server.
+exactly what the engine's first rank was given, so its content is compared, kept and loaded again as that of any snapshot. The
+engine compares what its other ranks were given with that. An engine whose weights are uncertain is given up with the update. A
+part ends with the engine's server.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,17 +238,13 @@ class VllmInPlace(InPlaceWeights):
                     await self._call(START, None, within_s)
                 await self._rpc(OPEN_TEE, {"path": str(tee.path), "places": places}, within_s)
                 await self._call(UPDATE, {"update_info": update_info}, within_s)
-                missing = await self._rpc(CLOSE_TEE, {}, within_s)
+                seen = await self._rpc(CLOSE_TEE, {}, within_s)
         except TimeoutError as error:
             raise TransferFailed(f"vLLM did not take the tensors within {within_s:g} s") from error
         except _ERRORS as error:
             raise TransferFailed(f"vLLM did not take the tensors: {error}") from error
-        seen = [one for one in missing if one is not None]
-        if seen != [[]]:
-            names = ", ".join(str(name) for one in seen for name in list(one)[:3])
-            raise TransferFailed(
-                f"vLLM's backend {self.backend} took the tensors in a way that cannot be seen: {names or 'no rank saw them'}"
-            )
+        if (why := _unlike(seen)) is not None:
+            raise TransferFailed(f"vLLM's backend {self.backend} took the tensors {why}")
 
     async def finish(self, within_s: float) -> None:
         self._boot_runs()
@@ -350,6 +346,20 @@ class VllmInPlace(InPlaceWeights):
                 self._timer.cancel()
                 self._timer = None
         return action
+
+
+def _unlike(seen: Sequence[Mapping[str, Any]]) -> str | None:
+    """How the ranks were not all given what lies in the file; None: they were. seen: what each rank's tee says."""
+    first = next((rank for rank in seen if rank["first"]), None)
+    if first is None or first["missing"]:
+        names = ", ".join([] if first is None else first["missing"][:3])
+        return f"in a way that cannot be seen: {names or 'no rank saw them'}"
+    for number, rank in enumerate(seen):
+        for name, digest in rank["digests"].items():
+            # A rank may have no use for some of them.
+            if digest != first["digests"].get(name):
+                return f"in different ways: rank {number} was given other bytes of {name} than the first one"
+    return None
 
 
 def _identity(file: Path) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
 """A worker extension of vLLM, on any device, for servers into which trainers write weights (--weight-transfer-config).
 
 It registers the backend `gloo` in vLLM's factory, and shows what any backend brings: the first rank writes each tensor that
-passes `load_weights` into a file, too, at a place that the replica chose. What other ranks get is not compared. It loads the
-extension of all servers, too (midstream_vllm_worker.py).
+passes `load_weights` into a file, too, at a place that the replica chose. Where there are several ranks, each says the digests
+of the tensors that it was given, so that the replica compares them. It loads the extension of all servers, too
+(midstream_vllm_worker.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -20,61 +22,75 @@ GLOO = ("gloo", "midstream_vllm_gloo", "GlooWeightTransferEngine")
 
 
 class _Tee:
-    """Stands before the `load_weights` of a model. While a file is open, what passes is written there."""
+    """Stands before the `load_weights` of a model. While it is open, it looks at what passes.
+
+    Always holds: a tensor is announced, and has the size that was announced.
+    """
 
     def __init__(self, load: Callable[..., Any]) -> None:
         self._load = load
+        self._open = False
+        # Of the first rank.
         self._file: int | None = None
+        # Of those that are to come.
         self._places: dict[str, list[int]] = {}
+        self._digests: dict[str, str] | None = None
 
-    def open(self, path: str, places: dict[str, list[int]]) -> None:
+    def open(self, places: dict[str, list[int]], *, path: str | None, digests: bool) -> None:
+        """path: of the file to write to. digests: of each tensor are computed."""
         self.close()
-        self._file, self._places = os.open(path, os.O_WRONLY), dict(places)
+        self._open, self._places = True, dict(places)
+        self._file = None if path is None else os.open(path, os.O_WRONLY)
+        self._digests = {} if digests else None
 
-    def close(self) -> list[str]:
-        """The tensors that did not come."""
-        missing, self._places = list(self._places), {}
+    def close(self) -> dict[str, Any]:
+        """The tensors that did not come, and the digests of those that came."""
+        seen = {"missing": list(self._places), "digests": self._digests or {}}
         file, self._file = self._file, None
+        self._open, self._places, self._digests = False, {}, None
         if file is not None:
             os.close(file)
-        return missing
+        return seen
 
     def __call__(self, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
-        if self._file is None:
+        if not self._open:
             return self._load(weights, *args, **kwargs)
-        seen = self._write_all(self._file, weights)
+        seen = self._look_at_all(weights)
         result = self._load(seen, *args, **kwargs)
         # A rank may have no use for the last ones.
         for _ in seen:
             pass
         return result
 
-    def _write_all(self, file: int, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def _look_at_all(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for name, tensor in weights:
             begin, end = self._places.pop(name)
             data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().data
             if len(data) != end - begin:
                 raise ValueError(f"{name} has {len(data)} bytes, and {end - begin} were announced")
-            while begin < end:
-                begin += os.pwrite(file, data[begin - end :], begin)
+            if self._digests is not None:
+                self._digests[name] = hashlib.sha256(data).hexdigest()
+            while self._file is not None and begin < end:
+                begin += os.pwrite(self._file, data[begin - end :], begin)
             yield name, tensor
 
 
 class TransferWorker:
-    """Methods that the replica calls by /collective_rpc. Those of the tee answer None at other ranks than the first."""
+    """Methods that the replica calls by /collective_rpc, which every rank answers."""
 
     def midstream_one_number(self: Any) -> str:
         return str(importlib.import_module(EXTENSION).Worker.midstream_one_number(self))
 
     def midstream_open_tee(self: Any, path: str, places: dict[str, list[int]]) -> None:
-        if _is_first(self):
-            model = self.weight_transfer_engine.model
-            if not isinstance(model.load_weights, _Tee):
-                model.load_weights = _Tee(model.load_weights)
-            model.load_weights.open(path, places)
+        model, parallel = self.weight_transfer_engine.model, self.parallel_config
+        if not isinstance(model.load_weights, _Tee):
+            model.load_weights = _Tee(model.load_weights)
+        several = parallel.world_size * parallel.data_parallel_size > 1
+        model.load_weights.open(places, path=path if _is_first(self) else None, digests=several)
 
-    def midstream_close_tee(self: Any) -> list[str] | None:
-        return self.weight_transfer_engine.model.load_weights.close() if _is_first(self) else None
+    def midstream_close_tee(self: Any) -> dict[str, Any]:
+        seen: dict[str, Any] = self.weight_transfer_engine.model.load_weights.close()
+        return {"first": _is_first(self), **seen}
 
 
 def _is_first(worker: Any) -> bool:
