@@ -40,7 +40,9 @@ def drawn_from(
     scores = np.array(logits, dtype=np.float64)
     for these in (allowed, sampling.allowed_token_ids or None):
         if these is not None:
-            scores[np.setdiff1d(np.arange(len(scores)), list(these))] = -np.inf
+            kept = np.zeros(len(scores), dtype=bool)
+            kept[list(these)] = True
+            scores[~kept] = -np.inf
     for *before, last in bad:
         if not before or list(emitted[-len(before) :]) == before:
             scores[last] = -np.inf
@@ -48,12 +50,12 @@ def drawn_from(
         scores[list(sampling.stop_token_ids)] = -np.inf
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
-    counts = Counter(emitted)
-    for token in {*prompt, *emitted}:
-        penalty = sampling.repetition_penalty
-        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
-    for token, count in counts.items():
-        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    seen, penalty = list({*prompt, *emitted}), sampling.repetition_penalty
+    if penalty != 1:
+        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        for token, count in Counter(emitted).items():
+            scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
     if sampling.temperature < GREEDY_BELOW:
         return [np.where(np.arange(len(scores)) == scores.argmax(), 0.0, -np.inf)]
     return _filtered(scores / sampling.temperature, sampling)
@@ -61,7 +63,9 @@ def drawn_from(
 
 def _filtered(scores: Array, sampling: SamplingParams) -> list[Array]:
     found = []
-    for log, mass in itertools.product((-BORDER_LOG, BORDER_LOG), (-BORDER_P, BORDER_P)):
+    logs = (-BORDER_LOG, BORDER_LOG) if sampling.min_p > 0 else (0.0,)
+    masses = (-BORDER_P, BORDER_P) if sampling.top_p < 1 else (0.0,)
+    for log, mass in itertools.product(logs, masses):
         left = scores.copy()
         if sampling.min_p > 0:
             left[left < left.max() + np.log(sampling.min_p) + log] = -np.inf

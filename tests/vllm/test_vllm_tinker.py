@@ -13,7 +13,6 @@ from vllm_bed import Bed, vllm_bed
 
 sys.path.append(str(Path(__file__).parents[1] / "tinker"))
 
-from conftest import needs_vllm
 from recompute import Recomputer
 from resampling import drawn_from
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
@@ -32,8 +31,9 @@ base_models = ["{ALIAS}"]
 
 
 @pytest.fixture(scope="module")
-def tinker_bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
-    needs_vllm()
+def tinker_bed(
+    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
+) -> Iterator[Bed]:
     place = tmp_path_factory.mktemp("vllm-tinker")
     with vllm_bed(place, checkpoint, replicas=1, settings=SETTINGS, tinker=True) as running:
         yield running

@@ -256,8 +256,12 @@ class ServerLife(Engine):
 
     def _info(self) -> ModelInfo:
         shape, server = self._shape, self._server
-        lacks = {"no_policies": self._no_policies, "no_numbers": self._no_numbers}
-        card = vllm_card(server.version, routes=server.returns_routes, **lacks)
+        card = vllm_card(
+            server.version,
+            routes=server.returns_routes,
+            no_policies=self._no_policies,
+            no_numbers=self._no_numbers,
+        )
         if self.in_place is not None:
             card = msgspec.structs.replace(
                 card, weight_transfer=self._settings.weight_transfer, ranks=self._ranks
