@@ -180,10 +180,7 @@ class AddonsApi:
                 raise NotFound(f"there is no deployment {name!r}", param="deployment")
             return found
 
-        grant = grant_of(request)
-        if grant.everywhere((PUBLISH,)):
-            return find()
-        return meant(self._deployments, grant, (PUBLISH,), find, name, None)
+        return meant(self._deployments, grant_of(request), (PUBLISH,), find, name, None)
 
     async def _one(self, request: Request, scopes: tuple[str, ...]) -> Deployment:
         name = request.path_params["model"]
@@ -203,10 +200,7 @@ class AddonsApi:
                 raise NotFound(f"there is no deployed model {name!r}", param="model")
             return found[0]
 
-        grant = grant_of(request)
-        if grant.everywhere(scopes):
-            return find()
-        return meant(self._deployments, grant, scopes, find, None, name)
+        return meant(self._deployments, grant_of(request), scopes, find, None, name)
 
     def _check_account(self, request: Request) -> None:
         if f"accounts/{request.path_params['account']}" != self._deployments.default.names.account:

@@ -35,15 +35,12 @@ class ModelsApi:
 
     @Endpoint("GET", "/v1/models/{model:path}", ANY, "Shows one served model or policy.", prefixed=True)
     async def model(self, request: Request) -> Model:
-        asked, grant = str(request.path_params["model"]), grant_of(request)
+        asked = str(request.path_params["model"])
 
         def find() -> Deployment:
             return self._deployments.find(asked, param="model")
 
-        found = (
-            find() if grant.everywhere(SCOPES) else meant(self._deployments, grant, SCOPES, find, None, asked)
-        )
-        return self._model(found)
+        return self._model(meant(self._deployments, grant_of(request), SCOPES, find, None, asked))
 
     def _models(self, grant: Grant) -> list[Model]:
         """Each once, as it stands with the deployment that its name means to this key; then the policies that are served."""

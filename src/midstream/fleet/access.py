@@ -75,10 +75,13 @@ def meant(
     deployment: str | None,
     model: str | None,
 ) -> Deployment:
-    """The deployment that `find` finds, for a key that is not for every one; what the request calls it, if anything.
+    """The deployment that `find` finds, where the key may use it. deployment, model: what the request calls it, if anything.
 
-    Raises Forbidden, and NotFound for a deployment that the key may use and that is not there.
+    Raises Forbidden, and NotFound for a deployment that the key may use and that is not there; what `find` raises, for a key
+    that is for every one.
     """
+    if grant.everywhere(scopes):
+        return find()
     if deployment is not None:
         resource = f"deployment {_cut(deployment)!r}"
     elif model is not None:
