@@ -140,14 +140,22 @@ def make_engine(spec: ReplicaSpec) -> Engine:
     return EmbeddedEngine(model_dir, spec.engine)
 
 
-def resident_fields(settings: Settings) -> dict[str, Any]:
-    """Fields of any ReplicaSpec. Raises ConfigError."""
-    size = settings.replica.resident_memory
-    bound = None if size is None else parse_size("replica.resident_memory", size)
+def replica_fields(settings: Settings, name: str) -> dict[str, Any]:
+    """Fields of any ReplicaSpec. name: the directory of its snapshots and records. Raises ConfigError."""
+    own = settings.replica
+    resident, cache = own.resident_memory, own.snapshot_cache
     return {
-        "resident_snapshots": settings.replica.resident_snapshots,
-        "resident_bytes": bound,
-        "resident_policies": settings.replica.resident_policies,
+        "cache_dir": str(Path(settings.state_dir).absolute() / "snapshots" / name),
+        "cache_bytes": None if cache is None else parse_size("replica.snapshot_cache", cache),
+        "resident_snapshots": own.resident_snapshots,
+        "resident_bytes": None if resident is None else parse_size("replica.resident_memory", resident),
+        "resident_policies": own.resident_policies,
+        "pin_drain_s": own.pin_drain_s,
+        "session_idle_s": settings.gateway.session_idle_s,
+        "log_level": settings.log.level,
+        "log_format": settings.log.format,
+        "tracing": settings.tracing,
+        **records_fields(settings, name),
     }
 
 

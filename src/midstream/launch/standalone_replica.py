@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from midstream.core.config import Settings, parse_size
+from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
 from midstream.core.served_names import deployment_resource, model_resource
 from midstream.http.channel import STOP_GRACE_S
-from midstream.launch.engines import (
-    engine_fields,
-    records_fields,
-    resident_fields,
-)
+from midstream.launch.engines import engine_fields, replica_fields
 from midstream.launch.local import engine_settings, stop_signals, until_stopped
 from midstream.launch.process import KILL_AFTER_S, Child
 from midstream.launch.specs import ReplicaSpec
@@ -31,23 +27,15 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         raise ConfigError(
             f"--host {own.host}: needs the setting replica.token, the same as its gateways have: whoever knows it may ask"
         )
-    size = own.snapshot_cache
     return ReplicaSpec(
         host=own.host,
         port=own.port,
         model_dir=str(directory),
         model=model_resource(settings, model),
         deployment=deployment_resource(settings),
-        cache_dir=str(Path(settings.state_dir).absolute() / "snapshots" / "replica"),
         token=own.token or "",
         engine=engine_settings(settings, 1),
-        log_level=settings.log.level,
-        log_format=settings.log.format,
-        session_idle_s=settings.gateway.session_idle_s,
-        pin_drain_s=own.pin_drain_s,
-        cache_bytes=None if size is None else parse_size("replica.snapshot_cache", size),
-        **resident_fields(settings),
-        **records_fields(settings, "replica"),
+        **replica_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),
         tracing=settings.tracing,
     )

@@ -27,7 +27,6 @@ from midstream.core.config import (
     GatewaySettings,
     KeySettings,
     Settings,
-    parse_size,
 )
 from midstream.core.errors import ConfigError
 from midstream.core.http_answer import NotThatAnswer
@@ -41,7 +40,7 @@ from midstream.fleet.tally import stalled
 from midstream.http.appserver import socket_directory
 from midstream.http.call import CallFailed, call, unverified_tls
 from midstream.http.channel import STOP_GRACE_S
-from midstream.launch.engines import records_fields, records_root, resident_fields
+from midstream.launch.engines import records_root, replica_fields
 from midstream.launch.gateways import Gateways
 from midstream.launch.local import (
     Launcher,
@@ -251,7 +250,6 @@ class Supervisor:
         settings = self._settings
         name = wanted.model.rpartition("/")[2]
         directory = await asyncio.to_thread(model_directory, self._models, name, self._state)
-        size = settings.replica.snapshot_cache
         spec = ReplicaSpec(
             name=wanted.name,
             host=LOOPBACK,
@@ -259,17 +257,9 @@ class Supervisor:
             model_dir=str(directory),
             model=wanted.model,
             deployment=wanted.deployment,
-            cache_dir=str(self._state / "snapshots" / wanted.name),
             token=self._token,
             engine=settings.embedded,
-            log_level=settings.log.level,
-            log_format=settings.log.format,
-            session_idle_s=settings.gateway.session_idle_s,
-            pin_drain_s=settings.replica.pin_drain_s,
-            cache_bytes=None if size is None else parse_size("replica.snapshot_cache", size),
-            **resident_fields(settings),
-            **records_fields(settings, wanted.name),
-            tracing=settings.tracing,
+            **replica_fields(settings, wanted.name),
         )
         return await self._launcher.replica(spec, len(self.replicas))
 
