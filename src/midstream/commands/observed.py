@@ -203,7 +203,7 @@ def of_replica(metrics: Metrics, name: str, replica: str) -> float | None:
 def cached_share(metrics: Metrics, replica: str) -> float | None:
     """The share of the prompt tokens, since the replica started, that came from its cache."""
     cached = of_replica(metrics, "cached_prompt_tokens_total", replica)
-    return _share(cached or 0.0, of_replica(metrics, "prompt_tokens_total", replica))
+    return share(cached or 0.0, of_replica(metrics, "prompt_tokens_total", replica))
 
 
 def _by_name(status: Status) -> Iterable[ReplicaStatus]:
@@ -229,7 +229,7 @@ def _replica(replica: ReplicaStatus, look: Look, before: Look | None) -> dict[st
         "engine": known.get(replica.name, {}).get("engine"),
         "in_flight": _whole(of("requests_in_flight")),
         "waiting": _whole(of("sequences_waiting")),
-        "kv_share": _share(of("kv_blocks_used"), of("kv_blocks_capacity")),
+        "kv_share": share(of("kv_blocks_used"), of("kv_blocks_capacity")),
         "cached_share": cached_share(look.metrics, replica.name),
         "tokens_per_s": speed,
         "generation": replica.generation,
@@ -242,8 +242,13 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
+def share(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
+
+
+def loading_ms(swap: Mapping[str, Any]) -> float:
+    """How long the replica prepared its last snapshot beside the one that it served."""
+    return sum(float(swap.get(f"{part}_ms", 0.0)) for part in ("fetch", "rebuild", "verify", "stage"))
 
 
 def _policy(policy: Mapping[str, Any]) -> dict[str, Any]:

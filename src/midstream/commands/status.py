@@ -18,7 +18,7 @@ from midstream.commands.common import (
     guarded,
     show,
 )
-from midstream.commands.observed import Metrics, cached_share, ledger_of, metrics_of, of_replica
+from midstream.commands.observed import Metrics, cached_share, ledger_of, loading_ms, metrics_of, of_replica
 from midstream.commands.pushes_view import Groups, pushes_text
 from midstream.core.errors import ConfigError
 from midstream.core.text import plain, table
@@ -159,8 +159,5 @@ def _row(replica: ReplicaStatus, metrics: Metrics) -> tuple[str, ...]:
 def _swap(timing: Mapping[str, Any] | None) -> str:
     if timing is None:
         return "-"
-    loading_ms = sum(float(timing.get(f"{part}_ms", 0.0)) for part in ("fetch", "rebuild", "verify", "stage"))
     crossed = timing.get("streams_crossed", 0)
-    return (
-        f"loaded {loading_ms:.0f} ms, paused {timing.get('pause_ms', 0.0):.1f} ms, {crossed} streams crossed"
-    )
+    return f"loaded {loading_ms(timing):.0f} ms, paused {timing.get('pause_ms', 0.0):.1f} ms, {crossed} streams crossed"

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from midstream.commands.fitted import Column, Fitted, shortened
+from midstream.commands.observed import loading_ms, share
 from midstream.core.text import plain, seconds, size
 
 #: Where there is no terminal to ask.
@@ -41,7 +42,7 @@ def draw(seen: Mapping[str, Any], speeds: Sequence[float] = (), trouble: str = "
 
 def _head(seen: Mapping[str, Any], speeds: Sequence[float]) -> RenderableType:
     rates, totals, sessions = seen["rates"], seen["totals"], seen["sessions"]
-    cached = _share(totals["cached_prompt_tokens"], totals["prompt_tokens"])
+    cached = share(totals["cached_prompt_tokens"], totals["prompt_tokens"])
     clock = time.strftime("%H:%M:%S", time.localtime(seen["time"]))
     name = plain(seen["deployment"] or f"{len(seen['deployments'])} deployments")
     numbers = (
@@ -134,8 +135,7 @@ def _swap(swap: Mapping[str, Any] | None) -> tuple[str, str]:
     """The pause, and the other numbers of the swap."""
     if swap is None:
         return "-", "-"
-    loading = sum(float(swap.get(f"{part}_ms", 0.0)) for part in ("fetch", "rebuild", "verify", "stage"))
-    details = f"loaded in {loading:.0f} ms, {swap.get('streams_crossed', 0)} streams crossed"
+    details = f"loaded in {loading_ms(swap):.0f} ms, {swap.get('streams_crossed', 0)} streams crossed"
     return f"{swap.get('pause_ms', 0.0):.2f} ms", details
 
 
@@ -226,10 +226,6 @@ def _errors(seen: Mapping[str, Any]) -> Text:
     cut = totals["cut_responses"]
     text = f"\nFailed requests: {by_status} in {_number(totals['requests'])}; responses cut short: {_number(cut)}"
     return Text(text, style=_BAD if errors or cut else _DIM)
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
 
 
 def _number(value: float | None, digits: int = 0) -> str:
