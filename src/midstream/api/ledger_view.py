@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from midstream.api import answers, transfer_answers
-from midstream.core.types import FileContent, Stage
+from midstream.core.types import Stage
 from midstream.ledger import (
     DeploymentState,
     Disagreement,
@@ -57,15 +59,11 @@ def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> answers.Ledge
         signalled_at=row.signalled_at,
         generation=row.generation,
         fingerprint=row.fingerprint,
-        files=None if row.content is None else [_file(file) for file in row.content],
+        files=msgspec.convert(row.content, list[answers.LedgerFile] | None, from_attributes=True),
         ready_at=row.ready_at,
         replicas=_replicas(moves),
         transitions=[_transition(moved) for moved in moves],
     )
-
-
-def _file(file: FileContent) -> answers.LedgerFile:
-    return answers.LedgerFile(file.name, file.size, file.digest)
 
 
 def _replicas(moves: Iterable[TransitionRow]) -> list[answers.LedgerReplica]:
@@ -108,7 +106,7 @@ def _disagreement(row: Disagreement) -> answers.LedgerDisagreement:
     )
 
 
-def _transfer(row: Transfer, updates: Iterable[TransferUpdate]) -> transfer_answers.LedgerTransfer:
+def _transfer(row: Transfer, updates: Sequence[TransferUpdate]) -> transfer_answers.LedgerTransfer:
     return transfer_answers.LedgerTransfer(
         group=row.group,
         phase=row.phase,
@@ -121,17 +119,5 @@ def _transfer(row: Transfer, updates: Iterable[TransferUpdate]) -> transfer_answ
         opened_at=row.opened_at,
         ended_at=row.ended_at,
         reason=row.reason or None,
-        updates=[_update(update) for update in updates],
-    )
-
-
-def _update(row: TransferUpdate) -> transfer_answers.LedgerUpdate:
-    return transfer_answers.LedgerUpdate(
-        number=row.number,
-        started_at=row.started_at,
-        committed_at=row.committed_at,
-        identity=row.identity,
-        generation=row.generation,
-        replicas=list(row.replicas),
-        kept=row.kept,
+        updates=msgspec.convert(updates, list[transfer_answers.LedgerUpdate], from_attributes=True),
     )

@@ -235,10 +235,6 @@ def stored(given: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
     return {name: given.get(name) for name in fields if name not in elsewhere}
 
 
-def hot_load_enabled(row: DeploymentRow) -> bool:
-    return row.fields.get("enableHotLoad") is not False
-
-
 def shown(
     row: DeploymentRow, deployment: Deployment | None, stages: Collection[str], error: str | None
 ) -> msgspec.Struct:
