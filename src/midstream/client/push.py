@@ -305,12 +305,6 @@ def _beside(work: Callable[[], _T], name: str) -> Future[_T]:
     return future
 
 
-def _nothing() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
-
-
 def _drop(held: list[Any]) -> None:
     with contextlib.suppress(RuntimeError):
         held[-1].wait()
