@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from midstream.core.types import SnapshotFiles
 from midstream.snapshots import content
 from midstream.snapshots.store.cache import SnapshotCache
-from midstream.transfer import receiver
+from midstream.transfer import protocol, receiver
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.receiver import UpdateFile
 
@@ -36,27 +37,57 @@ def test_whatever_the_pieces_are_the_file_and_its_digest_are_right(
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(header + sum(sizes) + room))
     sent = torch.arange(sum(sizes), dtype=torch.int64).remainder(251).to(torch.uint8)
-    buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-    for _ in range(2):
-        # The second update finds the memory of the first one.
-        file, at = UpdateFile(path, buffers, beside=beside), 0
-        for size in sizes:
-            piece = file.target(size)
-            piece.copy_(sent[at : at + size])
-            file.came(piece, header + at)
-            at += size
-        digest = file.close(b"h" * header, header + at)
-        assert path.read_bytes() == b"h" * header + bytes(sent.numpy())
-        assert digest == content.file_content(path).digest
+    file, at = UpdateFile(path, beside=beside), 0
+    for size in sizes:
+        file.write(sent[at : at + size].numpy().data, header + at)
+        at += size
+    digest = file.close(b"h" * header, header + at)
+    assert path.read_bytes() == b"h" * header + bytes(sent.numpy())
+    assert digest == content.file_content(path).digest
 
 
-def test_a_piece_that_cannot_be_written_is_an_error_and_not_a_digest(tmp_path: Path) -> None:
+def test_a_piece_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(100))
-    file = UpdateFile(path, [torch.empty(0, dtype=torch.uint8) for _ in range(2)], beside=False)
-    file.came(file.target(10), -5)
+    file = UpdateFile(path, beside=False)
     with pytest.raises(OSError, match="Invalid argument"):
-        file.close(b"h", 100)
+        file.write(memoryview(bytes(10)), -5)
+    file.forget()
+
+
+class FakeGloo:
+    """Broadcasts whose bytes are there from the start, as they may be while the one before is not read yet."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+        self._count = 0
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> SimpleNamespace:
+        self._count += 1
+        name = f"piece {self._count}"
+        self._happened.append(f"{name} may come")
+        tensors[0].fill_(self._count)
+        return SimpleNamespace(wait=lambda: self._happened.append(f"{name} came"))
+
+
+def test_the_next_piece_may_come_before_one_is_written_and_overwrites_none(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(22))
+    happened: list[str] = []
+    member = receiver.GroupMember()
+    member._group = FakeGloo(happened)
+    member.carry_out(protocol.OpenFile(1, str(path)))
+    member.carry_out(protocol.ReceiveRanges(2, [(2, 22)], 8, 60.0))
+    assert path.read_bytes() == b"\0" * 2 + b"\1" * 8 + b"\2" * 8 + b"\3" * 4
+    assert happened == [
+        "piece 1 may come",
+        "piece 2 may come",
+        "piece 1 came",
+        "piece 3 may come",
+        "piece 2 came",
+        "piece 3 came",
+    ]
+    member.carry_out(protocol.ForgetFile(3))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system grants leases on Linux")

@@ -1,9 +1,9 @@
 """The receiver process: it takes part in a group of `torch.distributed` and writes what comes into a file.
 
 Owns: the group's connections, the memory of the pieces, and the digests of the file's parts.
-Always holds: a piece is written while the next one comes. The digest is that of the bytes that lie in the file, on all cores
-together. Nothing is unpickled. The process ends when its socket closes, so it never outlives its replica; a deadline is the
-replica's, which kills it.
+Always holds: a piece is written while the next one comes: the group has PIECES_COMING broadcasts to do at a time. The digest is
+that of the bytes that lie in the file, on all cores together. Nothing is unpickled. The process ends when its socket closes, so
+it never outlives its replica; a deadline is the replica's, which kills it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 #: With fewer, digests would take the time of broadcasts: both ends of one are busy all the time.
 CORES_FOR_DIGESTS_BESIDE = 8
+#: With one, the trainer would wait while a piece is written.
+PIECES_COMING = 2
 
 #: torch's type stubs leave out most of what is used here.
 _distributed: Any = torch.distributed
@@ -43,39 +46,20 @@ _distributed: Any = torch.distributed
 class UpdateFile:
     """The file of one update. Its data comes piece after piece, without gaps.
 
-    buffers: two, for pieces in turn. While one piece comes, the one before is written. The next update uses the same memory:
-    the first touch of new memory costs more than a copy. beside: parts are digested while others come, not at the end.
+    beside: parts are digested while others come, not at the end.
     """
 
-    def __init__(self, path: Path, buffers: list[torch.Tensor], *, beside: bool) -> None:
+    def __init__(self, path: Path, *, beside: bool) -> None:
         self._file = os.open(path, os.O_RDWR)
-        self._buffers = buffers
-        # What still reads each buffer.
-        self._readers: list[Future[None] | None] = [None, None]
-        self._turn = 0
         self._beside = beside
-        self._writer = ThreadPoolExecutor(1, "writes")
         self._digester = ThreadPoolExecutor(CORES, "digests")
         # Where the first part begins that is not digested. Parts with some of the header, which comes last, do not count.
         self._whole: int | None = None
         # Of parts that are written, by where they begin.
         self._digests: dict[int, Future[bytes]] = {}
 
-    def target(self, size: int) -> torch.Tensor:
-        """Memory for the next piece, of `size` bytes. Raises OSError when an earlier piece could not be written."""
-        if (reader := self._readers[self._turn]) is not None:
-            reader.result()
-        if self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8)
-        return self._buffers[self._turn][:size]
-
-    def came(self, piece: torch.Tensor, begin: int) -> None:
-        """The target has the bytes of the file from `begin` on."""
-        data: memoryview = piece.numpy().data
-        self._readers[self._turn] = self._writer.submit(self._take, data, begin)
-        self._turn = 1 - self._turn
-
-    def _take(self, data: memoryview, begin: int) -> None:
+    def write(self, data: memoryview, begin: int) -> None:
+        """The bytes of the file from `begin` on. Raises OSError."""
         _write(self._file, data, begin)
         if self._whole is None:
             self._whole = -(-begin // PART_BYTES) * PART_BYTES
@@ -86,9 +70,6 @@ class UpdateFile:
     def close(self, header: bytes, size: int) -> str:
         """Complete the file, and return its digest. Raises OSError."""
         try:
-            for reader in self._readers:
-                if reader is not None:
-                    reader.result()
             os.ftruncate(self._file, size)
             _write(self._file, memoryview(header), 0)
             for at in range(0, size, PART_BYTES):
@@ -102,7 +83,6 @@ class UpdateFile:
             self._digests[begin] = self._digester.submit(part_digest, self._file, begin, end)
 
     def forget(self) -> None:
-        self._writer.shutdown(cancel_futures=True)
         self._digester.shutdown(cancel_futures=True)
         os.close(self._file)
 
@@ -123,7 +103,8 @@ class GroupMember:
         self._place: tuple[str, int, str] | None = None
         self._group: Any = None
         self._target: UpdateFile | None = None
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        # The next update uses the same memory: the first touch of new memory costs more than a copy.
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(PIECES_COMING)]
 
     def carry_out(self, order: m.Order) -> m.OrderDone:
         digest = ""
@@ -134,7 +115,7 @@ class GroupMember:
                 self._join(order)
             case m.OpenFile(_, path):
                 self._forget()
-                self._target = UpdateFile(Path(path), self._buffers, beside=CORES >= CORES_FOR_DIGESTS_BESIDE)
+                self._target = UpdateFile(Path(path), beside=CORES >= CORES_FOR_DIGESTS_BESIDE)
             case m.ReceiveRanges():
                 self._receive(order)
             case m.CloseFile(_, header, size):
@@ -184,14 +165,27 @@ class GroupMember:
             raise LookupError("the store is another trainer's")
 
     def _receive(self, order: m.ReceiveRanges) -> None:
-        assert self._target is not None
         options = _distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=order.timeout_s)
-        for begin, end in pieces(order.ranges, order.piece_bytes):
-            piece = self._target.target(end - begin)
-            self._group.broadcast([piece], options).wait()
-            self._target.came(piece, begin)
+        coming: deque[tuple[Any, torch.Tensor, int]] = deque()
+        for number, (begin, end) in enumerate(pieces(order.ranges, order.piece_bytes)):
+            if len(coming) == PIECES_COMING:
+                self._take(*coming.popleft())
+            piece = self._memory(number % PIECES_COMING, end - begin)
+            coming.append((self._group.broadcast([piece], options), piece, begin))
+        while coming:
+            self._take(*coming.popleft())
+
+    def _take(self, broadcast: Any, piece: torch.Tensor, begin: int) -> None:
+        assert self._target is not None
+        broadcast.wait()
+        self._target.write(piece.numpy().data, begin)
+
+    def _memory(self, turn: int, size: int) -> torch.Tensor:
+        if self._buffers[turn].numel() < size:
+            self._buffers[turn] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[turn][:size]
 
     def _forget(self) -> None:
         target, self._target = self._target, None
