@@ -4,6 +4,7 @@ The surface towards engine/embedded is what this module exports, and nothing els
 - `CpuDecoder` copies the weights of a Hugging Face module and runs batches over a paged KV cache of its own.
 - `CpuSampler` draws tokens from unmodified logits and scores given tokens.
 - `mapped_module` builds the module of a snapshot over its files in memory, so that CpuDecoder packs from there.
+- `Skeletons` keeps that module, without its weights, for the next snapshot of an equal configuration.
 - `Spare` keeps the memory of a released model for the next one.
 - `KernelsUnavailable` says why a model or a machine cannot use the kernels. The embedded engine then uses PyTorch.
 - `asked_level` is the processor level that the environment asks for.
@@ -13,7 +14,7 @@ Always holds: this package imports nothing else of midstream. What it takes from
 """
 
 from midstream_kernels.build import KernelsUnavailable, asked_level
-from midstream_kernels.checkpoint import mapped_module
+from midstream_kernels.checkpoint import Skeletons, mapped_module
 from midstream_kernels.decoder import GROUP, CpuDecoder, Pieces
 from midstream_kernels.memory import Spare
 from midstream_kernels.sampler import CpuSampler
@@ -24,6 +25,7 @@ __all__ = [
     "CpuSampler",
     "KernelsUnavailable",
     "Pieces",
+    "Skeletons",
     "Spare",
     "asked_level",
     "mapped_module",

@@ -5,6 +5,7 @@ Always holds:
   `mapped_module` gives None for anything less simple, and transformers then reads the snapshot.
 - The files do not change while they are mapped. They lie in a directory of the replica, or in that of the base model, which
   nobody may write to while it is served.
+- A skeleton holds no tensor of a snapshot once its `with` block is left. The module's configuration is nobody's to change.
 """
 
 from __future__ import annotations
@@ -33,20 +34,82 @@ MAPS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 Tensors = dict[str, torch.Tensor]
 
 
+class Skeleton:
+    """The module of one configuration, without weights: its parameters are on the meta device, except while it is filled."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        # Building changes the configuration.
+        self.settings = _settings(config)
+        # Float32 is the default dtype already, so a step on another thread sees no change of it.
+        with torch.device("meta"):
+            self.module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            )
+        self.module.generation_config = None
+        self.module.eval()
+        # A tied parameter has several places.
+        self._places = [
+            (part, leaf, parameter)
+            for part in self.module.modules()
+            for leaf, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+
+    def fill(self, values: Mapping[int, torch.nn.Parameter]) -> None:
+        """values: by the id of the parameter on the meta device."""
+        for part, leaf, parameter in self._places:
+            part.register_parameter(leaf, values[id(parameter)])
+
+    def empty(self) -> None:
+        """Let go of what it was filled with."""
+        self.fill({id(parameter): parameter for _, _, parameter in self._places})
+
+
+class Skeletons:
+    """Keeps the last skeleton: the next snapshot has the same configuration, as a rule, and building a module takes the
+    interpreter lock from the steps. Use it on one thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: Skeleton | None = None
+
+    def of(self, config: Any) -> Skeleton:
+        kept = self._kept
+        if kept is None or kept.settings != _settings(config):
+            kept = self._kept = Skeleton(config)
+        return kept
+
+
+def _settings(config: Any) -> tuple[type, dict[str, Any]]:
+    """All that a configuration says, except for where it was read."""
+    settings = config.to_dict()
+    settings.pop("_name_or_path", None)
+    return type(config), settings
+
+
 @contextlib.contextmanager
 def mapped_module(
-    directory: Path, files: Mapping[str, WeightsFile], dtypes: Mapping[str, torch.dtype]
+    directory: Path,
+    files: Mapping[str, WeightsFile],
+    dtypes: Mapping[str, torch.dtype],
+    skeletons: Skeletons,
 ) -> Iterator[tuple[Any, Pieces] | None]:
     """The module of `directory` over its mapped files, and the pieces of the parameters that stay on the meta device.
 
-    files: its weights files by name. dtypes: the dtype that each parameter must have. Nothing may read the tensors after the
+    files: its weights files by name. dtypes: the dtype that each parameter must have. Nothing may read the module after the
     `with` block. Raises OSError.
     """
     mappings: list[tuple[int, int]] = []
+    skeleton: Skeleton | None = None
     try:
         tensors = _mapped(directory, files, mappings)
-        yield None if tensors is None else _assembled(directory, tensors, dtypes)
+        if tensors is None:
+            yield None
+        else:
+            skeleton = skeletons.of(AutoConfig.from_pretrained(directory))
+            yield _assembled(skeleton, tensors, dtypes)
     finally:
+        if skeleton is not None:
+            skeleton.empty()
         for address, size in mappings:
             give_back(address, -(-size // PAGE) * PAGE)
 
@@ -75,13 +138,13 @@ def _mapped(
 
 
 def _assembled(
-    directory: Path, tensors: Tensors, dtypes: Mapping[str, torch.dtype]
+    skeleton: Skeleton, tensors: Tensors, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Any, Pieces] | None:
-    config = AutoConfig.from_pretrained(directory)
-    # Float32 is the default dtype already, so a step on another thread sees no change of it.
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    if type(module).__name__ not in FAMILIES or getattr(config, "quantization_config", None) is not None:
+    module = skeleton.module
+    if (
+        type(module).__name__ not in FAMILIES
+        or getattr(skeleton.config, "quantization_config", None) is not None
+    ):
         return None
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)
     found = _by_parameter(tensors)
@@ -101,12 +164,8 @@ def _assembled(
         found.pop(name, None)
     if found or any(buffer.is_meta for buffer in module.buffers()):
         return None
-    for part in module.modules():
-        # A tied parameter has several places.
-        for leaf, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            part.register_parameter(leaf, places[id(parameter)])
-    module.generation_config = None
-    return module.eval(), pieces
+    skeleton.fill(places)
+    return module, pieces
 
 
 def _by_parameter(tensors: Tensors) -> dict[str, list[torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.stager import DROPPED, Stager
 from midstream.engine.embedded.weights_digest import digest
+from midstream_kernels import checkpoint
 from midstream_kernels.decoder import CpuDecoder
 
 SETTINGS = EngineSettings(kv_cache_tokens=256, threads=1)
@@ -109,6 +111,34 @@ def test_weights_packed_from_the_files_are_those_that_transformers_reads(
     assert weights_of(beside) == weights_of(expected) != weights_of(serving)
     assert beside.shapes == expected.shapes
     assert beside.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_the_module_is_built_again_only_for_another_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_compiler("native")
+    serving = load_model(write(tmp_path / "first", "Qwen2Config", 0, torch.bfloat16), SETTINGS)
+    later = [write(tmp_path / f"later-{seed}", "Qwen2Config", seed, torch.bfloat16) for seed in (1, 2, 3)]
+    config = json.loads((later[2] / "config.json").read_text())
+    (later[2] / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    expected = [load_model(directory, SETTINGS) for directory in later]
+    refuse_transformers(monkeypatch)
+    built: list[Any] = []
+
+    class Counted(checkpoint.Skeleton):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            built.append(self)
+
+    monkeypatch.setattr(checkpoint, "Skeleton", Counted)
+    for directory, wanted, count in zip(later, expected, (1, 1, 2), strict=True):
+        loaded = load_beside(serving, directory, SETTINGS)
+        assert weights_of(loaded) == weights_of(wanted)
+        assert loaded.config.rms_norm_eps == wanted.config.rms_norm_eps
+        assert len(built) == count
+        # No file of a snapshot stays mapped, and no weights stay.
+        assert all(parameter.is_meta for parameter in built[-1].module.parameters())
+        serving = loaded
 
 
 @pytest.mark.parametrize("family", ["MixtralConfig", "Qwen3MoeConfig"])

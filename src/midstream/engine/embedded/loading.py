@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from midstream_kernels import (
     CpuDecoder,
     KernelsUnavailable,
     Pieces,
+    Skeletons,
     Spare,
     asked_level,
     mapped_module,
@@ -90,6 +91,8 @@ class LoadedModel:
     generation_config: Any
     shapes: Shapes
     decoder: Decoder
+    #: Of the models that this one serves after.
+    skeletons: Skeletons = field(default_factory=Skeletons)
 
     def release(self) -> None:
         self.decoder.release()
@@ -139,7 +142,8 @@ def _load_beside_cpu(
     """Packs the weights straight from the files where that can be done."""
     dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
     loaded = None
-    with mapped_module(directory, read_checkpoint(directory)[1], dtypes) as mapped:
+    files = read_checkpoint(directory)[1]
+    with mapped_module(directory, files, dtypes, serving.skeletons) as mapped:
         if mapped is not None:
             loaded = _packed_beside(serving, decoder, mapped[0], settings, mapped[1])
     if loaded is None:
@@ -151,6 +155,7 @@ def _load_beside_cpu(
             loaded.generation_config = GenerationConfig.from_model_config(loaded.config)
     probe(loaded)
     assert isinstance(loaded.decoder, CpuDecoder)
+    loaded.skeletons = serving.skeletons
     loaded.decoder.prepare_scratch(decoder)
     return loaded
 
