@@ -6,7 +6,7 @@ parent comes before its children.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -34,14 +34,6 @@ class TracedEarlierKv(msgspec.Struct, frozen=True):
 
     tokens: int
     kv_snapshots: list[Span]
-
-
-def spans(found: Iterable[tuple[str, int, int]]) -> list[Span]:
-    return [Span(*span) for span in found]
-
-
-def earlier_spans(found: Iterable[tuple[int, Iterable[tuple[str, int, int]]]]) -> list[TracedEarlierKv]:
-    return [TracedEarlierKv(tokens, spans(kv)) for tokens, kv in found]
 
 
 class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):

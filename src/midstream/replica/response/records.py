@@ -20,7 +20,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
 from midstream.core.sse import DONE
-from midstream.core.traces import Span, earlier_spans, spans
+from midstream.core.traces import Span
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, TokenEncoder
@@ -36,6 +36,8 @@ from midstream.replica.response.shapes import (
     PromptScore,
     RawOutput,
     TopEntry,
+    earlier_spans,
+    spans,
 )
 from midstream.replica.text.vocabulary import Vocabulary
 

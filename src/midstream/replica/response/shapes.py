@@ -6,7 +6,7 @@ gateway can describe what it passes on (api/openapi.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -181,3 +181,11 @@ class Response(msgspec.Struct):
     #: At the first and the last token, where the request demanded a version.
     weight_version_start: int | str | UnsetType = UNSET
     weight_version_end: int | str | UnsetType = UNSET
+
+
+def spans(found: Iterable[tuple[str, int, int]]) -> list[Span]:
+    return [Span(*span) for span in found]
+
+
+def earlier_spans(found: Iterable[tuple[int, Iterable[tuple[str, int, int]]]]) -> list[TracedEarlierKv]:
+    return [TracedEarlierKv(tokens, spans(kv)) for tokens, kv in found]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 
-from midstream.core.traces import Trace, TracedTurn, earlier_spans, spans
+from midstream.core.traces import Trace, TracedTurn
 from midstream.core.types import ALLOWED, Session
+from midstream.replica.response.shapes import earlier_spans, spans
 from midstream.replica.turns.tree import Trees, Turn
 
 

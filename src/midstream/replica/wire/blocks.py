@@ -19,11 +19,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from midstream.core.sse import sse_event
-from midstream.core.traces import spans
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
 from midstream.replica.response.choice import Piece, Scored, ToolCall
 from midstream.replica.response.records import RecordEncoder
+from midstream.replica.response.shapes import spans
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Records
 from midstream.replica.wire.dialects import UNNAMED

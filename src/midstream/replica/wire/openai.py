@@ -13,7 +13,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.core.sse import json_line, sse_event
-from midstream.core.traces import spans
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
@@ -42,6 +41,7 @@ from midstream.replica.response.shapes import (
     MessageChoice,
     Response,
     TextChoice,
+    spans,
 )
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.base import Read, Wire

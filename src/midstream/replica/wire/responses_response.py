@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from midstream.core.traces import spans
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
 from midstream.replica.response.choice import Scored
-from midstream.replica.response.shapes import Entry
+from midstream.replica.response.shapes import Entry, spans
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Records, ResponsesUsage
 from midstream.replica.wire.blocks import BlockEncoder, BlockKind, OpenBlock

@@ -18,12 +18,12 @@ from msgspec import UNSET
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.sse import sse_event
-from midstream.core.traces import spans
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import decode
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, first_and_last_version
 from midstream.replica.response.records import RecordEncoder, finite
+from midstream.replica.response.shapes import spans
 from midstream.replica.text.vocabulary import Vocabulary
 from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo, Told
 from midstream.replica.wire.base import Read, Wire
