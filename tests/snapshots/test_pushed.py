@@ -36,6 +36,7 @@ from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import find_snapshot, snapshot_fingerprint
 from midstream.snapshots.store.local import TEMPORARY_PREFIX, temporary_directory
 from midstream.snapshots.store.upload import read_file
+from midstream.snapshots.store.whole_files import WholeFiles
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
 
@@ -106,7 +107,7 @@ class Replica:
         return path
 
     def keep(self, name: str) -> None:
-        self.run(self.fetcher.keep(name, self.bucket.url, self.bucket.content(name)))
+        self.run(self.fetcher.whole_files.keep(name, self.bucket.url, self.bucket.content(name)))
 
     def removed(self) -> None:
         """Wait until what was let go is gone."""
@@ -296,7 +297,9 @@ def test_a_replica_that_joins_waits_until_the_files_are_kept(
     replica.load(bucket.link("p1"))
 
     def keep(count: int) -> Any:
-        return replica.fetcher.keep("p1", bucket.url, bucket.content("p1")) if count == 3 else None
+        return (
+            replica.fetcher.whole_files.keep("p1", bucket.url, bucket.content("p1")) if count == 3 else None
+        )
 
     joiner.at_poll = keep
     joiner.load(bucket.link("p1"))
@@ -488,16 +491,18 @@ def test_two_replicas_may_keep_at_once(bucket: Bucket, monkeypatch: pytest.Monke
         replica.load(bucket.link("p1"))
     # Both have found nothing before one of them writes.
     met = threading.Barrier(2, timeout=60)
-    real = ChainFetcher._put
+    real = WholeFiles._put
 
     def put(*arguments: Any) -> bool:
         met.wait()
         return real(*arguments)
 
-    monkeypatch.setattr(ChainFetcher, "_put", put)
+    monkeypatch.setattr(WholeFiles, "_put", put)
 
     async def both() -> None:
-        await asyncio.gather(*(r.fetcher.keep("p1", bucket.url, bucket.content("p1")) for r in replicas))
+        await asyncio.gather(
+            *(r.fetcher.whole_files.keep("p1", bucket.url, bucket.content("p1")) for r in replicas)
+        )
 
     bucket.run(both())
     assert bucket.manifest("p1") == bucket.content("p1")
@@ -552,7 +557,7 @@ def test_an_upload_that_was_interrupted_is_finished(bucket: Bucket, s3: S3Server
 
 def test_what_the_cache_has_no_more_or_has_damaged_is_not_kept(bucket: Bucket) -> None:
     replica = Replica(bucket)
-    with pytest.raises(SnapshotMissing, match="p1: its pushed files are not in this snapshot cache"):
+    with pytest.raises(SnapshotMissing, match="p1: its files are not in this snapshot cache"):
         replica.keep("p1")
     replica.receive("p1")
     rot(replica.load(bucket.link("p1")) / "model.safetensors", flip_last)
@@ -576,7 +581,7 @@ def test_files_are_not_evicted_while_they_are_put(local: Bucket, monkeypatch: py
             replica.cache.make_room(11 * 2**20, (), "another one")
         return real(*arguments)
 
-    monkeypatch.setattr("midstream.snapshots.store.chain.put_kept", evicted_meanwhile)
+    monkeypatch.setattr("midstream.snapshots.store.whole_files.put_kept", evicted_meanwhile)
     replica.keep("p1")
     assert path.exists()
     with pytest.raises(SnapshotError, match="do not fit"):
@@ -636,7 +641,7 @@ def test_a_keep_that_is_cancelled_ends_at_the_next_file(
     monkeypatch.setattr(shutil, "copyfile", slow)
 
     async def main() -> None:
-        keeping = asyncio.create_task(replica.fetcher.keep("p1", local.url, local.content("p1")))
+        keeping = asyncio.create_task(replica.fetcher.whole_files.keep("p1", local.url, local.content("p1")))
         assert await asyncio.to_thread(copying.wait, 60)
         keeping.cancel()
         # The cancellation has reached it.
@@ -671,7 +676,7 @@ def test_a_configuration_that_the_replica_added_is_not_kept(local: Bucket) -> No
     path = local.run(replica.fetcher.fetch([link]))
     assert path is not None
     (path / "config.json").write_text("{}")
-    local.run(replica.fetcher.keep("p1", local.url, content))
+    local.run(replica.fetcher.whole_files.keep("p1", local.url, content))
     assert local.manifest("p1") == content
     assert not (file_url_path(link.url) / "config.json").exists()
 

@@ -14,11 +14,11 @@ not packed, one piece per tensor that is not empty.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from midstream.core.types import Content
+from midstream.core.types import Content, SnapshotFiles
 
 #: Where a receiver takes part in a group.
 TRANSFER_PATH = "/replica/transfer"
@@ -154,6 +154,13 @@ class Keep(_Order, frozen=True, kw_only=True, tag="keep"):
     content: Content
 
 
+class Digest(_Order, frozen=True, kw_only=True, tag="digest"):
+    """Digest the whole files of `chain`, a full snapshot and then deltas, which are here. Answered with `Digested`. boot: ""
+    for any."""
+
+    chain: Annotated[tuple[SnapshotFiles, ...], msgspec.Meta(min_length=1)]
+
+
 TransferOrder = (
     Join
     | JoinInPlace
@@ -167,6 +174,7 @@ TransferOrder = (
     | LeaveGroup
     | Alive
     | Keep
+    | Digest
 )
 
 
@@ -179,6 +187,12 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
     content: Content
     received_bytes: int
+
+
+class Digested(msgspec.Struct, frozen=True, kw_only=True):
+    """content: of the whole files."""
+
+    content: Content
 
 
 class TrainerAlive(msgspec.Struct, frozen=True):

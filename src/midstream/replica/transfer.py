@@ -32,6 +32,8 @@ from midstream.core.transfer import (
     CarriedOut,
     Check,
     CheckInPlace,
+    Digest,
+    Digested,
     Drop,
     Finish,
     InitInfo,
@@ -63,7 +65,7 @@ T = TypeVar("T")
 #: What a receiver is invited by, and what announces tensors to it.
 Invitation = TypeVar("Invitation", Rendezvous, InitInfo)
 Sent = TypeVar("Sent", SentTensors, UpdateInfo)
-TransferAnswer = CarriedOut | Received | TrainerAlive
+TransferAnswer = CarriedOut | Received | Digested | TrainerAlive
 
 
 class PartPhase(enum.StrEnum):
@@ -417,7 +419,7 @@ class Transfers:
             await asyncio.wait(self._tasks)
 
     async def _carry_out(self, order: TransferOrder) -> TransferAnswer:
-        if order.boot or not isinstance(order, Keep):
+        if order.boot or not isinstance(order, Keep | Digest):
             self._check_boot(order.boot)
         match order:
             case Join(rendezvous=invitation) | JoinInPlace(init=invitation):
@@ -427,7 +429,11 @@ class Transfers:
                     self._part.end("the group was left")
                     await self._part.gone()
             case Keep():
-                await self._keep(order)
+                put = self._source.keep(order.snapshot, order.bucket, order.content)
+                await self._within(order, order.snapshot, put)
+            case Digest(chain=chain):
+                digest = self._source.digest(chain)
+                return Digested(content=await self._within(order, chain[-1].snapshot, digest))
             case Begin():
                 await self._of(order.group).begin(order)
             case Check(update=update, sent=sent) | CheckInPlace(update=update, info=sent):
@@ -473,14 +479,13 @@ class Transfers:
             await older.gone()
         await part.join(invitation, within_s)
 
-    async def _keep(self, order: Keep) -> None:
+    async def _within(self, order: Keep | Digest, snapshot: str, work: Coroutine[Any, Any, T]) -> T:
         try:
             async with asyncio.timeout(order.within_s):
-                await self._source.keep(order.snapshot, order.bucket, order.content)
+                return await work
         except TimeoutError as error:
-            raise ReplicaUnavailable(
-                f"{order.snapshot}: was not put into its bucket within {order.within_s:g} s"
-            ) from error
+            doing = "put into its bucket" if isinstance(order, Keep) else "digested"
+            raise ReplicaUnavailable(f"{snapshot}: was not {doing} within {order.within_s:g} s") from error
         except SnapshotError as error:
             raise ReplicaUnavailable(str(error)) from error
 

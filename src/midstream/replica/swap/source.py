@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite
-from midstream.core.types import Content, Desired, FileContent, Hint, SnapshotContent
+from midstream.core.types import Content, Desired, FileContent, Hint, SnapshotContent, SnapshotFiles
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.hints import Hints
 from midstream.snapshots.adapter import (
@@ -97,6 +97,10 @@ class SnapshotSource(abc.ABC):
     async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
         """Put the files of this content, which are here, into a bucket as a snapshot. Returns when they are durable. Raises
         SnapshotError."""
+
+    async def digest(self, chain: Sequence[SnapshotFiles]) -> Content:
+        """The content of the whole files of this chain, which are here. Raises SnapshotError."""
+        raise SnapshotMissing(f"{chain[-1].snapshot}: no whole files are kept here")
 
     @abc.abstractmethod
     async def release(self, keep: Sequence[Desired]) -> None:
@@ -230,7 +234,10 @@ class CachedSource(SnapshotSource):
         return self._chains.open_held(fingerprint, name)
 
     async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
-        await self._chains.keep(snapshot, bucket, content)
+        await self._chains.whole_files.keep(snapshot, bucket, content)
+
+    async def digest(self, chain: Sequence[SnapshotFiles]) -> Content:
+        return await self._chains.digest(chain)
 
     async def release(self, keep: Sequence[Desired]) -> None:
         await self._chains.release([desired.files for desired in keep if desired.files])

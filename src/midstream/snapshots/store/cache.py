@@ -19,8 +19,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -35,6 +35,8 @@ from midstream.snapshots.store.local import (
     TEMPORARY_PREFIX,
     directory_bytes,
     is_whole,
+    linked_files,
+    noted_contents,
     temporary_directory,
 )
 from midstream.snapshots.store.spare import SPARE_PREFIX, keep_spare, take_spare
@@ -68,9 +70,22 @@ class Users:
         self.lock = threading.RLock()
         self.keeping: dict[object, Callable[[], Collection[Path]]] = {}
         self.writing: dict[object, int] = {}
+        # Kept until somebody needs the room.
+        self.lent: set[Path] = set()
 
     def kept(self) -> set[Path]:
-        return {path for kept in tuple(self.keeping.values()) for path in kept()}
+        return {path for kept in tuple(self.keeping.values()) for path in kept()} | self.lent
+
+    @contextlib.contextmanager
+    def lending(self, path: Path) -> Iterator[None]:
+        """`path` is read meanwhile, and may leave all the same."""
+        with self.lock:
+            self.lent.add(path)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.lent.discard(path)
 
     def leave(self, user: object) -> None:
         self.keeping.pop(user, None)
@@ -123,6 +138,14 @@ class SnapshotCache:
         """The whole files of a full snapshot of this content, under whatever name. Reads no file but what each notes."""
         for path in _directories(self.root):
             if not path.name.startswith(".") and is_whole(path, None, [content]):
+                return path
+        return None
+
+    def find_made_of(self, contents: tuple[Content, ...]) -> Path | None:
+        """Whole files that were made from these, a full snapshot's and then deltas', under whatever name."""
+        for path in _directories(self.root):
+            made_of_them = not path.name.startswith(".") and noted_contents(path) == contents
+            if made_of_them and is_whole(path, None, contents):
                 return path
         return None
 
@@ -185,6 +208,7 @@ class SnapshotCache:
                 reserve()
             except SnapshotError:
                 # The disk is full, maybe with what fetches that were given up had reserved.
+                self.users.lent.clear()
                 self._evict(0, keep)
                 reserve()
 
@@ -197,6 +221,9 @@ class SnapshotCache:
         writing = self.users.writing.copy()
         others = sum(writing.values()) - writing.get(user, 0)
         used = self._evict(self.bytes_max - needed - others, keep)
+        if used + needed + others > self.bytes_max and self.users.lent:
+            self.users.lent.clear()
+            used = self._evict(self.bytes_max - needed - others, keep)
         if used + needed + others > self.bytes_max:
             raise SnapshotError(
                 f"{shown(what)}: {needed} bytes do not fit into the snapshot cache, which is bounded to {self.bytes_max} "
@@ -220,7 +247,7 @@ class SnapshotCache:
 
     def _evict(self, bytes_max: int, keep: Collection[Path]) -> int:
         """Like `prune`, down to `bytes_max`. Returns the bytes that are left."""
-        entries = self._entries()
+        entries = _counted_once(self._entries(), {*keep, *self.users.kept()})
         used = sum(entry.size for entry in entries)
         for entry in entries:
             if used <= bytes_max:
@@ -245,6 +272,17 @@ class SnapshotCache:
                     with contextlib.suppress(FileNotFoundError):
                         entries.append(_Entry(path, directory_bytes(path), path.stat().st_mtime_ns))
         return sorted(entries, key=lambda entry: entry.used_ns)
+
+
+def _counted_once(entries: Sequence[_Entry], kept: Collection[Path]) -> list[_Entry]:
+    """Files that two entries have count for one of them: for one that stays, else for the one that goes last."""
+    seen: set[tuple[int, int]] = set()
+    shared: dict[Path, int] = {}
+    for entry in sorted(entries, key=lambda entry: (entry.path in kept, entry.used_ns), reverse=True):
+        linked = linked_files(entry.path)
+        shared[entry.path] = sum(size for file, size in linked.items() if file in seen)
+        seen.update(linked)
+    return [replace(entry, size=entry.size - shared[entry.path]) for entry in entries]
 
 
 def _directories(parent: Path) -> list[Path]:

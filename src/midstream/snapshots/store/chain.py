@@ -9,32 +9,25 @@ Always holds:
 - The snapshot that serves, and the files of the running attempt, are never evicted.
 - If the ledger has the content of a link, other bytes are refused, and a cached copy of other bytes is not used.
 - A link that is known by its content alone is compared by it, here and in the bucket. Its files may come from elsewhere
-  (`received`, peers.py), before the bucket has them.
+  (`received`, peers.py), before the bucket has them, or be what was rebuilt here (whole_files.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from midstream.core.errors import (
-    SnapshotCorrupt,
-    SnapshotError,
-    SnapshotIncompatible,
-    SnapshotMissing,
-    SnapshotRefused,
-)
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
 from midstream.core.types import Content, FileContent, SnapshotFiles
 from midstream.snapshots.content import by_content
 from midstream.snapshots.deltas import apply_delta
-from midstream.snapshots.identity import directory_name, public_url, snapshot_url
+from midstream.snapshots.identity import directory_name
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.fetch import (
@@ -44,7 +37,7 @@ from midstream.snapshots.store.fetch import (
     prefetch_files,
     reserve_files,
 )
-from midstream.snapshots.store.kept import Sleep, kept_listing, lacking_files, put_kept
+from midstream.snapshots.store.kept import Sleep, kept_listing
 from midstream.snapshots.store.links import Links
 from midstream.snapshots.store.listing import Listing, list_snapshot
 from midstream.snapshots.store.local import (
@@ -59,7 +52,7 @@ from midstream.snapshots.store.local import (
 )
 from midstream.snapshots.store.peers import Peers, open_held
 from midstream.snapshots.store.received import ReceivedFiles
-from midstream.snapshots.store.upload import OnFile
+from midstream.snapshots.store.whole_files import WholeFiles
 from midstream.snapshots.tasks import finished, together
 from midstream.snapshots.trainer_deltas.records import Lineage
 
@@ -115,14 +108,13 @@ class ChainFetcher:
         #: Raises SnapshotError, OSError.
         self.before: Callable[[Listing, Path], Awaitable[None]] | None = None
         self._received = ReceivedFiles(cache)
-        # Whole files that are being put into the bucket.
-        self._putting: list[Path] = []
+        self.whole_files = WholeFiles(cache)
         cache.users.keeping[self] = lambda: {
             *self._in_use,
             *self._attempting,
             *self._hinted,
             *self._received.directories,
-            *self._putting,
+            *self.whole_files.putting,
         }
 
     def close(self) -> None:
@@ -222,43 +214,13 @@ class ChainFetcher:
             return False
         return await finished(self._received.take, content, full, self._kept(chain, -1), chain[0].snapshot)
 
-    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
-        """Put the whole files of this content into `bucket` as `snapshot`, unless they are there. Durable on return.
-
-        Raises SnapshotMissing when the cache does not have them any more, SnapshotRefused when other files are there,
-        SnapshotError.
-        """
-        url = snapshot_url(bucket, snapshot)
-        stop = threading.Event()
-
-        def check(_: str) -> None:
-            if stop.is_set():
-                raise SnapshotError(f"{shown(snapshot)}: is not put into the bucket, as that was given up")
-
-        # Once more if something came there meanwhile: maybe the same files, by another replica.
-        for _ in range(2):
-            if (lacking := await lacking_files(url, content)) is None:
-                return
-            if await finished(self._put, url, snapshot, content, lacking, check, on_cancel=stop.set):
-                return
-        raise SnapshotRefused(f"{public_url(url)}: is there already, and is no snapshot")
-
-    def _put(
-        self, url: str, snapshot: str, content: Content, lacking: Collection[str], on_file: OnFile
-    ) -> bool:
-        with self._cache.users.lock:
-            path = self._cache.find_full(content)
-            if path is None:
-                raise SnapshotMissing(f"{shown(snapshot)}: its pushed files are not in this snapshot cache")
-            self._putting.append(path)
-        try:
-            return put_kept(url, path, content, lacking, on_file)
-        except SnapshotCorrupt:
-            with contextlib.suppress(OSError):
-                forget_listing(path)
-            raise
-        finally:
-            self._putting.remove(path)
+    async def digest(self, chain: Chain) -> Content:
+        """The content of the whole files of `chain`. Raises SnapshotMissing when they are not in the cache, SnapshotError."""
+        if await finished(self._look_for_whole, chain) < len(chain) - 1:
+            raise SnapshotMissing(
+                f"{shown(chain[-1].snapshot)}: its whole files are not in this snapshot cache"
+            )
+        return await self.whole_files.digest(self._cache.whole(chain), chain[-1].snapshot)
 
     async def prefetch(self, url: str, names: Iterable[str]) -> None:
         """Fetch files that a later `fetch` will need. Raises SnapshotError."""
@@ -317,6 +279,7 @@ class ChainFetcher:
     def _look_for_whole(self, chain: Chain) -> int:
         """What was being evicted is gone by now, and what is kept by now is not evicted."""
         with self._cache.users.lock:
+            self.whole_files.adopt(chain)
             return self._newest_whole(chain)
 
     def _newest_whole(self, chain: Chain) -> int:

@@ -137,6 +137,15 @@ def directory_bytes(directory: Path) -> int:
     return total
 
 
+def linked_files(directory: Path) -> dict[tuple[int, int], int]:
+    """The bytes of the files in `directory` that have other names, too, by device and inode."""
+    # The directory may vanish meanwhile.
+    with contextlib.suppress(OSError):
+        stats = [file.stat() for file in directory.iterdir()]
+        return {(one.st_dev, one.st_ino): one.st_size for one in stats if one.st_nlink > 1}
+    return {}
+
+
 def reserve(file: int, size: int) -> None:
     """Have the disk set aside room for `size` bytes of an open file. Nothing where a file system cannot. Raises OSError."""
     if _FALLOCATE is not None and _FALLOCATE(file, 0, 0, size) != 0:
