@@ -18,6 +18,8 @@ from midstream.core.transfer import (
     Begin,
     CarriedOut,
     Check,
+    Digest,
+    Digested,
     Drop,
     Finish,
     Join,
@@ -125,6 +127,8 @@ class FakeReplica:
                     self.finished = 0
             case Keep(snapshot=snapshot):
                 self.bucket.append(snapshot)
+            case Digest():
+                return Digested(content=content(self.bytes))
             case Alive():
                 return TrainerAlive(self.trainer_alive)
             case _:

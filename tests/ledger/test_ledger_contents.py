@@ -19,6 +19,7 @@ from midstream.ledger.schema import (
     changes,
     contents,
     policy_counts,
+    rebases,
     transfer_updates,
     transfers,
     weights,
@@ -195,9 +196,10 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
 @pytest.mark.parametrize(
     ("version", "lacked"),
     [
-        (3, (contents, weights, change_counter, changes, policy_counts, *TRANSFERS)),
-        (4, (change_counter, changes, policy_counts, *TRANSFERS)),
-        (5, TRANSFERS),
+        (3, (contents, weights, change_counter, changes, policy_counts, *TRANSFERS, rebases)),
+        (4, (change_counter, changes, policy_counts, *TRANSFERS, rebases)),
+        (5, (*TRANSFERS, rebases)),
+        (6, (rebases,)),
     ],
 )
 def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(

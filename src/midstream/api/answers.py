@@ -231,10 +231,12 @@ class HotLoadRow(msgspec.Struct):
 
 
 class HotLoadStatus(msgspec.Struct):
-    """replicas: the least ready one first. unloaded: of a policy, the replicas that are not to hold it."""
+    """replicas: the least ready one first. unloaded: of a policy, the replicas that are not to hold it. rebase_problem: why a
+    long chain of incremental snapshots is not shortened, if something prevents it."""
 
     replicas: list[HotLoadRow]
     unloaded: list[str] | UnsetType = UNSET
+    rebase_problem: str | UnsetType = UNSET
 
 
 class HintTaken(msgspec.Struct):
@@ -289,7 +291,8 @@ class LedgerReplica(msgspec.Struct):
 
 class LedgerSnapshot(msgspec.Struct):
     """A signalled snapshot. chain: what an incremental one stands on, the full one first. max_cache_age: in commits; null: no
-    limit. fingerprint, files: null while they are not known. ready_at: null before it was ready anywhere."""
+    limit. fingerprint, files: null while they are not known. ready_at: null before it was ready anywhere. full_url: where the
+    whole files of an incremental one lie, too; null: nowhere."""
 
     identity: str
     kind: Literal["full", "delta"]
@@ -298,6 +301,7 @@ class LedgerSnapshot(msgspec.Struct):
     checksum_format: str | None
     chain: list[str]
     url: str
+    full_url: str | None
     reset_prompt_cache: ResetPromptCache
     max_cache_age: int | None
     extra_fields_ignore: list[str]

@@ -179,5 +179,6 @@ def is_version(desired: Desired | None, weight_version: str | None) -> bool:
     if desired is None or desired.url is None or desired.snapshot != weight_version:
         return False
     number = version_number(desired.snapshot)
-    of_miles = desired.compression == "miles_delta"
+    # A whole checkpoint, too: one that the trainer wrote, or what became of its delta (ledger/rebases.py).
+    of_miles = desired.compression in (None, "miles_delta")
     return of_miles and number is not None and version_of(directory_name(desired.url)) == number

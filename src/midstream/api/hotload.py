@@ -101,6 +101,7 @@ def hotload_apis(
     *,
     allowed_buckets: Sequence[str] = (),
     chain_max: int = CHAIN_MAX,
+    rebase_after: int = 0,
     changed: Callable[[], Awaitable[None]] = _nothing,
     limits: PolicyLimits = NO_LIMITS,
     look: Callable[[], Awaitable[None]] | None = None,
@@ -109,15 +110,15 @@ def hotload_apis(
     """The APIs by which snapshots and policies are published; the ledger has every deployment.
 
     allowed_buckets: beside the deployment's own, where snapshots may lie that name their URL themselves. chain_max: how
-    many incremental snapshots may stand on one full one. changed: takes up a change of the ledger: a policy was made or
-    ended. limits: how many policies there may be. look: takes up what other gateways changed; None: `changed` does. door: of
-    weights that trainers send.
+    many incremental snapshots may stand on one full one. rebase_after: as of `Ledger.signal`. changed: takes up a change of
+    the ledger: a policy was made or ended. limits: how many policies there may be. look: takes up what other gateways changed;
+    None: `changed` does. door: of weights that trainers send.
     Raises ConfigError on an allowed bucket that is none.
     """
     for bucket in allowed_buckets:
         check_bucket(bucket)
     policies = partial(PoliciesApi, ledger, deployments, changed, limits=limits, look=look)
-    api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), chain_max, policies)
+    api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), (chain_max, rebase_after), policies)
     updates = Updates(ledger, api.take)
     adapters = AdapterLoader(deployments, api.policies, updates)
     deltas = DeltaCallsApi(ledger, deployments, updates, chain_max)
@@ -139,13 +140,14 @@ class HotLoadApi:
         ledger: Ledger,
         deployments: Deployments,
         allowed_buckets: tuple[str, ...],
-        chain_max: int,
+        chains: tuple[int, int],
         policies: Callable[[Take], PoliciesApi],
     ) -> None:
+        """chains: chain_max and rebase_after."""
         self._ledger = ledger
         self._deployments = deployments
         self._allowed_buckets = allowed_buckets
-        self._chain_max = chain_max
+        self._chain_max, self._rebase_after = chains
         self.policies = policies(self.take)
 
     @Endpoint(
@@ -164,7 +166,7 @@ class HotLoadApi:
             if deployment.policy not in ("", policy):
                 raise SnapshotRefused(f"policy: {deployment.name} is another one", param="policy")
             # Nothing is made for files that are not there.
-            await _found(*await self._url(request, deployment.host, body.identity, place))
+            await _found(*await self.url_of(request, deployment.host, body.identity, place))
             deployment = await self.policies.ready(request, deployment.host, policy)
         result = await self.take(request, deployment, body, place, overwrite=overwrites(request.headers))
         desired = result.desired
@@ -190,7 +192,7 @@ class HotLoadApi:
         """Make the snapshot the desired one. request: its key must have the scope. place: where it lies, if not under its
         identity; with one, the identity may be empty. parents: as in Signal. Raises MidstreamError."""
         check_signal(body, (view.report for view in deployment.replicas.views))
-        url, bucket = await self._url(request, deployment, body.identity, place)
+        url, bucket = await self.url_of(request, deployment, body.identity, place)
         # A signal names the snapshot beside its place, other calls name the place alone.
         named = "identity" if place is None or place.param == SOURCE_URL_HEADER else place.param
         found = await _found(url, bucket, named)
@@ -205,7 +207,7 @@ class HotLoadApi:
     async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> None:
         """Raise what `take_pushed` would refuse the signal with. request: its key must have the scope."""
         check_signal(body, (view.report for view in deployment.replicas.views))
-        await self._url(request, deployment, body.identity or PUSHED, None)
+        await self.url_of(request, deployment, body.identity or PUSHED, None)
 
     async def take_pushed(
         self,
@@ -258,7 +260,13 @@ class HotLoadApi:
             await deployment.replicas.learned()
         fleet = fleet_of(state, [view.report for view in deployment.replicas.views if view.report])
         result = await self._ledger.signal(
-            deployment.name, signal, fleet, chain_max=self._chain_max, committing=committing
+            deployment.name,
+            signal,
+            fleet,
+            chain_max=self._chain_max,
+            # A replica keeps the files of policies apart, and they are small.
+            rebase_after=0 if deployment.policy else self._rebase_after,
+            committing=committing,
         )
         deployment.signalled(result.desired)
         return result
@@ -279,7 +287,7 @@ class HotLoadApi:
         if body.identity is None:
             to_hold = [view.name for view in deployment.replicas.holders]
             return HintTaken(to_hold, policy=UNSET if body.policy is None else body.policy)
-        url, bucket = await self._url(request, deployment, body.identity, self._place(request))
+        url, bucket = await self.url_of(request, deployment, body.identity, self._place(request))
         await _look_for(url, bucket, body.names)
         hint = Hint(snapshot=body.identity, url=url, files=body.names)
         views = deployment.replicas.views
@@ -303,8 +311,11 @@ class HotLoadApi:
         if not state.proven:
             # A publisher waits for it. What made the demand known may be gone.
             deployment.replicas.ask()
-        rows = replica_rows(state, deployment)
-        return HotLoadStatus(rows, unloaded(deployment.replicas) if deployment.policy else UNSET)
+        return HotLoadStatus(
+            replica_rows(state, deployment),
+            unloaded(deployment.replicas) if deployment.policy else UNSET,
+            state.rebase_problem or UNSET,
+        )
 
     @Endpoint(
         "GET",
@@ -356,7 +367,7 @@ class HotLoadApi:
         state = await self._ledger.state(deployment.name)
         return LedgerReset(state.snapshot, generation)
 
-    async def _url(
+    async def url_of(
         self, request: Request, deployment: Deployment, identity: str, place: NamedDirectory | None
     ) -> tuple[str, str]:
         """The URL of the snapshot, and of its bucket. It lies in the deployment's bucket under its identity, or where `place`

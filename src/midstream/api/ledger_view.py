@@ -52,6 +52,7 @@ def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> answers.Ledge
         checksum_format=row.checksum_format,
         chain=[link.snapshot for link in row.parents],
         url=row.url,
+        full_url=row.full_url,
         reset_prompt_cache=row.reset_prompt_cache,
         max_cache_age=row.max_cache_age,
         extra_fields_ignore=list(row.ignore_config),

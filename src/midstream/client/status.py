@@ -34,9 +34,11 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What every replica serves and loads. replicas: the least ready first."""
+    """What every replica serves and loads. replicas: the least ready first. rebase_problem: why a long chain of deltas is not
+    shortened, if something prevents it."""
 
     replicas: tuple[ReplicaStatus, ...]
+    rebase_problem: str = ""
 
     def serves(self, identity: str) -> bool:
         """Whether every replica is ready on `identity`, and none is still to load other files of that name.
@@ -95,15 +97,17 @@ class _Row(msgspec.Struct):
 
 class _Rows(msgspec.Struct):
     replicas: list[_Row]
+    rebase_problem: str = ""
 
 
 def read_status(answer: Any) -> Status:
     """Raises ValueError when `answer` is something else."""
     try:
-        rows = msgspec.convert(answer, _Rows).replicas
+        found = msgspec.convert(answer, _Rows)
     except msgspec.ValidationError as error:
         raise ValueError(f"this is no list of replicas: {error}") from error
-    return Status(tuple(map(_replica, rows, answer["replicas"])))
+    replicas = tuple(map(_replica, found.replicas, answer["replicas"]))
+    return Status(replicas, found.rebase_problem)
 
 
 def _replica(row: _Row, raw: dict[str, Any]) -> ReplicaStatus:

@@ -83,6 +83,8 @@ def render(status: Status, metrics: Metrics, policies: Policies = (), groups: Gr
         return "there are no replicas"
     replicas = sorted(status.replicas, key=lambda r: r.name)
     parts = [table(HEADS, [_row(replica, metrics) for replica in replicas])]
+    if status.rebase_problem:
+        parts.append(plain(f"a long chain of deltas is not shortened: {status.rebase_problem}"))
     if policies:
         parts.append(table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)]))
     if groups:
@@ -119,7 +121,14 @@ def as_json(status: Status, metrics: Metrics, policies: Policies = (), groups: G
         }
         for policy in policies
     ]
-    return json.dumps({"replicas": rows, "policies": shown, "transfers": groups})
+    return json.dumps(
+        {
+            "replicas": rows,
+            "policies": shown,
+            "transfers": groups,
+            "rebase_problem": status.rebase_problem,
+        }
+    )
 
 
 def _policy_rows(policy: Mapping[str, Any]) -> list[tuple[str, ...]]:

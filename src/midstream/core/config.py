@@ -165,8 +165,16 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     # Incremental snapshots that may stand on one full snapshot.
     chain_max: Count = 64
+    # From so many on one full snapshot, a replica writes the newest as a full one beside its delta, and later ones stand on
+    # that. 0: never. At most half of chain_max.
+    chain_rebase: CountOrZero = 32
     # Beside a deployment's own: where a signal may say that its snapshot lies (x-fireworks-hot-load-source-url).
     allowed_buckets: tuple[str, ...] = ()
+
+    @property
+    def rebase_after(self) -> int:
+        """`chain_rebase` with its bound. 0: never."""
+        return min(self.chain_rebase, max(1, self.chain_max // 2))
 
     @property
     def unfinished_body_bytes(self) -> tuple[int, int]:

@@ -44,12 +44,14 @@ TIMED = (Phase.JOINING, Phase.STARTING, Phase.RECEIVING, Phase.FINISHING)
 class PushCounts:
     """open: the phase of the open group, by deployment. waiting_s: the age of the oldest update that is not in the bucket yet.
 
+    keeps, rebases: how bringing files into the bucket ended, of updates and of incremental snapshots with long chains.
     updates: by Outcome. groups_ended: by Ending. seconds: of calls that succeeded, by phase. received_bytes: by replica.
     """
 
     updates: Counter[str] = field(default_factory=Counter)
     groups_ended: Counter[str] = field(default_factory=Counter)
     keeps: Counter[str] = field(default_factory=Counter)
+    rebases: Counter[str] = field(default_factory=Counter)
     received_bytes: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     open: Mapping[str, Phase] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """What is left of pushes when no call works on them: groups past their deadline, and files that are not in the bucket yet.
 
+Whole files of incremental snapshots with long chains (a rebase) come into the bucket in the same way.
+
 Always holds:
 - Every gateway looks at the ledger once in LOOK_S. So what a dead gateway left is done by another one.
 - One replica at a time brings the files of an update into the bucket. One that serves them is asked first.
@@ -20,14 +22,13 @@ from midstream.core.retry import Backoff
 from midstream.core.transfer import Keep
 from midstream.fleet.push import PushDoor
 from midstream.fleet.push_orders import keep
+from midstream.fleet.rebase import KEEP_S, rebased
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.ledger import Kept, Ledger, LedgerUnavailable, Unkept
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-#: A replica has so long to bring the files into the bucket.
-KEEP_S = 1800.0
 #: If its gateway is gone, another one begins after so long.
 LEASE_S = 30.0
 #: All replicas failed. They are asked again after so long, and after twice that the next time.
@@ -55,7 +56,7 @@ class PushUpkeep:
         self._look_s = look_s
         self._sleep = sleep
         self._wake = asyncio.Event()
-        self._keeping: dict[int, asyncio.Task[None]] = {}
+        self._keeping: dict[tuple[str, int], asyncio.Task[None]] = {}
         door.on_commit = self._wake.set
 
     def __repr__(self) -> str:
@@ -94,7 +95,7 @@ class PushUpkeep:
                 )
         for update in await self._ledger.unkept_updates():
             deployment = self._deployments.known(update.deployment)
-            if deployment is not None and update.key not in self._keeping:
+            if deployment is not None and (update.of, update.key) not in self._keeping:
                 await self._begin_to_keep(deployment, update)
 
     async def kept(self) -> None:
@@ -102,18 +103,18 @@ class PushUpkeep:
         await asyncio.gather(*self._keeping.values(), return_exceptions=True)
 
     async def _begin_to_keep(self, deployment: Deployment, update: Unkept) -> None:
-        if update.content is None:
+        if update.content is None and not update.chain:
             logger.info(
                 "the files of %s are not kept: it means others now, or nothing, or was never served",
                 update.identity,
             )
-            await self._ledger.settle_keeping(update, "given up")
+            await self._settle(update, "given up", 0.0, update.tries, update.reason)
             return
         if not self.replicas(deployment, update) or not await self._ledger.claim_keeping(update, LEASE_S):
             return
         task = asyncio.create_task(self._keep(deployment, update), name=f"keep {update.identity}")
-        self._keeping[update.key] = task
-        task.add_done_callback(lambda _: self._keeping.pop(update.key, None))
+        self._keeping[update.of, update.key] = task
+        task.add_done_callback(lambda _: self._keeping.pop((update.of, update.key), None))
 
     def replicas(self, deployment: Deployment, update: Unkept) -> list[str]:
         """Those that may have the files: the ones that serve them, or else, when something else is desired, all."""
@@ -126,21 +127,30 @@ class PushUpkeep:
     async def _keep(self, deployment: Deployment, update: Unkept) -> None:
         renewing = asyncio.create_task(self._renew(update), name=f"claim on {update.identity}")
         try:
-            failed = await self._ask(deployment, update)
+            if update.of == "rebase":
+                update, failed = await rebased(
+                    self._door.orders(deployment), update, self.replicas(deployment, update)
+                )
+            else:
+                failed = ""
+            failed = failed or await self._ask(deployment, update)
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
+        counts = self._door.counts.keeps if update.of == "update" else self._door.counts.rebases
         rounds = update.tries + 1
         if not failed:
-            self._door.counts.keeps["kept"] += 1
+            counts["kept"] += 1
             await self._settle(update, "kept", 0.0, rounds)
-        elif rounds >= KEEP_ROUNDS and not update.desired:
-            logger.error("%s is not in the bucket, and is given up: %s", update.identity, failed)
-            self._door.counts.keeps["given_up"] += 1
-            await self._settle(update, "given up", 0.0, rounds)
+        elif not update.desired and (rounds >= KEEP_ROUNDS or update.of == "rebase"):
+            # The next incremental snapshot is tried instead of one that is not desired any more.
+            said = logging.ERROR if update.of == "update" else _level(update)
+            logger.log(said, "%s is not in the bucket, and is given up: %s", _named(update), failed)
+            counts["given_up"] += 1
+            await self._settle(update, "given up", 0.0, rounds, failed)
         else:
-            logger.warning("%s is not in the bucket yet: %s", update.identity, failed)
-            await self._settle(update, "wanted", KEEP_AGAIN.pause_s(rounds), rounds)
+            logger.log(_level(update), "%s is not in the bucket yet: %s", _named(update), failed)
+            await self._settle(update, "wanted", KEEP_AGAIN.pause_s(rounds), rounds, failed)
 
     async def _ask(self, deployment: Deployment, update: Unkept) -> str:
         """Ask one replica after the other. Why the last one failed; empty when one has brought the files there."""
@@ -151,23 +161,35 @@ class PushUpkeep:
                 group=update.group,
                 boot="",
                 within_s=KEEP_S,
-                snapshot=update.identity,
+                snapshot=update.name or update.identity,
                 bucket=update.bucket,
                 content=update.content,
             )
             failed = await keep(self._door.orders(deployment), replica, order)
             if failed is None:
-                logger.info("%s wrote %s into the bucket", replica, update.identity)
+                logger.info("%s wrote %s into the bucket", replica, _named(update))
                 return ""
         return failed or ""
 
     async def _renew(self, update: Unkept) -> None:
         while True:
             await self._sleep(LEASE_S / 3)
-            await self._settle(update, "wanted", LEASE_S, update.tries + 1)
+            await self._settle(update, "wanted", LEASE_S, update.tries + 1, update.reason)
 
-    async def _settle(self, update: Unkept, kept: Kept, again_s: float, tries: int) -> None:
+    async def _settle(self, update: Unkept, kept: Kept, again_s: float, tries: int, reason: str = "") -> None:
         try:
-            await self._ledger.settle_keeping(update, kept, again_s=again_s, tries=tries)
+            if update.of == "rebase":
+                await self._ledger.settle_rebase(update, kept, again_s, tries, reason)
+            else:
+                await self._ledger.settle_keeping(update, kept, again_s=again_s, tries=tries)
         except LedgerUnavailable as error:
             logger.warning("the ledger does not know yet what became of %s: %s", update.identity, error)
+
+
+def _named(update: Unkept) -> str:
+    return update.identity if update.of == "update" else f"{update.identity}, whole, as {update.name}"
+
+
+def _level(update: Unkept) -> int:
+    """Why a chain is not shortened is said once, until it is: `midstream status` shows it as long."""
+    return logging.DEBUG if update.of == "rebase" and update.reason else logging.WARNING

@@ -173,6 +173,7 @@ def _publishing(
             deployments,
             allowed_buckets=buckets,
             chain_max=spec.settings.chain_max,
+            rebase_after=spec.settings.rebase_after,
             changed=changed,
             limits=PolicyLimits(spec.settings.max_policies, spec.settings.max_policies_per_tenant),
             look=desired_state.look_once,

@@ -12,11 +12,13 @@ from midstream.ledger.records import (
     DeploymentState,
     Disagreement,
     FleetReports,
+    Kept,
     Signal,
     Signalled,
     SignalResult,
     SnapshotRow,
     TransitionRow,
+    Unkept,
     Verdict,
     stronger_reset,
 )
@@ -24,12 +26,10 @@ from midstream.ledger.transfers import (
     Committing,
     Event,
     GroupMoved,
-    Kept,
     Phase,
     Transfer,
     TransferMember,
     TransferUpdate,
-    Unkept,
 )
 
 __all__ = [

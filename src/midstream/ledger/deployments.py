@@ -26,6 +26,7 @@ from midstream.ledger.schema import (
     disagreements,
     insert_new,
     policy_counts,
+    rebases,
     snapshots,
     transfer_updates,
     transfers,
@@ -42,7 +43,7 @@ TENANT = "_tenant"
 _POLICY_MADE = "_policy_made"
 #: The scope of a count of all policies.
 _ALL = ""
-_OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, snapshots)
+_OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, rebases, snapshots)
 
 
 class NameTaken(Conflict):

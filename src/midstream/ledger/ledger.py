@@ -37,7 +37,7 @@ from midstream.core.types import (
     Transition,
     TransitionType,
 )
-from midstream.ledger import changes, deployments, reports, signals, snapshots, transfers
+from midstream.ledger import changes, deployments, rebases, reports, signals, snapshots, transfers
 from midstream.ledger.changes import Changes
 from midstream.ledger.clock import LedgerClock
 from midstream.ledger.contents import Contents
@@ -52,11 +52,13 @@ from midstream.ledger.records import (
     DeploymentState,
     Disagreement,
     FleetReports,
+    Kept,
     Signal,
     Signalled,
     SignalResult,
     SnapshotRow,
     TransitionRow,
+    Unkept,
     Verdict,
 )
 
@@ -231,13 +233,15 @@ class Ledger:
         fleet: FleetReports = NO_FLEET,
         *,
         chain_max: int = CHAIN_MAX,
+        rebase_after: int = 0,
         committing: transfers.Committing | None = None,
     ) -> SignalResult:
         """Make a snapshot the desired one; committed when this returns.
 
         fleet: the reports of the replicas. The new generation is above all that they have seen, also when this ledger is
-        younger. chain_max: how many incremental snapshots may stand on one full one. committing: the update of a group that the
-        snapshot came by. Raises Conflict, and takes nothing, where another gateway has moved that group.
+        younger. chain_max: how many incremental snapshots may stand on one full one. rebase_after: from so many on, the whole
+        files of the last one are wanted in the bucket; 0: never. committing: the update of a group that the snapshot came by.
+        Raises Conflict, and takes nothing, where another gateway has moved that group.
 
         A snapshot that is only asked for again has the stronger of the two cache policies. Raises NotFound for an unknown
         deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/signals.py), and for
@@ -246,7 +250,10 @@ class Ledger:
 
         def accept(db: sa.Connection) -> SignalResult:
             now = self.now() if committing is None else self.clock.read(db)
-            return transfers.accept(db, name, signal, fleet, chain_max, self._contents, now, committing)
+            result = transfers.accept(db, name, signal, fleet, chain_max, self._contents, now, committing)
+            if result.changed:
+                snapshots.want_whole(db, name, result.desired.snapshot, rebase_after, self.clock.read(db))
+            return result
 
         return await self._write(accept)
 
@@ -388,19 +395,30 @@ class Ledger:
         """By deployment: the age of its oldest committed update that is not in the bucket yet."""
         return await self._read(lambda db: transfers.waiting_s(db, self.clock.read(db)))
 
-    async def unkept_updates(self) -> list[transfers.Unkept]:
-        """Committed updates of all deployments whose files somebody is to bring into the bucket now."""
-        return await self._read(lambda db: transfers.unkept(db, self.clock.read(db), self._contents))
+    async def unkept_updates(self) -> list[Unkept]:
+        """What somebody is to bring into the bucket now: committed updates, and incremental snapshots with long chains."""
 
-    async def claim_keeping(self, update: transfers.Unkept, within_s: float) -> bool:
+        def unkept(db: sa.Connection) -> list[Unkept]:
+            now = self.clock.read(db)
+            return [*transfers.unkept(db, now, self._contents), *snapshots.unrebased(db, now, self._contents)]
+
+        return await self._read(unkept)
+
+    async def claim_keeping(self, update: Unkept, within_s: float) -> bool:
         """Whether the caller is to bring its files into the bucket: no other gateway tries within that time."""
         return await self._write(lambda db: transfers.claim(db, update, within_s, self.clock.read(db)))
 
-    async def settle_keeping(
-        self, update: transfers.Unkept, kept: transfers.Kept, again_s: float = 0.0, tries: int = 0
-    ) -> None:
+    async def settle_keeping(self, update: Unkept, kept: Kept, again_s: float = 0.0, tries: int = 0) -> None:
         """Store how a try ended. "wanted": there is another one after `again_s`; `tries` were made so far."""
         await self._write(lambda db: transfers.settle(db, update, kept, again_s, tries, self.clock.read(db)))
+
+    async def settle_rebase(
+        self, rebase: Unkept, kept: Kept, again_s: float = 0.0, tries: int = 0, reason: str = ""
+    ) -> None:
+        """As settle_keeping, of a rebase. "kept": chains begin with the files of `rebase.content` from now on."""
+        await self._write(
+            lambda db: rebases.settle(db, rebase, kept, again_s, tries, reason, self.clock.read(db))
+        )
 
     async def newest_transfers(
         self, name: str, newest: int

@@ -24,6 +24,7 @@ from midstream.core.types import (
 )
 
 Verdict = Literal["reload", "out", "agreed"]
+Kept = Literal["", "wanted", "kept", "off", "given up"]
 
 #: Incremental snapshots on one full snapshot, unless the settings say otherwise.
 CHAIN_MAX = 64
@@ -120,7 +121,7 @@ class SnapshotRow:
 
     parents: the files that a delta stands on, the full snapshot first, as they were when it was signalled. content: its own
     files, byte for byte, once known. signalled_at, fingerprint: at its last effective signal. ready_at: when it was ready on a
-    replica for the first time.
+    replica for the first time. full_url: where its whole files lie beside its own, if they do.
     """
 
     identity: str
@@ -139,6 +140,7 @@ class SnapshotRow:
     max_cache_age: int | None = None
     ignore_config: tuple[str, ...] = ()
     content: Content | None = None
+    full_url: str | None = None
 
 
 class Signalled(NamedTuple):
@@ -221,6 +223,7 @@ class DeploymentState:
     proven: a replica has served the desired snapshot.
     pause: whether the deployment generates.
     weights: the digest of the weights by kind of engine, by identity, for the desired one and the fallbacks.
+    rebase_problem: why a long chain is not shortened; empty when nothing is known to prevent it.
     """
 
     desired: Desired | None
@@ -235,10 +238,37 @@ class DeploymentState:
     proven: bool = False
     pause: Pause = field(default_factory=Pause)
     weights: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    rebase_problem: str = ""
 
     @property
     def snapshot(self) -> str:
         return BASE_SNAPSHOT if self.desired is None else self.desired.snapshot
+
+
+@dataclass(frozen=True)
+class Unkept:
+    """Whole files that replicas have, and somebody is to bring into the bucket: of a committed update, or of an incremental
+    snapshot, whose chain they shorten (rebases.py).
+
+    content: None where the identity means other files now, or none, or they lie in another bucket, or where no replica ever
+    served it and something else is desired. For a rebase it is None until replicas have digested the whole files of `chain`,
+    which is () where the content of an update would be None. desired: the identity is desired. name: of the directory in
+    `bucket`, of a rebase. reason: why the last try of a rebase failed.
+    """
+
+    key: int
+    deployment: str
+    group: str
+    identity: str
+    bucket: str
+    tries: int
+    keep_at: float
+    content: Content | None
+    desired: bool
+    of: Literal["update", "rebase"] = "update"
+    name: str = ""
+    chain: tuple[SnapshotFiles, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True)

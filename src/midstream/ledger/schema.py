@@ -31,9 +31,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 6
-#: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates.
-UPGRADED_FROM = (3, 4, 5)
+SCHEMA_VERSION = 7
+#: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates, rebases.
+UPGRADED_FROM = (3, 4, 5, 6)
 #: The first version with counts of policies.
 COUNTED_FROM = 5
 
@@ -242,6 +242,29 @@ transfer_updates = Table(
     Column("keep_tries", Integer, nullable=False),
     UniqueConstraint("transfer_id", "number"),
     Index("transfer_updates_to_keep", "keep_at"),
+)
+
+#: Incremental snapshots whose whole files somebody brings into the bucket (rebases.py).
+rebases = Table(
+    "rebases",
+    metadata,
+    Column("id", _RowId, primary_key=True),
+    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
+    Column("identity", String(512), nullable=False),
+    # A digest of the links that the whole files are of: the same identity may come to stand on others.
+    Column("lineage", String(64), nullable=False),
+    # Where the whole files go, and their content; NULL until they are there.
+    Column("url", Text, nullable=False),
+    Column("files", JSON),
+    Column("wanted_at", Float, nullable=False),
+    # As in transfer_updates.
+    Column("kept", String(16), nullable=False),
+    Column("keep_at", Float),
+    Column("keep_tries", Integer, nullable=False),
+    # Why the last try failed; of the snapshot before, until this one was tried.
+    Column("reason", Text, nullable=False),
+    UniqueConstraint("deployment_id", "identity", "lineage"),
+    Index("rebases_to_keep", "keep_at"),
 )
 
 #: One row. last: the serial of the last writing transaction that changed what readers see. forgotten: up to which serial

@@ -11,7 +11,7 @@ ones. It has the files of each link as they were when that link was signalled.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,9 @@ import sqlalchemy as sa
 
 from midstream.core.errors import SnapshotRefused
 from midstream.core.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles
-from midstream.ledger import deployments, reports
+from midstream.ledger import deployments, rebases, reports
 from midstream.ledger.contents import Contents, as_known, is_pushed, weights_of
+from midstream.ledger.rebases import NO_WHOLES, Wholes
 from midstream.ledger.records import (
     Death,
     DeploymentRow,
@@ -87,11 +88,12 @@ def parents_of(
     parent_since: int,
     standing: SignalledState,
     chain_max: int,
+    wholes: Wholes = NO_WHOLES,
 ) -> tuple[SnapshotFiles, ...]:
     """The chain under an incremental snapshot, the full one first. Raises SnapshotRefused, naming the field.
 
     known: the stored snapshot of the same identity. parent: that of `signal.previous`. parent_since: the first generation that
-    meant the parent's current files.
+    meant the parent's current files. wholes: what the chain may begin with.
     """
     if known is not None and _same_delta(signal, known):
         # It is asked for again, or rolled back to: the chain stays.
@@ -119,7 +121,7 @@ def parents_of(
         fingerprint=parent.fingerprint,
         compression=parent.compression,
     )
-    chain = (*parent.parents, own)
+    chain = tuple(msgspec.structs.replace(link, content=None) for link in wholes.cut((*parent.parents, own)))
     if any(link.snapshot == signal.identity for link in chain):
         raise _refused(f"{signal.previous!r} stands on {signal.identity!r} itself; use a new identity")
     _check_position(parent.identity, parent_since, standing)
@@ -275,9 +277,11 @@ def state(db: sa.Connection, name: str, contents: Contents) -> DeploymentState:
     if row.desired_snapshot == BASE_SNAPSHOT:
         return _state(row, (), {}, {}, *troubles)
     named = (find(db, row.id, row.desired_snapshot), *fallbacks(db, row))
-    known = contents.of(db, row.id, chain_identities(named))
+    names = chain_identities(named)
+    known, wholes = contents.of(db, row.id, names), _wholes(db, row.id, names, named)
     weights = weights_of(db, row.id, {snapshot.identity for snapshot in named})
-    return _state(row, named, known, weights, *troubles)
+    found = _state(row, named, known, weights, *troubles, wholes)
+    return replace(found, rebase_problem=rebases.problem(db, row.id)) if named[0].compression else found
 
 
 def listed(db: sa.Connection, names: Sequence[str]) -> list[tuple[DeploymentRow, DeploymentState]]:
@@ -308,6 +312,7 @@ def _state(
     weights: Mapping[str, Mapping[str, str]],
     deaths: tuple[Death, ...],
     disagreements: tuple[Disagreement, ...],
+    wholes: Wholes = NO_WHOLES,
 ) -> DeploymentState:
     """named: the rows of the desired snapshot and its fallbacks; none while the base weights are desired."""
     if not named:
@@ -322,8 +327,8 @@ def _state(
         )
     desired, *others = named
     return DeploymentState(
-        as_desired(desired, row, known),
-        tuple(as_desired(snapshot, row, known) for snapshot in others),
+        as_desired(desired, row, known, wholes),
+        tuple(as_desired(snapshot, row, known, wholes) for snapshot in others),
         weights=weights,
         since={snapshot.identity: snapshot.since_generation for snapshot in named},
         ever_ready=row.first_ready_at is not None,
@@ -338,7 +343,15 @@ def _state(
 
 
 def _desired(db: sa.Connection, snapshot: Any, deployment: Any, contents: Contents) -> Desired:
-    return as_desired(snapshot, deployment, contents.of(db, deployment.id, chain_identities([snapshot])))
+    names = chain_identities([snapshot])
+    wholes = _wholes(db, deployment.id, names, [snapshot])
+    return as_desired(snapshot, deployment, contents.of(db, deployment.id, names), wholes)
+
+
+def _wholes(db: sa.Connection, key: int, names: Collection[str], snapshots: Sequence[Any]) -> Wholes:
+    """What their chains may begin with."""
+    incremental = any(snapshot.compression is not None for snapshot in snapshots)
+    return rebases.of(db, key, names) if incremental else NO_WHOLES
 
 
 def _parents(
@@ -354,7 +367,9 @@ def _parents(
     parent = find(db, row.id, signal.previous)
     if parent is None:
         return parents_of(signal, known, None, 0, standing, chain_max)
-    return parents_of(signal, known, as_snapshot(parent), parent.since_generation, standing, chain_max)
+    wholes = rebases.of(db, row.id, chain_identities([parent]))
+    since = parent.since_generation
+    return parents_of(signal, known, as_snapshot(parent), since, standing, chain_max, wholes)
 
 
 def _at_least(signal: Signal, known: Any) -> Signal:

@@ -13,9 +13,11 @@ import msgspec
 import sqlalchemy as sa
 
 from midstream.core.types import BASE_SNAPSHOT, Content, Desired, SnapshotFiles, Stage
-from midstream.ledger import deployments
+from midstream.ledger import deployments, rebases
 from midstream.ledger.contents import Contents
-from midstream.ledger.records import Signalled, SnapshotRow, from_row
+from midstream.ledger.rebases import NO_WHOLES, Wholes
+from midstream.ledger.records import Signalled, SnapshotRow, Unkept, from_row
+from midstream.ledger.schema import deployments as deployments_table
 from midstream.ledger.schema import snapshots, transitions
 
 MAX_FALLBACKS = 8
@@ -54,7 +56,13 @@ def every(db: sa.Connection, name: str, contents: Contents) -> list[SnapshotRow]
     query = sa.select(snapshots).where(snapshots.c.deployment_id == key).order_by(snapshots.c.id)
     rows = db.execute(query).all()
     known = contents.of(db, key, {row.identity for row in rows})
-    return [as_snapshot(row, known) for row in rows]
+    whole = rebases.urls(db, key)
+    return [
+        replace(
+            as_snapshot(row, known), full_url=whole.get(rebases.lineage(chain_of(row))) if whole else None
+        )
+        for row in rows
+    ]
 
 
 def signalled(db: sa.Connection, name: str, after: int, newest: int) -> tuple[int, list[Signalled]]:
@@ -81,28 +89,68 @@ def as_snapshot(row: Any, contents: Mapping[str, Content] | None = None) -> Snap
     return replace(from_row(row, SnapshotRow), content=(contents or {}).get(row.identity))
 
 
-def as_desired(row: Any, deployment: Any, contents: Mapping[str, Content]) -> Desired:
-    """A snapshot as it may be sent. deployment: its row.
+def own_files(row: Any) -> SnapshotFiles:
+    return SnapshotFiles(
+        snapshot=row.identity, url=row.url, fingerprint=row.fingerprint, compression=row.compression
+    )
+
+
+def chain_of(row: Any) -> tuple[SnapshotFiles, ...]:
+    """The chain of a snapshot as it was signalled, the full snapshot first."""
+    return (*_files(row.parents), own_files(row))
+
+
+def as_desired(
+    row: Any, deployment: Any, contents: Mapping[str, Content], wholes: Wholes = NO_WHOLES
+) -> Desired:
+    """A snapshot as it may be sent, with the shortest chain that there is. deployment: its row.
 
     It carries the deployment's generation, also as a fallback. Replicas compare pairs of snapshot and generation, and could
     take an older generation for a late message.
     """
+    *parents, own = (
+        msgspec.structs.replace(link, content=wholes.content(link) or contents.get(link.snapshot))
+        for link in wholes.cut(chain_of(row))
+    )
     return Desired(
         snapshot=row.identity,
         generation=deployment.generation,
         signalled=row.generation,
-        url=row.url,
+        url=own.url,
         reset_prompt_cache=row.reset_prompt_cache,
         transition=deployment.transition,
-        fingerprint=row.fingerprint,
-        compression=row.compression,
-        content=contents.get(row.identity),
-        parents=tuple(
-            msgspec.structs.replace(link, content=contents.get(link.snapshot)) for link in _files(row.parents)
-        ),
+        fingerprint=own.fingerprint,
+        compression=own.compression,
+        content=own.content,
+        parents=tuple(parents),
         max_cache_age=row.max_cache_age,
         ignore_config=tuple(row.ignore_config),
     )
+
+
+def want_whole(db: sa.Connection, name: str, identity: str, after: int, now: float) -> None:
+    """As rebases.want, of a snapshot that was just signalled."""
+    row = deployments.find(db, name) if after else None
+    snapshot = None if row is None else find(db, row.id, identity)
+    if row is not None and snapshot is not None and snapshot.compression is not None:
+        rebases.want(db, row.id, chain_of(snapshot), after, now)
+
+
+def unrebased(db: sa.Connection, now: float, contents: Contents) -> list[Unkept]:
+    """Incremental snapshots whose whole files somebody is to bring into the bucket now."""
+    found = []
+    for row in rebases.due(db, now):
+        of = db.execute(sa.select(deployments_table).where(deployments_table.c.id == row.deployment_id)).one()
+        snapshot = find(db, of.id, row.identity)
+        chain: tuple[SnapshotFiles, ...] = ()
+        desired = of.desired_snapshot == row.identity
+        served = snapshot is not None and (desired or snapshot.ready_order is not None)
+        if served and rebases.lineage(chain_of(snapshot)) == row.lineage:
+            names = chain_identities([snapshot])
+            known, wholes = contents.of(db, of.id, names), rebases.of(db, of.id, names)
+            chain = as_desired(snapshot, of, known, wholes).files
+        found.append(rebases.as_unkept(row, of, chain, desired=desired))
+    return found
 
 
 def base_desired(deployment: Any) -> Desired:

@@ -14,23 +14,21 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
 
 from midstream.core.errors import Conflict
 from midstream.core.table import Table
-from midstream.core.types import Content, Desired
+from midstream.core.types import Desired
 from midstream.ledger import deployments, signals
 from midstream.ledger.contents import Contents
-from midstream.ledger.records import FleetReports, Signal, SignalResult, from_row
+from midstream.ledger.records import FleetReports, Kept, Signal, SignalResult, Unkept, from_row
 from midstream.ledger.schema import deployments as deployments_table
-from midstream.ledger.schema import insert_new, storable, transfer_updates, transfers
+from midstream.ledger.schema import insert_new, rebases, storable, transfer_updates, transfers
 from midstream.ledger.snapshots import find as find_snapshot
 from midstream.snapshots.identity import snapshot_url
-
-Kept = Literal["", "wanted", "kept", "off", "given up"]
 
 
 class Phase(enum.StrEnum):
@@ -165,25 +163,6 @@ class TransferUpdate:
     generation: int | None
     replicas: tuple[str, ...]
     kept: Kept
-
-
-@dataclass(frozen=True)
-class Unkept:
-    """A committed update whose files are not in the bucket yet.
-
-    content: None where the identity means other files now, or none, or they lie in another bucket, or where no replica ever
-    served it and something else is desired. desired: it is desired.
-    """
-
-    key: int
-    deployment: str
-    group: str
-    identity: str
-    bucket: str
-    tries: int
-    keep_at: float
-    content: Content | None
-    desired: bool
 
 
 class GroupMoved(Conflict):
@@ -368,10 +347,10 @@ def _unkept(db: sa.Connection, row: Any, contents: Contents) -> Unkept:
 
 def claim(db: sa.Connection, update: Unkept, within_s: float, now: float) -> bool:
     """Whether the caller is to bring its files into the bucket. No other gateway tries before `within_s` is over."""
-    this = (transfer_updates.c.id == update.key) & (transfer_updates.c.keep_at == update.keep_at)
+    table = rebases if update.of == "rebase" else transfer_updates
+    this = (table.c.id == update.key) & (table.c.keep_at == update.keep_at)
     values = {"keep_at": now + within_s, "keep_tries": update.tries + 1}
-    found = db.execute(transfer_updates.update().where(this).values(values).returning(transfer_updates.c.id))
-    return found.first() is not None
+    return db.execute(table.update().where(this).values(values).returning(table.c.id)).first() is not None
 
 
 def settle(db: sa.Connection, update: Unkept, kept: Kept, again_s: float, tries: int, now: float) -> None:

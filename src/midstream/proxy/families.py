@@ -161,6 +161,11 @@ PUSHES: dict[str, Family] = {
         "pushed snapshots that a replica wrote into the bucket, or that were given up after all tries",
         ("outcome",),
     ),
+    "midstream_chain_rebases": Family(
+        "counter",
+        "incremental snapshots with long chains that a replica wrote into the bucket whole, or that were given up",
+        ("outcome",),
+    ),
     "midstream_push_updates": Family(
         "counter",
         "updates; fenced: committed without some replicas; dropped: refused at the end; ended: with their group",

@@ -104,6 +104,7 @@ _PUSH_COUNTED = {
     "midstream_push_updates": ("push_updates", OUTCOMES),
     "midstream_push_groups_ended": ("push_groups_ended", ENDINGS),
     "midstream_push_keeps": ("push_keeps", KEEPS),
+    "midstream_chain_rebases": ("chain_rebases", KEEPS),
 }
 _RECEIVED = "push_received_bytes"
 _STALLS_OF_REPLICA = "event_loop_stall_seconds"
@@ -170,6 +171,7 @@ class GatewayMetrics:
             "push_updates": pushes.updates,
             "push_groups_ended": pushes.groups_ended,
             "push_keeps": pushes.keeps,
+            "chain_rebases": pushes.rebases,
             _RECEIVED: pushes.received_bytes,
         }
 

@@ -429,8 +429,7 @@ class Transfers:
                     self._part.end("the group was left")
                     await self._part.gone()
             case Keep():
-                put = self._source.keep(order.snapshot, order.bucket, order.content)
-                await self._within(order, order.snapshot, put)
+                await self._keep(order)
             case Digest(chain=chain):
                 digest = self._source.digest(chain)
                 return Digested(content=await self._within(order, chain[-1].snapshot, digest))
@@ -478,6 +477,10 @@ class Transfers:
             older.end(f"group {group} replaced it")
             await older.gone()
         await part.join(invitation, within_s)
+
+    async def _keep(self, order: Keep) -> None:
+        put = self._source.keep(order.snapshot, order.bucket, order.content)
+        await self._within(order, order.snapshot, put)
 
     async def _within(self, order: Keep | Digest, snapshot: str, work: Coroutine[Any, Any, T]) -> T:
         try:

@@ -20,6 +20,8 @@ from midstream.snapshots.messages import shown
 MAX_IDENTITY_CHARS = 512
 #: Characters of a URL in a message.
 URL_CHARS = 400
+#: Ends the name of the directory that has the whole files of an incremental snapshot, beside its own.
+WHOLE_SUFFIX = ".full"
 
 _SCHEMES: Mapping[str, Literal["file", "s3", "gs", "az"]] = {
     "file": "file",

@@ -20,6 +20,7 @@ import msgspec
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotIncompatible
 from midstream.core.types import TrainerFormat
+from midstream.snapshots.identity import WHOLE_SUFFIX
 from midstream.snapshots.layout import (
     INDEX_FILE,
     SKYRL_MANIFEST,
@@ -47,8 +48,8 @@ _TORCH_DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-#: Directories of versions, by their names: those of Miles, and those of SkyRL.
-_VERSION_NAME = re.compile(r"(?:weight_v|delta-)(\d{1,18})", re.ASCII)
+#: Directories of versions, by their names: those of Miles, and those of SkyRL. Whole files may lie beside a version's own.
+_VERSION_NAME = re.compile(rf"(?:weight_v|delta-)(\d{{1,18}})(?:{re.escape(WHOLE_SUFFIX)})?", re.ASCII)
 
 
 class ChangedTensor(NamedTuple):

@@ -1,0 +1,228 @@
+"""Long chains of incremental snapshots: one replica writes the newest as full files, and the ledger's chains begin there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from push_world import DEPLOYMENT, World, content, in_world
+
+from midstream.core.errors import SnapshotRefused
+from midstream.core.transfer import Digest, Keep
+from midstream.core.types import Desired
+from midstream.fleet.push_upkeep import LEASE_S
+from midstream.ledger import FleetReports, Signal
+
+CHAIN_MAX, AFTER = 8, 4
+
+
+async def step(world: World, number: int, **fields: Any) -> Desired:
+    """Signal the delta `number` on the one before, 0 in full. Every replica serves it."""
+    given = {"identity": str(number), "url": f"file:///bucket/{number}", "fingerprint": f"print{number}"}
+    delta = {"previous": str(number - 1), "compression": "arc_v2"} if number else {}
+    [gateway, *_] = world.gateways
+    result = await gateway.ledger.signal(
+        DEPLOYMENT,
+        Signal(**{**given, **delta, **fields}),
+        FleetReports(),
+        chain_max=CHAIN_MAX,
+        rebase_after=AFTER,
+    )
+    world.hear(str(number), result.desired.generation)
+    return result.desired
+
+
+async def looked(world: World, seconds: float = 61.0) -> None:
+    world.clock.time += seconds
+    for gateway in world.gateways:
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+
+
+def links(desired: Desired) -> list[str]:
+    return [link.url.rpartition("/")[2] for link in desired.files]
+
+
+def written(world: World) -> list[list[str]]:
+    return [one.bucket for one in world.replicas.values()]
+
+
+def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        for number in range(200):
+            desired = await step(world, number)
+            assert desired.snapshot == str(number)
+            assert len(desired.parents) <= AFTER
+            await looked(world, 1.0)
+        [gateway] = world.gateways
+        whole = [row for row in await gateway.ledger.snapshots(DEPLOYMENT) if row.full_url is not None]
+        assert [row.identity for row in whole] == [str(number) for number in range(4, 200, 4)]
+        assert {(row.kind, row.full_url) for row in whole} == {
+            ("delta", f"file:///bucket/{number}.full") for number in range(4, 200, 4)
+        }
+        assert [name for names in written(world) for name in names] == [
+            f"{number}.full" for number in range(4, 200, 4)
+        ]
+        state = await gateway.ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        # A replica that joins fetches the newest whole files, and what came after them.
+        assert links(state.desired) == ["196.full", "197", "198", "199"]
+        assert state.desired.files[0].content == content("a")
+        assert state.rebase_problem == ""
+
+    in_world(tmp_path, work)
+
+
+def test_the_identity_stays_what_it_is_and_loads_from_its_whole_files(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            desired = await step(world, number)
+        assert links(desired) == ["0", "1", "2", "3", "4"]
+        await looked(world)
+        state = await gateway.ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert (state.desired.snapshot, state.desired.generation) == ("4", desired.generation)
+        assert links(state.desired) == ["4.full"]
+        # Signalled again, it is the same, and asked for once.
+        again = await step(world, 4)
+        assert (again.generation, links(again)) == (desired.generation, ["4.full"])
+        # A rollback to a snapshot before it stands on what that stood on.
+        back = await step(world, 2)
+        assert links(back) == ["0", "1", "2"]
+
+    in_world(tmp_path, work)
+
+
+def test_signals_that_come_meanwhile_lose_nothing(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            await step(world, number)
+        writes = world.replicas["replica-0"]
+        writes.faults[Keep] = "hang"
+        world.clock.time += 1.0
+        await gateway.upkeep.look_once()
+        await writes.hangs.wait()
+        desired = await step(world, 5)
+        assert links(desired) == ["0", "1", "2", "3", "4", "5"]
+        writes.goes_on.set()
+        await gateway.upkeep.kept()
+        state = await gateway.ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert links(state.desired) == ["4.full", "5"]
+        assert links(await step(world, 6)) == ["4.full", "5", "6"]
+
+    in_world(tmp_path, work)
+
+
+@pytest.mark.parametrize("order", [Digest, Keep])
+def test_a_replica_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Path, order: type) -> None:
+    async def work(world: World) -> None:
+        for number in range(5):
+            await step(world, number)
+        world.replicas["replica-0"].faults[order] = "die"
+        await looked(world)
+        assert written(world) == [[], ["4.full"], []]
+
+    in_world(tmp_path, work)
+
+
+def test_a_gateway_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        for number in range(5):
+            await step(world, number)
+        world.replicas["replica-0"].faults[Keep] = "hang"
+        world.clock.time += 1.0
+        await one.upkeep.look_once()
+        await world.replicas["replica-0"].hangs.wait()
+        await other.upkeep.look_once()
+        await other.upkeep.kept()
+        assert not any(written(world)), "one at a time"
+        for task in one.upkeep._keeping.values():
+            task.cancel()
+        await one.upkeep.kept()
+        world.clock.time += LEASE_S + 1
+        await other.upkeep.look_once()
+        await other.upkeep.kept()
+        assert written(world) == [["4.full"], [], []]
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_a_bucket_that_refuses_is_said_once_and_the_bound_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def refuse(world: World) -> None:
+        for one in world.replicas.values():
+            one.faults[Keep] = "refuse"
+        await looked(world)
+
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(CHAIN_MAX + 1):
+            await step(world, number)
+            await refuse(world)
+        state = await gateway.ledger.state(DEPLOYMENT)
+        assert state.rebase_problem.endswith("update_info.names: 'x' is none of the model's")
+        said = [record.getMessage() for record in caplog.records]
+        assert len([one for one in said if "is not in the bucket yet" in one]) == 1, said
+        with pytest.raises(SnapshotRefused, match="at most 8 are allowed"):
+            await step(world, CHAIN_MAX + 1)
+        # The bucket takes files again: the next delta is taken, and there is nothing to say.
+        for one in world.replicas.values():
+            one.faults.clear()
+        for _ in range(3):
+            await looked(world)
+        assert len(links(await step(world, CHAIN_MAX + 1))) <= CHAIN_MAX + 1
+        assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
+
+    in_world(tmp_path, work)
+
+
+def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            await step(world, number)
+        world.replicas["replica-1"].bytes = "b"
+        await looked(world)
+        assert not any(written(world))
+        problem = (await gateway.ledger.state(DEPLOYMENT)).rebase_problem
+        assert "replica-0 and replica-1 have different whole files of 4: model.safetensors" in problem
+
+    in_world(tmp_path, work)
+
+
+def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            await step(world, number)
+        await looked(world)
+        # The same name, other files: what was written stands for the old ones alone.
+        await step(world, 3)
+        await step(world, 4, fingerprint="another", overwrite=True)
+        state = await gateway.ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert links(state.desired) == ["0", "1", "2", "3", "4"]
+
+    in_world(tmp_path, work)
+
+
+def test_a_reset_forgets_whole_files_too(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            await step(world, number)
+        await gateway.ledger.reset_ledger(DEPLOYMENT)
+        await looked(world)
+        assert not any(written(world))
+        assert links(await step(world, 0)) == ["0"]
+
+    in_world(tmp_path, work)
