@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,23 @@ MILES, SKYRL = "updates/weight_v{:06d}", "sync/delta-{:08d}"
 
 
 def published(server: Server, place: str, *versions: int) -> None:
-    """Files in the place of each version. What is in them is the replicas' business."""
+    """Deltas in the place of each version, as far as a gateway reads them."""
     for version in versions:
-        server.write(place.format(version))
+        directory = server.bucket / place.format(version)
+        directory.mkdir(parents=True, exist_ok=True)
+        if place == SKYRL:
+            (directory / "manifest.json").write_text("{}")
+        else:
+            index = {"metadata": {"delta_encoding": "xor"}, "weight_map": {}}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def checkpoint(server: Server, place: str, index: bool) -> None:
+    """A whole checkpoint, as slime writes one into a version's directory now and then."""
+    server.write(place)
+    if index:
+        said = {"metadata": {"total_size": 4}, "weight_map": {}}
+        (server.bucket / place / "model.safetensors.index.json").write_text(json.dumps(said))
 
 
 async def began(server: Server) -> None:
@@ -167,6 +182,73 @@ def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path, pa
             None,
             "replica-1 could not load '1': a checksum differs",
         )
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("place", [MILES, SKYRL])
+def test_a_whole_checkpoint_begins_a_new_chain(tmp_path: Path, place: str, index: bool) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+
+        async def bring(version: int) -> Any:
+            if place == SKYRL:
+                fetch = {"target_version": version, "sync_dir": (server.bucket / "sync").as_uri()}
+                return await ask(server, "/fetch_weights", fetch)
+            pull = {"target_version": version, "source_dir": str(server.bucket / "updates")}
+            return await ask(server, "/pull_weights", pull)
+
+        kind = "skyrl_delta" if place == SKYRL else "miles_delta"
+        published(server, place, 1)
+        assert (await bring(1)).status_code == 200
+        # The deltas before it are not needed: a trainer may have removed them.
+        checkpoint(server, place.format(4), index)
+        published(server, place, 5)
+        assert (await bring(5)).status_code == 200
+        assert await rows(server) == [
+            ("0", None, None), ("1", "0", kind), ("4", None, None), ("5", "4", kind)
+        ]  # fmt: skip
+        desired = await server.desired()
+        assert desired is not None
+        assert [link.snapshot for link in desired.files] == ["4", "5"]
+        checkpoint(server, place.format(6), index)
+        for _ in range(2):
+            # Also when the call is repeated.
+            assert (await bring(6)).status_code == 200
+        assert (await rows(server))[-1] == ("6", None, None)
+        if place == MILES:
+            update = {"model_path": "/local-nvme/checkpoint", "weight_version": "6"}
+            told = await ask(server, "/update_weights_from_disk", update)
+            assert (told.status_code, told.json()["weight_version"]) == (200, "6")
+
+    serve(tmp_path, work)
+
+
+def test_a_run_may_begin_with_a_whole_checkpoint(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        for index in range(3):
+            server.report(index)
+        checkpoint(server, MILES.format(1), True)
+        body = {"source_dir": str(server.bucket / "updates"), "target_version": 1}
+        assert (await ask(server, "/pull_weights", body)).status_code == 200
+        assert await rows(server) == [("1", None, None)]
+
+    serve(tmp_path, work)
+
+
+def test_a_version_that_leads_out_of_the_bucket_is_not_looked_into(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await began(server)
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "config.json").write_text("{}")
+        (server.bucket / "updates").mkdir()
+        (server.bucket / MILES.format(1)).symlink_to(outside)
+        body = {"source_dir": str(server.bucket / "updates"), "target_version": 1}
+        answer = await server.http.post("/pull_weights", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "source_dir")
+        assert "leads out of the bucket" in answer.json()["message"]
 
     serve(tmp_path, work)
 

@@ -2,14 +2,15 @@
 
 Owns: where each trainer's versions lie, and which snapshots they are. What an update does is a hot-load signal's (hotload.py).
 Always holds:
-- Version N is the snapshot of the identity N, an incremental one on N - 1. Version 0 is what the trainer began with, which a
-  person published in full.
+- Version N is the snapshot of the identity N, an incremental one on N - 1, or a whole checkpoint, on which later ones stand.
+  Version 0 is what the trainer began with, which a person published in full.
 - A call is answered once every replica serves the version, or with the reason why not. It may be repeated, and a later call for
   the same version changes nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -18,10 +19,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from midstream.api.answers import WeightsPulled, WeightsUpdated
-from midstream.api.signals import Metadata
-from midstream.api.updates import Update, Updates, only
+from midstream.api.signals import Metadata, NamedDirectory
+from midstream.api.updates import Update, Updates, directory_url, only
 from midstream.core.endpoints import Endpoint, serves
-from midstream.core.errors import InvalidRequest, MidstreamError, SnapshotRefused, UnknownField
+from midstream.core.errors import (
+    InvalidRequest,
+    MidstreamError,
+    ReplicaUnavailable,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMissing,
+    SnapshotRefused,
+    UnknownField,
+)
 from midstream.core.scopes import SIGNAL
 from midstream.core.types import Desired, TrainerFormat
 from midstream.core.versions import version_number
@@ -30,8 +40,11 @@ from midstream.http.bodies import answered, body_of, fields_of
 from midstream.ledger import CHAIN_MAX, Ledger
 from midstream.snapshots.identity import directory_name
 from midstream.snapshots.trainer_deltas.records import version_of
+from midstream.snapshots.trainer_deltas.versions import holds_checkpoint
 
 VERSION_MAX = 2**53
+#: The URL of a snapshot, and of its bucket: of a directory that a client names. Raises MidstreamError.
+UrlOf = Callable[[Request, Deployment, str, NamedDirectory | None], Awaitable[tuple[str, str]]]
 
 
 class PullWeights(msgspec.Struct, frozen=True):
@@ -66,11 +79,17 @@ class _Series(NamedTuple):
 
 class DeltaCallsApi:
     def __init__(
-        self, ledger: Ledger, deployments: Deployments, updates: Updates, chain_max: int = CHAIN_MAX
+        self,
+        ledger: Ledger,
+        deployments: Deployments,
+        updates: Updates,
+        url_of: UrlOf,
+        chain_max: int = CHAIN_MAX,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._updates = updates
+        self._url_of = url_of
         self._chain_max = chain_max
 
     @serves(
@@ -145,13 +164,18 @@ class DeltaCallsApi:
             raise InvalidRequest(f"target_version: must be from 0 to {VERSION_MAX}", param="target_version")
         state = await self._ledger.state(deployment.name)
         at = version_number(state.snapshot)
-        if at is None or at > target:
+        if at is not None and at > target:
             raise _cannot_reach(target, state.snapshot)
-        standing = len(state.desired.parents) if state.desired is not None else 0
-        if standing + target - at > self._chain_max:
+        lowest = max(1, target - self._chain_max, 1 if at is None else min(at + 1, target))
+        full = await self._newest_full(request, deployment, series, lowest, target)
+        if at is None and full is None:
+            raise _cannot_reach(target, state.snapshot)
+        base = full if full is not None else at or 0
+        standing = len(state.desired.parents) if state.desired is not None and full is None else 0
+        if standing + target - base > self._chain_max:
             # Refused before the first of them is signalled.
             raise SnapshotRefused(
-                f"target_version: {standing + target - at} versions would stand on one full snapshot, and at most"
+                f"target_version: {standing + target - base} versions would stand on one full snapshot, and at most"
                 f" {self._chain_max} may (gateway.chain_max)",
                 param="target_version",
             )
@@ -159,11 +183,30 @@ class DeltaCallsApi:
             assert state.desired is not None
             await self._updates.served(deployment, state.desired)
             return state.desired.snapshot
-        for version in range(min(at + 1, target), target + 1):
-            parent = Metadata(str(version - 1), series.compression)
+        for version in range(min(base + 1, target) if full is None else full, target + 1):
+            parent = None if version == full else Metadata(str(version - 1), series.compression)
             update = Update(series.place(version), series.param, True, str(version), parent)
             await self._updates.run(request, deployment, update, waits=version == target)
         return str(target)
+
+    async def _newest_full(
+        self, request: Request, deployment: Deployment, series: _Series, lowest: int, target: int
+    ) -> int | None:
+        """The newest version from `lowest` up to `target` that is a whole checkpoint. What is wrong with a version is said
+        when it is signalled."""
+        for version in range(target, lowest - 1, -1):
+            try:
+                place = NamedDirectory(directory_url(series.place(version)), series.param)
+                url, bucket = await self._url_of(request, deployment, "", place)
+                if await holds_checkpoint(url, bucket, series.compression):
+                    return version
+            except InvalidRequest:
+                return None
+            except (SnapshotMissing, SnapshotCorrupt):
+                continue
+            except SnapshotError as error:
+                raise ReplicaUnavailable(f"the bucket cannot be read now: {error}") from error
+        return None
 
 
 def _cannot_reach(target: int, now: str) -> SnapshotRefused:

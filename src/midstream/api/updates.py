@@ -108,8 +108,7 @@ class Updates:
         """instead: what to do, said with the refusal of a place. waits: until it serves. Raises MidstreamError."""
         if update.weight_version is not None:
             check_identity(update.weight_version, "weight_version")
-        directory = update.directory
-        url = directory if "://" in directory else f"file://{quote(directory.rstrip('/'))}"
+        url = directory_url(update.directory)
         body = SignalBody(
             update.weight_version or "",
             reset_prompt_cache="all" if update.reset else "none",
@@ -180,6 +179,11 @@ def _not_loaded(
         return SnapshotRefused(message)
     # A full disk, a bucket that does not answer, an engine that died. The same weights may load the next time.
     return ReplicaUnavailable(f"{message}; {again}")
+
+
+def directory_url(directory: str) -> str:
+    """A trainer names a directory by its path, or by a URL."""
+    return directory if "://" in directory else f"file://{quote(directory.rstrip('/'))}"
 
 
 def proved_later(deployment: Deployment) -> Callable[[HotLoadRow, Desired], bool]:
