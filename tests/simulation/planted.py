@@ -40,6 +40,7 @@ from midstream.replica.response.generation import Surroundings
 from midstream.replica.swap import source
 from midstream.replica.transfer import GroupPart
 from midstream.snapshots.store import fetch
+from midstream.snapshots.store.chain import ChainFetcher
 from midstream.transfer.process import GlooReceiver
 
 
@@ -408,6 +409,16 @@ def _updates_have_the_digests_of_the_first() -> None:
     GlooReceiver.finish = finish  # type: ignore[method-assign]
 
 
+def _rebases_write_the_parent() -> None:
+    """Replicas digest, and write, the whole files of a snapshot's parent in its place."""
+    before = ChainFetcher.digest
+
+    async def digest(self: ChainFetcher, chain: Any) -> Any:
+        return await before(self, chain[:-1])
+
+    ChainFetcher.digest = digest  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -424,6 +435,8 @@ IN_PUSHES = frozenset(
         "uncertain_weights_serve",
     )
 )
+#: And those that only histories of `--rebases` find.
+IN_REBASES = frozenset(("rebases_write_the_parent",))
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
 FOUND_AT = {
     "namespace_kept": (0, "is reused under"),

@@ -77,9 +77,23 @@ class Plan:
     ranks: int = 0
 
 
-def plan_of(seed: int, *, pushes: bool = False) -> Plan:
-    """pushes: all of them push, and somebody is struck in a phase of a push."""
+def plan_of(seed: int, *, pushes: bool = False, rebases: bool = False) -> Plan:
+    """pushes: all of them push, and somebody is struck in a phase of a push. rebases: there are more deltas, and each chain of
+    one or two of them is long."""
+    if rebases:
+        return _plan_of_rebases(seed)
     return _plan_of_pushes(seed) if pushes else _plan(seed)
+
+
+def _plan_of_rebases(seed: int) -> Plan:
+    plan, rng = _plan(seed), random.Random(f"{seed} rebases")
+    signals = [_entry("signal", rng) for _ in range(rng.randint(4, 10))]
+    for entry in signals:
+        entry.value["form"] = rng.choice(("full", "delta", "delta", "delta"))
+    joins = [_entry(rng.choice(("scale", "kill replica")), rng) for _ in range(rng.randint(1, 3))]
+    plan.settings["gateway"]["chain_rebase"] = rng.choice((1, 1, 2))
+    in_order = sorted((*plan.entries, *signals, *joins), key=lambda entry: entry.at)
+    return replace(plan, entries=tuple(in_order))
 
 
 def _plan_of_pushes(seed: int) -> Plan:
@@ -232,9 +246,10 @@ class History:
         left_out: Collection[int] = (),
         *,
         pushes: bool = False,
+        rebases: bool = False,
     ) -> None:
         self.seed = seed
-        self.plan = plan_of(seed, pushes=pushes)
+        self.plan = plan_of(seed, pushes=pushes, rebases=rebases)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self.world.ranks = self.plan.ranks

@@ -132,12 +132,17 @@ _ADDR_NO_RANDOMIZE = 0x0040000
 
 @dataclass(frozen=True)
 class Bed:
-    """What every history of a run is made from. plant: the name of a planted fault. pushes: all of them push."""
+    """What every history of a run is made from. plant: the name of a planted fault. pushes, rebases: as of plan_of."""
 
     directory: Path
     weights: Weights
     plant: str | None = None
     pushes: bool = False
+    rebases: bool = False
+
+    @property
+    def kind(self) -> dict[str, bool]:
+        return {"pushes": self.pushes, "rebases": self.rebases}
 
 
 def run_one(bed: Bed, seed: int, left_out: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def _history(bed: Bed, seed: int, left_out: tuple[int, ...]) -> dict[str, Any]:
         PLANTED[bed.plant]()
     # The process ends with its history: what it leaves is not worth a search for cycles, a tenth of the time.
     gc.disable()
-    history = History(seed, bed.directory, bed.weights, left_out, pushes=bed.pushes)
+    history = History(seed, bed.directory, bed.weights, left_out, **bed.kind)
     return vars(history.run())
 
 
@@ -237,7 +242,7 @@ def smaller(bed: Bed, seed: int) -> list[int]:
     from simhistory import plan_of
 
     out: list[int] = []
-    for number in reversed(range(len(plan_of(seed, pushes=bed.pushes).entries))):
+    for number in reversed(range(len(plan_of(seed, **bed.kind).entries))):
         if run_one(bed, seed, (*out, number))["wrong"]:
             out.append(number)
     return sorted(out)
@@ -271,7 +276,7 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
         print(f"{done}: nothing is wrong")
         return 0 if number == last - first else 1
     seed = min(bad)
-    out, mode = smaller(bed, seed), " --pushes" * bed.pushes
+    out, mode = smaller(bed, seed), "".join(f" --{kind}" for kind, given in bed.kind.items() if given)
     again = f"{sys.argv[0]}{mode} --seed {seed} --without {' '.join(map(str, out))}"
     print(f"wrong: {sorted(bad)}. The smallest of seed {seed}: {again}")
     found = run_one(bed, seed, tuple(out))
@@ -281,7 +286,7 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
 
 def prove(bed: Bed, first: int, last: int, processes: int) -> int:
     """Plants each fault in turn, or those of `bed` alone, and says which seed finds it first; the exit code."""
-    from planted import FOUND_AT, IN_PUSHES, PLANTED
+    from planted import FOUND_AT, IN_PUSHES, IN_REBASES, PLANTED
 
     missed = 0
     for name in PLANTED if bed.plant is None else bed.plant.split(","):
@@ -289,7 +294,7 @@ def prove(bed: Bed, first: int, last: int, processes: int) -> int:
         seed, words = FOUND_AT.get(name, (first, ""))
         seeds = [seed, *range(first, last)]
         histories = ((seed, ()) for seed in seeds)
-        planted = dataclasses.replace(bed, plant=name, pushes=name in IN_PUSHES)
+        planted = dataclasses.replace(bed, plant=name, pushes=name in IN_PUSHES, rebases=name in IN_REBASES)
         outcomes = run_many(planted, histories, processes)
         said_wrong = ((one["seed"], wrong) for one in outcomes for wrong in one["wrong"])
         found = next((one for one in said_wrong if words in one[1]), None)
@@ -309,6 +314,9 @@ def main() -> int:
         "--pushes",
         action="store_true",
         help="histories of pushes, with kills and stalls in each phase of them",
+    )
+    parser.add_argument(
+        "--rebases", action="store_true", help="histories of long chains of deltas, which are rebased"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
@@ -331,7 +339,8 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], steady)
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
-        bed = Bed(*model_and_weights(arguments.bed or Path(place)), arguments.plant, arguments.pushes)
+        made = model_and_weights(arguments.bed or Path(place))
+        bed = Bed(*made, arguments.plant, arguments.pushes, arguments.rebases)
         # Before the forks.
         import planted  # noqa: F401
 
