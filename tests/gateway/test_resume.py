@@ -530,6 +530,7 @@ def test_an_event_too_long_to_hold_passes_and_is_not_resumable() -> None:
     assert passed.take(WRITES[0] + long[:9]) == WRITES[0]
     assert passed.take(long[9:]) == long
     assert passed.take(b"more") == b"more"
+    assert passed.rest() == b"", "nothing comes twice"
     assert passed.lines() is None
 
 

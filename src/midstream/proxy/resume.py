@@ -85,7 +85,8 @@ class ResumeLog:
             self._held, data = data[end:], data[:end]
             if len(self._held) > UNFINISHED_BYTES_MAX:
                 self.lost = True
-                return data + self._held
+                held, self._held = self._held, b""
+                return data + held
         self._gathered.append(data)
         self._size += len(data)
         if self._size > GATHERED_BYTES_MAX:
