@@ -13,7 +13,7 @@ from midstream.http import plain, reader, upstream
 from midstream.http.message import ConnectionLimits, Request
 from midstream.http.plain import HeaderLines, HeadStart, NotPlain
 from midstream.http.reader import RequestReader
-from midstream.http.upstream import UpstreamConnection, UpstreamPool
+from midstream.http.upstream import UpstreamConnection, UpstreamHead, UpstreamPool
 from midstream.proxy.heads import ClientLines, UpstreamLines, to_upstream
 
 HEADS = 20_000
@@ -52,7 +52,8 @@ class Reading(RequestReader):
 
     def read(self, data: bytes) -> list[object]:
         try:
-            self.feed(data)
+            if (request := self.feed(data)) is not None:
+                self._take_request(request)
         except (MidstreamError, httptools.HttpParserError) as error:
             cause = error if isinstance(error, MidstreamError) else error.__context__
             unfinished, self.refused = self.unfinished, True
@@ -118,10 +119,8 @@ class Sink:
     def __init__(self) -> None:
         self.notes: list[object] = []
 
-    def response_head(
-        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        self.notes.append((status, reason, list(headers), body))
+    def response_head(self, head: UpstreamHead) -> None:
+        self.notes.append((head.status, head.reason, list(head.headers), dict(head.first), head.body))
 
     def response_body(self, data: bytes) -> None:
         self.notes.append(data)

@@ -27,6 +27,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.message import Request
+from midstream.http.upstream import UpstreamHead
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.replica_route import ReplicaRoute
@@ -136,6 +137,10 @@ def event(number: int) -> bytes:
     return chunk(f": m {opening if not number else f'0:{number}'}\n\ndata: {number}\n\n".encode())
 
 
+def head_of(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> UpstreamHead:
+    return UpstreamHead(status, b"A reason", list(headers), dict(headers), body)
+
+
 class FakeConnection:
     """One upstream connection: what was sent over it, and how far its answer is."""
 
@@ -152,8 +157,9 @@ class FakeConnection:
     def __repr__(self) -> str:
         return f"FakeConnection({self.pool.url}, answering={self.answering}, left={len(self.left)})"
 
-    def send(self, sink: object, head: bytes, body: bytes, *, head_request: bool) -> None:
+    def send(self, sink: Any, head: bytes, body: bytes, *, head_request: bool) -> None:
         self.sink, self.sent, self.left, self.answering = sink, head + b"\n" + body, b"", False
+        self.take_body: Any = sink.response_body
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -300,7 +306,7 @@ class Requests(RuleBasedStateMachine):
         cut = data.draw(st.integers(0, len(whole)))
         connection.answering, connection.left = True, whole[cut:]
         headers = RESUMABLE[:2] if connection.resumes is not None else RESUMABLE
-        self.happens(lambda: connection.sink.response_head(200, b"OK", list(headers), whole[:cut]))
+        self.happens(lambda: connection.sink.response_head(head_of(200, headers, whole[:cut])))
         if not connection.left:
             self.happens(connection.end)
 
@@ -311,7 +317,7 @@ class Requests(RuleBasedStateMachine):
         cut = data.draw(st.integers(1, max(1, len(connection.left))))
         part, connection.left = connection.left[:cut], connection.left[cut:]
         if part:
-            self.happens(lambda: connection.sink.response_body(part))
+            self.happens(lambda: connection.take_body(part))
         if not connection.left:
             self.happens(connection.end)
 
@@ -327,8 +333,8 @@ class Requests(RuleBasedStateMachine):
         connection.answering = True
         body = b'{"error":{"message":"' + b"x" * size + b'"}}'
         headers = [(b"content-length", b"%d" % len(body)), *([(word.encode(), b"1")] if word else [])]
-        self.happens(lambda: connection.sink.response_head(status, b"No", headers, b""))
-        self.happens(lambda: connection.sink.response_body(body))
+        self.happens(lambda: connection.sink.response_head(head_of(status, headers, b"")))
+        self.happens(lambda: connection.take_body(body))
         self.happens(connection.end)
 
     @precondition(lambda self: self.quiet())
@@ -338,7 +344,7 @@ class Requests(RuleBasedStateMachine):
         connection.answering = True
         said = json.dumps({"serving": serving, "constraint": {"snapshot": "base"}}).encode()
         self.happens(
-            lambda: connection.sink.response_head(409, b"No", [(b"x-midstream-refused", said)], b"{}")
+            lambda: connection.sink.response_head(head_of(409, [(b"x-midstream-refused", said)], b"{}"))
         )
         self.happens(connection.end)
 

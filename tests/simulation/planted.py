@@ -160,7 +160,7 @@ def _losses_end_streams() -> None:
     """A stream whose replica is lost ends as if it were whole."""
 
     def lost(self: ReplicaRoute, phase: Any, reason: str) -> Judgement:
-        return Judgement(RequestEvent.END, rest=b"7\r\n: cut\n\n\r\n" + END)
+        return Judgement(RequestEvent.END, b"7\r\n: cut\n\n\r\n" + END)
 
     ReplicaRoute._stream_lost = lost  # type: ignore[method-assign]
 
@@ -223,7 +223,7 @@ def _a_kill_at_the_start_is_final() -> None:
 
 def _a_later_report_admits() -> None:
     """A request goes by what its replica reports while it connects, which nobody judged; connecting is slow."""
-    before, opened = ReplicaRoute._own_lines, UpstreamPool.open
+    before, opened = ReplicaRoute.own_lines, UpstreamPool.open
 
     async def slow(self: UpstreamPool, **given: Any) -> Any:
         await asyncio.sleep(0.1)
@@ -237,10 +237,10 @@ def _a_later_report_admits() -> None:
         if self.constraint.empty:
             return []
         admitted = Admitted(under.own.snapshot, pinned=self.constraint.snapshot is not None)
-        return [f"{HEADER_ADMITTED}: {as_header(admitted)}".encode()]
+        return [f"{HEADER_ADMITTED}: {as_header(admitted)}\r\n".encode()]
 
     VersionJudge.lines = lines  # type: ignore[method-assign]
-    ReplicaRoute._own_lines = own_lines  # type: ignore[method-assign]
+    ReplicaRoute.own_lines = own_lines  # type: ignore[method-assign]
     UpstreamPool.take = lambda self: None  # type: ignore[method-assign]
     UpstreamPool.open = slow  # type: ignore[method-assign]
 

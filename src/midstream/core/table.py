@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 Phase = TypeVar("Phase", bound=StrEnum)
 Event = TypeVar("Event", bound=StrEnum)
-Action = TypeVar("Action", bound=StrEnum | None)
+Action = TypeVar("Action")
 
 
 class IllegalMove(RuntimeError):

@@ -102,8 +102,8 @@ def meant(
 
 
 def scopes_header(grant: Grant) -> bytes:
-    """The header by which the data path passes a grant to the control app."""
-    return f"{HEADER_SCOPES}: {grant}".encode()
+    """The header line by which the data path passes a grant to the control app."""
+    return f"{HEADER_SCOPES}: {grant}\r\n".encode()
 
 
 def _cut(text: str) -> str:

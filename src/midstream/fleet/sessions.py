@@ -24,7 +24,7 @@ from midstream.core.wires import UserField
 
 #: Values of headers whose keys are remembered.
 KEYS_MAX = 2**14
-_HEADERS = {name.encode(): name for name in SESSION_HEADERS}
+_HEADERS = tuple((name.encode(), name) for name in SESSION_HEADERS)
 
 #: By the field that names the user: the names that one looks for before a body is parsed.
 _FIELDS: Mapping[UserField, tuple[bytes, ...]] = {
@@ -89,13 +89,12 @@ def session_key(headers: Mapping[bytes, bytes], body: bytes, user: UserField = "
     such a field of another type, has no key here: the replica names what is wrong with it.
     """
     named: list[tuple[str, str | None]] = []
-    if not _HEADERS.keys().isdisjoint(headers):
-        for name, text_name in _HEADERS.items():
-            if (value := headers.get(name)) is not None:
-                # Nearly all requests of sessions take this branch.
-                if key := _key_in(value, text_name):
-                    return key
-                named.append((text_name, ""))
+    for name, text_name in _HEADERS:
+        if (value := headers.get(name)) is not None:
+            # Nearly all requests of sessions take this branch.
+            if key := _key_in(value, text_name):
+                return key
+            named.append((text_name, ""))
     for field in _FIELDS[user]:
         if field in body and _holds(body, field):
             named += _named_in_body(body, user)
@@ -118,7 +117,7 @@ def key_in_path(session: bytes, headers: Mapping[bytes, bytes]) -> str:
     a header names another one.
     """
     key = check_key(_text(session), "path")
-    for name, text_name in _HEADERS.items():
+    for name, text_name in _HEADERS:
         value = headers.get(name)
         if value is not None and _text(value).strip(" \t") not in ("", key):
             raise InvalidRequest(f"{text_name} names another session than the path", param=text_name)

@@ -91,7 +91,8 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._queue: deque[Request | RefusedRequest] = deque()
         self._queued_bytes = 0
         self._exchange: Exchange | None = None
-        self._keep_alive = True
+        #: The response under way must say `connection: close`.
+        self.closes_after_response = False
         self._pumping = False
         self._reading = True
         # Nothing that arrives counts any more.
@@ -161,11 +162,18 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             return
         begun, had_head = self._in_message, self._head_done
         try:
-            self.feed(data)
+            request = self.feed(data)
         except MidstreamError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
             self._parse_failed(error)
+        else:
+            if request is not None and self._exchange is None and not self._queue:
+                if not self._begin(request) and not self._deaf:
+                    self._wait_for_request()
+                return
+            if request is not None:
+                self._take_request(request)
         if self._queue:
             self._pump()
         elif self._exchange is None and not self._deaf:
@@ -212,16 +220,13 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         """Count the new exchange as a request of its tenant until it is over. Raises Overloaded."""
         self._share.begin_request()
 
-    @property
-    def closes_after_response(self) -> bool:
-        """The response must say `connection: close`."""
-        return not self._keep_alive or self._service.draining
-
     def finish(self, *, close: bool = False) -> None:
         """The response is complete; begin the next request, or close."""
-        self._exchange_over()
-        stays_s, self._stays_s = self._stays_s, None
-        if stays_s is not None and not close:
+        self._exchange = None
+        if self._exchange_bytes >= LARGE or self._share.counted_for is not None:
+            self._exchange_over()
+        if self._stays_s is not None and not close:
+            stays_s, self._stays_s = self._stays_s, None
             self._pump()
             if self.idle:
                 self.deadline = min(self.deadline, self._now() + stays_s)
@@ -231,7 +236,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             return
         elif self._queue or not self._reading:
             self._pump()
-        elif not self._deaf:
+        elif self._in_message and not self._deaf:
             self._wait_for_request()
 
     def end_short(self, last: bytes = b"") -> None:
@@ -254,6 +259,9 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def check_deadline(self, now: float) -> None:
         if now < self.deadline:
+            if self._exchange is None and self.deadline is _NEVER and self.idle:
+                # Most idle connections have their next request before they are looked at.
+                self.deadline = now + self._limits.keep_alive_s
             return
         self.deadline = _NEVER
         if self._in_message and not self._deaf:
@@ -275,6 +283,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def drain(self) -> None:
         """Close now when idle; otherwise the response that is under way is the last."""
         self._stays_s = None
+        self.closes_after_response = True
         if self._exchange is None and not self._queue:
             self._close()
 
@@ -285,11 +294,14 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         """
         if self.idle:
             self.deadline = min(self.deadline, self._now() + idle_s)
-        elif self._exchange is not None and self._exchange.answered and self._keep_alive:
+        elif self._exchange is not None and self._exchange.answered and not self.closes_after_response:
             self._stays_s = idle_s
+        else:
+            self.closes_after_response = True
 
     def cut(self, reason: str) -> None:
         """End whatever is under way, visibly."""
+        self.closes_after_response = True
         self._forget_queue()
         if self._exchange is not None:
             self._exchange.cut(reason)
@@ -338,7 +350,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
 
     def _begin(self, request: Request) -> bool:
         """Begin an exchange for the request. False if the request was refused instead."""
-        self._keep_alive = request.keep_alive
+        self.closes_after_response = not request.keep_alive or self._service.draining
         self._exchange_bytes = len(request.body)
         self.deadline = _NEVER
         if self._share.held_bytes:

@@ -80,15 +80,55 @@ class RequestReader(ABC):
 
     @abstractmethod
     def _take_request(self, request: Request) -> None:
-        """A request is complete."""
+        """A request is complete that was parsed."""
 
     # -- reading
 
-    def feed(self, data: bytes) -> None:
-        """Raises MidstreamError, or httptools.HttpParserError, perhaps with the former as its context."""
+    def feed(self, data: bytes) -> Request | None:
+        """The request, if the read is one whole plain one. Any other read is parsed, and its requests go to _take_request.
+
+        Raises MidstreamError, or httptools.HttpParserError, perhaps with the former as its context.
+        """
         self._roomless_bytes = 0
-        if not self._in_message and self._take_plain(data):
-            return
+        end = -1 if self._in_message else data.find(HEAD_END, 0, self._plain_head_bytes_max)
+        if end < 0:
+            self._parse(data)
+            return None
+        start = self._head_start
+        try:
+            if start is None or not data.startswith(start.text) or len(start.text) >= end:
+                start = self._begin_otherwise(data[:end].split(b"\r\n"))
+            lines = data[len(start.text) : end].split(b"\r\n")
+            headers = [*start.headers, *map(_header_lines.__getitem__, lines)]
+        except NotPlain:
+            # Not parsed here, or this would be the context of the parser's error.
+            start = None
+        if start is None:
+            self._parse(data)
+            return None
+        method, target = start.method, start.target
+        first = start.first.copy()
+        first.update(headers[len(start.headers) :])
+        length = int(first.get(b"content-length", 0))
+        whole = len(data) == end + len(HEAD_END) + length and length <= self._limits.max_body_bytes
+        if not whole or len(first) != len(headers) or b"host" not in first:
+            self._parse(data)
+            return None
+        try:
+            self._take_head(method, target, first, length)
+            if length and length != self._roomless_bytes:
+                self._hold_more(length)
+        except MidstreamError:
+            # For the refusal.
+            self._in_message = self._head_done = True
+            self._method, self._target, self._headers, self._first = method, target, headers, first
+            raise
+        caller, self._caller = self._caller, None
+        return Request(
+            method, target, headers, first, data[end + len(HEAD_END) :], False, True, caller, start
+        )
+
+    def _parse(self, data: bytes) -> None:
         if self._in_message and not self._head_done:
             self._head_fed += len(data)
         elif self._in_message and self._chunks:
@@ -107,40 +147,6 @@ class RequestReader(ABC):
             raise self._head_too_large()
         if self._in_message and self._chunks:
             self._check_chunk_framing()
-
-    def _take_plain(self, data: bytes) -> bool:
-        """Take the read if it is one whole plain request. False: nothing has changed, and the parser has to read it."""
-        end = data.find(HEAD_END, 0, self._plain_head_bytes_max)
-        if end < 0:
-            return False
-        start = self._head_start
-        try:
-            if start is None or not data.startswith(start.text) or len(start.text) >= end:
-                start = self._begin_otherwise(data[:end].split(b"\r\n"))
-            lines = data[len(start.text) : end].split(b"\r\n")
-            headers = [*start.headers, *map(_header_lines.__getitem__, lines)]
-        except NotPlain:
-            return False
-        method, target = start.method, start.target
-        first = start.first.copy()
-        first.update(headers[len(start.headers) :])
-        length = int(first.get(b"content-length", 0))
-        whole = len(data) == end + len(HEAD_END) + length and length <= self._limits.max_body_bytes
-        if not whole or len(first) != len(headers) or b"host" not in first:
-            return False
-        try:
-            self._take_head(method, target, first, length)
-            if length and length != self._roomless_bytes:
-                self._hold_more(length)
-        except MidstreamError:
-            # For the refusal.
-            self._in_message = self._head_done = True
-            self._method, self._target, self._headers, self._first = method, target, headers, first
-            raise
-        body = data[end + len(HEAD_END) :]
-        caller, self._caller = self._caller, None
-        self._take_request(Request(method, target, headers, first, body, False, True, caller, start))
-        return True
 
     def _begin_otherwise(self, lines: list[bytes]) -> HeadStart:
         """lines: of a head that does not begin as the last one did. Raises NotPlain."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, Protocol, cast
 
 import httptools
 
@@ -33,15 +33,22 @@ _header_lines = HeaderLines((b"upgrade", b"proxy-connection"), chunked=True)
 PARSING_FAILED = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
+class UpstreamHead(NamedTuple):
+    """`reason` is the status line after the code; header names are lower-case; `first` has the first header of each name;
+    `body` came with the head."""
+
+    status: int
+    reason: bytes
+    headers: list[Header]
+    first: Mapping[bytes, bytes]
+    body: bytes
+
+
 class ResponseSink(Protocol):
     """What takes a response, in the order: head with the first of the body, more body, then end; or lost
     instead of the rest."""
 
-    def response_head(
-        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        """`reason` is the status line after the code; header names are lower-case; `body` came with the head."""
-
+    def response_head(self, head: UpstreamHead) -> None: ...
     def response_body(self, data: bytes) -> None: ...
     def response_end(self) -> None: ...
     def upstream_lost(self, reason: str, *, answered: bool) -> None:
@@ -73,6 +80,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._paused = False
         # The server's answer is no HTTP response.
         self.malformed = False
+        #: Gets the body behind its head: of each response the sink's own, until the sink names another.
+        self.take_body: Callable[[bytes], object]
 
     # -- the transport's calls
 
@@ -109,7 +118,7 @@ class UpstreamConnection(asyncio.Protocol):
         # Most reads of a stream do not end it, and need no more.
         if (self._complete or self._left is not None) and not self._ends_well(data):
             return
-        sink.response_body(data if self._decoded is None else self._take_decoded())
+        self.take_body(data if self._decoded is None else self._take_decoded())
         if self._complete and self._sink is sink:
             self._finish(sink)
 
@@ -133,7 +142,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send(self, sink: ResponseSink, head: bytes, body: bytes, *, head_request: bool) -> None:
         """Send one request and deliver its response to `sink`."""
         assert self._sink is None
-        self._sink = sink
+        self._sink, self.take_body = sink, sink.response_body
         self._head_request = head_request
         self._in_body = self._complete = self._extra = False
         self._head = b""
@@ -196,12 +205,12 @@ class UpstreamConnection(asyncio.Protocol):
                 return False
             self._in_body, self._left = True, None
             self._parser.feed_data(_CHUNKED_HEAD)
-            self._deliver(sink, 200, b"OK", headers, rest)
+            self._deliver(sink, UpstreamHead(200, b"OK", headers, first, rest))
             return True
         if length is None or len(rest) != int(length):
             return False
         self._in_body = self._complete = self._keep_alive = True
-        sink.response_head(200, b"OK", headers, rest)
+        sink.response_head(UpstreamHead(200, b"OK", headers, first, rest))
         if self._sink is sink:
             self._finish(sink)
         return True
@@ -241,17 +250,15 @@ class UpstreamConnection(asyncio.Protocol):
         if self._complete:
             self._extra = bool(rest)
             rest = b""
-        self._deliver(sink, status, reason, self._headers, rest)
+        self._deliver(sink, UpstreamHead(status, reason, self._headers, first, rest))
 
-    def _deliver(
-        self, sink: ResponseSink, status: int, reason: bytes, headers: list[Header], rest: bytes
-    ) -> None:
-        """rest: what came of the body with the head."""
+    def _deliver(self, sink: ResponseSink, head: UpstreamHead) -> None:
+        rest = head.body
         if rest and not (self._feed(rest) and self._ends_well(rest)):
             return
         if self._decoded is not None:
-            rest = self._take_decoded()
-        sink.response_head(status, reason, headers, rest)
+            head = head._replace(body=self._take_decoded())
+        sink.response_head(head)
         if self._complete and self._sink is sink:
             self._finish(sink)
 

@@ -48,9 +48,10 @@ class FrontRoute(Route):
         assert proxy.front is not None
         self.pool = proxy.front
 
-    def _own_lines(self) -> list[bytes]:
+    def own_lines(self) -> list[bytes]:
         first, dropped = self._request.first, self._proxy.dropped_headers
-        return [name + b": " + first[name] for name in CREDENTIALS if name in dropped and name in first]
+        given = (name for name in CREDENTIALS if name in dropped and name in first)
+        return [b"%b: %b\r\n" % (name, first[name]) for name in given]
 
     def where(self) -> str:
         return "the Tinker front"

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 from urllib.parse import quote
 
 from midstream.core.headers import (
+    HEADER_BOOT,
     HEADER_HISTORY,
     HEADER_IGNORED_FIELDS,
     HEADER_PLACED,
     HEADER_RECORDS,
     HEADER_SESSION,
 )
-from midstream.core.types import Session
+from midstream.core.resumption import HEADER_RESUMABLE
 from midstream.http.message import HOP_BY_HOP, Request
 from midstream.http.plain import LINE_BYTES_MAX, SECRETS, Header, HeadStart, LineMemory, NotPlain
+from midstream.http.upstream import UpstreamHead
 
 Headers = list[Header]
 #: Sessions whose line is remembered.
@@ -28,18 +29,9 @@ SESSION_LINES_MAX = 2**14
 _WITH_LENGTH = (b"POST", b"PUT", b"PATCH")
 _PERSISTENCE = (b"close", b"keep-alive")
 _SESSION, _PLACED = HEADER_SESSION.encode(), HEADER_PLACED.encode()
+_BOOT, _RESUMABLE = HEADER_BOOT.encode(), HEADER_RESUMABLE.encode() + b": 1\r\n"
 _IGNORED = HEADER_IGNORED_FIELDS.encode()
 _HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
-_KEPT = frozenset((_HISTORY, _RECORDS))
-
-
-class UpstreamHead(NamedTuple):
-    """`reason` is the status line after the code; header names are lower-case; `body` came with the head."""
-
-    status: int
-    reason: bytes
-    headers: Headers
-    body: bytes
 
 
 class UpstreamLines(LineMemory[Header, bytes]):
@@ -56,12 +48,10 @@ class UpstreamLines(LineMemory[Header, bytes]):
             self.keep(header, line)
         return line
 
-    def begun(self, start: HeadStart) -> bytes:
-        """The lines of the headers that a head begins with."""
-        made_by, begun = start.passed_on
-        if made_by is not self:
-            begun = b"".join(map(self.__getitem__, start.headers))
-            start.passed_on = (self, begun)
+    def begin(self, start: HeadStart) -> bytes:
+        """The lines of the headers that a head begins with, which the start remembers."""
+        begun = b"".join(map(self.__getitem__, start.headers))
+        start.passed_on = (self, begun)
         return begun
 
     def without(self, names: frozenset[bytes]) -> UpstreamLines:
@@ -115,18 +105,21 @@ _client_lines = {
 def to_upstream(
     request: Request, target: bytes, length: int, lines: UpstreamLines, added: Sequence[bytes]
 ) -> bytes:
-    """The head to send. target, length: of what is sent, which may be another request than the client's. added: lines."""
+    """The head to send. target, length: of what is sent, which may be another request than the client's. added: lines with
+    their ends."""
     listed = request.first.get(b"connection")
     if listed is not None and listed.lower() not in _PERSISTENCE:
         lines = lines.without(_listed(listed))
     start, headers, begun = request.start, request.headers, b""
     if start is not None:
-        headers, begun = headers[len(start.headers) :], lines.begun(start)
-    parts = [request.method, b" ", target, b" HTTP/1.1\r\n", begun, *map(lines.__getitem__, headers)]
+        headers = headers[len(start.headers) :]
+        made_by, begun = start.passed_on
+        if made_by is not lines:
+            begun = lines.begin(start)
+    parts = [b"%b %b HTTP/1.1\r\n" % (request.method, target), begun, *map(lines.__getitem__, headers)]
     if length or request.method in _WITH_LENGTH:
         parts.append(b"content-length: %d\r\n" % length)
-    parts += (b"\r\n".join(added), b"\r\n\r\n" if added else b"\r\n")
-    return b"".join(parts)
+    return b"".join((*parts, *added, b"\r\n"))
 
 
 def to_client(
@@ -139,34 +132,44 @@ def to_client(
     except NotPlain:
         own = [*lines.one_by_one(head.headers)]
     end = b"connection: close\r\n\r\n" if close else b"\r\n"
-    return [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n", *own, *added, end]
+    return [_status_line(head.status, head.reason), *own, *added, end]
 
 
-def session_lines(
-    first: Mapping[bytes, bytes], session: Session | None, stamp: int | None, in_path: bool
-) -> list[bytes]:
-    """The head lines with the session of a request, for a replica. first: the client's headers. in_path: its path named the
-    session.
+# Replicas have few.
+@lru_cache(64)
+def _status_line(status: int, reason: bytes) -> bytes:
+    return b"HTTP/1.1 %d %b\r\n" % (status, reason)
 
-    The key is percent-encoded, so nothing of a client's stands in the line as it came.
-    """
-    lines = []
-    if session is not None:
-        lines.append(_session_line(session[1]))
-        if stamp is not None:
-            lines.append(_PLACED + b": %d" % stamp)
-    if not _KEPT.isdisjoint(first):
-        lines += [name + b": " + first[name] for name in (_HISTORY, _RECORDS) if name in first]
+
+# Of the boots that there are.
+@lru_cache(4096)
+def replica_lines(token_line: bytes, boot: str, resumable: bool) -> bytes:
+    """The head lines that all requests for a boot have in common. resumable: another replica may continue the response."""
+    boot_line = b"%b: %b\r\n" % (_BOOT, boot.encode()) if boot else b""
+    return token_line + boot_line + (_RESUMABLE if resumable else b"")
+
+
+def wishes_lines(first: Mapping[bytes, bytes], in_path: bool) -> list[bytes]:
+    """The head lines for a replica with what a client asks for beside an answer. in_path: its path named the session."""
+    lines = [b"%b: %b\r\n" % (name, first[name]) for name in (_HISTORY, _RECORDS) if name in first]
     if in_path and _RECORDS not in first:
         # Who can set nothing but a base URL has the records all the same.
-        lines.append(_RECORDS + b": routes")
+        lines.append(_RECORDS + b": routes\r\n")
     return lines
 
 
 # A session has many turns.
 @lru_cache(SESSION_LINES_MAX)
-def _session_line(key: str) -> bytes:
-    return _SESSION + b": " + quote(key, safe="", errors="surrogatepass").encode()
+def session_line(key: str) -> bytes:
+    """The head line with the session of a request, for a replica.
+
+    The key is percent-encoded, so nothing of a client's stands in the line as it came.
+    """
+    return b"%b: %b\r\n" % (_SESSION, quote(key, safe="", errors="surrogatepass").encode())
+
+
+def placed_line(stamp: int) -> bytes:
+    return b"%b: %d\r\n" % (_PLACED, stamp)
 
 
 def _listed(connection: bytes) -> frozenset[bytes]:

@@ -33,7 +33,7 @@ class PolicyWait:
         if home is None or not replicas.is_loading(home):
             return None
         self._at_home_ends = self._at_home_ends or now + HOME_WAIT_S
-        return Judgement(RequestEvent.NOT_YET, until=Until(replicas, at=self._at_home_ends))
+        return Judgement(RequestEvent.NOT_YET, Until(replicas, at=self._at_home_ends))
 
     def judge(self, deployment: Deployment, tried: frozenset[str], lost: str = "") -> Judgement | None:
         """NOT_YET, with when to look again; None: there is nothing to wait for.
@@ -49,4 +49,4 @@ class PolicyWait:
         heard = any(view.report is not None for view in views)
         if not heard or now >= self._ends:
             return None
-        return Judgement(RequestEvent.NOT_YET, until=Until(deployment.replicas, at=self._ends))
+        return Judgement(RequestEvent.NOT_YET, Until(deployment.replicas, at=self._ends))

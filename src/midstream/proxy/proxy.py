@@ -27,6 +27,7 @@ from midstream.core.headers import (
     HEADER_DEPLOYMENT,
     HEADER_MODEL,
     HEADER_POLICY,
+    HEADER_TENANT,
     HEADER_TOKEN,
     HEADER_UNKNOWN_FIELDS,
 )
@@ -53,9 +54,9 @@ from midstream.proxy.poison import Suspects
 
 logger = logging.getLogger(__name__)
 
-_TOKEN, _POLICY = HEADER_TOKEN.encode(), HEADER_POLICY.encode()
+_TOKEN, _POLICY, _TENANT = HEADER_TOKEN.encode(), HEADER_POLICY.encode(), HEADER_TENANT.encode()
 _DEPLOYMENT, _MODEL = HEADER_DEPLOYMENT.encode(), HEADER_MODEL.encode()
-_IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore"], list[bytes]()
+_IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore\r\n"], list[bytes]()
 _SUPERVISOR = NOBODY._replace(grant=Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
@@ -89,7 +90,7 @@ class Proxy:
         self.deployments = deployments
         self.upstreams: dict[KnownReplica, Upstream] = {}
         self._token = (replica_token or "").encode()
-        self.replica_header = token_header(replica_token).removesuffix("\r\n").encode()
+        self.replica_header = token_header(replica_token).encode()
         self.clock = clock
         self._unreachable_s = unreachable_s
         self._pool_to = pools.to
@@ -163,11 +164,17 @@ class Proxy:
         own = deployment.host.ignores_fields
         lines = _IGNORE if own or (own is None and self.ignores_fields) else _REFUSE
         if deployment.policy:
-            return [*lines, b"%b: %b" % (_POLICY, deployment.policy.encode())]
+            return [*lines, b"%b: %b\r\n" % (_POLICY, deployment.policy.encode())]
         return lines
 
-    def request_id(self) -> bytes:
-        return b"%b-%x" % (self._request_prefix, next(self._request_ids))
+    def sender_lines(self, request: Request, caller: Caller) -> list[bytes]:
+        """The head lines for an upstream that say which request this is, and whose."""
+        lines = []
+        if b"x-request-id" not in request.first:
+            lines.append(b"x-request-id: %b-%x\r\n" % (self._request_prefix, next(self._request_ids)))
+        if caller.tenant:
+            lines.append(b"%b: %b\r\n" % (_TENANT, caller.tenant.encode()))
+        return lines
 
     def deployment_of(self, request: Request, grant: Grant, user: UserField = "user") -> Deployment:
         """The deployment that a request for inference is for. user: as in core/wires.py.

@@ -27,7 +27,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from midstream.core.errors import EngineFailed, MidstreamError, ReplicaUnavailable, RequestLostReplicas
-from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import PATH_RESUME
 from midstream.core.scopes import EVERYTHING
 from midstream.core.tracing import Attribute
@@ -37,8 +36,9 @@ from midstream.fleet.prefixes import FIRST_BOUND, follows, read_prompt
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
+from midstream.http.upstream import UpstreamHead
 from midstream.proxy import refusals
-from midstream.proxy.heads import Headers, UpstreamHead, session_lines
+from midstream.proxy.heads import placed_line, replica_lines, session_line, wishes_lines
 from midstream.proxy.poison import Losses, ReplicaBoot, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
 from midstream.proxy.request_facts import WISHES, ClientAsked, Sending, Tries
@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
 
 logger = logging.getLogger(__name__)
-
-_BOOT = HEADER_BOOT.encode()
 
 
 @lru_cache(4096)
@@ -135,7 +133,7 @@ class ReplicaRoute(Route):
         deployment, versions, tried = self._deployment, self._versions, self._tries.replicas
         session = self._asked.session
         if deployment.replicas.learning and self._may_learn():
-            return Judgement(RequestEvent.NOT_YET, until=Until(deployment.replicas))
+            return Judgement(RequestEvent.NOT_YET, Until(deployment.replicas))
         if versions is not None and (against := self._judge_version(versions)) is not None:
             return against
         if deployment.policy:
@@ -189,7 +187,7 @@ class ReplicaRoute(Route):
         if verdict.action == "refuse":
             return self._failed(versions.refusal(replicas.views))
         if verdict.action == "wait":
-            return Judgement(RequestEvent.NOT_YET, until=Until(replicas, versions.doubted, verdict.until))
+            return Judgement(RequestEvent.NOT_YET, Until(replicas, versions.doubted, verdict.until))
         return None
 
     def _home(self) -> ReplicaView | None:
@@ -245,23 +243,22 @@ class ReplicaRoute(Route):
             self._deployment.replicas.refused(self._at.view)
         return self._unreachable(phase, reason_of_failure(error), lost=phase in SEEN)
 
-    def _own_lines(self) -> list[bytes]:
+    def own_lines(self) -> list[bytes]:
         proxy, at, asked = self._proxy, self._at, self._asked
         placed = at.placed
         assert placed is not None
-        lines = [proxy.replica_header] if proxy.replica_header else []
-        if at.boot:
-            lines.append(b"%b: %b" % (_BOOT, at.boot.encode()))
-        if asked.session is not None or asked.wishes:
-            in_path = asked.in_path is not None
-            lines += session_lines(self._request.first, asked.session, placed.stamp, in_path)
+        lines = [replica_lines(proxy.replica_header, at.boot, self._rest is None and asked.resumable)]
+        if asked.session is not None:
+            lines.append(session_line(asked.session[1]))
+            if placed.stamp is not None:
+                lines.append(placed_line(placed.stamp))
+        if asked.wishes or asked.in_path is not None:
+            lines += wishes_lines(self._request.first, asked.in_path is not None)
         if self._deployment.policy or self._deployment.ignores_fields or proxy.ignores_fields:
             lines += proxy.deployment_lines(self._deployment)
         if self._versions is not None:
             assert at.report is not None
             lines += self._versions.lines(placed.view, at.report)
-        if self._rest is None and asked.resumable:
-            lines.append(RESUMABLE + b": 1")
         return lines
 
     def response_lines(self) -> list[bytes]:
@@ -286,11 +283,11 @@ class ReplicaRoute(Route):
 
     # -- what a replica answers
 
-    def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
-        replica = self._at.replica
+    def head(self, phase: RequestPhase, head: UpstreamHead) -> RequestEvent:
+        replica, status = self._at.replica, head.status
         # Nearly all answers need no look at their headers.
         plain = status == 200 and phase is RequestPhase.SENT
-        event = RequestEvent.HEAD if plain else refusals.answer(phase, status, headers)
+        event = RequestEvent.HEAD if plain else refusals.answer(phase, status, head.headers)
         if replica.failures and event not in refusals.NO_SIGN_OF_LIFE:
             replica.failures = 0
         if phase is RequestPhase.RESUME_SENT:
@@ -301,7 +298,7 @@ class ReplicaRoute(Route):
         self._status = status
         if event is not RequestEvent.HEAD:
             self._not_begun()
-        elif status == 200 and self._asked.resumable and RESUMABLE in dict(headers):
+        elif status == 200 and self._asked.resumable and RESUMABLE in head.first:
             self.log = ResumeLog()
         return event
 
@@ -430,7 +427,7 @@ class ReplicaRoute(Route):
         lines = self.log.lines() if self.log is not None and phase is RequestPhase.PASSING else None
         if lines is not None and has_ended(lines):
             # Only the end of the response is missing.
-            return Judgement(RequestEvent.END, rest=END)
+            return Judgement(RequestEvent.END, END)
         lines, given_up = (lines, False) if lines is None else without_giving_up(lines)
         error = None if given_up else self._note_lost_replica(phase)
         if error is not None:

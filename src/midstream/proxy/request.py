@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
 from midstream.core.sse import error_event
+from midstream.core.table import Table
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request, error_response
-from midstream.http.upstream import UpstreamConnection
-from midstream.proxy.heads import Headers, UpstreamHead, to_client, to_upstream
+from midstream.http.upstream import UpstreamConnection, UpstreamHead
+from midstream.proxy.heads import to_client, to_upstream
 from midstream.proxy.request_state import (
     ANSWERED,
     MAY_PASS,
@@ -34,7 +35,7 @@ from midstream.proxy.request_state import (
     ruling,
 )
 from midstream.proxy.resume import ResumeLog
-from midstream.proxy.route import ConnectionLoss, Judgement, Route, Until
+from midstream.proxy.route import ConnectionLoss, Route, Until
 from midstream.proxy.spans import RequestSpan
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 _MADE = HEADER_MADE.encode()
 # Counted, never sent.
 CLIENT_LEFT = 499
+#: The next move, and what its action is about.
+Step = tuple[RequestEvent, Any]
 # Of a response that is held back until it is known to be whole.
 HELD_BYTES_MAX = 64 * 2**10
 
@@ -51,7 +54,7 @@ class ProxiedRequest:
     """Implements http1.Exchange and upstream.ResponseSink."""
 
     __slots__ = (
-        "_chunked",
+        "_answer",
         "_client",
         "_connection",
         "_event_stream",
@@ -62,7 +65,6 @@ class ProxiedRequest:
         "_opening",
         "_phase",
         "_proxy",
-        "_refusal",
         "_request",
         "_span",
         "_started_s",
@@ -75,9 +77,9 @@ class ProxiedRequest:
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection, route: Route) -> None:
         self._proxy, self._request, self._client = proxy, request, client
         self.route = route
-        # Where it stands in the table, and why a response was held last.
+        # Where it stands in the table, and what the upstream answered last: a head to pass on, or why it is held.
         self._phase = RequestPhase.PLACING
-        self._refusal: RequestEvent | None = None
+        self._answer = RequestEvent.HEAD
         self._started_s = proxy.clock()
         tracer = proxy.tracer
         self._span = None if tracer is None or not route.traced else RequestSpan(tracer, request)
@@ -91,8 +93,8 @@ class ProxiedRequest:
         self._held: UpstreamHead | None = None
         # The log of the stream that is passed on.
         self._log: ResumeLog | None = None
-        # The kind of the response that is passed on.
-        self._event_stream = self._chunked = False
+        # It is one in chunks.
+        self._event_stream = False
         # The last bytes written of an event stream.
         self._tail = b""
         # The last byte passed on lies within a chunk's data.
@@ -113,7 +115,7 @@ class ProxiedRequest:
         except MidstreamError as error:
             self._on(RequestEvent.FAILED, error)
         else:
-            self._judge(self.route.place())
+            self._on(*self.route.place())
 
     def client_paused(self) -> None:
         if self._connection is not None:
@@ -131,18 +133,14 @@ class ProxiedRequest:
 
     # -- upstream.ResponseSink
 
-    def response_head(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
-        event = self.route.head(self._phase, status, headers)
-        self._on(event, UpstreamHead(status, reason, headers, body))
+    def response_head(self, head: UpstreamHead) -> None:
+        self._answer = event = self.route.head(self._phase, head)
+        self._on(event, head)
 
     def response_body(self, data: bytes) -> None:
         if self._held is not None:
             self._hold_more(self._held, data)
             return
-        if self._log is not None:
-            data = self._log.take(data)
-            if not data:
-                return
         self._client.write(data)
         if self._event_stream:
             self._tail = data if len(data) > 3 else (self._tail + data)[-4:]
@@ -152,10 +150,9 @@ class ProxiedRequest:
         self._connection = None
         if self._held is not None:
             held, self._held = self._held, None
-            assert self._refusal is not None
-            judged = self.route.held(self._phase, self._refusal, held)
+            judged = self.route.held(self._phase, self._answer, held)
             if judged.event is not RequestEvent.HEAD:
-                self._judge(judged)
+                self._on(*judged)
                 return
             self._on(RequestEvent.HEAD, held)
         self._on(RequestEvent.END, b"" if self._log is None else self._log.rest())
@@ -166,7 +163,7 @@ class ProxiedRequest:
         self._in_chunk = connection.in_chunk
         self._held = None
         loss = ConnectionLoss(reason, answered, not connection.malformed, self._fresh)
-        self._judge(self.route.lost(self._phase, loss))
+        self._on(*self.route.lost(self._phase, loss))
 
     # -- the proxy's calls
 
@@ -175,26 +172,25 @@ class ProxiedRequest:
         answering = self._connection is not None and self._connection.answering
         self._let_go()
         self._held = None
-        self._judge(self.route.silent(self._phase, reason, answering=answering, together=together))
+        self._on(*self.route.silent(self._phase, reason, answering=answering, together=together))
 
     # -- moves
 
     def _on(self, event: RequestEvent, subject: Any = None) -> None:
-        """Make the move of the table, and do what it asks for. subject: what the action is about."""
-        self._phase, action = MOVES[self._phase, event]
-        if action is RequestAction.HOLD:
-            self._refusal = event
-        _ACTIONS[action](self, subject)
+        """Make the moves of the table from this event on, and do what they ask for. subject: what the action is about."""
+        step: Step | None = (event, subject)
+        while step is not None:
+            event, subject = step
+            self._phase, act = _STEPS[self._phase, event]
+            step = act(self, subject)
 
-    def _judge(self, judged: Judgement) -> None:
-        event, error, until, rest = judged
-        self._on(event, error or until or rest)
-
-    def _place(self, _: object) -> None:
+    def _place(self, _: object) -> Step:
         self._let_go()
-        # What was held back of a stream that broke was not passed on.
-        self._log, self._in_chunk = None, False
-        self._judge(self.route.place())
+        if self._log is not None:
+            # What was held back of a stream that broke was not passed on.
+            self._log, self._tail = None, b""
+        self._in_chunk = False
+        return self.route.place()
 
     def _wait(self, until: Until) -> None:
         self._waits_for = until
@@ -205,14 +201,14 @@ class ProxiedRequest:
     def _woken(self) -> None:
         self._on(RequestEvent.WOKEN)
 
-    def _connect(self, _: object) -> None:
+    def _connect(self, _: object) -> Step | None:
         self.route.enter(self)
         connection = None if self._request.http10 else self.route.pool.take()
         if connection is None:
             self._connect_afresh(None)
-        else:
-            self._fresh = False
-            self._on(RequestEvent.CONNECTED, connection)
+            return None
+        self._fresh = False
+        return RequestEvent.CONNECTED, connection
 
     def _connect_afresh(self, _: object) -> None:
         self._fresh = True
@@ -224,20 +220,22 @@ class ProxiedRequest:
         except OSError as error:
             # A TimeoutError is one, too.
             self._opening = None
-            self._judge(self.route.not_connected(self._phase, error))
+            self._on(*self.route.not_connected(self._phase, error))
         else:
             self._opening = None
             self._on(RequestEvent.CONNECTED, connection)
 
     def _send(self, connection: UpstreamConnection) -> None:
         self._connection = connection
-        request, route = self._request, self.route
-        lines, added = self._proxy.upstream_lines, route.request_lines()
+        request, route, proxy = self._request, self.route, self._proxy
+        lines, added = proxy.upstream_lines, [*route.own_lines(), *proxy.sender_lines(request, route.caller)]
         if self._span is not None:
             self._span.sent(route)
-            lines, added = self._proxy.traced_lines, [*added, self._span.line]
-        head = to_upstream(request, route.target, len(route.body), lines, added)
-        connection.send(self, head, route.body, head_request=request.method == b"HEAD")
+            lines = proxy.traced_lines
+            added.append(self._span.line)
+        body = route.body
+        head = to_upstream(request, route.target, len(body), lines, added)
+        connection.send(self, head, body, head_request=request.method == b"HEAD")
         if not self._client.writable:
             connection.pause()
 
@@ -248,8 +246,7 @@ class ProxiedRequest:
         self._held = held = held._replace(body=held.body + data)
         if len(held.body) <= HELD_BYTES_MAX:
             return
-        assert self._refusal is not None
-        if ruling(self._phase, self._refusal) in MAY_PASS:
+        if ruling(self._phase, self._answer) in MAY_PASS:
             self._held = None
             self._on(RequestEvent.HEAD, held)
         else:
@@ -257,21 +254,23 @@ class ProxiedRequest:
 
     def _pass_head(self, head: UpstreamHead) -> None:
         client, route, proxy = self._client, self.route, self._proxy
-        self._count(head.status, head.headers)
+        if route.audited:
+            self._audit(head.status, head.headers)
         if route.counted:
+            proxy.metrics.requests[route.path_class, head.status] += 1
             taken_s = proxy.clock() - self._started_s
             proxy.metrics.first_byte_s[route.path_class].observe(taken_s)
         if self._span is not None:
             self._span.head(head.status)
-        for name, value in head.headers:
-            if name == b"transfer-encoding":
-                self._chunked = True
-            elif name == b"content-type" and value.startswith(b"text/event-stream"):
-                self._event_stream = True
-        body = head.body
+        first, body = head.first, head.body
+        if b"transfer-encoding" in first:
+            self._event_stream = first.get(b"content-type", b"").startswith(b"text/event-stream")
         if route.log is not None:
-            self._log = route.log
-            body = self._log.take(body)
+            self._log = log = route.log
+            body = log.take(body)
+            log.write = client.write
+            if self._connection is not None:
+                self._connection.take_body = log.take
         parts = to_client(
             head,
             route.response_lines(),
@@ -325,7 +324,9 @@ class ProxiedRequest:
         self._proxy.metrics.cut_responses[self.route.where()] += 1
         http10 = self._request.http10
         between_events = not self._tail or self._tail.endswith(b"\n\n" if http10 else b"\n\n\r\n")
-        if self._event_stream and self._chunked and between_events and not self._in_chunk:
+        if self._log is not None:
+            between_events = self._log.between_events
+        if self._event_stream and between_events and not self._in_chunk:
             error.shape = self.route.errors
             event = error_event(error)
             self._client.end_short(event if http10 else b"%x\r\n%b\r\n" % (len(event), event))
@@ -360,15 +361,18 @@ class ProxiedRequest:
             connection.abandon()
         self.route.leave()
 
-    def _count(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def _count(self, status: int) -> None:
         if self.route.counted:
             self._proxy.metrics.requests[self.route.path_class, status] += 1
         if self.route.audited:
-            made = next((value.decode("latin-1") for name, value in headers if name == _MADE), None)
-            self._proxy.audit.answered(self._request, self.route.caller, self._client.peer, status, made)
+            self._audit(status)
+
+    def _audit(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        made = next((value.decode("latin-1") for name, value in headers if name == _MADE), None)
+        self._proxy.audit.answered(self._request, self.route.caller, self._client.peer, status, made)
 
 
-_ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], None]] = {
+_ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], Step | None]] = {
     RequestAction.PLACE: ProxiedRequest._place,
     RequestAction.WAIT: ProxiedRequest._wait,
     RequestAction.CONNECT: ProxiedRequest._connect,
@@ -383,3 +387,4 @@ _ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], None]] = {
     RequestAction.COUNT_LEFT: ProxiedRequest._count_left,
     RequestAction.LEAVE: ProxiedRequest._leave,
 }
+_STEPS = Table(MOVES.first, {move: (to, _ACTIONS[action]) for move, (to, action) in MOVES.items()})

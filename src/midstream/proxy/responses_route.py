@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from midstream.core.errors import ReplicaUnavailable
 from midstream.core.responses import HEADER_HELD_BY
 from midstream.fleet.view import ReplicaView
-from midstream.proxy.heads import Headers, UpstreamHead
+from midstream.http.upstream import UpstreamHead
 from midstream.proxy.replica_route import ReplicaRoute
 from midstream.proxy.request_state import RequestEvent, RequestPhase, Ruling, ruling
 from midstream.proxy.route import ELSEWHERE, HEAD, Judgement
@@ -27,11 +27,11 @@ class ResponsesRoute(ReplicaRoute):
     #: The replicas that are passed over for the one that holds the response.
     _passed: frozenset[str] = frozenset()
 
-    def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
-        if status == 200 and phase is RequestPhase.SENT:
+    def head(self, phase: RequestPhase, head: UpstreamHead) -> RequestEvent:
+        if head.status == 200 and phase is RequestPhase.SENT:
             # Others may continue the stream if this one is lost.
             self._tries.replicas -= self._passed
-        return super().head(phase, status, headers)
+        return super().head(phase, head)
 
     def held(self, phase: RequestPhase, refusal: RequestEvent, head: UpstreamHead) -> Judgement:
         if ruling(phase, refusal) is Ruling.HOLDER:

@@ -8,7 +8,7 @@ is not resumed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -51,13 +51,21 @@ class _Refusal(msgspec.Struct):
     error: _Problem
 
 
+def _not_yet(data: bytes) -> None:
+    """What comes with the head is written with it."""
+
+
 class ResumeLog:
     """Passes on whole chunks of a resumable stream, and keeps their lines.
 
     forgotten: there were more lines than are kept. lost: a chunk was too long to hold, so the client's bytes may end anywhere.
+    tail: the last of them then. write: writes to the client, once its head is written.
     """
 
-    __slots__ = ("_gathered", "_held", "_lines", "_lines_size", "_size", "forgotten", "lost")
+    __slots__ = (
+        *("_gathered", "_held", "_lines", "_lines_size", "_size"),
+        *("forgotten", "lost", "tail", "write"),
+    )
 
     def __init__(self) -> None:
         self._gathered: list[bytes] = []
@@ -68,11 +76,13 @@ class ResumeLog:
         #: The beginning of a chunk.
         self._held = b""
         self.lost = False
+        self.tail = b""
+        self.write: Callable[[bytes], object] = _not_yet
 
     def take(self, data: bytes) -> bytes:
-        """The bytes that may be passed on after `data` came."""
+        """Write the bytes that may be passed on after `data` came, which are returned, too."""
         if self.lost:
-            return data
+            return self._pass_lost(data)
         if self._held:
             data = self._held + data
         if data.endswith((_WHOLE, END)):
@@ -86,12 +96,25 @@ class ResumeLog:
             if len(self._held) > UNFINISHED_BYTES_MAX:
                 self.lost = True
                 held, self._held = self._held, b""
-                return data + held
+                return self._pass_lost(data + held)
+            if not data:
+                return data
         self._gathered.append(data)
         self._size += len(data)
         if self._size > GATHERED_BYTES_MAX:
             self._pick_out()
+        self.write(data)
         return data
+
+    def _pass_lost(self, data: bytes) -> bytes:
+        self.tail = (self.tail + data[-len(_WHOLE) :])[-len(_WHOLE) :]
+        self.write(data)
+        return data
+
+    @property
+    def between_events(self) -> bool:
+        """The client has whole events."""
+        return not self.lost or self.tail == _WHOLE
 
     def rest(self) -> bytes:
         """The bytes that are still held when the response is whole: its end, in another form than END."""

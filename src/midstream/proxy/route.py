@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from midstream.core.errors import EngineFailed, ErrorShape, MidstreamError, ReplicaUnavailable
-from midstream.core.headers import HEADER_OVERWRITE, HEADER_TENANT
+from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.tracing import Attribute
 from midstream.core.wires import TRAINER_HEALTH
 from midstream.http.message import Request
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from midstream.proxy.poison import Losses
     from midstream.proxy.proxy import AtReplica, Proxy
     from midstream.proxy.resume import ResumeLog
-from midstream.proxy.heads import Headers, UpstreamHead
+from midstream.http.upstream import UpstreamHead
 
 logger = logging.getLogger(__name__)
 #: They need no key.
@@ -34,7 +34,6 @@ _OWN_SHORTAGES = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
 )
 _OVERWRITE = HEADER_OVERWRITE.encode()
-_TENANT = HEADER_TENANT.encode()
 
 
 class Until(NamedTuple):
@@ -46,12 +45,10 @@ class Until(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """error: comes with FAILED. until: comes with NOT_YET. rest: bytes that the client gets before the END of its response."""
+    """subject: the error of FAILED, the Until of NOT_YET, or the bytes that the client gets before the END of its response."""
 
     event: RequestEvent
-    error: MidstreamError | None = None
-    until: Until | None = None
-    rest: bytes = b""
+    subject: MidstreamError | Until | bytes = b""
 
 
 class ConnectionLoss(NamedTuple):
@@ -121,14 +118,11 @@ class Route:
         """No connection could be opened."""
         return self._failed(shortage(error, self.where()) or self._down(reason_of_failure(error)))
 
-    def request_lines(self) -> list[bytes]:
-        """Header lines for the upstream, without their ends."""
-        lines = self._own_lines()
-        if b"x-request-id" not in self._request.first:
-            lines.append(b"x-request-id: " + self._proxy.request_id())
-        if self.caller.tenant:
-            lines.append(_TENANT + b": " + self.caller.tenant.encode())
-        return lines
+    def own_lines(self) -> list[bytes]:
+        """Header lines for the upstream, with their ends: the caller's own x-midstream- headers that a signal may have."""
+        given = self._request.first.get(_OVERWRITE)
+        lines = [] if given is None else [b"%b: %b\r\n" % (_OVERWRITE, given)]
+        return [*self._proxy.scopes_header(self.caller), *lines]
 
     def response_lines(self) -> list[bytes]:
         """Header lines for the client, with their ends."""
@@ -136,7 +130,7 @@ class Route:
 
     # -- what an upstream answers
 
-    def head(self, phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:
+    def head(self, phase: RequestPhase, head: UpstreamHead) -> RequestEvent:
         """HEAD, or the reason of a refusal."""
         return RequestEvent.HEAD
 
@@ -174,12 +168,6 @@ class Route:
         return error
 
     # -- inside
-
-    def _own_lines(self) -> list[bytes]:
-        """The caller's own x-midstream- headers that a signal may have."""
-        given = self._request.first.get(_OVERWRITE)
-        lines = [] if given is None else [_OVERWRITE + b": " + given]
-        return [*self._proxy.scopes_header(self.caller), *lines]
 
     def _failed(self, error: MidstreamError) -> Judgement:
         return Judgement(RequestEvent.FAILED, error)

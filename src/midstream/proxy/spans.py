@@ -23,7 +23,7 @@ class RequestSpan:
         }
         self._span = tracer.begin(f"{self._method} {self._path}", context)
         #: To be sent to each replica.
-        self.line = _CONTEXT[0] + b": " + self._span.traceparent.encode()
+        self.line = b"%b: %b\r\n" % (_CONTEXT[0], self._span.traceparent.encode())
         self._sent = 0
         self._status = 0
 

@@ -192,7 +192,7 @@ class VersionJudge:
         known = self.constraint.snapshot or known
         self._expected = known
         admitted = Admitted(known, pinned=self.constraint.snapshot is not None, body=self._body)
-        return [_ADMITTED + b": " + as_header(admitted).encode()]
+        return [b"%b: %b\r\n" % (_ADMITTED, as_header(admitted).encode())]
 
     def refusal(self, views: Sequence[ReplicaView]) -> SnapshotNotServed:
         """The error when no replica can meet the constraint."""

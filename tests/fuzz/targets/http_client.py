@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 from midstream.http.call import ResponseStream
-from midstream.http.upstream import DecodingConnection, UpstreamConnection, UpstreamPool
+from midstream.http.upstream import DecodingConnection, UpstreamConnection, UpstreamHead, UpstreamPool
 from targets.http_server import Wire
 from targets.target import Target, check, controlled, pieces
 
@@ -37,11 +37,9 @@ class Sink:
         self.heads = self.ends = 0
         self.lost: str | None = None
 
-    def response_head(
-        self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> None:
+    def response_head(self, head: UpstreamHead) -> None:
         self.heads += 1
-        self.status, self.headers, self.body = status, tuple(headers), body
+        self.status, self.headers, self.body = head.status, tuple(head.headers), head.body
 
     def response_body(self, data: bytes) -> None:
         self.body += data

@@ -415,8 +415,8 @@ GATEWAY = (
     Mutation(
         "a_clients_span_goes_to_the_replica",
         "proxy/spans.py",
-        'b": " + self._span.traceparent.encode()',
-        'b": " + request.first.get(_CONTEXT[0], self._span.traceparent.encode())',
+        "(_CONTEXT[0], self._span.traceparent.encode())",
+        "(_CONTEXT[0], request.first.get(_CONTEXT[0], self._span.traceparent.encode()))",
         "A replica's span is a child of its gateway's.",
         ("gateway/test_gateway_spans.py",),
     ),
