@@ -45,9 +45,9 @@ NAMES_TWICE_MAX = 8
 FILES_MAX = {"chat": 63, "tinker sample": 92, "hot load": 116}
 #: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for
 #: what the event loop does beside requests.
-CALLS_MAX = {"turn": 65, "turn, session in a header": 60, "without a session": 62, "streamed chat": 121}
+CALLS_MAX = {"turn": 52, "turn, session in a header": 47, "without a session": 50, "streamed chat": 95}
 #: The same per chunk of a stream. Of a burst, a read has 8 chunks.
-CHUNK_CALLS_MAX = {"paced": 3.2, "burst": 0.6}
+CHUNK_CALLS_MAX = {"paced": 2.2, "burst": 0.5}
 #: Likewise in a replica, per token of a stream with log-probabilities.
 TOKEN_CALLS_MAX = {
     "embedded, 1 stream": 16,
