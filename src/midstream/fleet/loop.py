@@ -218,22 +218,11 @@ class Reconciler:
                 # What was judged lapses: somebody has to look again.
                 self._due |= failed
                 self._send_pause(view)
-                send = action.send or self._with_new_peers(state, view, view.report)
+                send = action.send or self._replicas.with_new_peers(view, state.desired)
                 self._due |= send is not None or self._pauses.lags(view)
                 if send is not None and view.report.own.generation <= self._covered:
                     seen = msgspec.structs.replace(send, seen=view.report.own.generation)
                     self._send(view, view.report.boot, seen)
-
-    def _with_new_peers(self, state: DeploymentState, view: ReplicaView, report: Reported) -> Desired | None:
-        """What the replica is fetching, where other replicas may have its files of which it does not know."""
-        desired, own = state.desired, report.own
-        if desired is None or own.stage is not Stage.FETCHING:
-            return None
-        if own.target != desired.snapshot or own.snapshot == desired.snapshot:
-            return None
-        # It has taken this up already. `hold` lets nothing go that waits for its turn.
-        again = msgspec.structs.replace(desired, generation=own.generation, hold=True)
-        return again if self._replicas.has_new_peers(view, again) else None
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""

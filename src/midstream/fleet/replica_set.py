@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.types import Desired, Hint, Pause, PolicyEnd
+from midstream.core.types import Desired, Hint, Pause, PolicyEnd, Stage
 from midstream.fleet.known_replica import KnownReplica, PolicyKey
 from midstream.fleet.placement import Fleet
 from midstream.fleet.replicas import DeploymentReplicas
@@ -233,9 +233,17 @@ class ReplicaSet:
                 self.look_again()
             raise
 
-    def has_new_peers(self, view: ReplicaView, desired: Desired) -> bool:
-        """Whether there are replicas that may have its files, of which this one was not told."""
-        return not self._met.get(view.name, frozenset()).issuperset(self._peers(view, desired))
+    def with_new_peers(self, view: ReplicaView, desired: Desired | None) -> Desired | None:
+        """What the replica is fetching, if others may have its files of which it was not told."""
+        report = view.report
+        if desired is None or report is None or report.own.stage is not Stage.FETCHING:
+            return None
+        if report.own.target != desired.snapshot or report.own.snapshot == desired.snapshot:
+            return None
+        # It has taken this up already. `hold` lets nothing go that waits for its turn.
+        again = msgspec.structs.replace(desired, generation=report.own.generation, hold=True)
+        new = not self._met.get(view.name, frozenset()).issuperset(self._peers(view, again))
+        return again if new else None
 
     def _peers(self, view: ReplicaView, desired: Desired) -> tuple[str, ...]:
         """Other replicas, which may have its files if they were pushed. Those that serve it come first."""
