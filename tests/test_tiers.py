@@ -64,6 +64,14 @@ def test_six_runs_of_ci_run_all_that_make_test_leaves_out() -> None:
     assert parts == Counter(range(count))
 
 
+def test_every_module_of_the_real_vllm_has_its_place_in_their_order() -> None:
+    """No tier collects the folder, so nothing else would see that one is missing."""
+    folder = ROOT / "tests/vllm"
+    order = re.search(r"^ORDER = \[(.*?)^\]", (folder / "conftest.py").read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert order is not None
+    assert sorted(re.findall(r'"(\w+)"', order[1])) == sorted(path.stem for path in folder.glob("test_*.py"))
+
+
 def test_each_variant_is_in_one_part_and_short_files_are_whole() -> None:
     files = [f"tests/e2e/short-{number % 9}" for number in range(27)] + ["tests/docs/long"] * 60
     parts = tiers.dealt(files, 7)
