@@ -67,7 +67,9 @@ def test_six_runs_of_ci_run_all_that_make_test_leaves_out() -> None:
 def test_every_module_of_the_real_vllm_has_its_place_in_their_order() -> None:
     """No tier collects the folder, so nothing else would see that one is missing."""
     folder = ROOT / "tests/vllm"
-    order = re.search(r"^ORDER = \[(.*?)^\]", (folder / "conftest.py").read_text(), flags=re.MULTILINE | re.DOTALL)
+    order = re.search(
+        r"^ORDER = \[(.*?)^\]", (folder / "conftest.py").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     assert order is not None
     assert sorted(re.findall(r'"(\w+)"', order[1])) == sorted(path.stem for path in folder.glob("test_*.py"))
 

@@ -38,6 +38,7 @@ MAX_MODEL_LEN = 512
 GENERATE = "/inference/v1/generate"
 PATHS = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version", GENERATE)
 OWN = "theirs"
+UPDATE = ("/start_weight_update", "/finish_weight_update")
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 #: Between a token and the next best one, in nats.
 GAP = 0.5
@@ -209,7 +210,7 @@ class FakeRequest:
             "token_ids": [t for t, _ in new],
             "routed_experts": self._routes() if finish else None,
             "sampling_mask": None,
-            "weight_versions": self.lie(self._spans()) if finish else None,
+            "weight_versions": self._told() if finish else None,
             "logprobs": {"content": content},
         }
         self.event({"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice | more]})
@@ -269,6 +270,9 @@ class FakeRequest:
         """The connection is lost."""
         self.writer.transport.abort()
 
+    def _told(self) -> list[dict[str, Any]] | None:
+        return self.lie(self._spans()) if self.fake.confirms else None
+
     def _spans(self) -> list[dict[str, Any]]:
         spans: list[dict[str, Any]] = []
         for i, version in enumerate(self.versions):
@@ -302,7 +306,7 @@ class FakeRequest:
             "finish_reason": "length",
             "token_ids": [t for t, _ in new],
             "routed_experts": self._routes(),
-            "weight_versions": self.lie(self._spans()),
+            "weight_versions": self._told(),
             "logprobs": {"content": [self._scored(t, p) for t, p in new]},
         }
         asked = "prompt_logprobs" in self.sampling
@@ -360,6 +364,8 @@ class FakeVllm:
         self.hung = False
         # Answers of its workers to the engine's watch.
         self.probes = 0
+        # As versions up to 0.28, it does not say which weights sampled a choice.
+        self.confirms = True
         # It scores no prompt with finite numbers.
         self.nan_scores = False
         # Until gate of the request is set.
@@ -495,7 +501,7 @@ class FakeVllm:
             case "/health":
                 return (200 if self.healthy else 503), {}
             case "/openapi.json":
-                return 200, {"paths": {p: {} for p in (*PATHS, LOAD, UNLOAD)}}
+                return 200, {"paths": {p: {} for p in (*PATHS, LOAD, UNLOAD, *UPDATE)}}
             case "/version":
                 return 200, {"version": "0.32.0"}
             case "/v1/models":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FakeRequest, until, weights_of
+from fake_vllm import FakeRequest, FakeVllm, until, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import examples
@@ -137,6 +137,25 @@ def test_without_a_switch_no_word_is_no_doubt_and_a_wrong_one_is(tmp_path: Path)
                 request.lie = LIES[lie]
                 request.to_the_end()
                 assert ((await reading.ended()).errors == []) == fine
+
+    asyncio.run(main())
+
+
+def test_a_version_that_never_says_which_weights_sampled_gives_labels_by_arrival(tmp_path: Path) -> None:
+    def silent(fake: FakeVllm) -> None:
+        fake.confirms = False
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=silent) as (engine, fake):
+            reading, (request,) = await begun(engine, fake, asking())
+            request.step(2)
+            await until(lambda: len(reading.records()) == 2)
+            await swap(engine, tmp_path, 1)
+            request.to_the_end()
+            await reading.ended()
+            assert reading.errors == []
+            assert [weights_of(record) for record in reading.records()] == [0, 0, 1, 1]
+            assert reading.labels() == ["base", "base", "step-1", "step-1"]
 
     asyncio.run(main())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,17 @@ def test_alternatives_are_the_best_ones_best_first_whatever_was_sampled() -> Non
     outside = [t for t in tokens if t.token_id not in {best.token_id for best in t.top}]
     assert outside, "the recorded stream should have a sampled token that is not among the best"
     assert protocol.read_answer(answer("answer_top3"), 3).tokens == tuple(tokens)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_older_versions_name_tokens_in_words_and_give_no_ranks(name: str) -> None:
+    """vLLM 0.20 to 0.28."""
+    data = re.sub(
+        rb'"token_id":(\d+),"logprob":', rb'"token":"token_id:\1","bytes":null,"logprob":', stream(name)
+    )
+    older = re.sub(rb',"rank":\d+', b"", data)
+    assert (older == stream(name)) == (b'"logprob":' not in stream(name))
+    assert ChunkReader(STREAMS[name]).feed(older) == ChunkReader(STREAMS[name]).feed(stream(name))
 
 
 @pytest.mark.parametrize("name", STREAMS)

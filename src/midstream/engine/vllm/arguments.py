@@ -63,6 +63,8 @@ STRUCTURED = json.dumps({"backend": "guidance"})
 #: vLLM takes requests in the order of their priorities, lower ones first, and equal ones in the order of arrival.
 POLICY_FLAG, BY_PRIORITY = "scheduling-policy", "priority"
 MODULE = "vllm.entrypoints.openai.api_server"
+#: Opens the endpoint of token ids. Older versions have it always, and refuse the flag.
+SCALE_OUT = "enable-scale-out"
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -201,7 +203,7 @@ def command_line(
     check_weight_transfer(weight_transfer, args)
     ours = {
         "generation-config": "vllm",
-        "enable-scale-out": None,
+        SCALE_OUT: None,
         "enable-prompt-tokens-details": None,
         "disable-uvicorn-access-log": None,
         "structured-outputs-config": STRUCTURED,
@@ -209,6 +211,9 @@ def command_line(
         "seed": str(seed),
         POLICY_FLAG: BY_PRIORITY,
     }
+    if not knows(python, SCALE_OUT):
+        # It has these endpoints without a flag.
+        del ours[SCALE_OUT]
     flags = dict(given_flags(args))
     if flags.get("distributed-executor-backend") != "ray" and "nnodes" not in flags:
         # Workers on other machines may not find it.
@@ -241,6 +246,14 @@ def _visible(gpus: Sequence[int], ours: str | None) -> str:
 def is_cpu_build(python: str) -> bool:
     """Whether vLLM for CPUs is installed in the environment of `python`."""
     return any(Path(python).parent.parent.glob("lib/python*/site-packages/vllm*cpu*.dist-info"))
+
+
+def knows(python: str, flag: str) -> bool:
+    """Whether the vLLM in the environment of `python` has a flag; True where its files are not found."""
+    packages = list(Path(python).parent.parent.glob("lib/python*/site-packages/vllm/entrypoints"))
+    name = flag.replace("-", "_").encode()
+    files = (file for package in packages for file in package.rglob("*args.py"))
+    return not packages or any(name in file.read_bytes() for file in files)
 
 
 def openmp_library(python: str) -> Path | None:

@@ -3,7 +3,8 @@
 The chunks of a vLLM stream carry no label, so a token's label is the epoch in which it arrives. The proof: a switch is pause,
 reload, new weight version, resume. When `pause` has returned and everything written before it was read (swap.py), every token
 that has arrived was sampled before the switch. Every token that arrives after `resume` was sent is sampled after it. At the
-end of each choice vLLM says which of its weight versions sampled which token (`weight_versions`). That must be the same.
+end of each choice vLLM says which of its weight versions sampled which token (`weight_versions`). That must be the same. Older
+versions of vLLM do not say it. With them the order of arrival is the only proof.
 
 Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. A choice
 ends with an error if its labels differ from what vLLM says, never with a wrong label.
@@ -26,6 +27,8 @@ class Epochs:
         self.now, self.snapshot = 0, snapshot
         # Of each, what its files are; "": not known.
         self._files = [""]
+        # vLLM says at the end of a choice which of its versions sampled which token.
+        self.confirmed = True
 
     def __repr__(self) -> str:
         return f"Epochs({self.now}: {self.snapshot})"
@@ -103,9 +106,9 @@ class ChoiceLabels:
             for (epoch, start), end in zip(self._spans, ends, strict=False)
         ]
         if spans is None:
-            # Without a switch, vLLM's silence leaves no doubt.
+            # Without a switch, vLLM's silence leaves no doubt. Nor does that of a version that never says it.
             unproved = "vLLM did not say which weights sampled a choice that crossed a switch"
-            return unproved if len(ours) > 1 else None
+            return unproved if len(ours) > 1 and epochs.confirmed else None
         theirs = [span for span in spans if span[1] < span[2]]
         return None if theirs == ours else f"labels {ours} were given, and vLLM says {theirs}"
 

@@ -156,7 +156,10 @@ class ServerLife(Engine):
         try:
             await self._server.start()
             url, headers = self._server.url, self._server.headers
-            self._control = Control(url, headers, self._settings.load_s_max, self._watch.held_up)
+            named = self._server.names_weights
+            self._control = Control(
+                url, headers, self._settings.load_s_max, self._watch.held_up, versions=named
+            )
             self._epochs, self._serving_dir = Epochs(BASE_SNAPSHOT), self._model_dir
             # An attached server may have a cache from before.
             self._salts = Salts(secrets.token_bytes(16))
@@ -189,7 +192,7 @@ class ServerLife(Engine):
             self._ranks = await self._control.ranks()
         if self._attached:
             await self._control.resume()
-            await self._check_usage()
+        await self._hear()
         self._no_policies = self._server.no_adapters
         self._adapters = None if self._no_policies else await self._prove_adapters()
         if not self._attached and self._adapters is None:
@@ -215,8 +218,9 @@ class ServerLife(Engine):
                 "them: restart it"
             )
 
-    async def _check_usage(self) -> None:
-        """Raises VllmServerFailed when an attached server does not say how much of a prompt was cached."""
+    async def _hear(self) -> None:
+        """Learn from an answer what this version says. Raises VllmServerFailed when an attached server does not say how much of
+        a prompt was cached."""
         prompt = proof_prompt(self._shape.vocab_size, self._server.max_model_len)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = GenerateRequest(request_id="usage", prompt=prompt, sampling=sampling)
@@ -227,10 +231,11 @@ class ServerLife(Engine):
         if answer.status != 200:
             raise CallFailed(protocol.error_of(answer.status, answer.body))
         try:
-            cached = protocol.read_answer(answer.body).cached
+            chunk = protocol.read_answer(answer.body)
         except protocol.InvalidAnswer as error:
             raise VllmServerFailed(f"the vLLM server at {url}: {error}") from error
-        if cached is None:
+        self._epochs.confirmed = chunk.spans is not None
+        if self._attached and chunk.cached is None:
             raise VllmServerFailed(
                 f"the vLLM server at {url} does not say how much of a prompt was cached: start it with "
                 "--enable-prompt-tokens-details"
@@ -321,6 +326,9 @@ class ServerLife(Engine):
 
     async def _other_weights(self) -> str | None:
         """Why the server has other weights than ours, if it has: it was restarted, for example."""
+        if not self._server.names_weights:
+            # It was started here, so nobody else restarts it.
+            return None
         if self._coming_version is not None:
             # The switch itself finds out whether it left the server in doubt.
             return None

@@ -1,4 +1,4 @@
-"""The JSON of a vLLM server's `POST /inference/v1/generate` (vLLM 0.32), with token ids only.
+"""The JSON of a vLLM server's `POST /inference/v1/generate` (vLLM 0.20 to 0.32), with token ids only.
 
 Owns: the request body of one choice, the chunks of a stream, an answer in one piece, and the text of an error answer. No I/O.
 Always holds:
@@ -10,6 +10,7 @@ Always holds:
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from math import isfinite, nan
 from operator import attrgetter
@@ -142,6 +143,9 @@ _SCORES = msgspec.json.Decoder(_PromptScores)
 _ANYTHING = msgspec.json.Decoder(dict[str, Any])
 _DONE = Chunk(done=True)
 _token_id = attrgetter("token_id")
+_logprob = attrgetter("logprob")
+#: How versions up to 0.28 name a token beside its log-probability.
+_NAMED, _NAME = b'"token_id:', re.compile(rb'"token":\s?"token_id:(\d+)"')
 
 
 def alternatives(request: GenerateRequest) -> int:
@@ -201,6 +205,8 @@ def read_answer(data: bytes, top: int = 0, *, both: bool = False) -> Chunk:
 
 
 def _read(data: bytes, top: int, *, both: bool) -> Chunk:
+    if _NAMED in data:
+        data = _NAME.sub(rb'"token_id":\1', data)
     try:
         message = (_WITH_TOP if top else _RANKED if both else _PLAIN).decode(data)
     except NOT_JSON as error:
@@ -242,6 +248,10 @@ def _best(token: Any, top: int) -> tuple[TopLogprob, ...]:
     """The `top` best tokens. vLLM puts the sampled token first, whatever its rank, and cuts the list at that length."""
     if not top:
         return ()
+    if not any(t.rank for t in token.top_logprobs):
+        # Older versions give no ranks.
+        ordered = sorted(token.top_logprobs, key=_logprob, reverse=True)
+        return tuple([TopLogprob(t.token_id, t.logprob) for t in ordered[:top]])
     ranked = sorted([(t.rank, t.token_id, t.logprob) for t in token.top_logprobs if t.rank and t.rank <= top])
     return tuple([TopLogprob(token.token_id if i == ITSELF else i, logprob) for _, i, logprob in ranked])
 

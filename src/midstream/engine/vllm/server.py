@@ -25,7 +25,7 @@ import msgspec
 
 from midstream.core.config import VllmSettings
 from midstream.core.http_answer import NotThatAnswer
-from midstream.engine.vllm import keeper, protocol
+from midstream.engine.vllm import keeper
 from midstream.engine.vllm.arguments import (
     NO_LORA,
     WORKER,
@@ -38,8 +38,8 @@ from midstream.engine.vllm.arguments import (
     given_flags,
     is_cpu_build,
 )
+from midstream.engine.vllm.server_info import NAMES_WEIGHTS, VllmServerInfo, missing_endpoints, missing_flags
 from midstream.engine.vllm.server_info import PATH as INFO
-from midstream.engine.vllm.server_info import VllmServerInfo, missing_flags
 from midstream.http.call import CallFailed, NotListening, call
 
 logger = logging.getLogger(__name__)
@@ -66,16 +66,6 @@ INFO_S_MAX = 120.0
 LOG_LINES = 15
 LOG_BYTES = 64 * 2**10
 SEEDS = 2**31
-_DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
-#: The endpoints that a server must have, and the flag or variable that gives it each.
-ENDPOINTS = {
-    protocol.PATH: "--enable-scale-out",
-    "/pause": _DEV_MODE,
-    "/resume": _DEV_MODE,
-    "/is_paused": _DEV_MODE,
-    "/collective_rpc": _DEV_MODE,
-    "/update_weight_version": _DEV_MODE,
-}
 
 
 class VllmServerFailed(Exception):
@@ -159,6 +149,8 @@ class VllmServer:
         self.on_cpu = False
         # Requests may have priorities.
         self.by_priority = False
+        # It says which weights it has. Older versions do not.
+        self.names_weights = True
 
     def __repr__(self) -> str:
         kind = "attached" if self._attached else f"pid={self.pid}"
@@ -319,10 +311,11 @@ class VllmServer:
         self.version = (await self._get("/version", _Version)).version
         hint = "was it started with --disable-fastapi-docs? It must not be"
         paths = (await self._get("/openapi.json", _OpenApi, hint)).paths
-        # One endpoint per flag.
-        missing = {flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths}
-        if missing:
-            gaps = "; ".join(f"no {path}: start it with {flag}" for flag, path in missing.items())
+        self.names_weights = NAMES_WEIGHTS in paths
+        gaps = missing_endpoints(
+            paths, attached=self._attached, transfer=bool(self._settings.weight_transfer)
+        )
+        if gaps:
             raise self._failed(f"the vLLM {self.version} at {self.url} has {gaps}")
         served = (await self._get("/v1/models", _Models)).data
         named = [model for model in served if model.id == self.served_name] or served

@@ -1,6 +1,7 @@
-"""What a running vLLM server says about itself in `/server_info`, read where midstream did not choose its flags.
+"""What a running vLLM server says about itself: its endpoints, and `/server_info` where midstream did not choose its flags.
 
-Owns: which settings of vLLM are read, and the flags that an attached server must have been started with.
+Owns: which endpoints a server must have, which settings of vLLM are read, and the flags that an attached server must have been
+started with.
 Always holds: a flag counts as given if this version of vLLM does not report its setting. All that are missing are named at
 once.
 """
@@ -12,10 +13,40 @@ from typing import Any
 
 import msgspec
 
+from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import BY_PRIORITY, LORA_VARIABLE, MAX_LOGPROBS, NO_LORA, STRUCTURED
 
 PATH = "/server_info?config_format=json"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
+#: By it the weights get a name. vLLM 0.26 lacks it, and 0.28 has it.
+NAMES_WEIGHTS = "/update_weight_version"
+_DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
+#: The endpoints that every server must have, and the flag or variable that gives it each.
+ENDPOINTS = {
+    protocol.PATH: "--enable-scale-out",
+    "/pause": _DEV_MODE,
+    "/resume": _DEV_MODE,
+    "/is_paused": _DEV_MODE,
+    "/collective_rpc": _DEV_MODE,
+}
+#: An update from a trainer is between these.
+TRANSFER_ENDPOINTS = ("/start_weight_update", "/finish_weight_update")
+
+
+def missing_endpoints(paths: Container[str], *, attached: bool, transfer: bool) -> str:
+    """What is not among the server's endpoints, and what to do; empty if nothing is missing.
+
+    transfer: trainers write weights into the server.
+    """
+    # One endpoint per flag.
+    missing = {flag: path for path, flag in reversed(ENDPOINTS.items()) if path not in paths}
+    gaps = [f"no {path}: start it with {flag}" for flag, path in missing.items()]
+    if attached and NAMES_WEIGHTS not in paths:
+        unseen = f"no {NAMES_WEIGHTS}, so a restart by others would not be seen"
+        gaps.append(f"{unseen}: let midstream start it, or take a newer vLLM (0.28 has it)")
+    if transfer and any(path not in paths for path in TRANSFER_ENDPOINTS):
+        gaps.append(f"no {TRANSFER_ENDPOINTS[0]}, which vllm.weight_transfer needs (vLLM 0.23 has it)")
+    return "; ".join(gaps)
 
 
 class ModelConfig(msgspec.Struct, frozen=True):

@@ -104,7 +104,10 @@ def load_s(directory: Path, load_s_max: float) -> float:
 
 
 class Control:
-    """The control endpoints of one server. held_up: entered while a call holds up the engine, with the most seconds."""
+    """The control endpoints of one server. held_up: entered while a call holds up the engine, with the most seconds.
+
+    versions: the server names its weights. One of an older vLLM does not.
+    """
 
     def __init__(
         self,
@@ -112,11 +115,14 @@ class Control:
         headers: str,
         load_s_max: float,
         held_up: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext(),
+        *,
+        versions: bool = True,
     ) -> None:
         self._url = url
         self._headers = headers
         self._load_s_max = load_s_max
         self._held_up = held_up
+        self._versions = versions
 
     async def pause(self, *, clear_cache: bool = False) -> None:
         """Pause between two steps. Requests and their KV stay.
@@ -157,7 +163,8 @@ class Control:
         await self._load("/collective_rpc", body, directory)
 
     async def set_version(self, version: str) -> None:
-        await self._post("/update_weight_version", {"new_version": version}, CALL_S_MAX)
+        if self._versions:
+            await self._post("/update_weight_version", {"new_version": version}, CALL_S_MAX)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """vLLM reads the files of `directory` between two steps, and perhaps again later."""
