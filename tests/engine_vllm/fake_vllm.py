@@ -217,13 +217,14 @@ class FakeRequest:
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         """The token is the best one, and the others are worse by GAP each."""
-        rank = 1
+        best, rank = token, 1
         if self.fake.both and MARK in self.sampling.get("extra_args", {}):
             drawn = sampling_of(self.sampling["temperature"])
-            rank = RANK_BASE + int.from_bytes(struct.pack("<f", -drawn), "little")
+            best, rank = ITSELF, RANK_BASE + int.from_bytes(struct.pack("<f", -drawn), "little")
         top = [{"token_id": token, "logprob": logprob, "rank": rank}]
-        for place in range(self.sampling.get("logprobs", 0)):
-            there = ITSELF if place == 0 else VOCAB - place
+        for place in range(0 if best == ITSELF else 1, self.sampling.get("logprobs", 0)):
+            other = VOCAB - place if self.fake.names_alternatives else token
+            there = best if place == 0 else other
             top.append({"token_id": there, "logprob": logprob - place * GAP, "rank": place + 1})
         return {"token_id": token, "logprob": logprob, "rank": rank, "top_logprobs": top}
 
@@ -366,6 +367,8 @@ class FakeVllm:
         self.probes = 0
         # As versions up to 0.28, it does not say which weights sampled a choice.
         self.confirms = True
+        # As 0.20, it gives alternatives the name of the sampled token.
+        self.names_alternatives = True
         # It scores no prompt with finite numbers.
         self.nan_scores = False
         # Until gate of the request is set.

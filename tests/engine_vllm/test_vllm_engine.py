@@ -741,3 +741,19 @@ def test_a_server_whose_weights_others_changed_is_a_lost_one(
             assert "given weights by others: it has '1:theirs', not '0:base'" in str(died)
 
     asyncio.run(main())
+
+
+def test_alternatives_without_names_of_their_own_are_refused(tmp_path: Path) -> None:
+    """As vLLM 0.20 gives them."""
+
+    async def refused(folder: Path, *, named: bool) -> str | None:
+        def older(fake: FakeVllm) -> None:
+            fake.names_alternatives = named
+
+        async with attached(folder, set_up=older) as (engine, _):
+            asked = asking(want_logprobs=True, top_logprobs=2)
+            assert engine.refuses(asking(want_logprobs=True)) is None
+            return engine.refuses(asked)
+
+    assert asyncio.run(refused(tmp_path / "named", named=True)) is None
+    assert "top_logprobs" in (asyncio.run(refused(tmp_path / "nameless", named=False)) or "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
-from vllm_bed import PYTHON, REQUIRED, Bed, installed, vllm_bed
+import version_results
+from vllm_bed import PYTHON, REPLICAS, REQUIRED, Bed, installed, vllm_bed
 
+#: The version of vLLM whose outcomes are recorded; nothing is recorded without it.
+RECORD = "MIDSTREAM_TEST_VLLM_RECORD"
+RUN = version_results.VersionRun()
 ORDER = [
     "test_vllm_push",
     "test_vllm_policies",
@@ -119,5 +123,20 @@ def in_place_bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> 
 @pytest.fixture(scope="session")
 def bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
     needs_vllm()
-    with vllm_bed(tmp_path_factory.mktemp("vllm"), checkpoint) as running:
+    with vllm_bed(tmp_path_factory.mktemp("vllm"), checkpoint, replicas=REPLICAS) as running:
+        if os.environ.get(RECORD):
+            with running.http() as http:
+                [model] = http.get("/v1/models").json()["data"]
+            RUN.card = model["midstream"]["engine"]
         yield running
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.path.parent == HERE and not (report.when != "call" and report.passed):
+        RUN.took(item.path.stem, item.name.partition("[")[0], report)
+        if version := os.environ.get(RECORD):
+            # At once: a run may be cut off.
+            version_results.write(version, RUN, REPLICAS)
+    return report

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from serving import command
-from vllm_bed import Bed
+from vllm_bed import REPLICAS, Bed
 
 NO_ROUTES = "has no routes"
 #: Rows that are skipped, and a part of why.
@@ -46,4 +46,4 @@ def test_every_row_passes_but_those_that_the_engine_says_it_lacks(bed: Bed, tmp_
     assert [(name, why[name]) for name, reason in SKIPPED.items() if reason not in why[name]] == []
     assert done.returncode == 0, done.stdout + done.stderr
     assert found["engine"].startswith("vllm 0.")
-    assert found["replicas"] == 2
+    assert found["replicas"] == REPLICAS

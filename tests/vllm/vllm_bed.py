@@ -18,8 +18,12 @@ import torch
 from serving import Server, descendants, serve
 from transformers import AutoModelForCausalLM
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+# The environment of the version that is tested.
+VENV = os.environ.get("MIDSTREAM_TEST_VLLM_VENV", ".venv-vllm")
+PYTHON = Path(__file__).parents[2] / VENV / "bin" / "python"
 REQUIRED = "MIDSTREAM_TEST_VLLM"
+#: Of the server that most tests share.
+REPLICAS = int(os.environ.get("MIDSTREAM_TEST_VLLM_REPLICAS", "2"))
 CONTEXT = 2048
 # Tokens that vLLM caches together on a CPU.
 BLOCK = 128

@@ -102,6 +102,8 @@ class VllmEngine(ServerLife):
                 await self._begin(run, index, prompt)
 
     def refuses(self, request: GenerateRequest) -> str | None:
+        if protocol.alternatives(request) and not self._names_alternatives:
+            return "top_logprobs: this version of vLLM gives no names to alternatives"
         return protocol.problem(request)
 
     async def _score(self, run: VllmRequest) -> tuple[TokenRecord, ...] | str:

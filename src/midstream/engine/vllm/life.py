@@ -113,6 +113,8 @@ class ServerLife(Engine):
         self._announced = ""
         # Also of a server without weight transfer, which never holds it.
         self._fence = self._make_fence()
+        # vLLM gives each alternative its own name. 0.20 gives all of them that of the sampled token.
+        self._names_alternatives = True
         self.in_place = self._fence if settings.weight_transfer else None
         self._ranks = 1
         self._stager = VllmStager(self._staging, self._boot.while_alive)
@@ -223,7 +225,9 @@ class ServerLife(Engine):
         a prompt was cached."""
         prompt = proof_prompt(self._shape.vocab_size, self._server.max_model_len)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = GenerateRequest(request_id="usage", prompt=prompt, sampling=sampling)
+        request = GenerateRequest(
+            request_id="first", prompt=prompt, sampling=sampling, want_logprobs=True, top_logprobs=2
+        )
         salt = secrets.token_hex(16)
         data = protocol.body(request, 0, model=self._server.served_name, salt=salt, stream=False)
         url, headers = self._server.url, self._server.headers
@@ -231,10 +235,11 @@ class ServerLife(Engine):
         if answer.status != 200:
             raise CallFailed(protocol.error_of(answer.status, answer.body))
         try:
-            chunk = protocol.read_answer(answer.body)
+            chunk = protocol.read_answer(answer.body, request.top_logprobs)
         except protocol.InvalidAnswer as error:
             raise VllmServerFailed(f"the vLLM server at {url}: {error}") from error
         self._epochs.confirmed = chunk.spans is not None
+        self._names_alternatives = all(len({t.token_id for t in c.top}) == len(c.top) for c in chunk.tokens)
         if self._attached and chunk.cached is None:
             raise VllmServerFailed(
                 f"the vLLM server at {url} does not say how much of a prompt was cached: start it with "

@@ -1,0 +1,104 @@
+"""What the tests of this folder found with one version of vLLM, as benchmarks/results/vllm_versions.json keeps it.
+
+Always holds: a row is written by a run, and by nothing else. docs/vllm.md shows the file.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "benchmarks" / "results" / "vllm_versions.json"
+#: The columns of the table: the module of tests, and what it shows.
+SHOWN = {
+    "test_vllm_openai": "APIs, log-probabilities",
+    "test_vllm_conformance": "conformance",
+    "test_vllm_hotload": "hot loads under streams",
+    "test_vllm_policies": "policies",
+    "test_vllm_push": "vLLM's classes push",
+    "test_vllm_transfer_in_place": "weights in place",
+    "test_vllm_kills": "processes killed",
+}
+BEGIN, END = "<!-- begin: vLLM versions -->\n", "<!-- end: vLLM versions -->\n"
+
+
+@dataclass
+class VersionRun:
+    """The outcomes of the tests of this run, by module, and the engine's card as a server reported it."""
+
+    outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)
+
+    def took(self, module: str, test: str, report: pytest.TestReport) -> None:
+        outcome = str(report.outcome)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            outcome = report.longrepr[2].removeprefix("Skipped: ")
+        tests = self.outcomes.setdefault(module, {})
+        # Of the variants of a test, the one that failed.
+        if tests.get(test) != "failed":
+            tests[test] = outcome
+
+
+def read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return found
+
+
+def write(version: str, run: VersionRun, replicas: int) -> None:
+    """replicas: of the server that most tests share. What the file has of other modules of this version stays."""
+    card = run.card
+    results = read()
+    before = results.get(version, {})
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    results[version] = {
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "replicas": min(replicas, before.get("replicas", replicas)),
+        "lacks": card.get("lacks", before.get("lacks", [])),
+        "why": card.get("why", before.get("why", {})),
+        "tests": {**before.get("tests", {}), **run.outcomes},
+    }
+    ordered = dict(sorted(results.items(), key=lambda row: number(row[0]), reverse=True))
+    FILE.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def cell(tests: dict[str, str]) -> str:
+    if not tests:
+        return "not run"
+    failed = sorted(name for name, outcome in tests.items() if outcome == "failed")
+    if failed:
+        return f"no: {', '.join(f'`{name}`' for name in failed)}"
+    passed = sum(outcome == "passed" for outcome in tests.values())
+    if reasons := sorted({outcome for outcome in tests.values() if outcome != "passed"}):
+        return "; ".join(([f"yes ({passed})"] if passed else []) + [f"no: {reason}" for reason in reasons])
+    return f"yes ({passed})"
+
+
+def table() -> str:
+    lines = [f"| vLLM | {' | '.join(SHOWN.values())} |", "|---" * (len(SHOWN) + 1) + "|"]
+    for version, row in read().items():
+        lines.append(f"| {version} | {' | '.join(cell(row['tests'].get(name, {})) for name in SHOWN)} |")
+    return "\n".join(lines) + "\n"
+
+
+def written(document: str) -> str:
+    before, rest = document.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "vllm.md"
+    page.write_text(written(page.read_text()))
