@@ -10,7 +10,9 @@ from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
 from midstream.core.headers import HEADER_TOKEN
 from midstream.http.http1 import ClientConnection
+from midstream.replica.app import ReplicaApp
 from midstream.replica.exchange import Outbox
+from midstream.replica.peer_files import FILES_PATH
 
 BODY = b'{"model":"%b","prompt":"a","max_tokens":3,"stream":true}' % MODEL.encode()
 
@@ -31,6 +33,23 @@ def test_without_the_secret_nothing_is_answered_and_no_body_is_waited_for(tmp_pa
             known = {HEADER_TOKEN: "secret"}
             assert (await here.http.get("/health", headers=known)).json() == {"status": "ok"}
             assert (await here.http.get("/nowhere", headers=known)).status_code == 404
+
+    asyncio.run(main())
+
+
+def test_no_endpoint_answers_without_the_secret_or_with_another_one(tmp_path: Path) -> None:
+    """A replica on another machine listens where others may reach it."""
+
+    async def main() -> None:
+        async with running(tmp_path, FakeEngine(), token="secret") as here:
+            paths = [path.decode() for path in ReplicaApp(here.replica)._routes]
+            assert len(paths) > 20
+            for path in (*paths, FILES_PATH, f"{FILES_PATH}/a/b"):
+                for method in ("GET", "POST", "DELETE"):
+                    for key in ({}, {HEADER_TOKEN: "secret2"}):
+                        answer = await here.http.request(method, path, headers=key)
+                        assert answer.status_code == 401, (method, path, key)
+            assert (await here.http.get("/health", headers={HEADER_TOKEN: "secret"})).status_code == 200
 
     asyncio.run(main())
 
