@@ -88,6 +88,8 @@ def cell(tests: dict[str, str]) -> str:
 
 
 def table() -> str:
+    if not read():
+        return "No run is recorded yet.\n"
     lines = [f"| vLLM | {' | '.join(SHOWN.values())} |", "|---" * (len(SHOWN) + 1) + "|"]
     for version, row in read().items():
         lines.append(f"| {version} | {' | '.join(cell(row['tests'].get(name, {})) for name in SHOWN)} |")
