@@ -22,11 +22,10 @@ PLACES = {"a": [8, 32], "b": [0, 8]}
 
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    factory, platforms = ModuleType("factory"), ModuleType("platforms")
+    factory = ModuleType("factory")
     factory.WeightTransferEngineFactory = SimpleNamespace(register_engine=lambda *_: None)  # type: ignore[attr-defined]
-    platforms.current_platform = SimpleNamespace(is_cpu=lambda: False)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setitem(sys.modules, "midstream_vllm_worker", ModuleType("worker"))
     file = WORKER_DIR / "midstream_vllm_transfer.py"
     spec = importlib.util.spec_from_file_location("transfer_extension", file)
     assert spec is not None

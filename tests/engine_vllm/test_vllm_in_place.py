@@ -443,8 +443,8 @@ class Bare:
     async def transfer(self, path: str, body: object, within_s: float) -> None:
         await self._passes(path)
 
-    async def ask_workers(self, method: str, arguments: object, within_s: float) -> list[list[str]]:
-        return [[]]
+    async def ask_workers(self, method: str, arguments: object, within_s: float) -> list[dict[str, Any]]:
+        return [{"first": True, "missing": [], "digests": {}}]
 
     def kill(self, reason: str) -> None:
         self.boot.end(reason)
