@@ -77,6 +77,9 @@ DENSE: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
+    "bos_token_id": None,
+    # Under min_tokens vLLM forbids it, too.
+    "eos_token_id": END,
 }
 CLASSES: dict[str, Any] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -274,7 +277,9 @@ def test_both_numbers_are_those_of_plain_forward_passes_over_swaps_resumes_and_p
             # So few that none is preempted: what vLLM computes again is of the new weights.
             long = [r for r in itertools.islice(coming, every) if r.grammar is None][:: every // 12]
             asked = [
-                replace(r, n=1, sampling=replace(r.sampling, max_tokens=LONG, stop_token_ids=()))
+                replace(
+                    r, n=1, sampling=replace(r.sampling, max_tokens=LONG, stop_token_ids=(), min_tokens=0)
+                )
                 for r in long
             ]
             before = await served.preemptions()
