@@ -314,7 +314,10 @@ def test_a_deployment_without_replicas_says_why(
     monkeypatch.setattr(world, "read", failing)
     monkeypatch.setattr(world, "status", lambda: {"replicas": []})
     assert run(capsys, "status") == (0, "there are no replicas: FAILED, replica-0: no memory\n", "")
-    assert run(capsys, "status", "--json")[1] == '{"replicas": [], "policies": [], "transfers": []}\n'
+    assert (
+        run(capsys, "status", "--json")[1]
+        == '{"replicas": [], "policies": [], "transfers": [], "rebase_problem": ""}\n'
+    )
 
 
 def test_the_ledger_is_a_table_of_snapshots_and_of_how_each_replica_fared(

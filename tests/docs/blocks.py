@@ -114,7 +114,12 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
         PICTURE,
         Elsewhere("e2e/test_tracing.py", "it needs a collector of traces"),
     ],
-    "docs/vllm.md": [Elsewhere("vllm", "it needs vLLM"), SETTINGS, Elsewhere("vllm", "it needs vLLM")],
+    "docs/vllm.md": [
+        Elsewhere("vllm", "it needs vLLM"),
+        SETTINGS,
+        Elsewhere("vllm", "it needs vLLM"),
+        Elsewhere("e2e/test_remote_replica.py", "it needs two machines"),
+    ],
     "examples/art/README.md": [Elsewhere("recipes/test_art.py", "it needs the trainer"), OUTPUT],
     "examples/demo/README.md": [MAKE],
     "examples/plain_loop/README.md": [Elsewhere("e2e/test_examples.py", "it trains for minutes")],

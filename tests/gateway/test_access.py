@@ -26,8 +26,9 @@ from midstream.api.hotload import hotload_apis
 from midstream.api.reference import ReferenceApi
 from midstream.api.trainer_calls import TrainerApi
 from midstream.api.weight_transfer import WeightTransferApi
-from midstream.core.config import GatewaySettings, KeySettings
+from midstream.core.config import GatewaySettings
 from midstream.core.endpoints import endpoints_of
+from midstream.core.key_settings import KeySettings
 from midstream.core.pages import DASHBOARD_EVENTS, PAGES_OPEN
 from midstream.core.served_names import ServedNames
 from midstream.core.wires import (

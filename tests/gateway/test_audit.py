@@ -21,7 +21,7 @@ from gateway_harness import Stage, post, respond_ok, run, staged
 from test_access import CASES, DEPLOYMENTS, ONE, OTHER, TO_OTHER, A, world
 from test_scopes import routes_of, whole_front, whole_gateway
 
-from midstream.core.config import KeySettings
+from midstream.core.key_settings import KeySettings
 from midstream.core.wires import CHANGES_BY_GET, HOT_LOAD_PATH, WIRES
 from midstream.http.appserver import AppServer
 from midstream.http.auth import Authenticator, Caller

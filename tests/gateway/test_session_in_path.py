@@ -10,7 +10,7 @@ import pytest
 from gateway_harness import Message, Peer, Stage, get, post, run, staged
 from test_resume import BODY, WHOLE, WRITES, go_on, losing, read_chunk, read_head
 
-from midstream.core.config import KeySettings
+from midstream.core.key_settings import KeySettings
 from midstream.core.session_keys import MAX_KEY_BYTES, SESSION_HEADERS
 from midstream.core.wires import WIRES, split_session, wire_of
 

@@ -9,8 +9,9 @@ import pytest
 
 from midstream.commands import serve
 from midstream.commands.common import settings_of
-from midstream.core.config import GatewaySettings, KeySettings
+from midstream.core.config import GatewaySettings
 from midstream.core.errors import ConfigError
+from midstream.core.key_settings import KeySettings
 from midstream.core.settings import load_settings
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openapi_answers import Checked
 
-from midstream.core.config import KeySettings
+from midstream.core.key_settings import KeySettings
 from midstream.core.traces import Span
 from midstream.http.auth import Authenticator
 from midstream_tinker import app as module

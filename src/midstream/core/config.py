@@ -6,7 +6,6 @@ together, and the keys. An error names the setting, the value and what was expec
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -15,8 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from midstream.core.errors import ConfigError
+from midstream.core.key_settings import KeySettings, key_checks
 from midstream.core.logs import LogFormat
-from midstream.core.scopes import parse_grant
 from midstream.core.setting_types import (
     NAME_EXPECTED,
     NAME_PATTERN,
@@ -83,17 +82,6 @@ def parse_size(what: str, text: str) -> int:
     if match is None:
         raise ConfigError(f"{what} {text!r}: {SIZE_EXPECTED}")
     return int(float(match[1]) * SIZE_UNITS[match[2]])
-
-
-class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An API key that may not do everything."""
-
-    # The key itself, or "sha256:" and the 64 hexadecimal digits of its SHA-256.
-    key: str
-    # Of core/scopes.py: sample, publish, observe, operate; on one deployment only as "sample:NAME".
-    scopes: tuple[str, ...]
-    # The owner of the key. Keys of one tenant share sessions, caches and Tinker models.
-    tenant: Name | None = None
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -370,7 +358,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tracing: TracingSettings = TracingSettings()
 
     def __post_init__(self) -> None:
-        for holds, message in (*_own_checks(self), *_key_checks(self.gateway.api_keys), *_ray_checks(self)):
+        for holds, message in (*_own_checks(self), *key_checks(self.gateway.api_keys), *_ray_checks(self)):
             if not holds:
                 raise ConfigError(message)
 
@@ -425,37 +413,6 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
         not vllm.urls or not vllm.weight_transfer,
         "vllm.weight_transfer and vllm.urls exclude each other: a server with uncertain weights has to be restarted",
     )
-
-
-_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
-
-
-def key_digest(text: str) -> bytes:
-    """The SHA-256 of a key that is written as itself or as its digest."""
-    match = _DIGEST.fullmatch(text)
-    return bytes.fromhex(match[1]) if match else hashlib.sha256(text.encode()).digest()
-
-
-def _key_checks(keys: tuple[str | KeySettings, ...]) -> list[tuple[bool, str]]:
-    """Never with a key in a message. Raises ConfigError on a scope that is none."""
-    texts = [entry if isinstance(entry, str) else entry.key for entry in keys]
-    checks = [
-        (all(key.strip() == key != "" for key in texts), "gateway.api_keys must not hold an empty key"),
-        (
-            all(_DIGEST.fullmatch(key) for key in texts if key.startswith("sha256:")),
-            "gateway.api_keys: sha256: is followed by the 64 hexadecimal digits of a key's SHA-256",
-        ),
-        (len(set(map(key_digest, texts))) == len(texts), "gateway.api_keys holds a key twice"),
-    ]
-    for number, entry in enumerate(keys, 1):
-        if isinstance(entry, str):
-            continue
-        checks.append((bool(entry.scopes), f"gateway.api_keys: number {number} has no scopes"))
-        try:
-            parse_grant(entry.scopes)
-        except ConfigError as error:
-            raise ConfigError(f"gateway.api_keys: number {number}: {error}") from error
-    return checks
 
 
 #: Ray's own resources, of which a node has enough for several gateways.

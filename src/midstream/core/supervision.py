@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from midstream.core.config import KeySettings, TinkerSettings
+from midstream.core.config import TinkerSettings
+from midstream.core.key_settings import KeySettings
 from midstream.core.logs import LogFormat
 
 

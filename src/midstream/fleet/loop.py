@@ -13,8 +13,7 @@ Always holds:
 - A replica may have taken up a newer signal from another gateway than this one has read. It gets no message before
   the ledger was read again: an older signal would undo the newer one.
 - A deployment that is paused in the ledger is paused on every replica (pauses.py).
-- What is kept here can be thrown away at any time: a restart sends a message again, or restarts a wait.
-- No failure of a pass ends the loop.
+- What is kept here can be thrown away: a restart sends a message again, or restarts a wait. No failure of a pass ends the loop.
 """
 
 from __future__ import annotations

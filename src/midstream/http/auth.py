@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from midstream.core.config import KeySettings, key_digest
 from midstream.core.errors import Unauthorized
+from midstream.core.key_settings import KeySettings, key_digest
 from midstream.core.scopes import EVERYTHING, NOTHING, Grant, parse_grant
 
 #: The headers that may hold a key.

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from midstream.core.config import KeySettings
 from midstream.core.errors import Unauthorized
+from midstream.core.key_settings import KeySettings
 from midstream.core.wires import CHANGES_BY_GET
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet

@@ -248,8 +248,8 @@ GATEWAY = (
     Mutation(
         "a_pushed_snapshot_is_kept_twice_at_once",
         "ledger/transfers.py",
-        "this = (transfer_updates.c.id == update.key) & (transfer_updates.c.keep_at == update.keep_at)",
-        "this = transfer_updates.c.id == update.key",
+        "this = (table.c.id == update.key) & (table.c.keep_at == update.keep_at)",
+        "this = table.c.id == update.key",
         "One gateway at a time brings the files of an update into the bucket.",
         ("ledger/test_ledger_transfers.py",),
     ),

@@ -67,6 +67,23 @@ START_ERRORS = (VllmServerFailed, CallFailed, VllmRefused, NotExact, WrongWeight
 class ServerLife(Engine):
     """url: of a running server to attach to, instead of starting one. cache_dir: of the replica."""
 
+    _paused = False
+    # The weight version that a running commit brings.
+    _coming_version: str | None = None
+    # The KV cache of the attached server holds numbers that are not finite.
+    _spoilt = False
+    # What the files of the next commit are.
+    _announced = ""
+    # What a boot learns of its server. vLLM 0.20 gives all alternatives the name of the sampled token.
+    _names_alternatives = True
+    _ranks = 1
+    # None: it serves no policies, and the reason follows.
+    _adapters: Adapters | None = None
+    _no_policies = NO_LORA
+    # Of NUMBERS, those that it lacks, and why.
+    _no_numbers: Mapping[str, str] = UNPROVED
+    _death: Callable[[str], Awaitable[None]] | None = None
+
     def __init__(
         self,
         model_dir: Path,
@@ -96,9 +113,6 @@ class ServerLife(Engine):
         self._watcher: asyncio.Task[None] | None = None
         # pause, resume and commit run one at a time.
         self._control_lock = asyncio.Lock()
-        self._paused = False
-        # The weight version that a running commit brings.
-        self._coming_version: str | None = None
         self._control: Control
         self._shape: Shape
         self._epochs = Epochs(BASE_SNAPSHOT)
@@ -107,27 +121,13 @@ class ServerLife(Engine):
         self._proving = Proving(self._requests)
         # Set while it computes.
         self._computing = asyncio.Event()
-        # The KV cache of the attached server holds numbers that are not finite.
-        self._spoilt = False
-        # What the files of the next commit are.
-        self._announced = ""
         # Also of a server without weight transfer, which never holds it.
         self._fence = self._make_fence()
-        # vLLM gives each alternative its own name. 0.20 gives all of them that of the sampled token.
-        self._names_alternatives = True
         self.in_place = self._fence if settings.weight_transfer else None
-        self._ranks = 1
         self._stager = VllmStager(self._staging, self._boot.while_alive)
-        # Of a boot that serves policies.
-        self._adapters: Adapters | None = None
-        # Why not; empty if it does.
-        self._no_policies = NO_LORA
-        # Of NUMBERS, those that it lacks, and why.
-        self._no_numbers: Mapping[str, str] = UNPROVED
         self._adapter_dir = cache_dir / FOLDER
         self._serving_dir = self._model_dir
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
-        self._death: Callable[[str], Awaitable[None]] | None = None
 
     def _make_fence(self) -> VllmInPlace:
         return VllmInPlace(
