@@ -16,7 +16,7 @@ import safetensors.numpy
 import torch
 from publish_world import World, listening, weights
 
-from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, checkpoint
+from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, publication
 from midstream.client.errors import SignalRefused
 from midstream.client.weights import write_weights
 from midstream.snapshots.content import MANIFEST_FILE
@@ -311,28 +311,48 @@ def test_training_goes_on_with_other_weights_while_a_snapshot_is_published(world
         assert first.done()
 
 
-def test_tensors_of_torch_are_copied_in_memory_and_written_beside_the_training(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, may_write = checkpoint.write_weights, threading.Event()
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No weights of a copy are written before it is set."""
+    write, event = publication.write_weights, threading.Event()
 
     def written_late(*args: Any) -> None:
-        assert may_write.wait(60), "begin waits for the files"
+        assert event.wait(60), "begin waits for the files"
         write(*args)
 
+    monkeypatch.setattr(publication, "write_weights", written_late)
+    return event
+
+
+def test_tensors_of_torch_are_copied_in_memory_and_written_beside_the_training(
+    world: World, may_write: threading.Event
+) -> None:
     with world.publisher() as publisher:
         publisher.publish("0", weights(0), config_dir=world.config)
-        monkeypatch.setattr(checkpoint, "write_weights", written_late)
         for step in (1, 2):
             may_write.clear()
             live = {name: torch.from_numpy(values) for name, values in weights(step).items()}
-            publication = publisher.begin(f"{step}", live, config_dir=world.config)
+            begun = publisher.begin(f"{step}", live, config_dir=world.config)
             for tensor in live.values():
                 tensor.zero_()
-            assert not publication.done()
+            assert not begun.done()
             may_write.set()
-            assert publication.wait(60).kind == "delta"
+            assert begun.wait(60).kind == "delta"
             assert_served(world, f"{step}", weights(step))
+
+
+def test_the_configuration_may_go_once_begin_has_returned(
+    world: World, may_write: threading.Event, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    shutil.copytree(world.config, scratch)
+    live = {name: torch.from_numpy(values) for name, values in weights(0).items()}
+    with world.publisher() as publisher:
+        begun = publisher.begin("0", live, config_dir=scratch)
+        shutil.rmtree(scratch)
+        may_write.set()
+        assert begun.wait(60).kind == "full"
+    assert_served(world, "0", weights(0))
 
 
 def test_begin_refuses_tensors_under_other_names_at_once(world: World) -> None:

@@ -10,15 +10,15 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from midstream.client.names import as_checkpoint, from_memory, in_memory
+from midstream.client.names import as_checkpoint, from_memory, in_memory, served_spec
 from midstream.client.weights import COMPILED, Cast, SnapshotTensor, TensorCopy, wide_first, write_weights
 from midstream.snapshots.adapter import ADAPTER_FILES
-from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, is_snapshot_file
+from midstream.snapshots.layout import COMPANION_FILES, WEIGHT_FILES, CheckpointSpec, is_snapshot_file
 from midstream.snapshots.names import hint
 
 
@@ -161,8 +161,14 @@ class Source:
             raise ValueError(advice)
         return self.weights
 
-    def copied(self, memory: TensorCopy) -> Source | None:
-        """The same weights in `memory`, cast, if they are tensors of torch by name; else None: files are their copy.
+    @property
+    def served(self) -> CheckpointSpec | None:
+        """The checkpoint beside the configuration that was given, if there is one."""
+        return None if self.config_dir is None else served_spec(Path(self.config_dir))
+
+    def copied(self, memory: TensorCopy) -> Mapping[str, Any] | None:
+        """The weights in `memory`, under the checkpoint's names and cast, if they are tensors of torch by name. None: files are
+        their copy.
 
         A model writes its own files, with a configuration that training uses. Raises ValueError.
         """
@@ -177,7 +183,7 @@ class Source:
         for tensor in tensors:
             copies[tensor.name] = tensor.over(raw[at : at + tensor.size])
             at += tensor.size
-        return replace(self, weights=copies, dtype=None)
+        return copies
 
     def write(self, directory: Path) -> None:
         """Write the checkpoint into `directory`, which exists and is empty."""
@@ -201,8 +207,13 @@ class Source:
             assert self.weights is not None
             copy_matching(Path(self.weights), directory, WEIGHT_FILES)
             config_dir = config_dir or self.weights
-        if config_dir is not None:
-            copy_matching(Path(config_dir), directory, COMPANION_FILES)
+        write_companions(directory, config_dir)
+
+
+def write_companions(directory: Path, config_dir: str | PathLike[str] | None) -> None:
+    """Write into `directory` what a checkpoint has beside its weights, as far as `config_dir` has it."""
+    if config_dir is not None:
+        copy_matching(Path(config_dir), directory, COMPANION_FILES)
 
 
 def copy_matching(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:

@@ -8,21 +8,21 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from midstream.client.bucket import Bucket
 from midstream.client.calls import RETRY_S, CallAnswer
-from midstream.client.checkpoint import Source
+from midstream.client.checkpoint import Source, write_companions
 from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
-from midstream.client.names import check_names, served_spec
+from midstream.client.names import check_names
 from midstream.client.parent import Parent, WorkDirectory
 from midstream.client.snapshot_calls import Compression, ResetPromptCache, SnapshotCalls
 from midstream.client.status import ReplicaStatus, Status
-from midstream.client.weights import TensorCopy
+from midstream.client.weights import TensorCopy, write_weights
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
@@ -175,43 +175,60 @@ class ToBucket:
 
     def take(self, job: Job, source: Source, *, copy: bool = True) -> Callable[[], Published]:
         """Takes the weights. Returns the rest of the publication. copy: tensors are copied in memory, and written with the
-        rest; everything else is written at once."""
+        rest; everything else is written at once. Raises PublishError, ValueError."""
         self._bucket.check(job.identity, job.overwrite)
         started = self._monotonic()
         job.tell("writing")
-        held = source.copied(self._memory) if copy else None
-        took_s = self._monotonic() - started
-        if held is None:
-            return self._written(job, source, 0.0)
-        return lambda: self._written(job, held, took_s)()
-
-    def _written(self, job: Job, source: Source, took_s: float) -> Callable[[], Published]:
-        """The weights are on disk. took_s: what they took before. Returns the rest. Raises PublishError, ValueError."""
-        started = self._monotonic()
         staged = self._work.new_directory()
+        with self._staging(job, staged):
+            served = source.served
+            tensors = source.copied(self._memory) if copy else None
+            if tensors is None:
+                source.write(staged)
+                self._check_whole(job.identity, staged, served)
+            else:
+                write_companions(staged, source.config_dir)
+        took_s = self._monotonic() - started
+        if tensors is None:
+            return lambda: self.run(job, staged, took_s)
+        return lambda: self._run_copied(job, staged, tensors, served, took_s)
+
+    def _run_copied(
+        self,
+        job: Job,
+        staged: Path,
+        tensors: Mapping[str, Any],
+        served: CheckpointSpec | None,
+        took_s: float,
+    ) -> Published:
+        """As `run`, where `staged` lacks the weights. took_s: what copying them took. Raises ValueError, too."""
+        started = self._monotonic()
+        with self._staging(job, staged):
+            write_weights(staged, tensors, None)
+            self._check_whole(job.identity, staged, served)
+        return self.run(job, staged, took_s + self._monotonic() - started)
+
+    @contextlib.contextmanager
+    def _staging(self, job: Job, staged: Path) -> Iterator[None]:
+        """Whoever fails to fill `staged` leaves nothing of it. Raises PublishError for the disk."""
         try:
-            source.write(staged)
-            self._check_whole(job.identity, staged, source)
+            yield
         except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
             if isinstance(error, OSError):
                 raise PublishError(f"snapshot {job.identity!r} cannot be copied: {error}") from error
             raise
-        took_s += self._monotonic() - started
-        return lambda: self.run(job, staged, took_s)
 
     def write_full(self, identity: str, source: Source, *, overwrite: bool) -> Path | None:
         """Writes a full snapshot, without a signal; see SnapshotPublisher.write_full."""
 
         def fill(directory: Path) -> None:
             source.write(directory)
-            self._check_whole(identity, directory, source)
+            self._check_whole(identity, directory, source.served)
 
         return self._bucket.write(identity, fill, overwrite=overwrite)
 
-    def _check_whole(self, identity: str, directory: Path, source: Source) -> None:
-        given = source.config_dir
-        served = None if given is None else served_spec(Path(given))
+    def _check_whole(self, identity: str, directory: Path, served: CheckpointSpec | None) -> None:
         check_whole(identity, directory, served, of_policy=self._of_policy)
 
     def run(self, job: Job, staged: Path, write_s: float) -> Published:
