@@ -1,6 +1,7 @@
 """What is read without the parser comes out as the parser reads it, and only what is plain is read so."""
 
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -169,6 +170,19 @@ def answered(answers: list[list[bytes]], *, head_request: bool) -> list[object]:
             connection.connection_lost(None)
             break
     return found
+
+
+def test_an_idle_connection_holds_nothing_of_the_exchange_before() -> None:
+    connection = UpstreamConnection(UpstreamPool(_never, 1))
+    connection.connection_made(cast(Any, Transport()))
+    sink = Sink()
+    held = weakref.ref(sink)
+    connection.send(sink, b"GET / HTTP/1.1\r\n\r\n", b"", head_request=False)
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n")
+    connection.data_received(b"xyz")
+    assert sink.notes[-1] == "end"
+    del sink
+    assert held() is None
 
 
 def answers(rng: random.Random) -> Iterator[bytes]:

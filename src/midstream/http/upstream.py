@@ -55,6 +55,10 @@ class ResponseSink(Protocol):
         """The connection is gone. `answered`: at least one byte of a response had arrived."""
 
 
+def _nobody(data: bytes) -> None:
+    """No response is under way."""
+
+
 class UpstreamConnection(asyncio.Protocol):
     # What was decoded of the body and not handed on. None: the body is handed on in its framing.
     _decoded: list[bytes] | None = None
@@ -81,7 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
         # The server's answer is no HTTP response.
         self.malformed = False
         #: Gets the body behind its head: of each response the sink's own, until the sink names another.
-        self.take_body: Callable[[bytes], object]
+        self.take_body: Callable[[bytes], object] = _nobody
 
     # -- the transport's calls
 
@@ -264,6 +268,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _finish(self, sink: ResponseSink) -> None:
         self._sink = None
+        # An idle connection holds nothing of the last exchange.
+        self.take_body = _nobody
         if self._paused:
             self.resume()
         if self._keep_alive and not self._extra and not self._transport.is_closing():
