@@ -221,6 +221,10 @@ def test_files_that_went_bad_since_they_were_digested_are_not_put(world: World) 
     # And from now on they are not taken for the snapshot.
     with pytest.raises(SnapshotMissing):
         replica.digest(chain)
+    # Made anew, they are digested anew.
+    replica.load(chain)
+    replica.keep(chain, replica.digest(chain))
+    assert weights(world.tmp_path / "bucket" / "s2.full") == weights(world.source(2))
 
 
 def test_whole_files_that_were_damaged_in_the_bucket_are_found_by_their_digest(world: World) -> None:

@@ -165,7 +165,7 @@ class WholeFiles:
             try:
                 return put_kept(url, path, content, lacking, on_file)
             except SnapshotCorrupt:
-                self._made_of.pop(content_fingerprint(content), None)
+                self._contents.pop(self._made_of.pop(content_fingerprint(content), ()), None)
                 with contextlib.suppress(OSError):
                     forget_listing(path)
                 raise
