@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from push_world import DEPLOYMENT, SETTINGS, World, in_world
 
-from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
+from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable, SnapshotRefused
 from midstream.core.transfer import Begin, Check, Finish, Keep, Receive
 from midstream.fleet.push_counts import PushCounts
 from midstream.ledger import Phase
@@ -47,6 +47,22 @@ def test_an_update_that_is_refused_at_its_end_is_dropped_and_its_call_is_not_tim
             await gateway.whole()
         assert (counts(world).updates, counts(world).groups_ended) == ({"dropped": 1}, {})
         assert "finishing" not in gateway.door.counts.seconds
+
+    in_world(tmp_path, work)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named later", "started again"])
+def test_an_update_whose_name_was_refused_is_counted_once(tmp_path: Path, named: bool) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        gateway.fails_sign = SnapshotRefused("weight_version: v1 means other files", param="weight_version")
+        with pytest.raises(SnapshotRefused):
+            await gateway.whole()
+        gateway.fails_sign, world.version = None, "v2"
+        await (gateway.finish() if named else gateway.push())
+        found = gateway.door.counts
+        assert found.received_bytes == dict.fromkeys(world.replicas, 28 if named else 56)
+        assert found.updates == ({"committed": 1} if named else {"committed": 1, "dropped": 1})
 
     in_world(tmp_path, work)
 

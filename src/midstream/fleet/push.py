@@ -174,6 +174,7 @@ class PushDoor:
             seen, Event.START, within_s=settings.update_s + GRACE_S, identity=version
         )
         if seen.phase is Phase.UNNAMED:
+            self.counts.updates["dropped"] += 1
             await self._endings.drop(self._orders(deployment), seen)
         live_s = settings.update_s + settings.finish_s + 2 * GRACE_S
 
@@ -244,7 +245,7 @@ class PushDoor:
             raise InvalidRequest(found.refused.message, param=found.refused.param)
         left = left_since(deployment, group)
         group = await self._fence(deployment, group, found, "finish the update", left)
-        content = await self._agreed(deployment, group, found)
+        content = await self._agreed(deployment, group, found, seen)
         out = {member.replica: member.fenced for member in group.members if member.fenced}
         fenced = {name: why for name, why in out.items() if name not in left}
         committing = Committing(
@@ -325,8 +326,7 @@ class PushDoor:
 
     async def _check_members(self, deployment: Deployment, group: Transfer) -> None:
         """Raises Conflict when other replicas, or other boots, are to take part; the group has ended then."""
-        changed = changed_since(deployment, group)
-        if not changed:
+        if not (changed := changed_since(deployment, group)):
             return
         await self.end(deployment, group, "members", ", ".join(changed))
         size = min(member.rank for member in group.members) + ranks_of(deployment)
@@ -376,8 +376,7 @@ class PushDoor:
         self, deployment: Deployment, group: Transfer, failed: dict[str, str], what: str
     ) -> NoReturn:
         why = _words(failed) or f"{group.phase} took longer than its deadline allows"
-        ending: Ending = "failed" if failed else "deadline"
-        await self.end(deployment, group, ending, f"did not {what}: {why}")
+        await self.end(deployment, group, "failed" if failed else "deadline", f"did not {what}: {why}")
         raise ReplicaUnavailable(and_ended(f"not every replica could {what}: {why}"))
 
     async def _fence(
@@ -409,14 +408,17 @@ class PushDoor:
         logger.warning("the push to %s continues without: %s", deployment.name, _words(reasons))
         return await self._advance(deployment, group, Event.FENCED, members)
 
-    async def _agreed(self, deployment: Deployment, group: Transfer, found: OrderAnswers) -> Content:
-        """The content that all have. Raises ReplicaUnavailable; the group has ended then."""
+    async def _agreed(
+        self, deployment: Deployment, group: Transfer, found: OrderAnswers, seen: Transfer
+    ) -> Content:
+        """The content that all have. seen: the group before its finish. Raises ReplicaUnavailable; the group has ended then."""
         received = {name: read_answer(answer, Received) for name, answer in found.answers.items()}
         unread = {name: f"{name} answered something else" for name, one in received.items() if one is None}
         if unread:
             await self._fail(deployment, group, unread, "finish the update")
         contents = {name: one.content for name, one in received.items() if one is not None}
-        for name, one in received.items():
+        # With another name they say again what was counted with the first one.
+        for name, one in received.items() if seen.phase is not Phase.UNNAMED else ():
             self.counts.received_bytes[name] += one.received_bytes if one is not None else 0
         first, *others = contents
         differing = [name for name in others if contents[name] != contents[first]]
