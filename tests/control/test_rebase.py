@@ -51,24 +51,24 @@ def written(world: World) -> list[list[str]]:
 
 def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
     async def work(world: World) -> None:
-        for number in range(200):
+        for number in range(60):
             desired = await step(world, number)
             assert desired.snapshot == str(number)
             assert len(desired.parents) <= AFTER
             await looked(world, 1.0)
         [gateway] = world.gateways
         whole = [row for row in await gateway.ledger.snapshots(DEPLOYMENT) if row.full_url is not None]
-        assert [row.identity for row in whole] == [str(number) for number in range(4, 200, 4)]
+        assert [row.identity for row in whole] == [str(number) for number in range(4, 60, 4)]
         assert {(row.kind, row.full_url) for row in whole} == {
-            ("delta", f"file:///bucket/{number}.full") for number in range(4, 200, 4)
+            ("delta", f"file:///bucket/{number}.full") for number in range(4, 60, 4)
         }
         assert [name for names in written(world) for name in names] == [
-            f"{number}.full" for number in range(4, 200, 4)
+            f"{number}.full" for number in range(4, 60, 4)
         ]
         state = await gateway.ledger.state(DEPLOYMENT)
         assert state.desired is not None
         # A replica that joins fetches the newest whole files, and what came after them.
-        assert links(state.desired) == ["196.full", "197", "198", "199"]
+        assert links(state.desired) == ["56.full", "57", "58", "59"]
         assert state.desired.files[0].content == content("a")
         assert state.rebase_problem == ""
 
@@ -224,5 +224,52 @@ def test_a_reset_forgets_whole_files_too(tmp_path: Path) -> None:
         await looked(world)
         assert not any(written(world))
         assert links(await step(world, 0)) == ["0"]
+
+    in_world(tmp_path, work)
+
+
+def test_one_failure_does_not_keep_a_fast_run_from_whole_files(tmp_path: Path) -> None:
+    """The next snapshot is tried as it comes: a minute later no replica has its files any more."""
+
+    async def work(world: World) -> None:
+        for number in range(5):
+            await step(world, number)
+        for one in world.replicas.values():
+            one.faults[Keep] = "refuse"
+        await looked(world, 1.0)
+        await step(world, 5)
+        await looked(world, 10.0)
+        for one in world.replicas.values():
+            one.faults.clear()
+        # One second for each step, and the bound of chains is near.
+        for number in range(6, 16):
+            assert links(await step(world, number))[-1] == str(number)
+            await looked(world, 1.0)
+        assert [names[0] for names in written(world) if names] == ["6.full"]
+
+    in_world(tmp_path, work)
+
+
+def test_whole_files_of_before_a_reset_are_those_of_no_later_snapshot(tmp_path: Path) -> None:
+    """The row of a rebase gets the key of one that the reset removed, and its snapshot has the same name."""
+
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            await step(world, number)
+        writes = world.replicas["replica-0"]
+        writes.faults[Keep] = "hang"
+        world.clock.time += 1.0
+        await gateway.upkeep.look_once()
+        await writes.hangs.wait()
+        await gateway.ledger.reset_ledger(DEPLOYMENT)
+        for number in range(5):
+            await step(world, number, fingerprint=f"another{number}")
+        writes.goes_on.set()
+        await gateway.upkeep.kept()
+        assert writes.bucket == ["4.full"]
+        state = await gateway.ledger.state(DEPLOYMENT)
+        assert state.desired is not None
+        assert links(state.desired) == ["0", "1", "2", "3", "4"]
 
     in_world(tmp_path, work)

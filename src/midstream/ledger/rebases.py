@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from midstream.core.retry import Backoff
 from midstream.core.types import Content, SnapshotFiles
 from midstream.ledger import deployments
 from midstream.ledger.changes import mark
@@ -27,8 +28,8 @@ from midstream.ledger.schema import insert_new, rebases, storable
 from midstream.snapshots.content import content_fingerprint
 from midstream.snapshots.identity import WHOLE_SUFFIX, directory_name
 
-#: The snapshot after one whose whole files did not come into the bucket is tried after so long.
-AGAIN_S = 60.0
+#: After a snapshot whose whole files did not come into the bucket, none is wanted for so long.
+AGAIN = Backoff(first_s=5.0, last_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,16 @@ def want(db: sa.Connection, key: int, chain: Sequence[SnapshotFiles], after: int
     if newest is not None and newest.kept == "wanted":
         return
     failed = newest is not None and newest.kept == "given up" and newest.reason != ""
+    # One that is wanted is tried at once: its files leave the caches of replicas soon after it is not desired any more.
+    if failed and now < newest.wanted_at + AGAIN.pause_s(newest.keep_tries):
+        return
     own = chain[-1]
     this = {"deployment_id": key, "identity": own.snapshot, "lineage": lineage(chain)}
     values = {
         "url": own.url + WHOLE_SUFFIX,
         "wanted_at": now,
         "kept": "wanted",
-        "keep_at": now + (AGAIN_S if failed else 0.0),
+        "keep_at": now,
         "keep_tries": newest.keep_tries if failed else 0,
         "reason": newest.reason if failed else "",
     }
@@ -143,6 +147,7 @@ def as_unkept(row: Any, deployment: Any, chain: tuple[SnapshotFiles, ...], *, de
         of="rebase",
         name=directory_name(row.url),
         chain=chain,
+        lineage=row.lineage,
         reason=row.reason,
     )
 
@@ -155,8 +160,10 @@ def settle(
     values |= {"keep_tries": tries, "reason": storable(reason)}
     if rebase.content is not None:
         values["files"] = msgspec.to_builtins(rebase.content)
-    deployments.hold(db, rebase.deployment)
-    this = (rebases.c.id == rebase.key) & (rebases.c.kept == "wanted")
+    deployment = deployments.hold(db, rebase.deployment)
+    # Keys of rows that a reset removed are given again.
+    this = (rebases.c.id == rebase.key) & (rebases.c.deployment_id == deployment.id)
+    this &= (rebases.c.lineage == rebase.lineage) & (rebases.c.kept == "wanted")
     # A gateway whose claim is over changes nothing of what another one has finished.
     changed = db.execute(rebases.update().where(this).values(values)).rowcount
     if changed and (kept != "wanted" or reason != rebase.reason):

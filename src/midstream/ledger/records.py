@@ -253,7 +253,7 @@ class Unkept:
     content: None where the identity means other files now, or none, or they lie in another bucket, or where no replica ever
     served it and something else is desired. For a rebase it is None until replicas have digested the whole files of `chain`,
     which is () where the content of an update would be None. desired: the identity is desired. name: of the directory in
-    `bucket`, of a rebase. reason: why the last try of a rebase failed.
+    `bucket`, of a rebase. lineage: which links a rebase's files are of. reason: why the last try of a rebase failed.
     """
 
     key: int
@@ -268,6 +268,7 @@ class Unkept:
     of: Literal["update", "rebase"] = "update"
     name: str = ""
     chain: tuple[SnapshotFiles, ...] = ()
+    lineage: str = ""
     reason: str = ""
 
 
