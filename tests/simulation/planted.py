@@ -451,7 +451,7 @@ FOUND_AT = {
     "sessions_are_forgotten": (0, "nothing had happened to it"),
     "everybody_is_admitted": (2, "the base weights serve again"),
     "nothing_is_started_again": (2, "in calm weather"),
-    "losses_end_streams": (0, "a response that is whole without its end"),
+    "losses_end_streams": (2, "a response that is whole without its end"),
     "another_boot_is_as_good": (153, "the base weights serve again"),
     "age_is_ignored": (65, "commits old"),
     "losses_of_resumed_streams_do_not_count": (23, "engines that went on with it"),
@@ -473,4 +473,5 @@ FOUND_AT = {
     "fenced_replicas_keep_their_weights": (134, "is the newest commit"),
     "engines_compute_between_start_and_commit": (9, "computes:"),
     "uncertain_weights_serve": (12, "computes:"),
+    "rebases_write_the_parent": (2, "others than it has"),
 }

@@ -583,6 +583,7 @@ class History:
         if "push" in self.plan.settings:
             pushed = await self._pushes.end_well(self.world.now + CALM_S)
             await self._all_answer_by(asking, pushed)
+        self.trainer.check_rebases()
         await self._all_are_there(self.world.now + CALM_S)
         if self.plan.policy_clients:
             await self._policies.all_are_well(self.world.now + CALM_S)

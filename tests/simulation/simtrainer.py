@@ -21,6 +21,7 @@ from simclient import Answer, Broken, Oracle, Signal, Wrong, exchange
 from simengine import weights_of
 
 from midstream.snapshots.content import MANIFEST_FILE, combined, encode_manifest, parse_manifest
+from midstream.snapshots.identity import WHOLE_SUFFIX
 
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 LEDGER = "/v1/accounts/local/deployments/default/ledger"
@@ -127,6 +128,17 @@ class Trainer:
                     return answer.status == 200
             await asyncio.sleep(0.3)
         return False
+
+    def check_rebases(self) -> None:
+        """The whole files that replicas wrote beside a delta are those that the delta is for."""
+        objects = self._bucket.objects
+        for manifest in [url for url in objects if url.endswith(f"{WHOLE_SUFFIX}/{MANIFEST_FILE}")]:
+            place = manifest.removesuffix(MANIFEST_FILE)
+            name = place.removesuffix(f"{WHOLE_SUFFIX}/").rpartition("/")[2]
+            files = ((url, there.data) for url, there in objects.items() if url.startswith(place))
+            if weights_of(files) != self._oracle.weights[name]:
+                raise Wrong(f"the whole files of {name} are others than it has")
+            self._count("end: rebased")
 
     # -- how a snapshot is published
 
