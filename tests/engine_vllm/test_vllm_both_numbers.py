@@ -311,6 +311,16 @@ def test_a_rank_that_is_no_such_number_is_no_answer(rank: Any) -> None:
         read_answer(scored(rank), both=True)
 
 
+def test_older_versions_have_no_place_for_the_number_and_say_so() -> None:
+    """vLLM 0.26 names every token in words, the alternative that is the sampled one, too."""
+    top = [{"token": f"token_id:{i}", "bytes": None, "logprob": -1.5} for i in (5, numbers.ITSELF)]
+    content = {"token": "token_id:5", "bytes": None, "logprob": -1.5, "top_logprobs": top}
+    choice = {"token_ids": [5], "finish_reason": "stop", "logprobs": {"content": [content]}}
+    for more in (0, 2):
+        with pytest.raises(InvalidAnswer, match="token 5: this version of vLLM gives tokens no rank"):
+            read_answer(json.dumps({"choices": [choice]}).encode(), more, both=True)
+
+
 def test_an_alternative_that_is_the_token_itself_has_its_id_only_where_both_were_asked_for() -> None:
     top = [
         {"token_id": 5, "logprob": -1.5, "rank": numbers.RANK_BASE},

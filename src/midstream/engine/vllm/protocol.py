@@ -29,6 +29,8 @@ GREEDY_BELOW, TEMPERATURE_MIN = 1e-5, 1e-2
 NOT_FINITE = -9999.0
 #: Of midstream's own checks, at a server that goes by priority. Other requests have 0.
 URGENT = -1
+#: Of versions up to 0.28.
+NO_RANKS = "this version of vLLM gives tokens no rank, which would carry it"
 #: In bytes. The routes of a long sequence take some 20 MB.
 LINE_MAX = 1 << 28
 #: Characters of an error that are shown.
@@ -145,7 +147,7 @@ _DONE = Chunk(done=True)
 _token_id = attrgetter("token_id")
 _logprob = attrgetter("logprob")
 #: How versions up to 0.28 name a token beside its log-probability.
-_NAMED, _NAME = b'"token_id:', re.compile(rb'"token":\s?"token_id:(\d+)"')
+_NAMED, _NAME = b'"token_id:', re.compile(rb'"token":\s?"token_id:(-?\d+)"')
 
 
 def alternatives(request: GenerateRequest) -> int:
@@ -260,9 +262,8 @@ def _sampling_of(token: _Ranked) -> float:
     """As the worker extension wrote it. NaN: it is not finite."""
     bits = (token.rank or 0) - RANK_BASE
     if not 0 <= bits < 1 << 31:
-        raise InvalidAnswer(
-            f"no sampling log-probability of token {token.token_id}: its rank is {token.rank}"
-        )
+        found = NO_RANKS if token.rank is None else f"its rank is {token.rank}"
+        raise InvalidAnswer(f"no sampling log-probability of token {token.token_id}: {found}")
     if bits >= INFINITE:
         return nan
     # The subtraction makes no negative zero.
