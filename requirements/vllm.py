@@ -18,6 +18,8 @@ from typing import Any
 HERE = Path(__file__).parent
 #: What was run with each version.
 RESULTS = HERE.parent / "benchmarks" / "results" / "vllm_versions.json"
+#: How the reason of a skipped test begins that the card of the server gave.
+LACKS = "this version of vLLM"
 
 
 def versions() -> dict[str, list[str]]:
@@ -44,10 +46,11 @@ def pins(version: str) -> list[str]:
 
 
 def passed(results: dict[str, Any], version: str) -> bool:
-    """Whether every module of tests/vllm passed, with two replicas."""
+    """Whether every module of tests/vllm passed, with two replicas, but for what the version has no place for."""
     row = results.get(version, {"tests": {}, "replicas": 0})
     modules = {path.stem for path in (HERE.parent / "tests" / "vllm").glob("test_*.py")}
-    fine = all(outcome == "passed" for tests in row["tests"].values() for outcome in tests.values())
+    outcomes = {outcome for tests in row["tests"].values() for outcome in tests.values()}
+    fine = all(outcome == "passed" or outcome.startswith(LACKS) for outcome in outcomes)
     return fine and row["replicas"] == 2 and modules <= row["tests"].keys()
 
 

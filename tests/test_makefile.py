@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from midstream.engine.vllm.protocol import NO_RANKS
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
@@ -111,6 +113,8 @@ def test_ci_comes_to_each_version_of_vllm_that_passed_everything_once() -> None:
     assert turns(replicas=1) == {newest}
     assert turns(tests=dict(list(tests.items())[1:])) == {newest}
     assert turns(tests=tests | {modules[0]: {"test": "failed"}}) == {newest}
+    assert turns(tests=tests | {modules[0]: {"test": "vLLM is not installed"}}) == {newest}
+    assert turns(tests=tests | {modules[0]: {"test": NO_RANKS}}) == {newest, other}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from recompute import Recomputer
 from resampling import drawn_from, log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from vllm_bed import PYTHON
+from vllm_bed import PYTHON, skip_without_ranks
 from vllm_streams import random_prompt
 
 from midstream.core.config import VllmSettings
@@ -193,6 +193,7 @@ async def engine_of(directory: Path, folder: Path, *args: str) -> AsyncIterator[
     engine = VllmEngine(directory, settings, folder)
     try:
         card = (await engine.start()).card
+        skip_without_ranks(card.why)
         assert [card.has(f) for f in ("sampling_logprobs", "constrained_logprobs")] == [True, True], card.why
         yield Served(engine)
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_bed import Bed, vllm_bed
+from vllm_bed import Bed, skip_without_ranks, vllm_bed
 
 sys.path.append(str(Path(__file__).parents[1] / "tinker"))
 
@@ -54,6 +54,7 @@ def differences(checkpoint: Path, sequences: list[dict[str, Any]], **sampling: A
 def test_the_sdk_samples_at_temperature_0_7_with_filters(
     tinker_bed: Bed, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    skip_without_ranks(tinker_bed.card["why"])
     script = Path(__file__).parents[1] / "tinker" / "sdk_sampling.py"
     given = {"url": tinker_bed.server.url, "api_key": API_KEY, "base_model": ALIAS, "prompt": PROMPT}
     given |= {"seed": 11, "max_tokens": 48, "stop_string": "q", "stop_token": 40}

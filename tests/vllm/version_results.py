@@ -19,6 +19,8 @@ FILE = ROOT / "benchmarks" / "results" / "vllm_versions.json"
 #: The columns of the table: the module of tests, and what it shows.
 SHOWN = {
     "test_vllm_openai": "APIs, log-probabilities",
+    "test_vllm_sampling_numbers": "both log-probabilities",
+    "test_vllm_tinker": "Tinker",
     "test_vllm_conformance": "conformance",
     "test_vllm_hotload": "hot loads under streams",
     "test_vllm_policies": "policies",

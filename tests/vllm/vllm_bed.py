@@ -7,16 +7,19 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from serving import Server, descendants, serve
 from transformers import AutoModelForCausalLM
+
+from midstream.engine.vllm.protocol import NO_RANKS
 
 # The environment of the version that is tested.
 VENV = os.environ.get("MIDSTREAM_TEST_VLLM_VENV", ".venv-vllm")
@@ -58,6 +61,18 @@ class Bed:
     def reference(self) -> Any:
         """The model that is served at first, as transformers computes it."""
         return load(self.checkpoint)
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """The engine's."""
+        with self.http() as http:
+            [model] = http.get("/v1/models").json()["data"]
+        found: dict[str, Any] = model["midstream"]["engine"]
+        return found
+
+    @property
+    def has_ranks(self) -> bool:
+        return not without_ranks(self.card["why"])
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False)
@@ -123,6 +138,16 @@ def vllm_bed(
     )
     with serve(place / "state", *options, *([] if tinker else ["--no-tinker"])) as server:
         yield Bed(server, checkpoint, mark)
+
+
+def without_ranks(why: Mapping[str, str]) -> bool:
+    """Whether this version of vLLM cannot give both log-probabilities. Another reason is a fault. why: of a card."""
+    return NO_RANKS in why.get("sampling_logprobs", "")
+
+
+def skip_without_ranks(why: Mapping[str, str]) -> None:
+    if without_ranks(why):
+        pytest.skip(NO_RANKS)
 
 
 def until(holds: Callable[[], bool], what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:

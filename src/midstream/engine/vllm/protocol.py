@@ -30,7 +30,7 @@ NOT_FINITE = -9999.0
 #: Of midstream's own checks, at a server that goes by priority. Other requests have 0.
 URGENT = -1
 #: Of versions up to 0.28.
-NO_RANKS = "this version of vLLM gives tokens no rank, which would carry it"
+NO_RANKS = "this version of vLLM gives tokens no rank, which would carry the number"
 #: In bytes. The routes of a long sequence take some 20 MB.
 LINE_MAX = 1 << 28
 #: Characters of an error that are shown.
