@@ -601,6 +601,7 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
                     "generation": 1,
                     "fingerprint": await snapshot_fingerprint(f"{server.bucket.as_uri()}/a"),
                     "files": None,
+                    "full_url": None,
                     "ready_at": None,
                     "replicas": [
                         {
