@@ -23,13 +23,10 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.config import (
-    GatewaySettings,
-    KeySettings,
-    Settings,
-)
+from midstream.core.config import GatewaySettings, Settings
 from midstream.core.errors import ConfigError
 from midstream.core.http_answer import NotThatAnswer
+from midstream.core.key_settings import KeySettings
 from midstream.core.pulse import Pulse
 from midstream.core.scopes import PUBLISH
 from midstream.core.served_names import deployment_resource, model_resource
