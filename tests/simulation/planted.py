@@ -276,10 +276,11 @@ def _pushed_bytes_are_not_compared() -> None:
     """A push is signalled as one replica has it, whatever the others received."""
     before = PushDoor._agreed
 
-    async def agreed(self: PushDoor, deployment: Any, group: Any, found: Any) -> Any:
+    async def agreed(self: PushDoor, deployment: Any, group: Any, found: Any, seen: Any) -> Any:
         answers = list(found.answers.values())
         odd = min(found.answers, key=lambda name: answers.count(found.answers[name]))
-        return await before(self, deployment, group, replace(found, answers={odd: found.answers[odd]}))
+        only = replace(found, answers={odd: found.answers[odd]})
+        return await before(self, deployment, group, only, seen)
 
     PushDoor._agreed = agreed  # type: ignore[method-assign]
 

@@ -56,7 +56,7 @@ class ResponseSink(Protocol):
 
 
 def _nobody(data: bytes) -> None:
-    """No response is under way."""
+    """No response is under way: an idle connection holds nothing of the last exchange."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -267,9 +267,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._finish(sink)
 
     def _finish(self, sink: ResponseSink) -> None:
-        self._sink = None
-        # An idle connection holds nothing of the last exchange.
-        self.take_body = _nobody
+        self._sink, self.take_body = None, _nobody
         if self._paused:
             self.resume()
         if self._keep_alive and not self._extra and not self._transport.is_closing():
