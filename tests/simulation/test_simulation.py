@@ -22,6 +22,8 @@ BLOCKS = [
 ]
 #: Likewise of histories in which somebody is struck in each phase of a push.
 PUSHES = [slow((0, 6)), variant((6, 66))]
+#: Likewise of histories with long chains of deltas.
+REBASES = [slow((2, 4)), variant((4, 64))]
 #: Histories that failed once, and why. A change of the simulation makes other histories of these seeds: planted.py keeps the
 #: faults themselves.
 FOUND = {
@@ -113,6 +115,14 @@ def test_nothing_is_wrong_when_somebody_is_struck_in_a_phase_of_a_push(
     said = simulate(bed, "--pushes", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
     assert f"{last - first:8} end: all serve the newest commit" in said
     assert "strike: " in said
+
+
+@pytest.mark.parametrize("block", REBASES, ids=str)
+def test_nothing_is_wrong_when_chains_begin_again_at_whole_files(block: tuple[int, int], bed: Path) -> None:
+    first, last = block
+    said = simulate(bed, "--rebases", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
+    assert f"{last - first:8} end: well" in said
+    assert "end: rebased" in said
 
 
 @pytest.mark.variant
