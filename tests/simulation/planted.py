@@ -460,7 +460,7 @@ FOUND_AT = {
     "old_by_the_clock": (119, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),
     "a_later_report_admits": (12, "pinned to"),
-    "ends_are_forgotten": (31, "every policy was ended"),
+    "ends_are_forgotten": (13, "every policy was ended"),
     "policies_of_a_name_are_one": (33, "was ended and made again"),
     "ended_under_its_requests": (62, "no such weights"),
     "pushed_bytes_are_not_compared": (5, "computes:"),
