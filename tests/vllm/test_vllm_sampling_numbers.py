@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 from recompute import Recomputer
 from resampling import drawn_from, log_softmax
+from tiers import of_tier, variant
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from vllm_bed import PYTHON, skip_without_ranks
 from vllm_streams import random_prompt
@@ -31,7 +32,7 @@ from midstream.models.tiny_moe import VOCAB_SIZE, build_tokenizer
 
 # Nats, in float32.
 TOLERANCE = 1e-4
-TOKENS_MIN = 10_000
+TOKENS_MIN = of_tier(fast=2_000, test=2_000, all=10_000)
 END = 258
 BESIDE = 32
 TOKENS, LONG = 48, 160
@@ -261,7 +262,7 @@ def resumed(drawn: Sequence[Drawn]) -> list[GenerateRequest]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", variant("qwen3"), variant("llama")])
 def test_both_numbers_are_those_of_plain_forward_passes_over_swaps_resumes_and_preemptions(
     family: str, vllm_python: Path, snapshots: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
