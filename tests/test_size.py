@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 LINES_MAX = {
     "api": 6445,
     "apidocs": 10,
-    "client": 4450,
+    "client": 4480,
     "commands": 2600,
     "core": 4750,
     "dashboard": 10,
@@ -29,7 +29,7 @@ LINES_MAX = {
     "http": 2500,
     "integrations": 1240,
     "launch": 3820,
-    "ledger": 3355,
+    "ledger": 3360,
     "midstream": 150,
     "midstream_kernels": 1705,
     "midstream_tinker": 7405,
