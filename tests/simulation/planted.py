@@ -462,7 +462,7 @@ FOUND_AT = {
     "a_later_report_admits": (12, "pinned to"),
     "ends_are_forgotten": (13, "every policy was ended"),
     "policies_of_a_name_are_one": (33, "was ended and made again"),
-    "ended_under_its_requests": (62, "no such weights"),
+    "ended_under_its_requests": (1410, "no such weights"),
     "pushed_bytes_are_not_compared": (5, "computes:"),
     "late_joiners_are_not_seen": (5, "a replica joined before"),
     "two_replicas_have_one_rank": (5, "no push is taken in calm weather"),
