@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: After a broadcast failed, the server has so long to say why, in seconds.
 REASON_S = 30.0
+#: Gloo's own timeout is what was left of the deadline, and may end so long before it.
+GLOO_EARLY_S = 0.1
 _KEY_BYTES = 16
 _REASON_CHARS_MAX = 300
 
@@ -160,11 +162,14 @@ class TrainerGroup:
         problem = None if self._flying is None else self._problem(self._flying.work.wait)
         self._flying = None
         if problem is not None:
+            late = deadline.left_s < GLOO_EARLY_S
             # The receivers that are left stop waiting, and the server hears of it.
             self.close()
             wait((called,), REASON_S)
             if called.done():
                 called.result()
+            if late:
+                raise self._late(deadline)
             raise PushFailed(f"a receiver was lost while weights were sent: {problem}")
 
     def _late(self, deadline: Deadline) -> PushFailed:

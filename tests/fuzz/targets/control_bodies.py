@@ -15,7 +15,15 @@ from urllib.parse import unquote, urlsplit
 from policies_taken_up import take_up_policies
 from starlette.requests import Request
 
-from midstream.api import adapter_calls, addons, delta_calls, policies, trainer_calls, weight_transfer
+from midstream.api import (
+    adapter_calls,
+    addons,
+    delta_calls,
+    hotload,
+    policies,
+    trainer_calls,
+    weight_transfer,
+)
 from midstream.api.signals import NamedDirectory, SignalBody, source_url
 from midstream.api.updates import Updates
 from midstream.core.config import PushSettings
@@ -30,7 +38,7 @@ from midstream.fleet.push import PushDoor
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
-from midstream.ledger import SignalResult
+from midstream.ledger import CHAIN_MAX, SignalResult
 from targets.control_side import NAMES, Call, ControlSide, check_refusal, decoded, fields_of, side
 from targets.target import Target, check, controlled
 
@@ -82,7 +90,8 @@ class Gateway(ControlSide):
         transfer = weight_transfer.WeightTransferApi(
             self.ledger, deployments, cast("Any", None), updates, door
         )
-        deltas = delta_calls.DeltaCallsApi(self.ledger, deployments, updates)
+        places = hotload.HotLoadApi(self.ledger, deployments, (), (CHAIN_MAX, 0), lambda _: api)
+        deltas = delta_calls.DeltaCallsApi(self.ledger, deployments, updates, places.url_of)
         apis = (
             api,
             addons.AddonsApi(self.ledger, deployments, api, adapters),
