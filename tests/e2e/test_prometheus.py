@@ -22,8 +22,8 @@ from serving import Server, serve
 
 from midstream.client import SnapshotPublisher
 
-#: Metrics without samples on a server where nothing went wrong, and where no delta was published.
-QUIET = ("upstream_errors", "cut_responses", "retries", "swap_rebuild")
+#: Metrics without samples on a server where nothing went wrong, and where no delta was published and no weights were pushed.
+QUIET = ("upstream_errors", "cut_responses", "retries", "swap_rebuild", "midstream_push_")
 #: Of a scrape, and of what waits for it.
 SCRAPE_S, PATIENCE_S = 1, 60
 
