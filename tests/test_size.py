@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7405,
     "models": 260,
     "proxy": 4295,
-    "replica": 16385,
+    "replica": 16410,
     "snapshots": 6595,
     "transfer": 1050,
 }

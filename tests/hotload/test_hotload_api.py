@@ -463,7 +463,7 @@ def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
         assert rows[0]["midstream"]["error"] == "the replica cannot be reached"
         assert rows[2]["midstream"]["last_swap"] == {
             "generation": 0, "snapshot": "a", "fetch_ms": 0.0, "rebuild_ms": 0.0, "verify_ms": 0.0, "stage_ms": 0.0,
-            "pause_ms": 1.5, "check_ms": 0.0, "streams_crossed": 2,
+            "pause_ms": 1.5, "check_ms": 0.0, "streams_crossed": 2, "same_weights_as": "",
         }  # fmt: skip
         server.report(2, snapshot="a", generation=1, target="a", admitted=False)
         why = failed("a", 1, "model.safetensors: truncated")

@@ -103,6 +103,50 @@ def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: P
     play(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("digested", [True, False], ids=["by digest", "by canary"])
+def test_weights_that_served_before_are_told_when_they_come_under_another_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, digested: bool
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        found = {BASE_SNAPSHOT: "a", "v1": "a", "v2": "b", "v3": "b", "v4": "c", "v5": "b"}
+        for snapshot, weights in found.items():
+            engine.digests[snapshot] = weights if digested else None
+            engine.canary[snapshot] = [-1.0] if digested else [-1.0 - ord(weights)]
+        same = []
+        for generation, snapshot in enumerate(("v1", "v2", "v3", "v4", "v5"), start=1):
+            replica.desire(wanted(snapshot, generation))
+            await at(replica, snapshot, Stage.IDLE)
+            swap = replica.report().own.last_swap
+            assert swap is not None
+            same.append(swap.same_weights_as)
+        # The base weights are checked at the start, before this test says what they are.
+        assert same[1:] == ["", "v2", "", ""]
+        counts = replica.sessions.measures.counts["swaps"]
+        assert (counts["unchanged"], counts["ready"]) == (1, 4)
+
+    play(tmp_path, scenario)
+    warned = [line.getMessage() for line in caplog.records if "same weights" in line.getMessage()]
+    assert warned == [
+        "v3 has the same weights as v2, which served before: does the trainer send what it trains?"
+    ]
+
+
+def test_base_weights_that_a_trainer_publishes_are_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        engine.digests["v1"] = f"digest of {BASE_SNAPSHOT}"
+        replica.desire(wanted("v1", 1))
+        await at(replica, "v1", Stage.IDLE)
+        swap = replica.report().own.last_swap
+        assert swap is not None
+        assert swap.same_weights_as == BASE_SNAPSHOT
+        assert replica.sessions.measures.counts["swaps"]["unchanged"] == 0
+
+    play(tmp_path, scenario)
+    assert not [line for line in caplog.records if "same weights" in line.getMessage()]
+
+
 def test_the_canary_is_urgent_scores_all_and_shares_its_cache_with_nothing(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         for generation in (1, 2):

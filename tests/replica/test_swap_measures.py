@@ -50,6 +50,7 @@ def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tm
         await until(replica, "ready", 2)
         assert replica.sessions.measures.counts["swaps"] == {
             "ready": 2,
+            "unchanged": 0,
             "failed": 1,
             "superseded": 1,
             "stopped": 0,

@@ -18,7 +18,7 @@ class ReplicaStatus:
     snapshot: the one that it serves; None when the replica is unreachable. ready: whether it serves, and loads nothing.
     stage: of its load, such as "idle", "done" or "error". target: the snapshot that it loads, or loaded last. name: its own.
     error: why it could not load `target`. generation: of the signal that it took last; None when the server does not say.
-    last_swap: fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed. raw: the whole entry.
+    last_swap: fetch_ms, verify_ms, stage_ms, pause_ms, streams_crossed, same_weights_as. raw: the whole entry.
     """
 
     snapshot: str | None

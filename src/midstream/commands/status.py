@@ -169,4 +169,5 @@ def _swap(timing: Mapping[str, Any] | None) -> str:
     if timing is None:
         return "-"
     crossed = timing.get("streams_crossed", 0)
-    return f"loaded {loading_ms(timing):.0f} ms, paused {timing.get('pause_ms', 0.0):.1f} ms, {crossed} streams crossed"
+    same = f", same weights as {timing['same_weights_as']}" if timing.get("same_weights_as") else ""
+    return f"loaded {loading_ms(timing):.0f} ms, paused {timing.get('pause_ms', 0.0):.1f} ms, {crossed} streams crossed{same}"

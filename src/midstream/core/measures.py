@@ -80,11 +80,11 @@ SWAP_MEASURES: dict[str, tuple[float, ...]] = {
 PROCESS_MEASURES: dict[str, tuple[float, ...]] = {"event_loop_stall_seconds": BUCKETS_S}
 MEASURES = TURN_MEASURES | SWAP_MEASURES | PROCESS_MEASURES
 #: The counts of replicas, with all values of their label. finishes: choices, by why they ended; a choice also counts as abort
-#: if its client left or its engine failed. swaps: superseded by a newer target; stopped, as the
-#: engine died or the policy was ended meanwhile.
+#: if its client left or its engine failed. swaps: unchanged, ready with the very
+#: weights of the snapshot before; superseded by a newer target; stopped, as the engine died or the policy was ended meanwhile.
 COUNTS: dict[str, tuple[str, ...]] = {
     "finishes": get_args(FinishReason),
-    "swaps": ("ready", "failed", "superseded", "stopped"),
+    "swaps": ("ready", "unchanged", "failed", "superseded", "stopped"),
 }
 
 

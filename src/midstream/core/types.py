@@ -357,6 +357,7 @@ class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     pause_ms: from the end of the last step before the switch until the switch, when sequences were running.
     generation: of the target that it was for.
+    same_weights_as: the snapshot that served before, if its check found the very same weights; else empty.
     """
 
     snapshot: str
@@ -369,6 +370,7 @@ class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
     check_ms: float = 0.0
     # Sequences that were running at the switch.
     streams_crossed: int = 0
+    same_weights_as: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,7 +134,8 @@ _STAGES = {
 SWAPS: dict[str, Family] = {
     "midstream_swaps": Family(
         "counter",
-        "swaps that ended; superseded: given up for a newer snapshot; stopped: engine or policy ended",
+        "swaps that ended; unchanged: ready, with the very weights of the snapshot before; superseded: given up for a newer "
+        "snapshot; stopped: engine or policy ended",
         ("replica", "outcome"),
     ),
     "midstream_swap_pause_seconds": Family(

@@ -93,6 +93,20 @@ class Checker:
         return logprobs
 
 
+def same_weights(found: SnapshotCheck, before: SnapshotCheck | None) -> str:
+    """The snapshot of `before`, if both checks found the very same weights under two names; else empty.
+
+    Where a digest lacks, equal log-probabilities of the whole canary stand for it.
+    """
+    if before is None or before.snapshot == found.snapshot:
+        return ""
+    if found.weights is not None and before.weights is not None:
+        same = found.weights == before.weights
+    else:
+        same = bool(found.canary) and found.canary == before.canary
+    return before.snapshot if same else ""
+
+
 def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
     """The canary that fits a model."""
     return canary_ids(info.vocab_size, info.max_model_len, tokens)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -34,7 +35,7 @@ from midstream.replica.gate import Door, Gate
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.swap.attempts import AttemptAction, AttemptPhase, Attempts
-from midstream.replica.swap.checker import Checker, NotSound
+from midstream.replica.swap.checker import Checker, NotSound, same_weights
 from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.meanings import Meanings
 from midstream.replica.swap.source import Files
@@ -123,6 +124,8 @@ class SwapDriver:
         self._swaps: deque[SwapTiming] = deque(maxlen=SWAPS_REPORTED)
         #: Of the serving weights: their check, and what their files were found to be.
         self.check: SnapshotCheck | None = None
+        #: Of the weights that served before.
+        self._check_before: SnapshotCheck | None = None
         self.contents: tuple[SnapshotContent, ...] = ()
         self.meanings = Meanings()
 
@@ -211,7 +214,7 @@ class SwapDriver:
         try:
             await self._prepare_and_switch(desired)
             await self._check(desired)
-            history.outcome = "ready"
+            history.outcome = self._compare(desired)
         except _GivenUp:
             log.debug("the swap to %s was given up", _called(desired))
         except Exception as error:
@@ -265,7 +268,7 @@ class SwapDriver:
             stage_ms=(staged - verified) * 1e3,
         )
         self._swaps.append(done)
-        self.check, self.contents = None, contents
+        self._check_before, self.check, self.contents = self.check, None, contents
         self._made(SwapEvent.COMMITTED)
 
     async def _fetch(self, desired: Desired) -> Path | None:
@@ -354,6 +357,20 @@ class SwapDriver:
             check_ms = (self._monotonic() - started) * 1e3
             self._swaps[-1] = msgspec.structs.replace(self._swaps[-1], check_ms=check_ms)
         self._made(SwapEvent.CHECKED)
+
+    def _compare(self, desired: Desired) -> Literal["ready", "unchanged"]:
+        """Says if the trainer sent the weights that served before under another name. It may well send the base weights."""
+        same = "" if self.check is None else same_weights(self.check, self._check_before)
+        if same and self._swaps:
+            self._swaps[-1] = msgspec.structs.replace(self._swaps[-1], same_weights_as=same)
+        if not same or same == BASE_SNAPSHOT:
+            return "ready"
+        log.warning(
+            "%s has the same weights as %s, which served before: does the trainer send what it trains?",
+            _called(desired),
+            same,
+        )
+        return "unchanged"
 
     async def _checked(self, desired: Desired) -> SnapshotCheck:
         """Raises NotSound, EngineDied.

@@ -33,7 +33,7 @@ class SwapHistory:
     desired: Desired
     began_s: float
     ended_s: float = 0.0
-    outcome: Literal["ready", "failed", "superseded", "stopped"] = "superseded"
+    outcome: Literal["ready", "unchanged", "failed", "superseded", "stopped"] = "superseded"
     error: str = ""
     timing: SwapTiming | None = None
     #: (event, when), in their order.
@@ -53,5 +53,5 @@ class SwapHistory:
         if self.timing is not None:
             measures.observe("swap_pause_seconds", self.timing.pause_ms / 1e3)
             measures.observe("swap_streams_crossed", self.timing.streams_crossed)
-        if self.outcome == "ready":
+        if self.outcome in ("ready", "unchanged"):
             measures.observe("swap_seconds", self.ended_s - self.began_s)
