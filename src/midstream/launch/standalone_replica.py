@@ -37,7 +37,6 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         engine=engine_settings(settings, 1),
         **replica_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),
-        tracing=settings.tracing,
     )
 
 
