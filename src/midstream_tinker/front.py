@@ -16,8 +16,8 @@ from midstream.core.errors import ConfigError
 from midstream.core.supervision import Listening, Stalled, TinkerSpec
 from midstream.http.appserver import AppServer
 from midstream.http.auth import Authenticator
-from midstream.http.call import unverified_tls
 from midstream.http.channel import StdioChannel, run_child
+from midstream.http.tls import unverified_tls
 from midstream_tinker.adapters import SamplerAdapters
 from midstream_tinker.app import tinker_app
 from midstream_tinker.futures import Futures

@@ -1,55 +1,24 @@
 """The gateway's port over TLS: the same requests, streams and refusals; an unusable certificate is said at the start."""
 
 import asyncio
-import datetime
 import ssl
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from certificates import certificate
 from gateway_harness import Message, Peer, get, post, read_chunk, read_head, run, staged
 
-from midstream.core.config import GatewaySettings
 from midstream.core.errors import ConfigError
-from midstream.http.call import CallFailed, call, unverified_tls
-from midstream.proxy import server
-from midstream.proxy.server import tls_context
-
-
-def certificate(directory: Path, password: bytes | None = None) -> tuple[str, str]:
-    """Files of a self-signed certificate for localhost and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    cert_file, key_file = directory / "cert.pem", directory / "key.pem"
-    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden)
-    )
-    return str(cert_file), str(key_file)
+from midstream.http.call import CallFailed, call
+from midstream.http.tls import HANDSHAKE_S, server_tls, unverified_tls
 
 
 @pytest.mark.slow
 def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = certificate(tmp_path)
-    assert server.HANDSHAKE_S == 10.0
-    monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
+    assert HANDSHAKE_S == 10.0
+    monkeypatch.setattr("midstream.proxy.server.HANDSHAKE_S", 0.2)
 
     async def handler(request: Message, peer: Peer) -> None:
         peer.respond(request.body)
@@ -107,15 +76,15 @@ def test_requests_streams_and_control_pass_over_tls_and_plain_http_does_not(tmp_
 def test_a_certificate_that_cannot_be_used_says_which_and_why(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     with pytest.raises(ConfigError, match=r"absent.pem.*No such file"):
-        tls_context(GatewaySettings(tls_cert=str(tmp_path / "absent.pem"), tls_key=key))
+        server_tls("gateway", str(tmp_path / "absent.pem"), key)
     (tmp_path / "other").mkdir()
     _, other = certificate(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"KEY_VALUES_MISMATCH|key values mismatch"):
-        tls_context(GatewaySettings(tls_cert=cert, tls_key=other))
+        server_tls("gateway", cert, other)
     (tmp_path / "hidden").mkdir()
     cert, key = certificate(tmp_path / "hidden", b"secret")
     with pytest.raises(ConfigError, match="needs a password"):
-        tls_context(GatewaySettings(tls_cert=cert, tls_key=key))
+        server_tls("gateway", cert, key)
 
 
 def test_a_call_of_the_server_itself_takes_a_certificate_for_another_name(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
     [
         "http://10.0.0.8:9000",
         "http://other:2",
-        "https://10.0.0.7:1",
+        "ftp://10.0.0.7:1",
         "http://10.0.0.7",
         "http://a@10.0.0.7:1",
         "http://:password@10.0.0.7:1",
@@ -276,7 +276,7 @@ def test_what_is_said_later_counts() -> None:
         "http://h:x",
         "http://h:1/path",
         "http://h:1?q",
-        "https://h:1",
+        "ftp://h:1",
         "http://h:0",
         "http://h:65536",
         "http://a b:1",

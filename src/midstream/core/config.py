@@ -281,6 +281,12 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     port: Port = 8080
     # The secret that replicas ask of their callers. None: a new one is made at each start.
     token: str | None = None
+    # A file in PEM format; with it and its key `midstream replica` speaks HTTPS only, and gateways name it by https://.
+    tls_cert: str | None = None
+    # The file of its private key.
+    tls_key: str | None = None
+    # Of gateways: a file of the certificates that may sign those of replicas. None: those that the system trusts.
+    tls_ca: str | None = None
     # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
     snapshot_cache: Size | None = None
     # How long an async swap waits for requests that are pinned to the serving snapshot.
@@ -394,6 +400,10 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield (
         (gateway.tls_cert is None) == (gateway.tls_key is None),
         "gateway.tls_cert and gateway.tls_key go together",
+    )
+    yield (
+        (settings.replica.tls_cert is None) == (settings.replica.tls_key is None),
+        "replica.tls_cert and replica.tls_key go together",
     )
     adapters, own = settings.tinker.adapters_max, gateway.max_policies_per_tenant
     yield (

@@ -62,8 +62,16 @@ def replica_name(url: str) -> str:
         # A UnicodeError is one, too.
         host, port = "", None
     netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if not _HOST.fullmatch(host) or not port or url.lower().removesuffix("/") != f"http://{netloc}":
-        raise ConfigError(f"{url!r}: expected http://HOST:PORT")
+    if (
+        not _HOST.fullmatch(host)
+        or not port
+        or url.lower().removesuffix("/")
+        not in (
+            f"http://{netloc}",
+            f"https://{netloc}",
+        )
+    ):
+        raise ConfigError(f"{url!r}: expected http://HOST:PORT or https://HOST:PORT")
     return f"{host}:{port}"
 
 

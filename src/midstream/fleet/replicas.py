@@ -35,7 +35,8 @@ from midstream.core.types import POLICIES_MAX, Desired, Hint, Pause
 from midstream.fleet.known_replica import OWN, KnownReplica, PolicyKey, last_words
 from midstream.fleet.loads import LoadTable
 from midstream.fleet.subscription import Lines, Subscription, token_header
-from midstream.http.call import CallFailed, call, open_stream
+from midstream.http.call import CallFailed, NotTrusted, call, open_stream
+from midstream.http.tls import tls_for
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +113,13 @@ class DeploymentReplicas:
         grace_s: float = 1.0,
         learn_s: float = 0.0,
         token: str | None = None,
+        tls_ca: str | None = None,
     ) -> None:
         """`replicas`: of set_members, which see.
 
         grace_s: how long a report outlives its event stream while nothing proves the replica dead. learn_s: how long after the
         start of `run` replicas may have to say which sessions they hold. token: the secret that replicas ask for, if they do.
+        tls_ca: a file of the certificates that may sign those of replicas with an https URL; None: what the system trusts.
         """
         self.members: tuple[KnownReplica, ...] = ()
         self.leaving: tuple[KnownReplica, ...] = ()
@@ -128,6 +131,7 @@ class DeploymentReplicas:
         # Called with each report of sessions.
         self.on_sessions: Listener = lambda replica, report: None
         self._header = token_header(token)
+        self._tls_ca = tls_ca
         self._views: dict[PolicyKey, Views] = {}
         #: Whether every replica has room for every policy.
         self.room_for_all = True
@@ -228,20 +232,25 @@ class DeploymentReplicas:
         """
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         try:
-            answer = await call(replica.url, "POST", path, body, timeout_s, self._header)
+            answer = await self._call(replica, "POST", path, body, timeout_s)
         except CallFailed as error:
             raise ReplicaUnavailable(f"{replica.name}: {error}") from error
         if answer.status != expected:
             raise ReplicaRefused(replica.name, answer)
         return answer.body
 
+    async def _call(
+        self, replica: KnownReplica, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> HttpAnswer:
+        """Raises CallFailed."""
+        tls = tls_for(replica.url, self._tls_ca)
+        return await call(replica.url, method, path, body, timeout_s, self._header, tls=tls)
+
     async def send_hint(self, replica: KnownReplica, hint: Hint) -> bool:
         """Tell a replica of files that will be asked for; whether it took note."""
         body = msgspec.json.encode(hint)
         try:
-            answer = await call(
-                replica.url, "POST", "/replica/hint", body, self._call_timeout_s, self._header
-            )
+            answer = await self._call(replica, "POST", "/replica/hint", body, self._call_timeout_s)
         except CallFailed as error:
             logger.info("%s did not get the hint at files of %s: %s", replica.name, hint.snapshot, error)
             return False
@@ -288,7 +297,7 @@ class DeploymentReplicas:
         while replica.standing != "gone":
             await asyncio.sleep(self._backoff.last_s)
             try:
-                answer = await call(replica.url, "GET", "/health", None, self._call_timeout_s, self._header)
+                answer = await self._call(replica, "GET", "/health", None, self._call_timeout_s)
             except CallFailed:
                 continue
             if answer.status == 200:
@@ -321,15 +330,17 @@ class DeploymentReplicas:
         failures = 0
         try:
             while True:
-                heard = False
+                heard = warn = False
                 try:
                     reason, heard = await self._follow(replica)
                 except CallFailed as error:
                     reason = str(error)
+                    # Nothing heals it but a person.
+                    warn = isinstance(error, NotTrusted) and not failures
                     if isinstance(error.__cause__, ConnectionRefusedError):
                         self._lost(replica)
                 self._doubt(replica)
-                level = logging.WARNING if heard else logging.DEBUG
+                level = logging.WARNING if heard or warn else logging.DEBUG
                 logger.log(
                     level,
                     "event stream of %s lost: %s",
@@ -346,8 +357,9 @@ class DeploymentReplicas:
         """Read one event stream to its end. Why it ended, and whether it ever said anything."""
         lines = Lines(lambda line: self._heard(replica, line))
         timeout_s = min(self._call_timeout_s, self._silence_s)
+        tls = tls_for(replica.url, self._tls_ca)
         stream = await open_stream(
-            replica.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header
+            replica.url, "GET", "/replica/events", None, lines.feed, timeout_s, self._header, tls=tls
         )
         self._subscriptions[replica].stream = stream
         try:

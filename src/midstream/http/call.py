@@ -28,6 +28,10 @@ class NotListening(CallFailed):
     """Nobody listens at the address."""
 
 
+class NotTrusted(CallFailed):
+    """The other side's certificate is not one that the caller trusts, or not for its address."""
+
+
 class Lost(CallFailed):
     """The connection ended before the response did: the other side may have worked on the request."""
 
@@ -109,13 +113,15 @@ async def open_stream(
     on_body: Callable[[bytes], None],
     timeout_s: float,
     headers: str = "",
+    *,
+    tls: ssl.SSLContext | None = None,
 ) -> ResponseStream:
     """Connect and send; the response arrives through `on_body`. Raises CallFailed when connecting fails.
 
-    `headers`: further header lines, each with its line end; each character is one byte (Latin-1).
+    `headers`: further header lines, each with its line end; each character is one byte (Latin-1). tls: of an https URL.
     """
     stream = ResponseStream(_request(url, method, path, body, headers), on_body)
-    await _connect(stream, url, timeout_s, None)
+    await _connect(stream, url, timeout_s, tls)
     return stream
 
 
@@ -168,14 +174,6 @@ async def until_answered(
         await sleep(step)
 
 
-def unverified_tls() -> ssl.SSLContext:
-    """For the gateway of this server, whose certificate need not be for this address."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 class _WholeResponse(ResponseStream):
     def __init__(self, request: bytes) -> None:
         self.headers: dict[str, str] = {}
@@ -211,5 +209,7 @@ async def _connect(
         raise CallFailed(f"no connection within {timeout_s:g} s") from error
     except ConnectionRefusedError as error:
         raise NotListening(str(error)) from error
+    except ssl.SSLCertVerificationError as error:
+        raise NotTrusted(str(error)) from error
     except OSError as error:
         raise CallFailed(str(error) or type(error).__name__) from error

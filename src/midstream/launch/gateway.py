@@ -39,6 +39,7 @@ from midstream.fleet.sessions import SessionTable
 from midstream.fleet.tally import GatewayReport
 from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
 from midstream.http.heap import return_memory
+from midstream.http.tls import client_tls
 from midstream.launch.reference import document
 from midstream.launch.specs import GatewaySpec
 from midstream.launch.tracing import tracer_of
@@ -68,6 +69,9 @@ async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
     return_memory()
     os.umask(UMASK)
     audit.write_to(spec.settings.audit_log)
+    if spec.replica_ca is not None:
+        # A file that cannot be used ends the start, not the first call.
+        client_tls(spec.replica_ca)
     ledger = Ledger(spec.ledger)
     row = await first_answer(ledger, spec)
     deployments = Deployments(_run_time(ledger, spec, row), spec.models)
@@ -139,6 +143,7 @@ def _gateway(
         app,
         front_path=spec.tinker_path,
         replica_token=spec.token,
+        replica_ca=spec.replica_ca,
     )
     _report(desired_state, gateway, metrics, board)
     return gateway
@@ -275,7 +280,12 @@ async def default_deployment(ledger: Ledger, spec: GatewaySpec) -> DeploymentRow
 
 
 def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployment:
-    facts = DeploymentReplicas(token=spec.token, learn_s=LEARN_S, silence_s=spec.settings.replica_silence_s)
+    facts = DeploymentReplicas(
+        token=spec.token,
+        tls_ca=spec.replica_ca,
+        learn_s=LEARN_S,
+        silence_s=spec.settings.replica_silence_s,
+    )
     replicas = ReplicaSet(facts)
     return Deployment(
         ServedNames(row.model, row.name),

@@ -21,6 +21,7 @@ from midstream.core.served_names import ServedNames
 from midstream.core.supervision import Listening
 from midstream.engine.base import EngineDied
 from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
+from midstream.http.tls import server_tls
 from midstream.launch.caches import held
 from midstream.launch.engines import (
     make_engine,
@@ -81,6 +82,7 @@ def held_directories(spec: ReplicaSpec) -> Iterator[None]:
 
 async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     model_dir = Path(spec.model_dir)
+    tls = server_tls("replica", spec.tls_cert, spec.tls_key)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     journal = _journal(spec, sock.getsockname()[1])
     cache = SnapshotCache(Path(spec.cache_dir), spec.cache_bytes)
@@ -111,7 +113,7 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
         replica.transfers.receivers = lambda: GlooReceiver(base, model_dir, cache)
     if journal is not None:
         replica.keep_records(journal)
-    server = ReplicaServer(replica, sock, spec.token)
+    server = ReplicaServer(replica, sock, spec.token, tls)
     tracing = contextlib.ExitStack()
     try:
         replica.tracer = tracing.enter_context(tracer_of(spec.tracing, replica.name))

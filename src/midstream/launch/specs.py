@@ -26,6 +26,7 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     snapshot more. vllm_url: of a running server to attach to. cores, gpus: which ones vLLM uses, () for all.
     resident_bytes: what full snapshots may take, None for no bound. resident_policies: held at once. records: URL of the bucket
     of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may.
+    tls_cert, tls_key: with them it speaks HTTPS only.
     """
 
     host: str
@@ -50,6 +51,8 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     records: str | None = None
     records_dir: str = ""
     records_bytes: int = 2**30
+    tls_cert: str | None = None
+    tls_key: str | None = None
     tracing: TracingSettings = TracingSettings()
 
 
@@ -59,6 +62,7 @@ class GatewaySpec(ChildSpec, frozen=True, kw_only=True):
     model, deployment, replicas: of the default deployment, as the settings say. models: bare names of those that can be
     deployed. ledger: database URL. tinker_path: the Tinker front's socket, None without a front. takes_over: where the process
     that it replaces offers its listening sockets. shares_port: other gateways listen on the same port, which is not 0 then.
+    replica_ca: a file of the certificates that sign those of replicas.
     """
 
     host: str
@@ -72,6 +76,7 @@ class GatewaySpec(ChildSpec, frozen=True, kw_only=True):
     swap_order: SwapOrder = "together"
     ledger: str
     token: str
+    replica_ca: str | None = None
     settings: GatewaySettings
     push: PushSettings = PushSettings()
     tinker_path: str | None = None

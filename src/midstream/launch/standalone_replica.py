@@ -34,6 +34,8 @@ def replica_spec(settings: Settings, model: str, directory: Path) -> ReplicaSpec
         model=model_resource(settings, model),
         deployment=deployment_resource(settings),
         token=own.token or "",
+        tls_cert=own.tls_cert,
+        tls_key=own.tls_key,
         engine=engine_settings(settings, 1),
         **replica_fields(settings, "replica"),
         **engine_fields(settings, 0, 1, alone=True),
@@ -46,7 +48,8 @@ async def run(spec: ReplicaSpec, on_ready: Callable[[str], None]) -> None:
 
     async def serve() -> None:
         await child.start()
-        on_ready(f"midstream replica ready on http://{spec.host}:{child.port} (model {spec.model})")
+        scheme = "http" if spec.tls_cert is None else "https"
+        on_ready(f"midstream replica ready on {scheme}://{spec.host}:{child.port} (model {spec.model})")
         await child.supervise()
 
     try:

@@ -35,8 +35,9 @@ from midstream.fleet.desired_state import Wanted, WantedReplica
 from midstream.fleet.subscription import token_header
 from midstream.fleet.tally import stalled
 from midstream.http.appserver import socket_directory
-from midstream.http.call import CallFailed, call, unverified_tls
+from midstream.http.call import CallFailed, call
 from midstream.http.channel import STOP_GRACE_S
+from midstream.http.tls import unverified_tls
 from midstream.launch.engines import records_root, replica_fields
 from midstream.launch.gateways import Gateways
 from midstream.launch.local import (
@@ -288,6 +289,7 @@ class Supervisor:
             swap_order=settings.gateway.swap_order,
             ledger=settings.ledger.database or sqlite_url(self._state / "ledger.db"),
             token=self._token,
+            replica_ca=self._settings.replica.tls_ca,
             settings=self._gateway_settings(),
             push=settings.push,
             log_level=settings.log.level,

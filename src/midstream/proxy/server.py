@@ -11,7 +11,6 @@ import contextlib
 import functools
 import shutil
 import socket
-import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +18,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from midstream.core.config import GatewaySettings
-from midstream.core.errors import ConfigError
 from midstream.fleet.registry import Deployments
 from midstream.http.appserver import AppServer, socket_directory
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import ConnectionLimits
+from midstream.http.tls import HANDSHAKE_S, server_tls, tls_for
 from midstream.http.upstream import UpstreamPool
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.service import GatewayService
 
 LISTEN_BACKLOG = 4096
-#: How long a TLS handshake may take.
-HANDSHAKE_S = 10.0
 TIMEOUT_CHECK_S = 0.5
 # How long an idle connection stays open for one more request when the process is replaced.
 RETIRING_IDLE_S = 5.0
@@ -63,6 +60,7 @@ class Gateway:
         *,
         front_path: str | None = None,
         replica_token: str | None = None,
+        replica_ca: str | None = None,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         """`control_app`: an ASGI app, usually api.app.control_app(...).
@@ -70,7 +68,8 @@ class Gateway:
         front_path: the Unix socket of the Tinker front; None: there is none.
 
         Raises ConfigError when the certificate or its key cannot be used.
-        replica_token: the secret that replicas ask for.
+        replica_token: the secret that replicas ask for. replica_ca: signs the certificates of
+        those with an https URL; None: what the system trusts.
         """
         self._loop = asyncio.get_running_loop()
         self._limits = ConnectionLimits(
@@ -86,6 +85,7 @@ class Gateway:
         self._retiring_idle_s = timeouts.retiring_idle_s
         self._shares_port = settings.workers > 1
         self._connect_timeout_s = settings.connect_timeout_s
+        self._replica_ca = replica_ca
         self.proxy = Proxy(
             settings,
             deployments,
@@ -99,7 +99,7 @@ class Gateway:
             unreachable_s=timeouts.unreachable_s,
         )
         self.service = GatewayService(settings, self.proxy)
-        self._tls = tls_context(settings)
+        self._tls = server_tls("gateway", settings.tls_cert, settings.tls_key)
         # The sockets that it listens on.
         self.sockets: list[socket.socket] = []
         # Calls that end the listening.
@@ -199,31 +199,14 @@ class Gateway:
 
     def _tcp_pool(self, url: str) -> UpstreamPool:
         parts = urlsplit(url)
-        connect = functools.partial(self._loop.create_connection, host=parts.hostname, port=parts.port or 80)
+        tls = tls_for(url, self._replica_ca)
+        connect = functools.partial(
+            self._loop.create_connection,
+            host=parts.hostname,
+            port=parts.port or (443 if tls else 80),
+            ssl=tls,
+        )
         return UpstreamPool(connect, self._connect_timeout_s)
-
-
-def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """The context for HTTPS; None without a certificate. Raises ConfigError."""
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)
-    except (OSError, ValueError) as error:
-        # An SSLError is an OSError.
-        raise ConfigError(
-            f"gateway.tls_cert {settings.tls_cert}, gateway.tls_key {settings.tls_key}: {error.strerror or error}"
-            if isinstance(error, OSError)
-            else f"gateway.tls_key {settings.tls_key}: {error}"
-        ) from error
-    return context
-
-
-def _no_password() -> str:
-    raise ValueError("a key that needs a password cannot be used")
 
 
 async def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import sys
 from functools import partial
 
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import ConnectionLimits
+from midstream.http.tls import HANDSHAKE_S
 from midstream.replica.app import ReplicaApp
 from midstream.replica.replica import Replica
 
@@ -26,9 +28,13 @@ CLOSE_GRACE_S = 1.0
 class ReplicaServer:
     """Made in the event loop it runs in. Takes over `sock`, which listens."""
 
-    def __init__(self, replica: Replica, sock: socket.socket, token: str = "") -> None:
+    def __init__(
+        self, replica: Replica, sock: socket.socket, token: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        """tls: with it the socket speaks HTTPS only."""
         self._app = ReplicaApp(replica, token)
         self._sock = sock
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._timeouts: asyncio.Task[None] | None = None
 
@@ -38,7 +44,10 @@ class ReplicaServer:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            partial(ClientConnection, self._app, LIMITS, loop), sock=self._sock
+            partial(ClientConnection, self._app, LIMITS, loop),
+            sock=self._sock,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_S,
         )
         self._timeouts = asyncio.create_task(self._check_timeouts(), name="client timeouts")
 
