@@ -5,8 +5,9 @@ server of S3's protocol over the directory into which the trainer publishes. So 
 machine, and not measured. Files are not announced early (`hints=False`): all bytes come over the link after the signal.
 Nobody asks the server anything. Trainer, gateway, replica and engine share the cores.
 
-Reported in medians over the rounds:
+Every other round has the copy made beside the training (`optimizer=()`). Reported in medians over the rounds:
     blocked_s                      how long the trainer waits in `begin`; copy_s: a bare copy of the same tensors, made before
+    beside_blocked_s               the same with `optimizer=()`; until_copied_s: from then until the weights may change
     served_s                       from the signal until the replica serves it
     fetch_s rebuild_s verify_s stage_s check_s   parts of that, as the replica reports them
     bound_s                        the delta's bytes over the link, and rebuild_s; ratio: served_s to it
@@ -126,13 +127,16 @@ def round_of(
     began = time.perf_counter()
     publication = publisher.begin(name, state, **how)
     blocked_s = time.perf_counter() - began
+    publication.wait_copied()
+    copied_s = time.perf_counter() - began - blocked_s
     done = publication.wait()
     swap = done.replicas[0].last_swap or {}
     parts = {f"{part}_s": swap[f"{part}_ms"] / 1e3 for part in PARTS}
     bound_s = done.bytes_sent / LINK_BYTES_PER_S + parts["rebuild_s"]
     whole_s = parts["fetch_s"] + parts["rebuild_s"] + parts["verify_s"]
+    beside = {"beside_blocked_s": blocked_s, "until_copied_s": copied_s}
     return {
-        "blocked_s": blocked_s,
+        **(beside if "optimizer" in how else {"blocked_s": blocked_s}),
         "encode_s": done.encode_s,
         "served_s": done.load_s,
         **parts,
@@ -163,10 +167,14 @@ def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
             # The first is full, and the second warms what deltas need.
             memory = Memory(server.pid)
             publisher.begin("step-0", state, **how).wait()
-            for number in range(1, rounds + 2):
+            for number in range(1, 2 * rounds + 2):
                 moved(state, generator)
                 copy_s = copied_s(state, room)
-                took = {"copy_s": copy_s, **round_of(publisher, memory, f"step-{number}", state, how)}
+                copying = {"optimizer": ()} if number % 2 else {}
+                took = {
+                    "copy_s": copy_s,
+                    **round_of(publisher, memory, f"step-{number}", state, how | copying),
+                }
                 say(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in took.items())}")
                 if number > 1:
                     found.append(took)
@@ -175,7 +183,8 @@ def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: round(statistics.median(one[key] for one in found), 4) for key in found[0]}
+    keys = dict.fromkeys(key for one in found for key in one)
+    return {key: round(statistics.median(one[key] for one in found if key in one), 4) for key in keys}
 
 
 def main() -> int:

@@ -64,6 +64,7 @@ def render_swap(result: dict[str, Any]) -> str:
     line = result["lines"][0]
     seconds = {
         "`begin` waits": "blocked_s",
+        "`begin` waits, if the copy is made beside the training": "beside_blocked_s",
         "a bare copy of the tensors": "copy_s",
         "encoding the delta": "encode_s",
         "fetch": "fetch_s",
@@ -74,7 +75,7 @@ def render_swap(result: dict[str, Any]) -> str:
         "from the signal until it serves": "served_s",
         "link + rebuild": "bound_s",
     }
-    body = [[name, f"{line[key]:.2f}"] for name, key in seconds.items()]
+    body = [[name, f"{line[key]:.2f}"] for name, key in seconds.items() if key in line]
     after = (
         f"{line['bytes'] / 1e9:.2f} GB, deltas of {line['bytes_sent'] / 1e6:.1f} MB. Whole, verified files are there after "
         f"{line['fetched_ratio']:.2f} x link + rebuild, and served after {line['ratio']:.2f} x. The engine's own memory holds "

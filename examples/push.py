@@ -1,7 +1,7 @@
 """A training loop whose weights go from its memory straight to the replicas. No file is written before they serve.
 
-`begin` returns when it has a copy of the weights, so the next step trains while they are sent. The replicas have to reach
-ADDRESS, which is of this machine.
+The weights are copied and sent while the next step computes. Its `optimizer.step()` waits until they are copied. The replicas
+have to reach ADDRESS, which is of this machine.
 
 python examples/push.py http://127.0.0.1:8080 CHECKPOINT_DIR [STEPS] [ADDRESS]
 """
@@ -32,7 +32,7 @@ def main(url: str, checkpoint: str, steps: str = "3", address: str = "127.0.0.1"
                 print(
                     f"{done.identity}: {done.bytes_sent / 1e6:.1f} MB, {len(done.replicas)} replicas serve it"
                 )
-            running = publisher.begin(f"push/{step}", model=model, dtype="bfloat16")
+            running = publisher.begin(f"push/{step}", model=model, dtype="bfloat16", optimizer=optimizer)
         if running is not None:
             print(f"{running.wait().identity} serves")
 

@@ -21,6 +21,7 @@ from trainer_push_world import Peers, PushWorld, push_world, refused, tensors_of
 from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, TrainingRun
 from midstream.client.errors import PushFailed, SignalRefused, Unanswered
 from midstream.client.push import PIECE_BYTES, pieces
+from midstream.client.weights import TensorCopy
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +124,41 @@ def test_begin_copies_so_that_the_trainer_may_change_its_tensors(world: PushWorl
         for name, tensor in weights().items()
     }
     assert same(tensors_of(world.sent, world.served[1][1][0]), cast)
+
+
+def test_a_push_beside_the_training_sends_what_the_weights_were(
+    world: PushWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy is whole when the next step begins, the other one is of weights that somebody changed."""
+    may_copy, take = threading.Event(), TensorCopy.take
+
+    def taken(memory: TensorCopy, tensors: Any) -> Any:
+        waited(may_copy)
+        return take(memory, tensors)
+
+    monkeypatch.setattr(TensorCopy, "take", taken)
+    parameter = torch.nn.Parameter(torch.randn(300, 300, generator=torch.Generator().manual_seed(1)))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: may_copy.set())
+    state = {"a.weight": parameter.detach()}
+    with world.publisher() as publisher:
+        for step in range(2):
+            before = parameter.detach().clone()
+            may_copy.clear()
+            publication = publisher.begin(f"v{step}", state, optimizer=optimizer)
+            optimizer.step()
+            assert not parameter.equal(before)
+            publication.wait()
+            assert same(tensors_of(world.sent, world.served[step][1][0]), {"a.weight": before})
+        may_copy.clear()
+        publication = publisher.begin("torn", state, optimizer=())
+        with torch.no_grad():
+            parameter.zero_()
+        may_copy.set()
+        with pytest.raises(PublishError, match=r"^tensor a\.weight was changed before it was copied"):
+            publication.wait()
+    assert [name for name, _ in world.served] == ["v0", "v1"]
 
 
 def test_numpy_arrays_are_pushed_and_cast(world: PushWorld) -> None:

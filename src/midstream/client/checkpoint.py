@@ -166,16 +166,31 @@ class Source:
         """The checkpoint beside the configuration that was given, if there is one."""
         return None if self.config_dir is None else served_spec(Path(self.config_dir))
 
-    def copied(self, memory: TensorCopy) -> Mapping[str, Any] | None:
+    def lent(self) -> Mapping[str, Any]:
+        """The tensors of torch that a copy beside the training reads, under their names in memory. Raises ValueError where the
+        copy is made another way."""
+        state = self.weights
+        if state is None and self.model is not None:
+            state = getattr(self.model, COMPILED, self.model).state_dict()
+        if not isinstance(state, Mapping) or not all(hasattr(tensor, "detach") for tensor in state.values()):
+            raise ValueError(
+                "optimizer: is for tensors of torch by name, or a model; all else is copied at once"
+            )
+        if self.config_dir is None and not self.to_push:
+            raise ValueError("optimizer: with a model, give config_dir; its own is written with its weights")
+        return state
+
+    def copied(self, memory: TensorCopy, *, beside: bool = False) -> Mapping[str, Any] | None:
         """The weights in `memory`, under the checkpoint's names and cast, if they are tensors of torch by name. None: files are
         their copy.
 
-        A model writes its own files, with a configuration that training uses. Raises ValueError.
+        A model writes its own files, with a configuration that training uses; not `beside` it. Raises ValueError.
         """
-        if not isinstance(self.weights, Mapping) or self.model is not None or self.of_policy:
+        if not isinstance(self.weights, Mapping) or self.of_policy or (self.model is not None and not beside):
             return None
         assert self.config_dir is not None
-        state = as_checkpoint(self.weights, Path(self.config_dir))
+        own = self.model is not None
+        state = self.tensors() if own else as_checkpoint(self.weights, Path(self.config_dir))
         tensors = wide_first([SnapshotTensor(name, value, self.dtype) for name, value in state.items()])
         if not all(tensor.of_torch for tensor in tensors):
             return None

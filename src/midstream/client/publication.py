@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from midstream.client.bucket import Bucket
 from midstream.client.calls import RETRY_S, CallAnswer
 from midstream.client.checkpoint import Source, write_companions
+from midstream.client.copying import Copying
 from midstream.client.errors import PublishError, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.names import check_names
 from midstream.client.parent import Parent, WorkDirectory
@@ -67,9 +68,11 @@ class Published:
 class Publication:
     """A publication in the background, as SnapshotPublisher.begin returns it. identity: of its snapshot."""
 
-    def __init__(self, identity: str, future: Future[Published]) -> None:
+    # Any: a Copying, which is no business of those who read the signature.
+    def __init__(self, identity: str, future: Future[Published], copying: Any = None) -> None:
         self.identity = identity
         self._future = future
+        self._copying: Copying | None = copying
 
     def __repr__(self) -> str:
         return f"<Publication {self.identity!r} {'done' if self.done() else 'running'}>"
@@ -80,7 +83,18 @@ class Publication:
 
     def wait(self, timeout_s: float | None = None) -> Published:
         """Raises the errors of SnapshotPublisher.publish, and TimeoutError when it is not done after `timeout_s`."""
-        return self._future.result(timeout_s)
+        error = self._future.exception(timeout_s)
+        if error is not None and self._copying is not None:
+            self._copying.told()
+        return self._future.result()
+
+    def wait_copied(self, timeout_s: float | None = None) -> None:
+        """Return when the weights may change: at once, unless the publication was given an `optimizer`.
+
+        Raises what the copy raised, and TimeoutError when it is not whole after `timeout_s`.
+        """
+        if self._copying is not None:
+            self._copying.wait(timeout_s)
 
 
 @dataclass(frozen=True)
@@ -173,40 +187,43 @@ class ToBucket:
         self._work.close()
         self._memory.forget()
 
-    def take(self, job: Job, source: Source, *, copy: bool = True) -> Callable[[], Published]:
+    def take(
+        self, job: Job, source: Source, *, copy: bool = True, copying: Copying | None = None
+    ) -> Callable[[], Published]:
         """Takes the weights. Returns the rest of the publication. copy: tensors are copied in memory, and written with the
-        rest; everything else is written at once. Raises PublishError, ValueError."""
+        rest; everything else is written at once. copying: the copy is a part of the rest. Raises PublishError, ValueError."""
         self._bucket.check(job.identity, job.overwrite)
-        started = self._monotonic()
         job.tell("writing")
+        served = source.served
         staged = self._work.new_directory()
-        with self._staging(job, staged):
-            served = source.served
-            tensors = source.copied(self._memory) if copy else None
+
+        def taken() -> _Taken:
+            started = self._monotonic()
+            tensors = source.copied(self._memory, beside=copying is not None) if copy else None
             if tensors is None:
                 source.write(staged)
                 self._check_whole(job.identity, staged, served)
             else:
                 write_companions(staged, source.config_dir)
-        took_s = self._monotonic() - started
-        if tensors is None:
-            return lambda: self.run(job, staged, took_s)
-        return lambda: self._run_copied(job, staged, tensors, served, took_s)
+            return _Taken(tensors, self._monotonic() - started)
 
-    def _run_copied(
-        self,
-        job: Job,
-        staged: Path,
-        tensors: Mapping[str, Any],
-        served: CheckpointSpec | None,
-        took_s: float,
-    ) -> Published:
-        """As `run`, where `staged` lacks the weights. took_s: what copying them took. Raises ValueError, too."""
+        def held() -> _Taken:
+            with self._staging(job, staged):
+                return taken() if copying is None else copying.run(taken)
+
+        if copying is not None:
+            return lambda: self._run_taken(job, staged, held(), served)
+        now = held()
+        return lambda: self._run_taken(job, staged, now, served)
+
+    def _run_taken(self, job: Job, staged: Path, taken: _Taken, served: CheckpointSpec | None) -> Published:
+        """As `run`, where `staged` may lack the weights. Raises ValueError, too."""
         started = self._monotonic()
-        with self._staging(job, staged):
-            write_weights(staged, tensors, None)
-            self._check_whole(job.identity, staged, served)
-        return self.run(job, staged, took_s + self._monotonic() - started)
+        if taken.tensors is not None:
+            with self._staging(job, staged):
+                write_weights(staged, taken.tensors, None)
+                self._check_whole(job.identity, staged, served)
+        return self.run(job, staged, taken.took_s + self._monotonic() - started)
 
     @contextlib.contextmanager
     def _staging(self, job: Job, staged: Path) -> Iterator[None]:
@@ -373,6 +390,13 @@ class ToBucket:
                 retry_s=left_s,
                 overwrite=job.overwrite,
             )
+
+
+class _Taken(NamedTuple):
+    """Weights in memory; None: they are in files. took_s: what that took."""
+
+    tensors: Mapping[str, Any] | None
+    took_s: float
 
 
 class _Sent(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ import httpx
 
 from midstream.client.bucket import Bucket, open_bucket
 from midstream.client.checkpoint import Source, Weights
+from midstream.client.copying import Copying
 from midstream.client.parent import WorkDirectory
 from midstream.client.publication import (
     Job,
@@ -64,6 +66,8 @@ class How(TypedDict, total=False):
     of config.json that may differ from the served model's. timeout_s: of the signal with what it asks before,
     and again of the wait, in seconds (300).
     on_status: called with each answer while waiting. on_phase: called as each phase begins.
+    optimizer: for `begin`, a torch.optim.Optimizer or several, all that change the weights: the copy is made while the next
+    step computes, and `optimizer.step()` waits for it. With () call Publication.wait_copied() before the weights change.
 
     A push takes neither config_dir, adapter, kind, overwrite, extra_fields_ignore nor {"max_age": k}. There, timeout_s is the
     time until all is sent, and again until it is served.
@@ -80,6 +84,7 @@ class How(TypedDict, total=False):
     timeout_s: float
     on_status: Callable[[Status], None] | None
     on_phase: Callable[[Phase], None] | None
+    optimizer: Any
 
 
 class SnapshotPublisher:
@@ -158,6 +163,7 @@ class SnapshotPublisher:
             )
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[Published] | None = None
+        self._copying: Copying | None = None
 
     def __repr__(self) -> str:
         return f"<SnapshotPublisher {self.server.root} {self._way}>"
@@ -171,9 +177,10 @@ class SnapshotPublisher:
         self.close()
 
     def close(self) -> None:
-        """Waits for a publication in the background."""
+        """Waits for a publication in the background. Call it between two steps of the optimizers that one was given."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._release()
         self._way.close()
         self.server.close()
 
@@ -188,6 +195,8 @@ class SnapshotPublisher:
         ones. Raises PushFailed when pushed weights do not arrive. Raises ValueError and SnapshotRefused for arguments that
         cannot work, and for tensors under other names.
         """
+        if how.get("optimizer") is not None:
+            raise ValueError("optimizer: is for begin; publish returns when the weights are served")
         return self._take(identity, weights, how, copy=False)()
 
     def begin(self, identity: str, weights: Weights | None = None, **how: Unpack[How]) -> Publication:
@@ -195,12 +204,19 @@ class SnapshotPublisher:
 
         The copy of torch tensors by name is in memory, of which it keeps as much as they take. All else is written to work_dir.
         Waits for the publication before. Only that one's own `wait` raises its failure. The callbacks run in the thread.
+
+        With `optimizer` it returns before the copy, which the thread makes, also of a model with a config_dir. Until it is
+        whole, nothing but these optimizers may change the weights, the model or config_dir. A change in place that torch counts
+        (`Tensor._version`) is a PublishError that names the tensor. Torch counts none through `.data`, in inference tensors or
+        by other code. What fails in the copy is raised by the next `step()`, once, and by the Publication.
         """
         rest = self._take(identity, weights, how, copy=True)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "publisher")
         self._running = self._thread.submit(rest)
-        return Publication(identity, self._running)
+        if self._copying is not None:
+            self._copying.follow(self._running)
+        return Publication(identity, self._running, self._copying)
 
     def write_full(
         self,
@@ -240,13 +256,24 @@ class SnapshotPublisher:
         check_identity(identity)
         if isinstance(self._way, Pushing):
             check_how(how)
+        optimizer = how.pop("optimizer", None)
         options = {name: value for name, value in how.items() if name not in SOURCE}
         source = self._source(weights, **{name: value for name, value in how.items() if name in SOURCE})
         job = Job(identity, **options)  # type: ignore[arg-type]
         if self._running is not None:
             # Its failure is for the caller that waits for it.
             self._running.exception()
-        return self._way.take(job, source, copy=copy)
+        self._release()
+        if optimizer is None:
+            return self._way.take(job, source, copy=copy)
+        self._copying = copying = Copying(source.lent(), optimizer)
+        return self._way.take(job, replace(source, weights=copying.tensors), copy=True, copying=copying)
+
+    def _release(self) -> None:
+        """Leave the optimizers of the publication before."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.release()
 
 
 def _work_directory(

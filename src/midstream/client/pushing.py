@@ -4,7 +4,7 @@ Always holds:
 - A call is repeated only while no byte of the update may have moved.
 - The tensors are sent in one update. The group stays for the next publication, and is formed again when the server asks for it,
   once in a publication.
-- After `take` with a copy, the caller's tensors are not read.
+- After `take` with a copy, the caller's tensors are not read, unless the copy is part of the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from midstream.client.checkpoint import Source
+from midstream.client.copying import Copying
 from midstream.client.errors import PublishError, PushFailed, SignalRefused, SnapshotFailed, Unanswered
 from midstream.client.publication import Job, Published
 from midstream.client.push import PIECE_BYTES, Rendezvous, TrainerGroup
@@ -96,19 +97,28 @@ class Pushing:
     def __repr__(self) -> str:
         return f"push={self._group or 'no group'}"
 
-    def take(self, job: Job, source: Source, *, copy: bool) -> Callable[[], Published]:
-        """The rest of a publication. copy: of the tensors, made at once; else they are read while they are sent.
+    def take(
+        self, job: Job, source: Source, *, copy: bool, copying: Copying | None = None
+    ) -> Callable[[], Published]:
+        """The rest of a publication. copy: of the tensors, made at once, or with `copying` as part of the rest; else they are
+        read while they are sent.
 
         Raises ValueError for a dtype that no snapshot can hold, and for options that no push has.
         """
         policy = cache_policy(job.reset_prompt_cache)
         job.tell("writing")
-        started = self._monotonic()
-        tensors = Tensors(source.tensors(), source.dtype)
-        if copy:
-            tensors.copy(self._memory)
-        took_s = self._monotonic() - started
-        return lambda: self._run(job, tensors, policy, took_s)
+
+        def taken() -> tuple[Tensors, float]:
+            started = self._monotonic()
+            tensors = Tensors(source.tensors(), source.dtype)
+            if copy:
+                tensors.copy(self._memory)
+            return tensors, self._monotonic() - started
+
+        if copying is not None:
+            return lambda: self._run(job, policy, *copying.run(taken))
+        now = taken()
+        return lambda: self._run(job, policy, *now)
 
     def close(self) -> None:
         """End the group, and say so to the server."""
@@ -123,7 +133,7 @@ class Pushing:
                 group.close()
         self._memory.forget()
 
-    def _run(self, job: Job, tensors: Tensors, policy: str, copy_s: float) -> Published:
+    def _run(self, job: Job, policy: str, tensors: Tensors, copy_s: float) -> Published:
         started = self._monotonic()
         job.tell("uploading")
         deadline = self._caller.deadline(job.timeout_s)

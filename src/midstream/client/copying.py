@@ -1,0 +1,121 @@
+"""A copy of a trainer's tensors that is made beside the training, and the optimizer steps that wait for it.
+
+Owns: the hooks on the trainer's optimizers, and the versions that the tensors had when the publication began.
+Always holds:
+- No step of an optimizer that was given begins before the copy has ended, well or not.
+- If torch counted a change of a tensor since the publication began, the copy is an error and never a snapshot.
+- A hook is registered and removed between steps, as torch refuses both within one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from midstream.client.errors import PublishError
+
+#: Smaller tensors are copied before `begin` returns. So a forward pass may change small buffers, as those of routers.
+AT_ONCE_BYTES = 64 * 1024
+
+_T = TypeVar("_T")
+
+
+class Copying:
+    """The copy of one publication. tensors: of torch, by name. optimizers: their next steps wait.
+
+    Attribute tensors: what is to be copied, under the same names. Raises ValueError for an optimizer without hooks.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], optimizers: Any) -> None:
+        found = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        self.tensors = {
+            name: tensor.detach().clone() if tensor.nbytes < AT_ONCE_BYTES else tensor.detach()
+            for name, tensor in tensors.items()
+        }
+        # Inference tensors have no counter.
+        self._versions = {
+            name: tensor._version for name, tensor in self.tensors.items() if not tensor.is_inference()
+        }
+        self._queued = _queued(self.tensors.values())
+        self._ended = Future[None]()
+        #: Taken by the first who is told that the copy failed.
+        self._told = threading.Lock()
+        #: What makes the copy. None: it has not begun, and no step waits.
+        self._publication: Future[Any] | None = None
+        self._hooks: list[Any] = []
+        try:
+            for optimizer in found:
+                self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        except AttributeError as error:
+            self.release()
+            raise ValueError(
+                f"optimizer: must be a torch.optim.Optimizer or several, got a {type(optimizer).__name__};"
+                " give the one inside a wrapper"
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"<Copying {'over' if self._ended.done() else 'tensors'}, {len(self._hooks)} optimizers>"
+
+    def run(self, copy: Callable[[], _T]) -> _T:
+        """Call `copy`, which copies the tensors. Use in the publication's thread.
+
+        Raises PublishError when a tensor changed meanwhile, and the errors of `copy`.
+        """
+        try:
+            for event in self._queued:
+                event.synchronize()
+            result = copy()
+            for name, version in self._versions.items():
+                if self.tensors[name]._version != version:
+                    raise PublishError(
+                        f"tensor {name} was changed before it was copied, so nothing was published; give every"
+                        " optimizer that changes weights, or call wait_copied() before you change them"
+                    )
+        finally:
+            self.tensors.clear()
+        self._ended.set_result(None)
+        return result
+
+    def follow(self, publication: Future[Any]) -> None:
+        """Steps wait from now on. When `publication` ends before the copy does, that ends the copy, too: with its error."""
+        self._publication = publication
+        publication.add_done_callback(self._publication_ended)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when the copy is whole. Raises what the copy raised, and TimeoutError."""
+        error = self._ended.exception(timeout_s)
+        if error is not None:
+            self.told()
+            raise error
+
+    def told(self) -> bool:
+        """Note that the copy's error is raised. True for the first caller."""
+        return self._told.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Remove the hooks. Call between steps. May be called twice."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before_step(self, *_: object) -> None:
+        if self._publication is None:
+            return
+        error = self._ended.exception()
+        if error is not None and self.told():
+            raise error
+
+    def _publication_ended(self, publication: Future[Any]) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(publication.exception())
+
+
+def _queued(tensors: Iterable[Any]) -> list[Any]:
+    """Events after which the tensors of devices have the values that they were given until now."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    if not devices:
+        return []
+    import torch
+
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
