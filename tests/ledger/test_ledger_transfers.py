@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ledger_helpers import DEPLOYMENT, on_ledger, opened, signal
+from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
 
 from midstream.core.errors import NotFound
 from midstream.core.table import IllegalMove
@@ -175,6 +175,40 @@ def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url:
         assert await ledger.claim_keeping(again, 600.0)
         await ledger.settle_keeping(again, "kept")
         assert await ledger.updates_waiting_s() == {}
+        assert await ledger.unkept_updates() == []
+        kept = await ledger.committed_update(seen)
+        assert kept is not None
+        assert kept.kept == "kept"
+
+    on_ledger(url, work)
+
+
+def test_a_late_word_of_an_update_changes_no_other_update(url: str) -> None:
+    """Its deployment was deleted and made again meanwhile. SQLite gives the keys of rows again."""
+
+    async def work(ledger: Ledger) -> None:
+        await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(await finishing(ledger)))
+        [old] = await ledger.unkept_updates()
+        await ledger.delete_deployment(DEPLOYMENT)
+        await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket")
+        seen = await finishing(ledger, "second")
+        await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(seen))
+        for kept in ("kept", "given up"):
+            await ledger.settle_keeping(old, kept)
+        await ledger.settle_keeping(old, "wanted", again_s=600.0, tries=7)
+        [update] = await ledger.unkept_updates()
+        assert (update.group, update.tries) == ("second", 0)
+
+    on_ledger(url, work)
+
+
+def test_what_is_kept_is_not_wanted_again_by_a_gateway_whose_claim_was_over(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        seen = await finishing(ledger)
+        await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(seen))
+        [update] = await ledger.unkept_updates()
+        await ledger.settle_keeping(update, "kept")
+        await ledger.settle_keeping(update, "wanted", again_s=0.0, tries=1)
         assert await ledger.unkept_updates() == []
         kept = await ledger.committed_update(seen)
         assert kept is not None

@@ -358,7 +358,12 @@ def settle(db: sa.Connection, update: Unkept, kept: Kept, again_s: float, tries:
     values: dict[str, Any] = {"kept": kept, "keep_at": None}
     if kept == "wanted":
         values |= {"keep_at": now + again_s, "keep_tries": tries}
-    db.execute(transfer_updates.update().where(transfer_updates.c.id == update.key).values(values))
+    # Keys of rows that went with their deployment are given again, names of groups are not.
+    group = sa.select(transfers.c.id).where(transfers.c.name == update.group).scalar_subquery()
+    this = (transfer_updates.c.id == update.key) & (transfer_updates.c.transfer_id == group)
+    # A gateway whose claim is over changes nothing of what another one has finished.
+    this &= transfer_updates.c.kept == "wanted"
+    db.execute(transfer_updates.update().where(this).values(values))
 
 
 def newest(db: sa.Connection, name: str, count: int) -> list[tuple[Transfer, list[TransferUpdate]]]:
