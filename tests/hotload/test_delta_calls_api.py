@@ -28,7 +28,9 @@ def published(server: Server, place: str, *versions: int) -> None:
 def checkpoint(server: Server, place: str, index: bool) -> None:
     """A whole checkpoint, as slime writes one into a version's directory now and then."""
     server.write(place)
-    if index:
+    if not index:
+        (server.bucket / place / "model.safetensors").write_bytes(b"weights")
+    else:
         said = {"metadata": {"total_size": 4}, "weight_map": {}}
         (server.bucket / place / "model.safetensors.index.json").write_text(json.dumps(said))
 
@@ -221,6 +223,25 @@ def test_a_whole_checkpoint_begins_a_new_chain(tmp_path: Path, place: str, index
             update = {"model_path": "/local-nvme/checkpoint", "weight_version": "6"}
             told = await ask(server, "/update_weights_from_disk", update)
             assert (told.status_code, told.json()["weight_version"]) == (200, "6")
+
+    serve(tmp_path, work)
+
+
+def test_a_delta_whose_index_is_not_there_begins_no_chain(tmp_path: Path) -> None:
+    """It is still being written, or has lost it. What is wrong with it is said when it is signalled."""
+
+    async def work(server: Server) -> None:
+        await began(server)
+        published(server, MILES, 1, 2)
+        for number in (1, 2):
+            shard = f"model-{number:05d}-of-00002.safetensors"
+            (server.bucket / MILES.format(2) / shard).write_bytes(b"blobs")
+        (server.bucket / MILES.format(2) / "model.safetensors.index.json").unlink()
+        body = {"source_dir": str(server.bucket / "updates"), "target_version": 2}
+        assert (await ask(server, "/pull_weights", body)).status_code == 200
+        assert await rows(server) == [
+            ("0", None, None), ("1", "0", "miles_delta"), ("2", "1", "miles_delta")
+        ]  # fmt: skip
 
     serve(tmp_path, work)
 

@@ -1,7 +1,7 @@
 """Whether the directory of a trainer's version has a delta or a whole checkpoint, as the trainers' own readers tell.
 
-Miles and slime: a delta is what declares `delta_encoding` in the metadata of its index. An ordinary checkpoint, with or without
-an index, is a full version. SkyRL: a delta has a `manifest.json`, and neither a configuration nor an index.
+Miles and slime: a delta is what declares `delta_encoding` in the metadata of its index. An ordinary checkpoint, in one file or
+with an index, is a full version. SkyRL: a delta has a `manifest.json`, and neither a configuration nor an index.
 
 Always holds: only the listing, and an index, are read.
 """
@@ -13,7 +13,13 @@ import asyncio
 from midstream.core.errors import SnapshotError
 from midstream.core.types import TrainerFormat
 from midstream.snapshots.identity import public_url
-from midstream.snapshots.layout import CONFIG_FILE, INDEX_FILE, MAX_JSON_BYTES, parse_object
+from midstream.snapshots.layout import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_JSON_BYTES,
+    WEIGHTS_FILE,
+    parse_object,
+)
 from midstream.snapshots.store.listing import FINGERPRINT_S_MAX, check_inside, list_snapshot, read_beginning
 
 
@@ -30,7 +36,8 @@ async def holds_checkpoint(url: str, bucket: str, compression: TrainerFormat) ->
             if compression == "skyrl_delta":
                 return not names.isdisjoint((CONFIG_FILE, INDEX_FILE))
             if INDEX_FILE not in names:
-                return True
+                # Shards alone are a version that is still being written, or has lost its index.
+                return WEIGHTS_FILE in names
             data = await read_beginning(listing, INDEX_FILE, MAX_JSON_BYTES)
             index = await asyncio.to_thread(parse_object, INDEX_FILE, data)
     except TimeoutError:
