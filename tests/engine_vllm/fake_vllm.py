@@ -334,6 +334,8 @@ class FakeVllm:
         self.places = 0
         # It runs vLLM for CPUs, with midstream's worker extension.
         self.cpu = False
+        #: Of its workers, where it is shown: on a CPU, or with `both`.
+        self.extension = WORKER
         # It runs with the extension, which returns both log-probabilities. one_number: why it does not.
         self.both = False
         self.one_number = ""
@@ -565,7 +567,7 @@ class FakeVllm:
         if self.cpu:
             config["device_config"] = {"device": "cpu"}
         if self.cpu or self.both:
-            config["parallel_config"] = {"worker_extension_cls": WORKER}
+            config["parallel_config"] = {"worker_extension_cls": self.extension}
         return config
 
     def _rpc(self, method: str, kwargs: dict[str, Any]) -> tuple[int, Any]:

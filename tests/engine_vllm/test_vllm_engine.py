@@ -25,6 +25,7 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 from midstream.core.config import VllmSettings
 from midstream.core.types import TokenRecord
 from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.vllm.arguments import TRANSFER_WORKER, WORKER
 from midstream.engine.vllm.engine import VllmEngine
 
 
@@ -58,6 +59,28 @@ def test_what_an_attached_server_is_and_where_a_boot_begins(tmp_path: Path) -> N
         await fake.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("extension", "fits"), [(WORKER, True), (TRANSFER_WORKER, True), ("other.Worker", False)]
+)
+def test_a_server_on_a_cpu_needs_an_extension_that_packs_reloaded_experts(
+    tmp_path: Path, extension: str, fits: bool
+) -> None:
+    """The one for transfers loads the other one."""
+
+    def on_a_cpu(fake: FakeVllm) -> None:
+        fake.cpu, fake.extension = True, extension
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=on_a_cpu) as (_, fake):
+            assert fake.loads == 1
+
+    if fits:
+        asyncio.run(main())
+    else:
+        with pytest.raises(EngineDied, match="a form that it cannot compute with"):
+            asyncio.run(main())
 
 
 @given(

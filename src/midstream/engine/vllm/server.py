@@ -28,6 +28,7 @@ from midstream.core.http_answer import NotThatAnswer
 from midstream.engine.vllm import keeper
 from midstream.engine.vllm.arguments import (
     NO_LORA,
+    TRANSFER_WORKER,
     WORKER,
     WORKER_DIR,
     WORKER_FLAG,
@@ -341,7 +342,7 @@ class VllmServer:
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises VllmServerFailed when the server would compute wrongly with weights that are loaded in place."""
-        if experts and self.on_cpu and self.extension != WORKER:
+        if experts and self.on_cpu and self.extension not in (WORKER, TRANSFER_WORKER):
             raise self._failed(
                 f"the vLLM server at {self.url} runs on a CPU, where vLLM leaves reloaded experts in a form that it cannot "
                 f"compute with: start it with PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
