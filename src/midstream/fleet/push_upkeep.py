@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from midstream.core.errors import MidstreamError
+from midstream.core.errors import MidstreamError, NotFound
 from midstream.core.retry import Backoff
 from midstream.core.transfer import Keep
 from midstream.fleet.push import PushDoor
@@ -182,6 +182,8 @@ class PushUpkeep:
                 await self._ledger.settle_rebase(update, kept, again_s, tries, reason)
             else:
                 await self._ledger.settle_keeping(update, kept, again_s=again_s, tries=tries)
+        except NotFound:
+            logger.info("nobody keeps %s any more: its deployment is gone", update.identity)
         except LedgerUnavailable as error:
             logger.warning("the ledger does not know yet what became of %s: %s", update.identity, error)
 
