@@ -411,6 +411,9 @@ class FakeSource(SnapshotSource):
         #: Raised by `verify`.
         self.fails: Exception | None = None
         self.blocked: set[str] = set()
+        #: Snapshots whose files are here, and damaged. To be fetched once more, they have to be found so.
+        self.rotten: set[str] = set()
+        self._found: str | None = None
         self.met: tuple[str, ...] = ()
         self.keeping: SnapshotError | None = None
         self.ticks = 0
@@ -421,8 +424,14 @@ class FakeSource(SnapshotSource):
         return self
 
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+    @property
+    def found_here(self) -> bool:
+        return self._found is not None
+
         self.calls.append(f"fetch {desired.snapshot}{' anew' if refetch else ''}")
         self.fetching.set()
+        self._found = desired.snapshot if desired.snapshot in self.rotten else None
+        self.rotten.discard(desired.snapshot)
         if desired.snapshot in self.blocked:
             try:
                 await asyncio.Event().wait()
@@ -430,7 +439,8 @@ class FakeSource(SnapshotSource):
                 self.calls.append(f"cancelled {desired.snapshot}")
                 raise
         await self._pass()
-        return None if desired.compression else Path("/cache") / desired.snapshot
+        here = self.found_here or not desired.compression
+        return Path("/cache") / desired.snapshot if here else None
 
     async def rebuild(self, desired: Desired) -> Path:
         self.calls.append(f"rebuild {desired.snapshot}")
@@ -441,7 +451,7 @@ class FakeSource(SnapshotSource):
         assert path.name == desired.snapshot
         self.calls.append(f"verify {path.name}")
         await self._pass()
-        if path.name in self.corrupt:
+        if path.name in self.corrupt or path.name == self._found:
             raise SnapshotCorrupt(f"{path.name}: checksum of a.weight differs")
         if self.fails is not None:
             raise self.fails

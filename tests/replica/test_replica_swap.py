@@ -22,7 +22,7 @@ from midstream.core.errors import (
     SnapshotTransition,
 )
 from midstream.core.table import IllegalMove
-from midstream.core.types import BASE_SNAPSHOT, Desired, Stage
+from midstream.core.types import BASE_SNAPSHOT, Desired, SnapshotFiles, Stage
 from midstream.replica.gate import Door, Gate
 from midstream.replica.replica import Replica
 from midstream.replica.swap.table import MOVES, SwapEvent, SwapMachine
@@ -275,6 +275,36 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
         assert report.own.transitions[-1].detail == report.own.error
         assert (engine.serving, report.ready, replica.own.gate.door) == ("v1", True, Door.OPEN)
         assert "stage v2 v2" not in engine.calls
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("compression", [None, "arc_v2"])
+def test_damaged_files_of_this_replica_are_fetched_once_more_and_nobody_is_blamed(
+    tmp_path: Path, compression: str | None
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.rotten = {"v1"}
+        parents = () if compression is None else (SnapshotFiles(snapshot="v0", url="s3://b/v0"),)
+        replica.desire(wanted("v1", 1, compression=compression, parents=parents))
+        await settled(replica)
+        report = replica.report()
+        assert (report.own.snapshot, report.own.stage, report.own.refused) == ("v1", Stage.IDLE, 0)
+        calls = [call for call in source.calls if call.partition(" ")[0] in ("fetch", "rebuild", "verify")]
+        rebuilt = ["rebuild v1"] if compression else []
+        assert calls == ["fetch v1", "verify v1", "fetch v1", *rebuilt, "verify v1"]
+
+    play(tmp_path, scenario)
+
+
+def test_what_is_damaged_in_the_bucket_too_is_to_blame(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.rotten, source.corrupt = {"v1"}, {"v1"}
+        replica.desire(wanted("v1", 1))
+        await settled(replica)
+        report = replica.report()
+        assert (report.own.stage, report.own.refused) == (Stage.ERROR, 1)
+        assert source.calls.count("fetch v1") == 2
 
     play(tmp_path, scenario)
 

@@ -169,7 +169,10 @@ def test_a_local_file_whose_header_went_bad_costs_one_attempt(tmp_path: Path) ->
     source = CachedSource(ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1), read_spec(full))
     with pytest.raises(SnapshotCorrupt, match=r"^model\.safetensors: "):
         asyncio.run(load(source))
+    # So it is known whom to blame.
+    assert source.found_here
     assert weights(asyncio.run(load(source))) == weights(full)
+    assert not source.found_here
 
 
 def test_files_that_cannot_be_read_for_a_moment_are_not_fetched_again(

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from midstream.core.errors import SnapshotError
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
 from midstream.core.types import (
     BASE_SNAPSHOT,
     Desired,
@@ -248,7 +248,7 @@ class SwapDriver:
             path = await source.rebuild(desired)
             rebuilt = self._made(SwapEvent.REBUILT)
         if not base:
-            await source.verify(path, desired)
+            await self._verify(path, desired)
         contents = () if base else await source.contents(desired)
         verified = self._made(SwapEvent.VERIFIED)
         await self._engine.stage(desired.snapshot, path)
@@ -276,6 +276,18 @@ class SwapDriver:
         refetch = self.machine.loaded is not None and self.machine.same_files(desired)
         async with self._files.hints.loading(desired.snapshot):
             return await self._files.source.fetch(desired, refetch=refetch)
+
+    async def _verify(self, path: Path, desired: Desired) -> None:
+        """Files that were here, and may be damaged, are fetched once more. So what was published is not blamed for them."""
+        source = self._files.source
+        try:
+            await source.verify(path, desired)
+        except (SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite) as error:
+            if not source.found_here:
+                raise
+            log.warning("the files of %s in this snapshot cache are damaged: %s", _called(desired), error)
+            again = await self._fetch(desired) or await source.rebuild(desired)
+            await source.verify(again, desired)
 
     async def _wait_for_turn(self) -> None:
         if self._attempts.phase is AttemptPhase.HELD:

@@ -42,6 +42,11 @@ from midstream.snapshots.tied import check_tied
 class SnapshotSource(abc.ABC):
     """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
 
+    @property
+    def found_here(self) -> bool:
+        """Whether the last `fetch` found whole files here. Nobody has read them since they were fetched or made."""
+        return False
+
     @abc.abstractmethod
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
         """A local directory with the snapshot's files, complete but not yet verified. None: the fetched files have to be
@@ -163,6 +168,10 @@ class CachedSource(SnapshotSource):
         return await self._chains.fetch(desired.files, refetch=refetch)
 
     async def rebuild(self, desired: Desired) -> Path:
+    @property
+    def found_here(self) -> bool:
+        return self._chains.found_here
+
         return await self._chains.rebuild(desired.files)
 
     async def verify(self, path: Path, desired: Desired) -> None:

@@ -102,6 +102,8 @@ class ChainFetcher:
         self._hinting = asyncio.Lock()
         # The full snapshot that the last `fetch` fetched. A delta that fails on it is bad.
         self._fresh: Path | None = None
+        #: Whether the last `fetch` found the whole files in the cache.
+        self.found_here = False
         # Whole files that could not be made from files fetched again either, the latest last.
         self._refuted: list[Path] = []
         #: Looks at a full snapshot's files in the bucket before they are fetched, and may write into an empty directory.
@@ -175,7 +177,8 @@ class ChainFetcher:
         if start == len(chain) - 1 and not await finished(self._links.hold, path):
             await self.distrust(path)
             start = await self._claim(chain)
-        if start == len(chain) - 1:
+        self.found_here = start == len(chain) - 1
+        if self.found_here:
             self._cache.touch(path)
             return path
         fetched = start < 0
