@@ -20,6 +20,7 @@ from midstream.core.transfer import (
     Check,
     Digest,
     Digested,
+    Distrust,
     Drop,
     Finish,
     Join,
@@ -77,6 +78,8 @@ class FakeReplica:
     finished: int = 0
     trainer_alive: bool = True
     dead: bool = False
+    #: Its whole files are used no more. The next snapshot's are others.
+    distrusted: bool = False
     orders: list[TransferOrder] = field(default_factory=list)
     bucket: list[str] = field(default_factory=list)
     hangs: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,7 +130,11 @@ class FakeReplica:
                     self.finished = 0
             case Keep(snapshot=snapshot):
                 self.bucket.append(snapshot)
+            case Distrust():
+                self.distrusted = True
             case Digest():
+                if self.distrusted:
+                    raise OrderFailed(f"{self.name}: its whole files are not in this snapshot cache")
                 return Digested(content=content(self.bytes))
             case Alive():
                 return TrainerAlive(self.trainer_alive)

@@ -197,10 +197,35 @@ def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
         assert "replica-0 and replica-1 have different whole files of 4: model.safetensors" in problem
 
     in_world(tmp_path, work)
+        # The files that one has alone are used no more, so they stop no later try.
+        assert [one.distrusted for one in world.replicas.values()] == [False, True, False]
+        await looked(world)
+        assert written(world) == [["4.full"], [], []]
+        assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
 
 
 def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> None:
     async def work(world: World) -> None:
+def test_where_no_files_are_those_of_most_replicas_none_are_trusted(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        for number in range(5):
+            await step(world, number)
+        world.replicas["replica-1"].bytes = "b"
+        await looked(world)
+        assert [one.distrusted for one in world.replicas.values()] == [True, True]
+        await looked(world)
+        assert not any(written(world))
+        # Each fetches what it needs for the next snapshot.
+        for one in world.replicas.values():
+            one.distrusted, one.bytes = False, "c"
+        for number in (5, 6):
+            await step(world, number)
+            await looked(world)
+        assert written(world) == [["6.full"], []]
+
+    in_world(tmp_path, work, replicas=2)
+
+
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -271,5 +296,25 @@ def test_whole_files_of_before_a_reset_are_those_of_no_later_snapshot(tmp_path: 
         state = await gateway.ledger.state(DEPLOYMENT)
         assert state.desired is not None
         assert links(state.desired) == ["0", "1", "2", "3", "4"]
+
+    in_world(tmp_path, work)
+
+
+@pytest.mark.parametrize("order", [Digest, Keep])
+def test_a_deployment_that_goes_meanwhile_ends_its_rebase_alone(tmp_path: Path, order: type) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(5):
+            await step(world, number)
+        writes = world.replicas["replica-0"]
+        writes.faults[order] = "hang"
+        world.clock.time += 1.0
+        await gateway.upkeep.look_once()
+        await writes.hangs.wait()
+        [task] = gateway.upkeep._keeping.values()
+        await gateway.ledger.delete_deployment(DEPLOYMENT)
+        writes.goes_on.set()
+        await task
+        await gateway.upkeep.look_once()
 
     in_world(tmp_path, work)

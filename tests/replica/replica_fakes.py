@@ -29,6 +29,7 @@ from midstream.core.types import (
     GenerationEvent,
     Hint,
     ModelInfo,
+    SnapshotFiles,
     SwapTiming,
     TokenRecord,
     TopLogprob,
@@ -410,10 +411,10 @@ class FakeSource(SnapshotSource):
         self.written_to = False
         #: Raised by `verify`.
         self.fails: Exception | None = None
-        self.blocked: set[str] = set()
         #: Snapshots whose files are here, and damaged. To be fetched once more, they have to be found so.
         self.rotten: set[str] = set()
         self._found: str | None = None
+        self.blocked: set[str] = set()
         self.met: tuple[str, ...] = ()
         self.keeping: SnapshotError | None = None
         self.ticks = 0
@@ -423,15 +424,15 @@ class FakeSource(SnapshotSource):
     def of_policy(self, policy: str) -> SnapshotSource:
         return self
 
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
     @property
     def found_here(self) -> bool:
         return self._found is not None
 
+    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
         self.calls.append(f"fetch {desired.snapshot}{' anew' if refetch else ''}")
-        self.fetching.set()
         self._found = desired.snapshot if desired.snapshot in self.rotten else None
         self.rotten.discard(desired.snapshot)
+        self.fetching.set()
         if desired.snapshot in self.blocked:
             try:
                 await asyncio.Event().wait()
@@ -479,6 +480,9 @@ class FakeSource(SnapshotSource):
         if self.keeping is not None:
             raise self.keeping
         self.calls.append(f"keep {snapshot} in {bucket}")
+
+    async def distrust(self, chain: Sequence[SnapshotFiles]) -> None:
+        self.calls.append(f"distrust {[link.snapshot for link in chain]}")
 
     async def release(self, keep: Sequence[Desired]) -> None:
         self.calls.append(f"release all but {[desired.snapshot for desired in keep]}")

@@ -27,6 +27,7 @@ from midstream.core.transfer import (
     Begin,
     CarriedOut,
     Check,
+    Distrust,
     Drop,
     Finish,
     InitInfo,
@@ -39,6 +40,7 @@ from midstream.core.transfer import (
     TrainerAlive,
     TransferOrder,
 )
+from midstream.core.types import SnapshotFiles
 from midstream.replica.transfer import LOOK_S, PartPhase, Transfers
 
 BOOT = "boot-1"
@@ -420,6 +422,15 @@ async def test_files_are_kept_whatever_became_of_the_group() -> None:
     await here.transfers.close()
     with pytest.raises(asyncio.CancelledError):
         await asked
+
+
+@in_a_loop
+async def test_files_that_other_replicas_do_not_have_are_used_no_more_whatever_the_boot() -> None:
+    here = Here()
+    here.boot = None
+    chain = tuple(SnapshotFiles(snapshot=name, url=f"file:///b/{name}") for name in ("s0", "s1"))
+    await here.transfers.answer(Distrust(group="", boot="", within_s=30, chain=chain))
+    assert here.source.calls == ["distrust ['s0', 's1']"]
 
 
 async def ordered(here: Running, order: TransferOrder) -> httpx.Response:

@@ -227,6 +227,27 @@ def test_files_that_went_bad_since_they_were_digested_are_not_put(world: World) 
     assert weights(world.tmp_path / "bucket" / "s2.full") == weights(world.source(2))
 
 
+def test_files_that_went_bad_before_they_were_digested_stop_no_later_rebase(world: World) -> None:
+    """Their digest tells nobody that they are bad. Other replicas' digests do."""
+    chain = world.publish(3)
+    replica = Replica(world)
+    path = replica.load(chain)
+    rot(path / "model.safetensors", flip_last)
+    other = Replica(world, "r1")
+    other.load(chain)
+    assert replica.digest(chain) != other.digest(chain)
+    world.run(replica.fetcher.distrust_chain(chain))
+    with pytest.raises(SnapshotMissing):
+        replica.digest(chain)
+    # The next snapshot is made of sound files, though its delta says nothing of the rest.
+    later = world.publish(1)
+    replica.load(later)
+    whole = rebased(world, replica, later)
+    assert weights(world.tmp_path / "bucket" / "s3.full") == weights(world.source(3))
+    other.load(later)
+    assert other.digest(later) == whole.content
+
+
 def test_whole_files_that_were_damaged_in_the_bucket_are_found_by_their_digest(world: World) -> None:
     chain = world.publish(3)
     replica = Replica(world)

@@ -161,6 +161,12 @@ class Digest(_Order, frozen=True, kw_only=True, tag="digest"):
     chain: Annotated[tuple[SnapshotFiles, ...], msgspec.Meta(min_length=1)]
 
 
+class Distrust(_Order, frozen=True, kw_only=True, tag="distrust"):
+    """Use no whole files of `chain` or of its beginnings any more: other replicas have other bytes. boot: "" for any."""
+
+    chain: Annotated[tuple[SnapshotFiles, ...], msgspec.Meta(min_length=1)]
+
+
 TransferOrder = (
     Join
     | JoinInPlace
@@ -175,6 +181,7 @@ TransferOrder = (
     | Alive
     | Keep
     | Digest
+    | Distrust
 )
 
 

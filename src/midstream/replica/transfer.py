@@ -34,6 +34,7 @@ from midstream.core.transfer import (
     CheckInPlace,
     Digest,
     Digested,
+    Distrust,
     Drop,
     Finish,
     InitInfo,
@@ -419,7 +420,7 @@ class Transfers:
             await asyncio.wait(self._tasks)
 
     async def _carry_out(self, order: TransferOrder) -> TransferAnswer:
-        if order.boot or not isinstance(order, Keep | Digest):
+        if order.boot or not isinstance(order, Keep | Digest | Distrust):
             self._check_boot(order.boot)
         match order:
             case Join(rendezvous=invitation) | JoinInPlace(init=invitation):
@@ -433,6 +434,8 @@ class Transfers:
             case Digest(chain=chain):
                 digest = self._source.digest(chain)
                 return Digested(content=await self._within(order, chain[-1].snapshot, digest))
+            case Distrust(chain=chain):
+                await self._source.distrust(chain)
             case Begin():
                 await self._of(order.group).begin(order)
             case Check(update=update, sent=sent) | CheckInPlace(update=update, info=sent):

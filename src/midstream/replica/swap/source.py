@@ -107,6 +107,10 @@ class SnapshotSource(abc.ABC):
         """The content of the whole files of this chain, which are here. Raises SnapshotError."""
         raise SnapshotMissing(f"{chain[-1].snapshot}: no whole files are kept here")
 
+    async def distrust(self, chain: Sequence[SnapshotFiles]) -> None:  # noqa: B027
+        """The whole files of this chain and of its beginnings may be damaged here. They are used no more, and fetched when they
+        are needed."""
+
     @abc.abstractmethod
     async def release(self, keep: Sequence[Desired]) -> None:
         """Allows local files to be deleted, except those of `keep` and of the chains they stand on. `keep` begins with the
@@ -164,14 +168,14 @@ class CachedSource(SnapshotSource):
 
         await finished(look)
 
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
-        return await self._chains.fetch(desired.files, refetch=refetch)
-
-    async def rebuild(self, desired: Desired) -> Path:
     @property
     def found_here(self) -> bool:
         return self._chains.found_here
 
+    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+        return await self._chains.fetch(desired.files, refetch=refetch)
+
+    async def rebuild(self, desired: Desired) -> Path:
         return await self._chains.rebuild(desired.files)
 
     async def verify(self, path: Path, desired: Desired) -> None:
@@ -247,6 +251,9 @@ class CachedSource(SnapshotSource):
 
     async def digest(self, chain: Sequence[SnapshotFiles]) -> Content:
         return await self._chains.digest(chain)
+
+    async def distrust(self, chain: Sequence[SnapshotFiles]) -> None:
+        await self._chains.distrust_chain(chain)
 
     async def release(self, keep: Sequence[Desired]) -> None:
         await self._chains.release([desired.files for desired in keep if desired.files])

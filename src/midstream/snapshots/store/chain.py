@@ -246,6 +246,11 @@ class ChainFetcher:
         """The files at `path` are not those that were fetched or made. They stay, but are not used again."""
         await asyncio.to_thread(forget_listing, path)
 
+    async def distrust_chain(self, chain: Chain) -> None:
+        """As `distrust`, of the whole files of `chain` and of its beginnings."""
+        for i in range(len(chain)):
+            await asyncio.to_thread(self.whole_files.distrust, self._cache.whole(chain[: i + 1]))
+
     async def release(self, keep: Sequence[Chain]) -> None:
         """From now on only the chains of `keep` are in use: their whole files, or the files to make them from."""
         self._links.end()

@@ -165,10 +165,16 @@ class WholeFiles:
             try:
                 return put_kept(url, path, content, lacking, on_file)
             except SnapshotCorrupt:
-                self._contents.pop(self._made_of.pop(content_fingerprint(content), ()), None)
-                with contextlib.suppress(OSError):
-                    forget_listing(path)
+                self.distrust(path)
                 raise
+
+    def distrust(self, path: Path) -> None:
+        """The whole files at `path` are not used any more, and their digest is forgotten."""
+        content = self._contents.pop(noted_contents(path), None)
+        if content is not None:
+            self._made_of.pop(content_fingerprint(content), None)
+        with contextlib.suppress(OSError):
+            forget_listing(path)
 
     def _rebuilt(self, content: Content) -> Path | None:
         made_of = self._made_of.get(content_fingerprint(content))
