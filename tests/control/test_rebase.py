@@ -62,6 +62,8 @@ def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
         assert {(row.kind, row.full_url) for row in whole} == {
             ("delta", f"file:///bucket/{number}.full") for number in range(4, 60, 4)
         }
+        # Nothing falls back to the others, as none was ready.
+        assert [row.identity for row in whole if row.full_needed] == ["56"]
         assert [name for names in written(world) for name in names] == [
             f"{number}.full" for number in range(4, 60, 4)
         ]
@@ -195,17 +197,15 @@ def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
         assert not any(written(world))
         problem = (await gateway.ledger.state(DEPLOYMENT)).rebase_problem
         assert "replica-0 and replica-1 have different whole files of 4: model.safetensors" in problem
-
-    in_world(tmp_path, work)
         # The files that one has alone are used no more, so they stop no later try.
         assert [one.distrusted for one in world.replicas.values()] == [False, True, False]
         await looked(world)
         assert written(world) == [["4.full"], [], []]
         assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
 
+    in_world(tmp_path, work)
 
-def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+
 def test_where_no_files_are_those_of_most_replicas_none_are_trusted(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         for number in range(5):
@@ -226,6 +226,8 @@ def test_where_no_files_are_those_of_most_replicas_none_are_trusted(tmp_path: Pa
     in_world(tmp_path, work, replicas=2)
 
 
+def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)

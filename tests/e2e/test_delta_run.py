@@ -82,6 +82,9 @@ def test_a_run_goes_on_past_the_bound_of_chains(server: Server, tiny_model: Call
         put = load_file(Path(url.removeprefix("file://")) / "model.safetensors")
         assert put.keys() == trained[int(name)].keys()
         assert all(np.array_equal(put[tensor], trained[int(name)][tensor]) for tensor in put)
+    for name, url in whole.items():
+        if not found[name]["full_needed"]:
+            shutil.rmtree(url.removeprefix("file://"))
     served = said(server, str(STEPS))
     joins_with_the_newest_whole_files(server)
     assert said(server, str(STEPS)) == served

@@ -602,6 +602,7 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
                     "fingerprint": await snapshot_fingerprint(f"{server.bucket.as_uri()}/a"),
                     "files": None,
                     "full_url": None,
+                    "full_needed": False,
                     "ready_at": None,
                     "replicas": [
                         {

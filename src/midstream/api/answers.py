@@ -292,7 +292,7 @@ class LedgerReplica(msgspec.Struct):
 class LedgerSnapshot(msgspec.Struct):
     """A signalled snapshot. chain: what an incremental one stands on, the full one first. max_cache_age: in commits; null: no
     limit. fingerprint, files: null while they are not known. ready_at: null before it was ready anywhere. full_url: where the
-    whole files of an incremental one lie, too; null: nowhere."""
+    whole files of an incremental one lie, too; null: nowhere. full_needed: replicas may load a chain that begins there."""
 
     identity: str
     kind: Literal["full", "delta"]
@@ -302,6 +302,7 @@ class LedgerSnapshot(msgspec.Struct):
     chain: list[str]
     url: str
     full_url: str | None
+    full_needed: bool
     reset_prompt_cache: ResetPromptCache
     max_cache_age: int | None
     extra_fields_ignore: list[str]

@@ -53,6 +53,7 @@ def _snapshot(row: SnapshotRow, moves: Sequence[TransitionRow]) -> answers.Ledge
         chain=[link.snapshot for link in row.parents],
         url=row.url,
         full_url=row.full_url,
+        full_needed=row.full_needed,
         reset_prompt_cache=row.reset_prompt_cache,
         max_cache_age=row.max_cache_age,
         extra_fields_ignore=list(row.ignore_config),

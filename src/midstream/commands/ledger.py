@@ -68,6 +68,9 @@ def _row(snapshot: dict[str, Any], ledger: dict[str, Any]) -> tuple[str, ...]:
     notes = [f"{r['replica']}: {r['error']}" for r in replicas if r["error"]]
     if snapshot["identity"] == ledger["desired_snapshot_identity"]:
         notes.insert(0, "desired")
+    # Servers of before do not say it.
+    if snapshot.get("full_url") and not snapshot.get("full_needed", True):
+        notes.append(f"{snapshot['full_url']} may be removed")
     age = snapshot.get("max_cache_age")
     return (
         snapshot["identity"],

@@ -121,7 +121,8 @@ class SnapshotRow:
 
     parents: the files that a delta stands on, the full snapshot first, as they were when it was signalled. content: its own
     files, byte for byte, once known. signalled_at, fingerprint: at its last effective signal. ready_at: when it was ready on a
-    replica for the first time. full_url: where its whole files lie beside its own, if they do.
+    replica for the first time. full_url: where its whole files lie beside its own, if they do. full_needed: the chain that is
+    desired begins there, or that of a snapshot to which replicas fall back.
     """
 
     identity: str
@@ -141,6 +142,7 @@ class SnapshotRow:
     ignore_config: tuple[str, ...] = ()
     content: Content | None = None
     full_url: str | None = None
+    full_needed: bool = False
 
 
 class Signalled(NamedTuple):

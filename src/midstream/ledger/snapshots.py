@@ -52,17 +52,28 @@ def fallbacks(db: sa.Connection, row: Any) -> Sequence[Any]:
 
 
 def every(db: sa.Connection, name: str, contents: Contents) -> list[SnapshotRow]:
-    key = deployments.find(db, name).id
+    deployment = deployments.find(db, name)
+    key = deployment.id
     query = sa.select(snapshots).where(snapshots.c.deployment_id == key).order_by(snapshots.c.id)
     rows = db.execute(query).all()
     known = contents.of(db, key, {row.identity for row in rows})
     whole = rebases.urls(db, key)
+    if not whole:
+        return [as_snapshot(row, known) for row in rows]
+    begun = _beginnings(db, deployment)
+    urls = [whole.get(rebases.lineage(chain_of(row))) for row in rows]
     return [
-        replace(
-            as_snapshot(row, known), full_url=whole.get(rebases.lineage(chain_of(row))) if whole else None
-        )
-        for row in rows
+        replace(as_snapshot(row, known), full_url=url, full_needed=url in begun)
+        for row, url in zip(rows, urls, strict=True)
     ]
+
+
+def _beginnings(db: sa.Connection, row: Any) -> set[str]:
+    """Where the chains begin that replicas load: of what is desired, and of what they fall back to. row: of the deployment."""
+    desired = find(db, row.id, row.desired_snapshot)
+    loaded = [*([] if desired is None else [desired]), *fallbacks(db, row)]
+    wholes = rebases.of(db, row.id, chain_identities(loaded))
+    return {wholes.cut(chain_of(one))[0].url for one in loaded}
 
 
 def signalled(db: sa.Connection, name: str, after: int, newest: int) -> tuple[int, list[Signalled]]:
