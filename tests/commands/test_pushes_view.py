@@ -97,6 +97,29 @@ def test_the_end_of_the_last_group_is_shown_with_its_reason() -> None:
     assert shown == "no trainer's group is open; the last one ended 10 s ago: r0 restarted"
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"full_needed": False}, True),
+        ({"full_needed": True}, False),
+        ({}, False),
+        ({"full_url": None}, False),
+    ],
+)
+def test_a_ledger_says_which_full_files_of_a_chain_may_go(more: dict[str, Any], says: bool) -> None:
+    """An older server does not say whether they are needed."""
+    row = {
+        "identity": "4",
+        "kind": "delta",
+        "reset_prompt_cache": "all",
+        "signalled_at": 1000.0,
+        "full_url": "s3://b/4.full",
+        **more,
+    }
+    shown = ledger.render({"snapshots": [row], "desired_snapshot_identity": "9"})
+    assert ("s3://b/4.full may be removed" in shown) == says
+
+
 def test_a_ledger_shows_them_below_its_snapshots() -> None:
     answer = {"snapshots": [], "desired_snapshot_identity": None, "transfers": [group("started", update(1))]}
     assert "host:29500: started, update 1" in ledger.render(answer)

@@ -11,7 +11,7 @@ from push_world import DEPLOYMENT, World, content, in_world
 
 from midstream.core.errors import SnapshotRefused
 from midstream.core.transfer import Digest, Keep
-from midstream.core.types import Desired
+from midstream.core.types import Desired, Stage, Transition
 from midstream.fleet.push_upkeep import LEASE_S
 from midstream.ledger import FleetReports, Signal
 
@@ -73,6 +73,34 @@ def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
         assert links(state.desired) == ["56.full", "57", "58", "59"]
         assert state.desired.files[0].content == content("a")
         assert state.rebase_problem == ""
+
+    in_world(tmp_path, work)
+
+
+def test_whole_files_are_needed_as_long_as_a_replica_may_fall_back_to_what_begins_there(
+    tmp_path: Path,
+) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+
+        async def needed() -> list[str]:
+            found = await gateway.ledger.snapshots(DEPLOYMENT)
+            return [row.identity for row in found if row.full_needed]
+
+        for number in range(14):
+            desired = await step(world, number)
+            await looked(world, 1.0)
+            if number == 5:
+                ready = Transition(
+                    seq=0, at=5.0, snapshot="5", generation=desired.generation, stage=Stage.IDLE
+                )
+                await gateway.ledger.record(DEPLOYMENT, "replica-0", "boot", [ready])
+        # 5 was ready and stands on 4. 13 is desired and stands on 12. Nothing that stands on 8 was ready.
+        assert await needed() == ["4", "12"]
+        await step(world, 14, previous=None, compression=None)
+        assert await needed() == ["4"]
+        await gateway.ledger.reset_ledger(DEPLOYMENT)
+        assert await needed() == []
 
     in_world(tmp_path, work)
 
