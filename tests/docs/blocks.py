@@ -96,6 +96,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "docs/publishing.md": [
         PYTHON,
+        PYTHON,
         Elsewhere("client/test_client_push.py", "it needs receivers, and runs examples/push.py"),
         TRANSCRIPT,
         PYTHON,

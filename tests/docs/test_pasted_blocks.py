@@ -122,7 +122,7 @@ def test_every_block_runs_as_pasted_in_the_order_of_the_pages(shell: Shell) -> N
     assert len(sampled) == 2
     assert all(0 < len(tokens) <= 16 for tokens in sampled)
     steps = re.findall(
-        r"^step (\d): (\d+) rollouts, run-\S+/(\d) was the newest$", shell.said["docs/publishing.md", 2], re.M
+        r"^step (\d): (\d+) rollouts, run-\S+/(\d) was the newest$", shell.said["docs/publishing.md", 4], re.M
     )
     assert [(step, newest) for step, _, newest in steps] == [(str(n), str(n)) for n in range(3)]
     first = json.loads(shell.said["docs/start.md", 1])
