@@ -4,6 +4,22 @@ from catalogue.mutation import Mutation
 
 SNAPSHOTS = (
     Mutation(
+        "torn_copy_published",
+        "client/copying.py",
+        "if self.tensors[name]._version != version:",
+        "if False:",
+        "Weights that changed while they were copied are not published.",
+        ("client/test_client_copying.py::test_weights_that_change_before_they_are_copied_are_not_published",),
+    ),
+    Mutation(
+        "step_before_its_copy",
+        "client/copying.py",
+        "        if self._publication is None:\n            return\n",
+        "        if not self._ended.done():\n            return\n",
+        "A step of an optimizer that was given waits until the weights before it are copied.",
+        ("client/test_client_copying.py::test_each_step_waits_until_the_weights_before_it_are_copied",),
+    ),
+    Mutation(
         "adapters_gone_at_a_start",
         "snapshots/store/cache.py",
         "path.name.startswith((PARTIAL_PREFIX, POLICIES))",
