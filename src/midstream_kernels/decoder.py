@@ -11,7 +11,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -70,11 +70,13 @@ class CpuDecoder:
         near_tie: float,
         pieces: Mapping[str, Sequence[torch.Tensor]] = {},
         spare: Spare | None = None,
+        ready: Callable[[str], None] = lambda prefix: None,
     ) -> None:
         """Copies the weights out of `module`, which is not needed afterwards. Raises KernelsUnavailable.
 
         near_tie: a router's choice is a near tie within this share of its largest logit. pieces: the values of those parameters
-        that are on the meta device. spare: of the models that this one serves after.
+        that are on the meta device. spare: of the models that this one serves after. ready: is called before tensors whose
+        names begin so are read, and may wait; what it raises ends the copying.
         """
         family = FAMILIES.get(type(module).__name__)
         if family is None:
@@ -94,21 +96,14 @@ class CpuDecoder:
         self.kernels = kernels(SUFFIX[self.dtype])
         self._pieces = pieces
         self.spare = Spare() if spare is None else spare
-        with Gang(threads) as gang:
-            self._packer = Packer(self.kernels, gang, self.spare)
-            layers = [self._layer(i, layer, config, *family) for i, layer in enumerate(base.layers)]
-            moe = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Experts)]
-            self.moe_layers = len(moe)
-            self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
-            self._weights = PackedWeights(
-                embedding=self._packer.copied(base.embed_tokens.weight.data),
-                cos=head.table(cos),
-                sin=head.table(sin),
-                norm=_floats(base.norm.weight),
-                head=self._packer.linear([module.lm_head]),
-                layers=layers,
-                sizes=(*self._sizes(), self.moe_layers, self.top_k),
-            )
+        try:
+            with Gang(threads) as gang:
+                self._packer = Packer(self.kernels, gang, self.spare)
+                self._weights = self._copied(module, head.table(cos), head.table(sin), family, ready)
+        except BaseException:
+            self.spare.put_back(self._packer.made)
+            raise
+        layers = self._weights.layers
         self.dense = tuple(isinstance(layer.feed_forward, Mlp) for layer in layers)
         self.router_ties = np.zeros(0, np.uint8)
         self._numbers = float(config.rms_norm_eps), float(attention.scaling), near_tie
@@ -117,6 +112,31 @@ class CpuDecoder:
         self._scratch = _Scratch(self, 0)
         self._last_adapters: tuple[Any, StepAdapters | None, Any] | None = None
         self._pieces = {}
+
+    def _copied(
+        self,
+        module: Any,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        family: tuple[str, bool],
+        ready: Callable[[str], None],
+    ) -> PackedWeights:
+        """The largest tensors first: who makes the tensors of a snapshot begins with those, too."""
+        base, packer, embedding = module.model, self._packer, None
+        ready("model.embed_tokens.")
+        if module.lm_head.weight is not base.embed_tokens.weight:
+            embedding = packer.copied(base.embed_tokens.weight.data)
+        ready("lm_head.")
+        head, layers = packer.linear([module.lm_head]), []
+        for number, layer in enumerate(base.layers):
+            ready(f"model.layers.{number}.")
+            layers.append(self._layer(number, layer, module.config, *family))
+        ready("model.norm.")
+        moe = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Experts)]
+        self.moe_layers = len(moe)
+        self.top_k, self.num_experts = (moe[0].top_k, moe[0].count) if moe else (0, 0)
+        sizes = (*self._sizes(), self.moe_layers, self.top_k)
+        return PackedWeights(embedding, cos, sin, _floats(base.norm.weight), head, layers, sizes)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -181,9 +201,10 @@ class CpuDecoder:
         del self._weights
         self.spare.keep(made)
 
-    def prepare_scratch(self, serving: CpuDecoder) -> None:
-        """Allocate the scratch memory for the largest step that `serving` has run, so that no step has to."""
-        self._scratch = _Scratch(self, serving._scratch.tokens)
+    def share_scratch(self, serving: CpuDecoder) -> None:
+        """Work in the memory of `serving`, a decoder of the same shapes, which is large enough for the largest step that it has
+        run. From now on the two may not run at the same time."""
+        self._scratch = serving._scratch
 
     def adapter(self, maps: Mapping[str, Factors]) -> PackedAdapter:
         """An adapter for this decoder, and for every one of the same shapes. Raises KernelsUnavailable."""

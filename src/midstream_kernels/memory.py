@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -43,7 +44,7 @@ def give_back(address: int, size: int) -> None:
 class Spare:
     """The memory of the model that was released last, for the next one. The system would have to clear every new page.
 
-    Use it on one thread at a time.
+    Several threads may use it.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -51,26 +52,36 @@ class Spare:
         # By number of words.
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._kept_at = 0.0
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"<Spare {sum(len(kept) for kept in self._kept.values())} pieces>"
 
     def take(self, words: int) -> torch.Tensor:
         """As `big`, but with any contents."""
-        kept = self._kept.get(words)
-        return kept.pop() if kept else big(words)
+        with self._lock:
+            kept = self._kept.get(words)
+            found = kept.pop() if kept else None
+        return big(words) if found is None else found
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep these, each as `take` gave it, in place of what was kept before."""
-        self.give_back()
-        for tensor in tensors:
-            self._kept.setdefault(len(tensor), []).append(tensor)
-        self._kept_at = self._monotonic()
+        with self._lock:
+            self.give_back()
+            self.put_back(tensors)
+
+    def put_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep these besides what is kept: they were taken for a model that came to nothing."""
+        with self._lock:
+            for tensor in tensors:
+                self._kept.setdefault(len(tensor), []).append(tensor)
+            self._kept_at = self._monotonic()
 
     def give_back(self, older_s: float = 0.0) -> None:
         """Give back what was kept for so long."""
-        if self._monotonic() - self._kept_at < older_s:
-            return
-        kept, self._kept = self._kept, {}
+        with self._lock:
+            if self._monotonic() - self._kept_at < older_s:
+                return
+            kept, self._kept = self._kept, {}
         for tensor in [tensor for of_size in kept.values() for tensor in of_size]:
             give_back(tensor.data_ptr(), tensor.nbytes)

@@ -74,9 +74,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """All that a forward pass reads of a model. sizes: the last fields of Model in kernels/pass.h. table: Model."""
+    """All that a forward pass reads of a model. sizes: the last fields of Model in kernels/pass.h. table: Model.
 
-    embedding: torch.Tensor
+    embedding: None where the output layer is tied to it, so that `head` has its rows.
+    """
+
+    embedding: torch.Tensor | None
     cos: torch.Tensor
     sin: torch.Tensor
     norm: torch.Tensor
@@ -90,7 +93,7 @@ class PackedWeights:
         layers = AddressTable([layer.row for layer in self.layers])
         positions, half = self.cos.shape
         rotary = (self.cos.data_ptr(), self.sin.data_ptr(), positions, 2 * half, self.norm.data_ptr())
-        embedding = (self.embedding.data_ptr(), len(self.embedding))
+        embedding = (pointer(self.embedding), self.head.n if self.embedding is None else len(self.embedding))
         row = (layers.at, len(self.layers), *embedding, *rotary, *self.head.row, *self.sizes)
         object.__setattr__(self, "_of_layers", layers)
         object.__setattr__(self, "table", AddressTable(row))

@@ -64,6 +64,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         },
     ),
+    "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "untied": ("LlamaConfig", {}),
     "one-expert": ("MixtralConfig", {"num_local_experts": 1, "num_experts_per_tok": 1}),
     "300-experts": (
         "Qwen3MoeConfig",
@@ -217,12 +219,21 @@ def test_positions_beyond_the_rotary_table_are_refused_not_read() -> None:
         decoder.forward(step([(ids, 20, 21, np.arange(2))]), cache, np.arange(1))
 
 
-def test_tokens_beyond_the_embedding_are_refused_not_read() -> None:
-    decoder = CpuDecoder(model("odd-sizes", torch.float32), 20, threads=1, near_tie=0.0)
+@pytest.mark.parametrize("shape", ["odd-sizes", "tied"])
+def test_tokens_beyond_the_embedding_are_refused_not_read(shape: str) -> None:
+    decoder = CpuDecoder(model(shape, torch.float32), 20, threads=1, near_tie=0.0)
     for token in (VOCAB, -1):
         ids = np.array([0, token])
         with pytest.raises(IndexError, match="index out of range in self"):
             decoder.forward(step([(ids, 0, 2, np.arange(1))]), decoder.new_cache(16), np.arange(1))
+
+
+def test_an_output_layer_that_is_tied_to_the_embedding_is_in_memory_once() -> None:
+    def held(shape: str) -> int:
+        decoder = CpuDecoder(model(shape, torch.bfloat16), POSITIONS, threads=1, near_tie=0.0)
+        return sum(tensor.nbytes for _, tensor in decoder.weights())
+
+    assert held("tied") == held("untied") - VOCAB * 128 * 2
 
 
 def test_a_context_shorter_than_the_check_at_start_is_checked_all_the_same() -> None:

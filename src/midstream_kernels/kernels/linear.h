@@ -43,6 +43,14 @@ static void pack(const void *w, const int64_t *rows, int64_t panels, int64_t k, 
     }
 }
 
+// The k elements of one packed row: what `pack` took.
+template <class T>
+static void unpack(const uint32_t *packed, int64_t row, int64_t k, typename T::elem *out) {
+  const int64_t units = k / T::PER_UNIT;
+  const uint32_t *from = packed + row / PANEL * units * PANEL + row % PANEL;
+  for (int64_t u = 0; u < units; ++u) std::memcpy((char *)out + u * 4, from + u * PANEL, 4);
+}
+
 // ldx: elements from row to row of x. rows: the rows of x to take, or null for all in order.
 // bias: [panels * 32] in packed order, or null. n: outputs that exist, in packed order.
 // out_rows: the rows of out to write, or null for all in order. step: elements from one vector of outputs to the next.

@@ -26,7 +26,8 @@ struct Layer {
   int64_t inner, experts, top_k, flags;
 };
 
-// embedding: [vocabulary, hidden]. cos, sin: [positions, rotary / 2]. own: elements of a head in the model.
+// embedding: [vocabulary, hidden], or null where the output layer is tied to it: the rows are those that `head` packs.
+// cos, sin: [positions, rotary / 2]. own: elements of a head in the model.
 struct Model {
   const Layer *layers;
   int64_t count;
@@ -105,8 +106,7 @@ struct Pass {
       if ((uint64_t)step.ids[i] >= (uint64_t)model.vocabulary || (uint64_t)step.positions[i] >= (uint64_t)model.positions)
         return i;
     const int64_t hidden = model.hidden;
-    for (int64_t i = 0; i < step.tokens; ++i)
-      std::memcpy(residual() + i * hidden, (const elem *)model.embedding + step.ids[i] * hidden, hidden * sizeof(elem));
+    embed();
     int64_t moe_layer = 0;
     for (int64_t number = 0; number < model.count; ++number) {
       const Layer &layer = model.layers[number];
@@ -122,6 +122,17 @@ struct Pass {
     rms_norm<T>(residual(), step.wanted, model.norm, step.wanted_count, hidden, numbers.eps, picked, threads);
     multiply(model.head, picked, step.wanted_count, STORE, (elem *)step.logits, model.head.n);
     return -1;
+  }
+
+  void embed() const {
+    const int64_t hidden = model.hidden;
+    if (!model.embedding) {
+      parallel(threads, step.tokens, (double)step.tokens * hidden,
+               [this](int64_t i) { unpack<T>(model.head.weight, step.ids[i], model.hidden, residual() + i * model.hidden); });
+      return;
+    }
+    for (int64_t i = 0; i < step.tokens; ++i)
+      std::memcpy(residual() + i * hidden, (const elem *)model.embedding + step.ids[i] * hidden, hidden * sizeof(elem));
   }
 
   void attend(const Layer &layer, const Cache<T> &kv, const LayerAdapters *adapted) const {

@@ -156,7 +156,7 @@ def _load_beside_cpu(
     probe(loaded)
     assert isinstance(loaded.decoder, CpuDecoder)
     loaded.skeletons = serving.skeletons
-    loaded.decoder.prepare_scratch(decoder)
+    loaded.decoder.share_scratch(decoder)
     return loaded
 
 
@@ -202,9 +202,10 @@ def probe(model: LoadedModel, adapter: Any = None) -> None:
     config, tokens = model.config, CANARY_TOKENS if adapter is None else CANARY_TOKENS_OF_POLICY
     ids = canary_ids(int(config.vocab_size), int(config.max_position_embeddings), tokens)
     logits = logits_alone(model.decoder, np.array(ids, dtype=np.int64), adapter)
-    if not torch.isfinite(logits.log_softmax(-1)).all():
+    # One row at a time: with a large vocabulary, all of them in float32 take more memory than a layer.
+    if not all(row.float().log_softmax(-1).isfinite().all() for row in logits):
         raise SnapshotNotFinite("the log-probabilities of a fixed prompt are not finite")
-    if adapter is None and bool((logits == logits[:, :1]).all()):
+    if adapter is None and all((row == row[0]).all() for row in logits):
         raise SnapshotIncompatible(
             "the logits of a fixed prompt are all equal, so the weights cannot distinguish tokens"
         )
@@ -212,12 +213,12 @@ def probe(model: LoadedModel, adapter: Any = None) -> None:
 
 @torch.inference_mode()
 def logits_alone(decoder: Decoder, ids: np.ndarray, adapter: Any = None) -> torch.Tensor:
-    """Float32 logits [tokens, vocab] of one sequence over a cache of its own. ids: [tokens] int64."""
+    """Logits [tokens, vocab] of one sequence over a cache of its own, in the model's dtype. ids: [tokens] int64."""
     cache = decoder.new_cache(-(-len(ids) // 16) * 16)
     batch = alone(ids, 16)
     if adapter is not None:
         batch = replace(batch, adapters=(adapter,))
-    return decoder.forward(batch, cache, np.arange(len(ids)))[0].float()
+    return decoder.forward(batch, cache, np.arange(len(ids)))[0]
 
 
 @torch.inference_mode()
@@ -227,7 +228,7 @@ def disagreement(module: Any, decoder: Decoder) -> str | None:
     None when rounding explains the difference.
     """
     ids = np.arange(CHECK_TOKENS) * 7919 % module.config.vocab_size
-    ours = logits_alone(decoder, ids)
+    ours = logits_alone(decoder, ids).float()
     module.set_attn_implementation("eager")
     try:
         inputs = torch.from_numpy(ids).to(ours.device).unsqueeze(0)
