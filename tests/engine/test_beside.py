@@ -229,7 +229,7 @@ def anonymous_bytes() -> int:
 def test_what_is_dropped_while_it_loads_is_answered_and_its_model_handed_over() -> None:
     jobs: list[Callable[[], None]] = []
     unwanted: list[Any] = []
-    stager = Stager(lambda path: path, jobs.append, unwanted.append)  # type: ignore[arg-type, return-value]
+    stager = Stager(lambda path: path, jobs.append, unwanted.append, None)  # type: ignore[arg-type, return-value]
     first, second = m.StageSnapshot(1, "a", "/a"), m.StageSnapshot(2, "b", "/b")
     assert stager.submit(first) == stager.submit(second) == []
     assert stager.drop("") == [(second, DROPPED)]
@@ -251,6 +251,9 @@ class Steps:
         self.store = SimpleNamespace(drop=None, retired=[])
 
     def stage(self, directory: Path) -> Any:
+        return None
+
+    def stage_ahead(self, head_start: object) -> Any:
         return None
 
     def commit(self, snapshot: str, *_: object) -> SwapTiming:

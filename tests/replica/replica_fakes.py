@@ -41,6 +41,7 @@ from midstream.replica.server import ReplicaServer
 from midstream.replica.service import Outside
 from midstream.replica.swap.source import SnapshotSource
 from midstream.replica.text.chat import TextModel
+from midstream.snapshots.arc2.files import Making
 
 MODEL = "accounts/local/models/tiny"
 DEPLOYMENT = "accounts/local/deployments/default"
@@ -126,6 +127,10 @@ class FakeEngine(Engine):
         #: Told beside it.
         self.renamed_with: dict[int, tuple[tuple[str, str], ...]] = {}
         self.staged: str | None = None
+        #: As it was when all files were proved.
+        self.ahead_at_stage: tuple[str, ...] | None = None
+        #: The tensors that were named of what is staged ahead; None if nothing is.
+        self.ahead: tuple[str, ...] | None = None
         self.calls: list[str] = []
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -352,6 +357,7 @@ class FakeEngine(Engine):
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self.calls.append(f"stage {snapshot} {directory.name}")
+        self.ahead_at_stage = self.ahead
         await self.stage_gate.wait()
         for _ in range(self.stage_ticks):
             await asyncio.sleep(0)
@@ -359,8 +365,16 @@ class FakeEngine(Engine):
             raise StagingFailed(f"{snapshot}: tensor a.weight has shape [2], expected [3]")
         self.staged = snapshot
 
+    def stage_ahead(self, snapshot: str, directory: Path) -> None:
+        self.calls.append(f"stage {snapshot} ahead from {directory.name}")
+        self.ahead = ()
+
+    def tensors_made(self, tensors: Sequence[str]) -> None:
+        assert self.ahead is not None
+        self.ahead = (*self.ahead, *tensors)
+
     def drop_staged(self) -> None:
-        self.staged = None
+        self.staged = self.ahead = None
 
     def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
         self.calls += [f"overwritten {name} {label}" for name, label in overwritten]
@@ -414,6 +428,9 @@ class FakeSource(SnapshotSource):
         #: Snapshots whose files are here, and damaged. To be fetched once more, they have to be found so.
         self.rotten: set[str] = set()
         self._found: str | None = None
+        #: Tensors that a rebuild makes, and what it then raises.
+        self.makes: tuple[str, ...] = ()
+        self.spoilt: SnapshotError | None = None
         self.blocked: set[str] = set()
         self.met: tuple[str, ...] = ()
         self.keeping: SnapshotError | None = None
@@ -443,9 +460,13 @@ class FakeSource(SnapshotSource):
         here = self.found_here or not desired.compression
         return Path("/cache") / desired.snapshot if here else None
 
-    async def rebuild(self, desired: Desired) -> Path:
+    async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
         self.calls.append(f"rebuild {desired.snapshot}")
+        if self.makes and making is not None:
+            await asyncio.to_thread(self._make, making, desired.snapshot)
         await self._pass()
+        if self.spoilt is not None:
+            raise self.spoilt
         return Path("/cache") / desired.snapshot
 
     async def verify(self, path: Path, desired: Desired) -> None:
@@ -492,6 +513,11 @@ class FakeSource(SnapshotSource):
     async def prefetch(self, hint: Hint) -> None:
         self.calls.append(f"prefetch {hint.snapshot} {' '.join(hint.files)}")
         await self._pass()
+
+    def _make(self, making: Making, snapshot: str) -> None:
+        making.begun(Path("/cache") / f"{snapshot}-made")
+        for tensor in self.makes:
+            making.made(tensor)
 
     async def _pass(self) -> None:
         for _ in range(self.ticks):

@@ -48,6 +48,7 @@ from midstream.replica.swap.hints import Hints
 from midstream.replica.swap.source import Files, SnapshotSource
 from midstream.replica.swap.table import SwapEvent as TableEvent
 from midstream.replica.swap.table import SwapMachine
+from midstream.snapshots.arc2.files import Making
 
 IN_WORK = (
     AttemptPhase.PREPARING,
@@ -182,7 +183,7 @@ class SteppedSource(SnapshotSource):
         await self._steps.take("fetch")
         return Path("/cache") / desired.snapshot
 
-    async def rebuild(self, desired: Desired) -> Path:
+    async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
         raise AssertionError("only whole snapshots here")
 
     async def verify(self, path: Path, desired: Desired) -> None: ...

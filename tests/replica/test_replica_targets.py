@@ -96,7 +96,7 @@ def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path
 
 def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_path: Path) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
-        async def rebuild(desired: Desired) -> Path:
+        async def rebuild(desired: Desired, making: object) -> Path:
             raise SnapshotCorrupt("v1: checksum of a.weight differs after decoding")
 
         source.rebuild = rebuild  # type: ignore[method-assign]
@@ -105,6 +105,60 @@ def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_p
         assert stages(replica, "v1") == ["fetching", "rebuilding", "error"]
         assert replica.report().own.error == "v1: checksum of a.weight differs after decoding"
         assert (replica.report().own.snapshot, engine.calls) == (BASE_SNAPSHOT, [])
+
+    play(tmp_path, scenario)
+
+
+def test_the_engine_reads_what_a_rebuild_makes_before_it_is_whole(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.makes = ("embed", "layers.0.w", "norm")
+        replica.desire(delta("v1", 1))
+        await at(replica, "v1")
+        assert engine.calls == ["stage v1 ahead from v1-made", "stage v1 v1", "commit v1"]
+        assert engine.ahead_at_stage == source.makes
+        assert stages(replica, "v1") == ["fetching", "rebuilding", *LOADED[1:]]
+
+    play(tmp_path, scenario)
+
+
+def test_a_rebuild_that_fails_ends_what_the_engine_has_read_of_it(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.makes = ("embed", "layers.0.w")
+        source.spoilt = SnapshotCorrupt("v1: checksum of layers.1.w differs after decoding")
+        replica.desire(delta("v1", 1))
+        await at(replica, "v1", Stage.ERROR)
+        await until(replica, lambda: engine.ahead is None)
+        assert engine.calls == ["stage v1 ahead from v1-made"]
+        assert (replica.report().own.snapshot, engine.switches) == (BASE_SNAPSHOT, [])
+        source.spoilt = None
+        replica.desire(delta("v2", 2))
+        await at(replica, "v2")
+        assert engine.ahead_at_stage == source.makes
+
+    play(tmp_path, scenario)
+
+
+def test_files_that_fail_their_verification_end_what_the_engine_has_read_of_them(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.makes, source.corrupt = ("embed",), {"v1"}
+        replica.desire(delta("v1", 1))
+        await at(replica, "v1", Stage.ERROR)
+        await until(replica, lambda: engine.ahead is None)
+        assert engine.calls == ["stage v1 ahead from v1-made"]
+
+    play(tmp_path, scenario)
+
+
+def test_a_newer_signal_ends_what_the_engine_has_read_of_the_older_snapshot(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        source.makes, source.ticks = ("embed",), 10_000
+        replica.desire(delta("v1", 1))
+        await until(replica, lambda: engine.ahead is not None)
+        source.ticks = 0
+        replica.desire(wanted("v2", 2))
+        await at(replica, "v2")
+        assert engine.calls == ["stage v1 ahead from v1-made", "stage v2 v2", "commit v2"]
+        assert engine.ahead_at_stage is None
 
     play(tmp_path, scenario)
 

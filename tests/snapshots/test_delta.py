@@ -324,6 +324,71 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     assert len({done for done, _ in seen}) == len(seen)
 
 
+class Watched:
+    """What is said of a checkpoint while it is made. seen: the bytes of each tensor in its file when it was named."""
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self.there: set[str] = set()
+        self.seen: dict[str, bytes] = {}
+
+    def begun(self, directory: Path) -> None:
+        self.directory = directory
+        self.there = {path.name for path in directory.iterdir()}
+
+    def made(self, tensor: str) -> None:
+        assert self.directory is not None
+        for file in self.directory.glob("*.safetensors"):
+            layout = read_file_layout(file)
+            if tensor in layout.ranges:
+                begin, end = layout.ranges[tensor]
+                self.seen[tensor] = file.read_bytes()[begin:end]
+
+
+@pytest.mark.parametrize("compression", BOTH)
+def test_each_tensor_is_named_when_it_is_made_in_files_that_are_otherwise_complete(
+    tmp_path: Path, compression: CompressionFormat
+) -> None:
+    parent, child = checkpoint(tmp_path / "p", arrays(), 2), checkpoint(tmp_path / "c", changed(arrays()), 2)
+    encode_delta(parent, child, tmp_path / "d", compression)
+    watched = Watched()
+    assert rebuild(parent, tmp_path / "d", tmp_path / "out", compression, making=watched)
+    assert watched.there == {path.name for path in (tmp_path / "out").iterdir()}
+    expected = {name: array.tobytes() for name, array in changed(arrays()).items()}
+    assert watched.seen == expected
+
+
+def test_large_tensors_are_made_first_and_the_others_layer_by_layer(tmp_path: Path) -> None:
+    tensors = {f"layers.{i}.w": np.ones((2, 3), np.float32) for i in (10, 2, 0, 1)}
+    tensors |= {"z.large": np.ones((500, 3), np.float32), "a": np.ones(3, np.float32)}
+    parent = checkpoint(tmp_path / "p", tensors)
+    encode_delta(parent, checkpoint(tmp_path / "c", changed(tensors)), tmp_path / "d")
+    watched = Watched()
+    rebuild(parent, tmp_path / "d", tmp_path / "out", "arc_v2", threads=1, making=watched)
+    assert [*watched.seen] == ["z.large", "a", *(f"layers.{i}.w" for i in (0, 1, 2, 10))]
+
+
+def test_a_tensor_that_is_not_finite_or_has_another_checksum_is_not_named(tmp_path: Path) -> None:
+    new = changed(arrays())
+    new["layers.1.w"][3, 4] = np.nan
+    parent, delta = checkpoint(tmp_path / "p", arrays()), tmp_path / "d"
+    encode_delta(parent, checkpoint(tmp_path / "c", new), delta)
+    watched = Watched()
+    assert not rebuild(parent, delta, tmp_path / "out", "arc_v2", making=watched)
+    assert watched.seen.keys() == new.keys() - {"layers.1.w"}
+    metadata, blobs = (
+        read_file_layout(delta / "model.safetensors", gaps=True).metadata,
+        delta / "model.safetensors",
+    )
+    save_file(load_file(blobs), blobs, metadata={**metadata, "layers.2.w": "1"})
+    watched = Watched()
+    with pytest.raises(SnapshotCorrupt, match=r"layers\.2\.w: checksum"):
+        rebuild(parent, delta, tmp_path / "other", "arc_v2", making=watched)
+    assert not watched.seen.keys() & {"layers.1.w", "layers.2.w"}
+    assert watched.directory is not None
+    assert not watched.directory.exists()
+
+
 def test_each_header_of_the_parent_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent, delta = prepared(tmp_path)
     whole = checkpoint(tmp_path / "child", changed(arrays()), 1)

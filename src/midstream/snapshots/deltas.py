@@ -9,7 +9,7 @@ from pathlib import Path
 
 from midstream.core.types import CompressionFormat
 from midstream.snapshots.arc2 import rebuild as of_arc2
-from midstream.snapshots.arc2.files import Cancelled, Progress
+from midstream.snapshots.arc2.files import Cancelled, Making, Progress
 from midstream.snapshots.trainer_deltas import rebuild as of_trainers
 from midstream.snapshots.trainer_deltas.records import Lineage
 
@@ -24,11 +24,19 @@ def apply_delta(
     threads: int | None = None,
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
+    making: Making | None = None,
 ) -> bool:
-    """As arc2.rebuild.rebuild. lineage: what a delta that says its versions is compared with."""
+    """As arc2.rebuild.rebuild. lineage: what a delta that says its versions is compared with. making: learns of ARC2 alone."""
     if compression == "arc_v1" or compression == "arc_v2":
         return of_arc2.rebuild(
-            parent, delta, out, compression, threads=threads, cancelled=cancelled, progress=progress
+            parent,
+            delta,
+            out,
+            compression,
+            threads=threads,
+            cancelled=cancelled,
+            progress=progress,
+            making=making,
         )
     of_trainers.rebuild(
         parent,

@@ -35,10 +35,12 @@ from midstream.core.types import (
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, follower_of
+from midstream.engine.embedded.head_start import HeadStart
 from midstream.engine.embedded.limits import TokenFollower
 from midstream.engine.embedded.loading import (
     batch_invariant,
     cache_tokens,
+    load_ahead,
     load_beside,
     load_model,
 )
@@ -198,6 +200,10 @@ class EngineCore:
             return Weights(load_beside(serving, directory, self._settings))
         base = self.store.base or load_beside(serving, self._model_dir, self._settings)
         return load_adapter_beside(base, directory, self._model_dir, self._settings)
+
+    def stage_ahead(self, head_start: HeadStart) -> Weights:
+        """As `stage`, of a whole model's files that are still being made. Frees nothing, so that it may run beside digests."""
+        return Weights(load_ahead(self.runner.model, head_start, self._settings))
 
     def set_staged(self, weights: Weights | None, policy: str = "") -> None:
         self.store.set_staged(weights, policy)

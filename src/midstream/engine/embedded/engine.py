@@ -64,6 +64,12 @@ class _PolicySlot(Slot):
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory), self._policy))
 
+    def stage_ahead(self, snapshot: str, directory: Path) -> None:
+        self._send(m.StageAhead(snapshot, str(directory), self._policy))
+
+    def tensors_made(self, tensors: Sequence[str]) -> None:
+        self._send(m.TensorsMade(self._policy, tuple(tensors)))
+
     def drop_staged(self) -> None:
         self._send(m.DropStaged(self._policy))
 
@@ -169,6 +175,12 @@ class EmbeddedEngine(Engine):
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._own.stage(snapshot, directory)
+
+    def stage_ahead(self, snapshot: str, directory: Path) -> None:
+        self._own.stage_ahead(snapshot, directory)
+
+    def tensors_made(self, tensors: Sequence[str]) -> None:
+        self._own.tensors_made(tensors)
 
     def drop_staged(self) -> None:
         self._own.drop_staged()

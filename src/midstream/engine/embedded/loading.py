@@ -9,7 +9,7 @@ been scored with it. Nothing is unpickled (safetensors only).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, cana
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import check_device, loading
+from midstream.engine.embedded.head_start import HeadStart
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 from midstream.engine.step import StepBatch, near_tie
 from midstream.snapshots.layout import read_checkpoint
@@ -53,6 +54,8 @@ CHECK_SHARE_MAX = {torch.float32: 0.01}
 CHECK_SHARE_MAX_HALF = 0.25
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+#: See CpuDecoder.
+Ready = Callable[[str], None]
 
 
 class Decoder(Protocol):
@@ -136,19 +139,55 @@ def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings)
     return loaded
 
 
+def load_ahead(serving: LoadedModel, head_start: HeadStart, settings: EngineSettings) -> LoadedModel:
+    """As `load_beside`, of files that are still being made. Nothing is computed before they are whole and proved. Raises
+    HeadStartEnded, too, and UnsupportedModel for files that are read whole or not at all."""
+    decoder = serving.decoder
+    if not isinstance(decoder, CpuDecoder):
+        raise UnsupportedModel("only models of the native kernels are packed tensor by tensor")
+    loaded = _mapped_beside(serving, decoder, head_start.directory, settings, head_start)
+    if loaded is None:
+        raise UnsupportedModel("its tensors cannot be used where they lie")
+    return _proved_beside(loaded, serving, decoder, head_start.whole())
+
+
 def _load_beside_cpu(
     serving: LoadedModel, decoder: CpuDecoder, directory: Path, settings: EngineSettings
 ) -> LoadedModel:
     """Packs the weights straight from the files where that can be done."""
+    loaded = _mapped_beside(serving, decoder, directory, settings)
+    if loaded is not None:
+        return _proved_beside(loaded, serving, decoder, directory)
+    loaded = _packed_beside(serving, decoder, _read_beside(serving, directory, settings), settings)
+    return _proved_beside(loaded, serving, decoder, None)
+
+
+def _mapped_beside(
+    serving: LoadedModel,
+    decoder: CpuDecoder,
+    directory: Path,
+    settings: EngineSettings,
+    head_start: HeadStart | None = None,
+) -> LoadedModel | None:
     dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
-    loaded = None
     files = read_checkpoint(directory)[1]
+    names = [name for layout in files.values() for name in layout.tensors]
+
+    def ready(prefix: str) -> None:
+        if head_start is not None:
+            head_start.wait_for([name for name in names if name.startswith(prefix)])
+
     with mapped_module(directory, files, dtypes, serving.skeletons) as mapped:
-        if mapped is not None:
-            loaded = _packed_beside(serving, decoder, mapped[0], settings, mapped[1])
-    if loaded is None:
-        loaded = _packed_beside(serving, decoder, _read_beside(serving, directory, settings), settings)
-    else:
+        if mapped is None:
+            return None
+        return _packed_beside(serving, decoder, mapped[0], settings, mapped[1], ready)
+
+
+def _proved_beside(
+    loaded: LoadedModel, serving: LoadedModel, decoder: CpuDecoder, directory: Path | None
+) -> LoadedModel:
+    """directory: where its generation config is; None if it has been read."""
+    if directory is not None:
         try:
             loaded.generation_config = GenerationConfig.from_pretrained(directory)
         except OSError:
@@ -166,10 +205,11 @@ def _packed_beside(
     module: Any,
     settings: EngineSettings,
     pieces: Pieces | None = None,
+    ready: Ready = lambda prefix: None,
 ) -> LoadedModel:
     _check_shapes(module, serving)
     try:
-        return _loaded(module, _cpu_decoder(module, settings, pieces, decoder.spare))
+        return _loaded(module, _cpu_decoder(module, settings, pieces, decoder.spare, ready))
     except KernelsUnavailable as error:
         raise UnsupportedModel(f"it cannot run as the serving model does: {error}") from error
 
@@ -280,7 +320,11 @@ def checked_decoder(module: Any, settings: EngineSettings) -> Decoder:
 
 
 def _cpu_decoder(
-    module: Any, settings: EngineSettings, pieces: Pieces | None = None, spare: Spare | None = None
+    module: Any,
+    settings: EngineSettings,
+    pieces: Pieces | None = None,
+    spare: Spare | None = None,
+    ready: Ready = lambda prefix: None,
 ) -> CpuDecoder:
     if settings.block_size % GROUP:
         raise KernelsUnavailable(f"block_size {settings.block_size} is not a multiple of {GROUP}")
@@ -289,7 +333,7 @@ def _cpu_decoder(
         positions = min(positions, settings.kv_cache_tokens)
     tie = near_tie(next(module.parameters()).dtype)
     threads = max(1, settings.threads)
-    return CpuDecoder(module, max(positions, CHECK_TOKENS), threads, tie, pieces or {}, spare)
+    return CpuDecoder(module, max(positions, CHECK_TOKENS), threads, tie, pieces or {}, spare, ready)
 
 
 def _read(directory: Path, dtype: torch.dtype | str) -> Any:

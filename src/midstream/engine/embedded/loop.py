@@ -57,7 +57,7 @@ class EngineLoop:
         # Jobs that wait, and the number of steps to run before they begin.
         self._jobs: list[Job] = []
         self._calm = 0
-        self._stager = Stager(core.stage, self._jobs.append, core.store.drop)
+        self._stager = Stager(core.stage, self._jobs.append, core.store.drop, core.stage_ahead)
         # Calls for a digest without a reply yet, and the replies that background jobs made.
         self._digest_calls = 0
         self._digests: queue.SimpleQueue[m.CallDone] = queue.SimpleQueue()
@@ -135,15 +135,8 @@ class EngineLoop:
                     self._grammars.abort(request_id, index)
                 else:
                     self._core.abort(request_id, index)
-            case m.StageSnapshot():
-                # A policy never has more than one snapshot beside those that serve or are resident.
-                self._drop_staged(command.policy)
-                if is_adapter(Path(command.directory)):
-                    self._core.store.expect_adapter(command.call)
-                self._answer(self._stager.submit(command))
-            case m.DropStaged(policy):
-                self._drop_staged(policy)
-                self._answer(self._stager.drop(policy))
+            case m.StageSnapshot() | m.StageAhead() | m.TensorsMade() | m.DropStaged():
+                self._stage(command)
             case m.Commit():
                 self._commit(command)
             case m.Retain(policy, snapshots):
@@ -160,6 +153,24 @@ class EngineLoop:
             case m.ResumeSteps(call):
                 self._core.scheduler.frozen = False
                 self._channel.send(m.CallDone(call))
+
+    def _stage(self, command: m.StageSnapshot | m.StageAhead | m.TensorsMade | m.DropStaged) -> None:
+        match command:
+            case m.StageSnapshot():
+                # A policy never has more than one snapshot beside those that serve or are resident.
+                self._drop_staged(command.policy)
+                if is_adapter(Path(command.directory)):
+                    self._core.store.expect_adapter(command.call)
+                self._answer(self._stager.submit(command))
+            case m.StageAhead():
+                self._drop_staged(command.policy)
+                if not is_adapter(Path(command.directory)):
+                    self._stager.begin(command)
+            case m.TensorsMade(policy, tensors):
+                self._stager.made(policy, tensors)
+            case m.DropStaged(policy):
+                self._drop_staged(policy)
+                self._answer(self._stager.drop(policy))
 
     def _add(self, request: GenerateRequest) -> None:
         refused = self._core.add(request)

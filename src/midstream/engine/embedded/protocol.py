@@ -56,6 +56,21 @@ class StageSnapshot(msgspec.Struct, tag=True, frozen=True):
     policy: str = ""
 
 
+class StageAhead(msgspec.Struct, tag=True, frozen=True):
+    """See engine.base.Slot.stage_ahead. No CallDone answers it."""
+
+    snapshot: str
+    directory: str
+    policy: str = ""
+
+
+class TensorsMade(msgspec.Struct, tag=True, frozen=True):
+    """Of the files of the policy's last StageAhead. No CallDone answers it."""
+
+    policy: str
+    tensors: tuple[str, ...]
+
+
 class DropStaged(msgspec.Struct, tag=True, frozen=True):
     """Drop what is staged or being staged for the policy. No CallDone answers it."""
 
@@ -103,6 +118,8 @@ Command = (
     | Generate
     | Abort
     | StageSnapshot
+    | StageAhead
+    | TensorsMade
     | DropStaged
     | Commit
     | Retain

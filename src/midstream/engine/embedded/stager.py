@@ -2,7 +2,8 @@
 
 Always holds: one load runs at a time, in the order in which policies asked. A policy's newer request replaces its waiting one.
 The result of a load that was overtaken or dropped is thrown away. Every request gets exactly one result, and every model has
-exactly one owner.
+exactly one owner. A load may begin before its request, on files that are still being made (head_start.py). If it fails or does
+not fit its request, the request is loaded as any other.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from midstream.core.errors import MidstreamError
-from midstream.engine.embedded.background import Job
-from midstream.engine.embedded.protocol import StageSnapshot
+from midstream.engine.embedded.background import Background, Job
+from midstream.engine.embedded.head_start import HeadStart, HeadStartEnded
+from midstream.engine.embedded.protocol import StageAhead, StageSnapshot
 from midstream.engine.embedded.weights import Weights, reason
 
 logger = logging.getLogger(__name__)
@@ -27,10 +31,38 @@ DROPPED = "its caller was cancelled"
 Staged = tuple[StageSnapshot, Weights | str]
 
 
+@dataclass(eq=False)
+class _Load:
+    """snapshot: of the policy. request: None while nobody has asked for its result. dropped: its result is thrown away."""
+
+    snapshot: str
+    policy: str
+    request: StageSnapshot | None = None
+    head_start: HeadStart | None = None
+    dropped: bool = False
+
+    def takes(self, request: StageSnapshot) -> bool:
+        """Whether this load, which began before, is of the files of the request. It is the request's from then on."""
+        if self.head_start is None or self.request is not None or self.dropped:
+            return False
+        if (self.snapshot, self.policy) != (request.snapshot, request.policy):
+            return False
+        if not self.head_start.complete(Path(request.directory)):
+            return False
+        self.request = request
+        return True
+
+    def drop(self) -> None:
+        self.dropped = True
+        if self.head_start is not None:
+            self.head_start.drop()
+
+
 class Stager:
     """Use it from the engine's loop.
 
-    submit: starts a job on the background thread, at some time. unwanted: takes weights that were loaded in vain.
+    submit: starts a job on the background thread, at some time. unwanted: takes weights that were loaded in vain. load_ahead:
+    loads files that are being made. It waits for them on a thread of its own, where it holds up nothing.
     """
 
     def __init__(
@@ -38,63 +70,106 @@ class Stager:
         load: Callable[[Path], Weights],
         submit: Callable[[Job], None],
         unwanted: Callable[[Weights], None],
+        load_ahead: Callable[[HeadStart], Weights],
     ) -> None:
         self._load = load
         self._submit = submit
         self._unwanted = unwanted
-        self._running: StageSnapshot | None = None
-        # The running load was dropped.
-        self._dropped = False
+        self._load_ahead = load_ahead
+        self._ahead = Background("staging")
+        self._running: _Load | None = None
         # By policy.
         self._waiting: dict[str, StageSnapshot] = {}
-        self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[_Load, Weights | str]] = queue.SimpleQueue()
 
     @property
     def busy(self) -> bool:
         return self._running is not None
 
+    def begin(self, message: StageAhead) -> None:
+        """Load files that are being made, unless another load runs."""
+        self._drop_ahead(message.policy)
+        if self._running is not None:
+            return
+        try:
+            head_start = HeadStart(Path(message.directory))
+        except OSError as error:
+            logger.debug("%s is not staged ahead: %s", message.snapshot, error)
+            return
+        load = self._running = _Load(message.snapshot, message.policy, head_start=head_start)
+        work = partial(self._run, load, partial(self._load_ahead, head_start))
+        # After the jobs that free memory.
+        self._submit(lambda: self._ahead.submit(work))
+
+    def made(self, policy: str, tensors: tuple[str, ...]) -> None:
+        """These tensors may be read. Nothing to do if no load waits for them."""
+        running = self._running
+        if running is not None and running.policy == policy and running.head_start is not None:
+            running.head_start.made(tensors)
+
     def submit(self, request: StageSnapshot) -> list[Staged]:
         """Load it as soon as no other load runs. Returns the result of the waiting request that this one replaces, if any."""
         before = self._waiting.pop(request.policy, None)
-        self._waiting[request.policy] = request
-        self._start()
+        if self._running is None or not self._running.takes(request):
+            self._drop_ahead(request.policy)
+            self._waiting[request.policy] = request
+            self._start()
         return [] if before is None else [(before, SUPERSEDED)]
 
     def drop(self, policy: str) -> list[Staged]:
         """Drop the policy's running and waiting request. Returns the result of the waiting one, if any."""
         waiting = self._waiting.pop(policy, None)
         if self._running is not None and self._running.policy == policy:
-            self._dropped = True
+            self._running.drop()
         return [] if waiting is None else [(waiting, DROPPED)]
 
     def take(self) -> list[Staged]:
         """The results that have become ready since the last call."""
         done: list[Staged] = []
         while not self._finished.empty():
-            request, result = self._finished.get()
-            newer = request.policy in self._waiting
-            reason = SUPERSEDED if newer else DROPPED if self._dropped else None
-            self._running, self._dropped = None, False
-            if reason is not None and not isinstance(result, str):
-                self._unwanted(result)
-            done.append((request, reason or result))
+            load, result = self._finished.get()
+            self._running = None
+            done += self._result_of(load, result)
             self._start()
         return done
 
+    def _result_of(self, load: _Load, result: Weights | str) -> list[Staged]:
+        request = load.request
+        newer = load.policy in self._waiting
+        ahead = load.head_start is not None
+        if ahead and request is not None and isinstance(result, str) and not (newer or load.dropped):
+            # What is wrong with the files, if anything, their own load says.
+            self._waiting[load.policy] = request
+            return []
+        reason = SUPERSEDED if newer else DROPPED if load.dropped or request is None else None
+        if reason is not None and not isinstance(result, str):
+            self._unwanted(result)
+        return [] if request is None else [(request, reason or result)]
+
+    def _drop_ahead(self, policy: str) -> None:
+        """Give up a load of the policy that nobody has asked for."""
+        running = self._running
+        if running is not None and running.policy == policy and running.request is None:
+            running.drop()
+
     def _start(self) -> None:
         if self._running is None and self._waiting:
-            request = self._running = self._waiting.pop(next(iter(self._waiting)))
-            self._submit(lambda: self._run(request))
+            request = self._waiting.pop(next(iter(self._waiting)))
+            load = self._running = _Load(request.snapshot, request.policy, request)
+            self._submit(partial(self._run, load, lambda: self._load(Path(request.directory))))
 
-    def _run(self, request: StageSnapshot) -> None:
+    def _run(self, load: _Load, work: Callable[[], Weights]) -> None:
         try:
-            result: Weights | str = self._load(Path(request.directory))
+            result: Weights | str = work()
+        except HeadStartEnded as error:
+            result = reason(error)
         except BaseException as error:
             # This includes the panic of a native library: the request must get its result.
             # What is wrong with somebody's files is said in one line.
             known = isinstance(error, MidstreamError)
-            policy = request.policy.partition("#")[0]
-            called = f"{request.snapshot} of policy {policy}" if policy else request.snapshot
-            logger.warning("staging %s failed: %s", called, error, exc_info=not known)
+            policy = load.policy.partition("#")[0]
+            called = f"{load.snapshot} of policy {policy}" if policy else load.snapshot
+            level = logging.WARNING if load.head_start is None else logging.DEBUG
+            logger.log(level, "staging %s failed: %s", called, error, exc_info=not known)
             result = reason(error)
-        self._finished.put((request, result))
+        self._finished.put((load, result))

@@ -83,6 +83,29 @@ class SwapCallbacks:
     swapped: Callable[[SwapHistory], None] = lambda history: None
 
 
+class _Ahead:
+    """Has the engine read what a rebuild makes, tensor by tensor. It is the rebuild's `Making`."""
+
+    def __init__(self, engine: Slot, snapshot: str) -> None:
+        self._engine = engine
+        self._snapshot = snapshot
+        self._loop = asyncio.get_running_loop()
+        self._made: deque[str] = deque()
+
+    def begun(self, directory: Path) -> None:
+        self._loop.call_soon_threadsafe(self._engine.stage_ahead, self._snapshot, directory)
+
+    def made(self, tensor: str) -> None:
+        self._made.append(tensor)
+        self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        """Several at a time, when the loop was busy."""
+        tensors = [self._made.popleft() for _ in range(len(self._made))]
+        if tensors:
+            self._engine.tensors_made(tensors)
+
+
 class SwapDriver:
     """Drives the swaps of one boot. machine: its table of stages."""
 
@@ -245,7 +268,7 @@ class SwapDriver:
         path = self._files.base_directory if base else await self._fetch(desired)
         fetched = rebuilt = self._made(SwapEvent.FETCHED if path else SwapEvent.FETCHED_DELTA)
         if path is None:
-            path = await source.rebuild(desired)
+            path = await source.rebuild(desired, _Ahead(self._engine, desired.snapshot))
             rebuilt = self._made(SwapEvent.REBUILT)
         if not base:
             await self._verify(path, desired)

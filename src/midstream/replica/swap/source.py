@@ -28,7 +28,7 @@ from midstream.snapshots.adapter import (
     is_adapter_listing,
     read_adapter,
 )
-from midstream.snapshots.arc2.files import weights_files
+from midstream.snapshots.arc2.files import Making, weights_files
 from midstream.snapshots.finite import check_finite
 from midstream.snapshots.layout import CONFIG_FILE, MAX_HEADER_BYTES, CheckpointSpec, read_checkpoint
 from midstream.snapshots.store.chain import ChainFetcher
@@ -53,8 +53,9 @@ class SnapshotSource(abc.ABC):
         applied to a parent's first (`rebuild`). refetch: from the bucket, also if they are here. Raises SnapshotError."""
 
     @abc.abstractmethod
-    async def rebuild(self, desired: Desired) -> Path:
-        """After `fetch` returned None: the directory with the whole files. Raises SnapshotError."""
+    async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
+        """After `fetch` returned None: the directory with the whole files. making: may learn of them before. Raises
+        SnapshotError."""
 
     @abc.abstractmethod
     async def verify(self, path: Path, desired: Desired) -> None:
@@ -175,8 +176,8 @@ class CachedSource(SnapshotSource):
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
         return await self._chains.fetch(desired.files, refetch=refetch)
 
-    async def rebuild(self, desired: Desired) -> Path:
-        return await self._chains.rebuild(desired.files)
+    async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
+        return await self._chains.rebuild(desired.files, making)
 
     async def verify(self, path: Path, desired: Desired) -> None:
         try:

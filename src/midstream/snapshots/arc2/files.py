@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -37,6 +39,18 @@ Cancelled = Callable[[], bool]
 
 #: The cache removes directories of this name after an interruption.
 WORK_PREFIX = ".fetch-delta-"
+#: A tensor of more than one part in so many of all bytes is begun before the others.
+LARGE_PART = 16
+
+
+class Making(Protocol):
+    """Learns of a checkpoint while it is made. Worker threads call it."""
+
+    def begun(self, directory: Path) -> None:
+        """The checkpoint is made in `directory`. Everything but the tensors is there."""
+
+    def made(self, tensor: str) -> None:
+        """The tensor is in its file: its bytes have the delta's checksum, and its numbers are finite."""
 
 
 class RebuildCancelled(SnapshotError):
@@ -101,9 +115,25 @@ def run_largest_first(
     progress: Progress | None,
 ) -> None:
     """Run all tasks, each with its bytes, so that the threads end together. Raises as `run`."""
+    run_in_order(sorted(tasks, key=lambda sized: sized[0], reverse=True), threads, cancelled, progress)
+
+
+def run_in_order(
+    tasks: Sequence[tuple[int, Callable[[Meter], None]]],
+    threads: int | None,
+    cancelled: Cancelled | None,
+    progress: Progress | None,
+) -> None:
+    """As `run_largest_first`, but begin with the first one."""
     meter = Meter(sum(size for size, _ in tasks), cancelled, progress)
-    ordered = sorted(tasks, key=lambda sized: sized[0], reverse=True)
-    run([partial(task, meter) for _, task in ordered], threads, meter)
+    run([partial(task, meter) for _, task in tasks], threads, meter)
+
+
+def by_layer(name: str, size: int, total: int) -> tuple[int, list[str | int]]:
+    """The key of a tensor in the order in which a model's tensors are made: large ones first, so that the threads end together,
+    then layer by layer, as they are read."""
+    parts = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return -size if size * LARGE_PART > total else 0, parts
 
 
 def _cores() -> int:
@@ -132,6 +162,7 @@ def rebuilt_checkpoint(
     out: Path,
     layouts: Mapping[str, FileLayout],
     not_of_delta: Collection[str] = (),
+    making: Making | None = None,
 ) -> Iterator[dict[str, int]]:
     """The new weights files, open, by name: each has its header, and room for its tensors. Filled, they become the checkpoint
     `out`, with the other files of parent and delta.
@@ -139,13 +170,16 @@ def rebuilt_checkpoint(
     layouts: of the parent's weights files. not_of_delta: names of files that say what is in the delta.
     """
     with directory(out) as work:
-        with contextlib.ExitStack() as stack:
-            yield {
-                file: _new_file(parent / file, layout, work / file, stack) for file, layout in layouts.items()
-            }
         copy_index(parent, work)
         copy_others(parent, work)
         copy_others(delta, work, not_of_delta)
+        with contextlib.ExitStack() as stack:
+            files = {
+                file: _new_file(parent / file, layout, work / file, stack) for file, layout in layouts.items()
+            }
+            if making is not None:
+                making.begun(work)
+            yield files
 
 
 def _new_file(source: Path, layout: FileLayout, path: Path, stack: contextlib.ExitStack) -> int:

@@ -23,14 +23,16 @@ from midstream.core.types import ArcFormat
 from midstream.snapshots.arc2.blob import BlobError, Buffers, adler32, decoded
 from midstream.snapshots.arc2.files import (
     Cancelled,
+    Making,
     Meter,
     Progress,
+    by_layer,
     checkpoint_tensors,
     disk_errors,
     length,
     read,
     rebuilt_checkpoint,
-    run_largest_first,
+    run_in_order,
     weights_files,
     write,
 )
@@ -53,6 +55,7 @@ def rebuild(
     threads: int | None = None,
     cancelled: Cancelled | None = None,
     progress: Progress | None = None,
+    making: Making | None = None,
 ) -> bool:
     """Make `out`, which must not exist, the whole checkpoint, or adapter, that `delta` turns `parent` into. Returns whether all
     its numbers were seen to be finite.
@@ -63,8 +66,14 @@ def rebuild(
     """
     shards = _matched(parent, delta)
     not_finite: set[str] = set()
-    with rebuilt_checkpoint(parent, delta, out, {shard.name: shard.old for shard in shards}) as files:
-        _apply_all(shards, _writer(files, not_finite), compression, threads, cancelled, progress)
+
+    def made(tensor: str) -> None:
+        if making is not None and tensor not in not_finite:
+            making.made(tensor)
+
+    layouts = {shard.name: shard.old for shard in shards}
+    with rebuilt_checkpoint(parent, delta, out, layouts, making=making) as files:
+        _apply_all(shards, _writer(files, not_finite), compression, threads, cancelled, progress, made)
     return not not_finite
 
 
@@ -107,7 +116,7 @@ def _comparison(shards: list[_Shard], result: Path) -> _Sink:
     return compare
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Shard:
     """A file of the parent, and the file of the delta with the same name."""
 
@@ -205,15 +214,21 @@ def _apply_all(
     threads: int | None,
     cancelled: Cancelled | None,
     progress: Progress | None,
+    made: Callable[[str], None] = lambda tensor: None,
 ) -> None:
-    """Rebuild every tensor, piece by piece, and compare its checksum. `sink` gets the pieces."""
+    """Rebuild every tensor, piece by piece, and compare its checksum. `sink` gets the pieces, `made` the name of each tensor
+    that is done."""
     buffers = Buffers()
-    tasks = [
-        (length(where), partial(_apply, shard, name, sink, compression, buffers))
-        for shard in shards
-        for name, where in shard.old.ranges.items()
-    ]
-    run_largest_first(tasks, threads, cancelled, progress)
+
+    def apply(shard: _Shard, name: str, meter: Meter) -> None:
+        _apply(shard, name, sink, compression, buffers, meter)
+        made(name)
+
+    sizes = {(shard, name): length(where) for shard in shards for name, where in shard.old.ranges.items()}
+    total = sum(sizes.values())
+    ordered = sorted(sizes.items(), key=lambda one: by_layer(one[0][1], one[1], total))
+    tasks = [(size, partial(apply, shard, name)) for (shard, name), size in ordered]
+    run_in_order(tasks, threads, cancelled, progress)
 
 
 def _apply(

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
 from midstream.core.types import Content, FileContent, SnapshotFiles
+from midstream.snapshots.arc2.files import Making
 from midstream.snapshots.content import by_content
 from midstream.snapshots.deltas import apply_delta
 from midstream.snapshots.identity import directory_name
@@ -192,13 +193,16 @@ class ChainFetcher:
         self._fresh = self._cache.whole(chain[:1]) if fetched else None
         return path if len(chain) == 1 else None
 
-    async def rebuild(self, chain: Chain) -> Path:
-        """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault."""
+    async def rebuild(self, chain: Chain, making: Making | None = None) -> Path:
+        """Make the whole files of `chain`, link after link. Raises SnapshotError that names the link at fault.
+
+        making: learns of the last link.
+        """
         refetch = self._refetched == tuple(chain)
         start = await self._claim(chain, 0 if refetch else None)
         found = self._cache.whole(chain[: max(start, 0) + 1])
         try:
-            await self._rebuild_from(chain, start)
+            await self._rebuild_from(chain, start, making)
         except SnapshotCorrupt as error:
             if start < 0 or found == self._fresh or self._cache.whole(chain) in self._refuted:
                 raise
@@ -402,11 +406,11 @@ class ChainFetcher:
         finally:
             await finished(shutil.rmtree, fresh, True)
 
-    async def _rebuild_from(self, chain: Chain, start: int) -> None:
+    async def _rebuild_from(self, chain: Chain, start: int, making: Making | None = None) -> None:
         await self._fetch_from(chain, start)
         inner: Path | None = None
         for i in range(max(start, 0) + 1, len(chain)):
-            await self._apply(chain, i)
+            await self._apply(chain, i, making if i == len(chain) - 1 else None)
             # Only the last one is needed.
             if inner is not None and inner not in self._in_use:
                 await finished(self._cache.drop, inner)
@@ -414,7 +418,7 @@ class ChainFetcher:
         for link in chain[1:]:
             await finished(self._cache.drop, self._cache.delta(link))
 
-    async def _apply(self, chain: Chain, i: int) -> None:
+    async def _apply(self, chain: Chain, i: int, making: Making | None) -> None:
         """The whole files of link `i` from those of the link before."""
         parent, link, compression = self._cache.whole(chain[:i]), chain[i], chain[i].compression
         # Inner links count, too.
@@ -440,6 +444,7 @@ class ChainFetcher:
                 lineage=lineage,
                 threads=self._threads,
                 cancelled=stop.is_set,
+                making=making,
             )
             # The checksums of some formats say nothing of tensors that did not change.
             self._links.check_held()
