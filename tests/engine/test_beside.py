@@ -253,7 +253,7 @@ class Steps:
     def stage(self, directory: Path) -> Any:
         return None
 
-    def stage_ahead(self, head_start: object) -> Any:
+    def stage_ahead(self, growing: object) -> Any:
         return None
 
     def commit(self, snapshot: str, *_: object) -> SwapTiming:

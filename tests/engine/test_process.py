@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from midstream.engine.base import EngineDied, StagingFailed, WeightsRefused
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.http.ipc import Frames, frame
+from midstream.snapshots.layout import read_spec
 
 pytestmark = pytest.mark.slow
 
@@ -339,6 +341,68 @@ def test_a_newer_staging_supersedes_the_one_before_and_only_it_can_be_committed(
         assert {r.snapshot for r in got} == {"newer-3"}
 
     with_shared(body)
+
+
+def test_files_that_are_staged_while_they_are_made_serve_as_whole_ones(
+    with_shared: Callable[[Body], None], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        whole = tiny_model(seed=1)
+        await engine.stage("whole", whole)
+        await engine.commit("whole")
+        expected, digest = (
+            await records(engine, request("r", [1, 2, 3], max_tokens=8)),
+            await engine.weights_digest(),
+        )
+        await engine.stage("between", tiny_model(seed=2))
+        await engine.commit("between")
+        assert await engine.weights_digest() != digest
+        made = shutil.copytree(whole, tmp_path / "made")
+        engine.stage_ahead("ahead", made)
+        for name in read_spec(whole).tensors:
+            engine.tensors_made([name])
+        await engine.stage("ahead", made.rename(tmp_path / "proved"))
+        await engine.commit("ahead")
+        found = await records(engine, request("r", [1, 2, 3], max_tokens=8))
+        assert [replace(record, snapshot="whole") for record in found] == expected
+        assert {record.snapshot for record in found} == {"ahead"}
+        assert await engine.weights_digest() == digest
+
+    with_shared(body)
+
+
+def test_files_that_are_never_finished_hold_up_nothing(
+    with_shared: Callable[[Body], None], tiny_model: Callable[..., Path]
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        engine.stage_ahead("unfinished", tiny_model(seed=3))
+        assert await engine.weights_digest() is not None
+        # As when the rebuild has failed.
+        engine.drop_staged()
+        engine.stage_ahead("unfinished too", tiny_model(seed=3))
+        await engine.stage("finished", tiny_model(seed=1))
+        await engine.commit("finished")
+        got = await records(engine, request("r", [1, 2], max_tokens=3, echo=0))
+        assert {record.snapshot for record in got} == {"finished"}
+
+    with_shared(body)
+
+
+def test_an_engine_that_dies_while_files_are_made_refuses_the_snapshot_and_starts_again(
+    tiny_model: Callable[..., Path],
+) -> None:
+    async def body(engine: EmbeddedEngine) -> None:
+        engine.stage_ahead("lost", tiny_model(seed=1))
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied):
+            await engine.stage("lost", tiny_model(seed=1))
+        engine.tensors_made(["model.norm.weight"])
+        engine.stage_ahead("lost", tiny_model(seed=1))
+        await engine.start()
+        await engine.stage("again", tiny_model(seed=1))
+
+    with_engine(tiny_model(), body)
 
 
 def test_a_choice_that_is_ended_gives_no_further_event_and_the_iterator_ends_with_the_last(

@@ -35,7 +35,7 @@ from midstream.core.types import (
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, follower_of
-from midstream.engine.embedded.head_start import HeadStart
+from midstream.engine.embedded.growing_files import GrowingFiles
 from midstream.engine.embedded.limits import TokenFollower
 from midstream.engine.embedded.loading import (
     batch_invariant,
@@ -190,10 +190,8 @@ class EngineCore:
         return [(request_id, GenerationEvent(error=message)) for request_id in ids]
 
     def stage(self, directory: Path) -> Weights:
-        """Load the files of a snapshot, without touching what serves. May run on another thread.
-
-        Frees what was retired and not taken first, so that there are never three models.
-        """
+        """Load the files of a snapshot, without touching what serves. May run on another thread. Frees what was retired and not
+        taken first, so that there are never three models."""
         dispose(self.take_retired())
         serving = self.runner.model
         if not is_adapter(directory):
@@ -201,9 +199,9 @@ class EngineCore:
         base = self.store.base or load_beside(serving, self._model_dir, self._settings)
         return load_adapter_beside(base, directory, self._model_dir, self._settings)
 
-    def stage_ahead(self, head_start: HeadStart) -> Weights:
+    def stage_ahead(self, growing: GrowingFiles) -> Weights:
         """As `stage`, of a whole model's files that are still being made. Frees nothing, so that it may run beside digests."""
-        return Weights(load_ahead(self.runner.model, head_start, self._settings))
+        return Weights(load_ahead(self.runner.model, growing, self._settings))
 
     def set_staged(self, weights: Weights | None, policy: str = "") -> None:
         self.store.set_staged(weights, policy)

@@ -25,7 +25,7 @@ from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, cana
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import check_device, loading
-from midstream.engine.embedded.head_start import HeadStart
+from midstream.engine.embedded.growing_files import GrowingFiles
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 from midstream.engine.step import StepBatch, near_tie
 from midstream.snapshots.layout import read_checkpoint
@@ -139,16 +139,16 @@ def load_beside(serving: LoadedModel, directory: Path, settings: EngineSettings)
     return loaded
 
 
-def load_ahead(serving: LoadedModel, head_start: HeadStart, settings: EngineSettings) -> LoadedModel:
+def load_ahead(serving: LoadedModel, growing: GrowingFiles, settings: EngineSettings) -> LoadedModel:
     """As `load_beside`, of files that are still being made. Nothing is computed before they are whole and proved. Raises
-    HeadStartEnded, too, and UnsupportedModel for files that are read whole or not at all."""
+    GrowingFilesEnded, too, and UnsupportedModel for files that are read whole or not at all."""
     decoder = serving.decoder
     if not isinstance(decoder, CpuDecoder):
         raise UnsupportedModel("only models of the native kernels are packed tensor by tensor")
-    loaded = _mapped_beside(serving, decoder, head_start.directory, settings, head_start)
+    loaded = _mapped_beside(serving, decoder, growing.directory, settings, growing)
     if loaded is None:
         raise UnsupportedModel("its tensors cannot be used where they lie")
-    return _proved_beside(loaded, serving, decoder, head_start.whole())
+    return _proved_beside(loaded, serving, decoder, growing.whole())
 
 
 def _load_beside_cpu(
@@ -167,15 +167,15 @@ def _mapped_beside(
     decoder: CpuDecoder,
     directory: Path,
     settings: EngineSettings,
-    head_start: HeadStart | None = None,
+    growing: GrowingFiles | None = None,
 ) -> LoadedModel | None:
     dtypes = {name: dtype for name, (_, dtype) in serving.shapes.items()}
     files = read_checkpoint(directory)[1]
     names = [name for layout in files.values() for name in layout.tensors]
 
     def ready(prefix: str) -> None:
-        if head_start is not None:
-            head_start.wait_for([name for name in names if name.startswith(prefix)])
+        if growing is not None:
+            growing.wait_for([name for name in names if name.startswith(prefix)])
 
     with mapped_module(directory, files, dtypes, serving.skeletons) as mapped:
         if mapped is None:

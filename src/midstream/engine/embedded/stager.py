@@ -2,8 +2,8 @@
 
 Always holds: one load runs at a time, in the order in which policies asked. A policy's newer request replaces its waiting one.
 The result of a load that was overtaken or dropped is thrown away. Every request gets exactly one result, and every model has
-exactly one owner. A load may begin before its request, on files that are still being made (head_start.py). If it fails or does
-not fit its request, the request is loaded as any other.
+exactly one owner. A load may begin before its request, on files that are still being made (growing_files.py). If it fails or
+does not fit its request, the request is loaded as any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from midstream.core.errors import MidstreamError
 from midstream.engine.embedded.background import Background, Job
-from midstream.engine.embedded.head_start import HeadStart, HeadStartEnded
+from midstream.engine.embedded.growing_files import GrowingFiles, GrowingFilesEnded
 from midstream.engine.embedded.protocol import StageAhead, StageSnapshot
 from midstream.engine.embedded.weights import Weights, reason
 
@@ -38,24 +38,24 @@ class _Load:
     snapshot: str
     policy: str
     request: StageSnapshot | None = None
-    head_start: HeadStart | None = None
+    growing: GrowingFiles | None = None
     dropped: bool = False
 
     def takes(self, request: StageSnapshot) -> bool:
         """Whether this load, which began before, is of the files of the request. It is the request's from then on."""
-        if self.head_start is None or self.request is not None or self.dropped:
+        if self.growing is None or self.request is not None or self.dropped:
             return False
         if (self.snapshot, self.policy) != (request.snapshot, request.policy):
             return False
-        if not self.head_start.complete(Path(request.directory)):
+        if not self.growing.complete(Path(request.directory)):
             return False
         self.request = request
         return True
 
     def drop(self) -> None:
         self.dropped = True
-        if self.head_start is not None:
-            self.head_start.drop()
+        if self.growing is not None:
+            self.growing.drop()
 
 
 class Stager:
@@ -70,7 +70,7 @@ class Stager:
         load: Callable[[Path], Weights],
         submit: Callable[[Job], None],
         unwanted: Callable[[Weights], None],
-        load_ahead: Callable[[HeadStart], Weights],
+        load_ahead: Callable[[GrowingFiles], Weights],
     ) -> None:
         self._load = load
         self._submit = submit
@@ -92,20 +92,20 @@ class Stager:
         if self._running is not None:
             return
         try:
-            head_start = HeadStart(Path(message.directory))
+            growing = GrowingFiles(Path(message.directory))
         except OSError as error:
             logger.debug("%s is not staged ahead: %s", message.snapshot, error)
             return
-        load = self._running = _Load(message.snapshot, message.policy, head_start=head_start)
-        work = partial(self._run, load, partial(self._load_ahead, head_start))
+        load = self._running = _Load(message.snapshot, message.policy, growing=growing)
+        work = partial(self._run, load, partial(self._load_ahead, growing))
         # After the jobs that free memory.
         self._submit(lambda: self._ahead.submit(work))
 
     def made(self, policy: str, tensors: tuple[str, ...]) -> None:
         """These tensors may be read. Nothing to do if no load waits for them."""
         running = self._running
-        if running is not None and running.policy == policy and running.head_start is not None:
-            running.head_start.made(tensors)
+        if running is not None and running.policy == policy and running.growing is not None:
+            running.growing.made(tensors)
 
     def submit(self, request: StageSnapshot) -> list[Staged]:
         """Load it as soon as no other load runs. Returns the result of the waiting request that this one replaces, if any."""
@@ -136,7 +136,7 @@ class Stager:
     def _result_of(self, load: _Load, result: Weights | str) -> list[Staged]:
         request = load.request
         newer = load.policy in self._waiting
-        ahead = load.head_start is not None
+        ahead = load.growing is not None
         if ahead and request is not None and isinstance(result, str) and not (newer or load.dropped):
             # What is wrong with the files, if anything, their own load says.
             self._waiting[load.policy] = request
@@ -161,7 +161,7 @@ class Stager:
     def _run(self, load: _Load, work: Callable[[], Weights]) -> None:
         try:
             result: Weights | str = work()
-        except HeadStartEnded as error:
+        except GrowingFilesEnded as error:
             result = reason(error)
         except BaseException as error:
             # This includes the panic of a native library: the request must get its result.
@@ -169,7 +169,7 @@ class Stager:
             known = isinstance(error, MidstreamError)
             policy = load.policy.partition("#")[0]
             called = f"{load.snapshot} of policy {policy}" if policy else load.snapshot
-            level = logging.WARNING if load.head_start is None else logging.DEBUG
+            level = logging.WARNING if load.growing is None else logging.DEBUG
             logger.log(level, "staging %s failed: %s", called, error, exc_info=not known)
             result = reason(error)
         self._finished.put((load, result))

@@ -18,7 +18,7 @@ from midstream.snapshots.layout import CONFIG_FILE
 Inodes = dict[str, tuple[int, int]]
 
 
-class HeadStartEnded(Exception):
+class GrowingFilesEnded(Exception):
     """The files will not be finished, or others were."""
 
 
@@ -28,7 +28,7 @@ class _Phase(enum.Enum):
     DROPPED = "dropped"
 
 
-class HeadStart:
+class GrowingFiles:
     """One thread reads; the engine's loop says what it may. directory: where the files are. Raises OSError."""
 
     def __init__(self, directory: Path) -> None:
@@ -39,7 +39,7 @@ class HeadStart:
         self._phase = _Phase.MAKING
 
     def __repr__(self) -> str:
-        return f"HeadStart({self.directory.name}, {self._phase.value}, {len(self._made)} tensors)"
+        return f"GrowingFiles({self.directory.name}, {self._phase.value}, {len(self._made)} tensors)"
 
     def made(self, tensors: Iterable[str]) -> None:
         """These may be read."""
@@ -68,11 +68,11 @@ class HeadStart:
                 self._changed.notify_all()
 
     def wait_for(self, tensors: Collection[str]) -> None:
-        """Returns when these may be read. Raises HeadStartEnded."""
+        """Returns when these may be read. Raises GrowingFilesEnded."""
         self._wait(lambda: self._made.issuperset(tensors))
 
     def whole(self) -> Path:
-        """Returns where the files lie when all are proved. Raises HeadStartEnded."""
+        """Returns where the files lie when all are proved. Raises GrowingFilesEnded."""
         self._wait(lambda: False)
         return self.directory
 
@@ -80,7 +80,7 @@ class HeadStart:
         with self._changed:
             self._changed.wait_for(lambda: self._phase is not _Phase.MAKING or made())
             if self._phase is _Phase.DROPPED:
-                raise HeadStartEnded("the files were not finished")
+                raise GrowingFilesEnded("the files were not finished")
 
 
 def _inodes(directory: Path) -> Inodes:

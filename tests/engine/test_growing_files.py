@@ -19,7 +19,7 @@ from test_beside import SETTINGS, refuse_transformers, weights_of, write
 from midstream.core.errors import SnapshotIncompatible, SnapshotNotFinite
 from midstream.engine.embedded import loading, stager
 from midstream.engine.embedded import protocol as m
-from midstream.engine.embedded.head_start import HeadStart, HeadStartEnded
+from midstream.engine.embedded.growing_files import GrowingFiles, GrowingFilesEnded
 from midstream.engine.embedded.loading import LoadedModel, load_ahead, load_beside, load_model
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.stager import DROPPED, SUPERSEDED, Stager
@@ -57,7 +57,7 @@ class Making:
         return self.directory.rename(to)
 
 
-class Told(HeadStart):
+class Told(GrowingFiles):
     """waits: is set when tensors of this prefix are waited for."""
 
     def __init__(self, making: Making, prefix: str) -> None:
@@ -101,7 +101,7 @@ def test_weights_packed_while_they_are_made_are_those_of_the_whole_files(
     expected = load_beside(serving, second, SETTINGS)
     refuse_transformers(monkeypatch)
     making = Making(second, tmp_path / "made")
-    head_start = Told(making, "model.embed_tokens.")
+    growing = Told(making, "model.embed_tokens.")
     computed: list[str] = []
     probe = loading.probe
 
@@ -111,13 +111,13 @@ def test_weights_packed_while_they_are_made_are_those_of_the_whole_files(
 
     monkeypatch.setattr(loading, "probe", probed)
     with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(load_ahead, serving, head_start, SETTINGS)
-        assert head_start.waits.wait(WAIT_S)
+        loaded = thread.submit(load_ahead, serving, growing, SETTINGS)
+        assert growing.waits.wait(WAIT_S)
         for name in making.tensors():
-            head_start.made([name])
+            growing.made([name])
         # All tensors are there, and their files are not proved.
         assert computed == []
-        assert head_start.complete(making.moved(tmp_path / "whole"))
+        assert growing.complete(making.moved(tmp_path / "whole"))
         model = loaded.result(WAIT_S)
     assert computed == ["canary"]
     assert weights_of(model) == weights_of(expected) != weights_of(serving)
@@ -131,18 +131,18 @@ def test_a_tensor_that_is_not_there_yet_is_not_read(
     first, second = checkpoints["LlamaConfig"]
     serving = load_model(first, SETTINGS)
     making = Making(second, tmp_path / "made")
-    head_start = Told(making, "model.layers.1.")
+    growing = Told(making, "model.layers.1.")
     made = []
     with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(load_ahead, serving, head_start, SETTINGS)
+        loaded = thread.submit(load_ahead, serving, growing, SETTINGS)
         for name in making.tensors():
             if "layers.1." not in name:
-                head_start.made([name])
+                growing.made([name])
             made.append(name)
-        assert head_start.waits.wait(WAIT_S)
+        assert growing.waits.wait(WAIT_S)
         assert not loaded.done()
-        head_start.made(made)
-        assert head_start.complete(making.moved(tmp_path / "whole"))
+        growing.made(made)
+        assert growing.complete(making.moved(tmp_path / "whole"))
         assert weights_of(loaded.result(WAIT_S)) == weights_of(load_beside(serving, second, SETTINGS))
 
 
@@ -156,23 +156,23 @@ def test_what_is_dropped_in_the_middle_leaves_no_file_mapped_and_its_memory_to_t
     spare = repr(serving.decoder.spare)
     assert spare != "<Spare 0 pieces>"
     making = Making(second, tmp_path / "made")
-    head_start = Told(making, "model.layers.0.")
+    growing = Told(making, "model.layers.0.")
     with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(load_ahead, serving, head_start, SETTINGS)
+        loaded = thread.submit(load_ahead, serving, growing, SETTINGS)
         for name in making.tensors():
             if "layers." not in name:
-                head_start.made([name])
-        assert head_start.waits.wait(WAIT_S)
+                growing.made([name])
+        assert growing.waits.wait(WAIT_S)
         # The output layer took its part of the memory, and lies packed in it.
         assert str(making.directory) in Path("/proc/self/maps").read_text()
         assert repr(serving.decoder.spare) != spare
-        head_start.drop()
-        assert isinstance(loaded.exception(WAIT_S), HeadStartEnded)
+        growing.drop()
+        assert isinstance(loaded.exception(WAIT_S), GrowingFilesEnded)
         del loaded
     gc.collect()
     assert str(making.directory) not in Path("/proc/self/maps").read_text()
     assert repr(serving.decoder.spare) == spare
-    assert not head_start.complete(making.directory)
+    assert not growing.complete(making.directory)
     assert weights_of(load_beside(serving, second, SETTINGS)) == weights_of(load_model(second, SETTINGS))
 
 
@@ -180,11 +180,11 @@ def test_other_files_than_those_that_were_read_are_not_taken_for_them(
     tmp_path: Path, checkpoints: dict[str, list[Path]]
 ) -> None:
     second = checkpoints["LlamaConfig"][1]
-    head_start = HeadStart(Making(second, tmp_path / "made").directory)
-    assert not head_start.complete(shutil.copytree(tmp_path / "made", tmp_path / "copy"))
-    assert not head_start.complete(tmp_path / "nowhere")
+    growing = GrowingFiles(Making(second, tmp_path / "made").directory)
+    assert not growing.complete(shutil.copytree(tmp_path / "made", tmp_path / "copy"))
+    assert not growing.complete(tmp_path / "nowhere")
     (tmp_path / "made" / "config.json").write_bytes((second / "config.json").read_bytes())
-    assert head_start.complete((tmp_path / "made").rename(tmp_path / "whole"))
+    assert growing.complete((tmp_path / "made").rename(tmp_path / "whole"))
 
 
 def test_files_that_are_not_packed_where_they_lie_are_refused_ahead(
@@ -193,7 +193,7 @@ def test_files_that_are_not_packed_where_they_lie_are_refused_ahead(
     serving = load_model(checkpoints["LlamaConfig"][0], SETTINGS)
     half = write(tmp_path / "half", "LlamaConfig", 1, torch.float16)
     with pytest.raises(UnsupportedModel, match="where they lie"):
-        load_ahead(serving, HeadStart(half), SETTINGS)
+        load_ahead(serving, GrowingFiles(half), SETTINGS)
 
 
 @pytest.mark.parametrize(("value", "error"), [(float("nan"), SnapshotNotFinite), (0.0, SnapshotIncompatible)])
@@ -206,10 +206,10 @@ def test_the_canary_refuses_what_was_packed_ahead(
         tensors = {name: tensor.fill_(value) for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
     serving = load_model(first, SETTINGS)
-    head_start = HeadStart(bad)
-    assert head_start.complete(bad)
+    growing = GrowingFiles(bad)
+    assert growing.complete(bad)
     with pytest.raises(error):
-        load_ahead(serving, head_start, SETTINGS)
+        load_ahead(serving, growing, SETTINGS)
 
 
 class Loads:
@@ -222,7 +222,7 @@ class Loads:
         self.jobs: list[Callable[[], None]] = []
         self.ahead: list[Callable[[], None]] = []
         self.unwanted: list[Any] = []
-        self.started: list[HeadStart] = []
+        self.started: list[GrowingFiles] = []
         monkeypatch.setattr(stager, "Background", lambda name: self)
         self.stager = Stager(
             lambda path: f"whole {path.name}",  # type: ignore[arg-type, return-value]
@@ -234,9 +234,9 @@ class Loads:
     def submit(self, job: Callable[[], None]) -> None:
         self.ahead.append(job)
 
-    def _load_ahead(self, head_start: HeadStart) -> Any:
-        self.started.append(head_start)
-        return Model(head_start.whole())
+    def _load_ahead(self, growing: GrowingFiles) -> Any:
+        self.started.append(growing)
+        return Model(growing.whole())
 
     def begin(self, snapshot: str = "v1") -> None:
         self.stager.begin(m.StageAhead(snapshot, str(self.directory)))
@@ -287,7 +287,7 @@ def test_a_request_for_another_snapshot_is_loaded_as_any_other(loads: Loads) -> 
 def test_a_load_that_failed_ahead_is_done_again_with_the_whole_files(
     loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(head_start: HeadStart) -> Any:
+    def fails(growing: GrowingFiles) -> Any:
         raise UnsupportedModel("it is read whole")
 
     monkeypatch.setattr(loads.stager, "_load_ahead", fails)
