@@ -31,6 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "head": {"r": 4, "lora_alpha": 8, "targets": "head"},
 }
+#: PEFT warns of an adapter of an output layer that is tied.
+UNTIED = [shape for shape in FUSED if shape != "tied"]
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,7 @@ def test_logits_are_those_of_peft(tmp_path: Path, shape: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", few_fast(FUSED, *(shape for shape in FUSED if shape != "300-experts")))
+@pytest.mark.parametrize("shape", few_fast(UNTIED, *(shape for shape in UNTIED if shape != "300-experts")))
 def test_bits_do_not_depend_on_the_adapters_beside_them(
     tmp_path: Path, shape: str, dtype: torch.dtype
 ) -> None:

@@ -129,11 +129,10 @@ def run_in_order(
     run([partial(task, meter) for _, task in tasks], threads, meter)
 
 
-def by_layer(name: str, size: int, total: int) -> tuple[int, list[str | int]]:
+def by_layer(name: str, size: int, total: int) -> tuple[int, str]:
     """The key of a tensor in the order in which a model's tensors are made: large ones first, so that the threads end together,
     then layer by layer, as they are read."""
-    parts = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-    return -size if size * LARGE_PART > total else 0, parts
+    return -size if size * LARGE_PART > total else 0, re.sub(r"\d+", lambda number: number[0].zfill(8), name)
 
 
 def _cores() -> int:
