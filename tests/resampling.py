@@ -33,7 +33,22 @@ def drawn_from(
     allowed: Collection[int] | None = None,
     bad: Sequence[Sequence[int]] = (),
 ) -> list[Array]:
-    """Log-probabilities of all tokens; several where one lies at a border. emitted: the tokens generated before this one.
+    """Log-probabilities of all tokens; several where one lies at a border. The arguments are those of `scores_of`."""
+    scores = scores_of(logits, sampling, prompt, emitted, allowed, bad)
+    if sampling.temperature < GREEDY_BELOW:
+        return [np.where(np.arange(len(scores)) == scores.argmax(), 0.0, -np.inf)]
+    return _filtered(scores / sampling.temperature, sampling)
+
+
+def scores_of(
+    logits: Sequence[float] | Array,
+    sampling: SamplingParams,
+    prompt: Sequence[int],
+    emitted: Sequence[int],
+    allowed: Collection[int] | None = None,
+    bad: Sequence[Sequence[int]] = (),
+) -> Array:
+    """The logits behind bias and penalties, -inf for what is forbidden. emitted: the tokens generated before this one.
 
     allowed: by the grammar. bad: token sequences that must not be generated.
     """
@@ -56,9 +71,23 @@ def drawn_from(
     if sampling.frequency_penalty or sampling.presence_penalty:
         for token, count in Counter(emitted).items():
             scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    return scores
+
+
+def is_firm(scores: Array, sampling: SamplingParams, token: int, rounding: float) -> bool:
+    """Whether `token` stays, and all else that the filters leave, when logits differ by `rounding`."""
+    shifted = scores.copy()
     if sampling.temperature < GREEDY_BELOW:
-        return [np.where(np.arange(len(scores)) == scores.argmax(), 0.0, -np.inf)]
-    return _filtered(scores / sampling.temperature, sampling)
+        shifted[token] -= rounding
+        return bool(shifted.argmax() == token)
+    logs, slack = scores / sampling.temperature, rounding / sampling.temperature
+    shifted = logs.copy()
+    shifted[token] -= slack
+    of_mass = slack * sampling.top_p * (1 - sampling.top_p) + 2e-7
+    found = [left_by(logs, sampling, log, mass) for log, mass in ((0, 0), (slack, 0), (-slack, 0))]
+    found += [left_by(logs, sampling, 0, mass) for mass in (of_mass, -of_mass)]
+    found.append(left_by(shifted, sampling, 0, 0))
+    return len({(left > -np.inf).tobytes() for left in found}) == 1
 
 
 def _filtered(scores: Array, sampling: SamplingParams) -> list[Array]:
@@ -66,16 +95,21 @@ def _filtered(scores: Array, sampling: SamplingParams) -> list[Array]:
     logs = (-BORDER_LOG, BORDER_LOG) if sampling.min_p > 0 else (0.0,)
     masses = (-BORDER_P, BORDER_P) if sampling.top_p < 1 else (0.0,)
     for log, mass in itertools.product(logs, masses):
-        left = scores.copy()
-        if sampling.min_p > 0:
-            left[left < left.max() + np.log(sampling.min_p) + log] = -np.inf
-        if sampling.top_k > 0:
-            left[left < np.sort(left)[-min(sampling.top_k, len(left))]] = -np.inf
-        if sampling.top_p < 1:
-            order = np.argsort(left, kind="stable")
-            summed = np.cumsum(np.exp(log_softmax(left))[order])
-            gone = summed <= 1 - sampling.top_p + mass
-            gone[-1] = False
-            left[order[gone]] = -np.inf
-        found.append(log_softmax(left))
+        found.append(log_softmax(left_by(scores, sampling, log, mass)))
     return found
+
+
+def left_by(scores: Array, sampling: SamplingParams, log: float, mass: float) -> Array:
+    """-inf for what the filters cut off. log, mass: how far the borders of min_p and top_p are moved."""
+    left = scores.copy()
+    if sampling.min_p > 0:
+        left[left < left.max() + np.log(sampling.min_p) + log] = -np.inf
+    if sampling.top_k > 0:
+        left[left < np.sort(left)[-min(sampling.top_k, len(left))]] = -np.inf
+    if sampling.top_p < 1:
+        order = np.argsort(left, kind="stable")
+        summed = np.cumsum(np.exp(log_softmax(left))[order])
+        gone = summed <= 1 - sampling.top_p + mass
+        gone[-1] = False
+        left[order[gone]] = -np.inf
+    return left

@@ -29,7 +29,15 @@ from midstream.core.types import TokenRecord
 from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.proof import write_probe
 from midstream.engine.vllm.protocol import NOT_FINITE
-from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ITSELF, MARK, RANK_BASE
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
+    ITSELF,
+    MARK,
+    NEAR,
+    NEAR_GREEDY,
+    NEAR_TOP_K,
+    RANK_BASE,
+    TIE_PLACE,
+)
 
 BLOCK = 4
 # Hidden layers, and which of them has no experts.
@@ -219,14 +227,22 @@ class FakeRequest:
         """The token is the best one, and the others are worse by GAP each."""
         best, rank = token, 1
         if self.fake.both and MARK in self.sampling.get("extra_args", {}):
-            drawn = sampling_of(self.sampling["temperature"])
-            best, rank = ITSELF, RANK_BASE + int.from_bytes(struct.pack("<f", -drawn), "little")
+            temperature = self.sampling["temperature"]
+            drawn = sampling_of(temperature) if temperature else 0.0
+            best, rank = ITSELF, RANK_BASE + int.from_bytes(struct.pack("<f", abs(drawn)), "little")
+            rank += self._near_tie() * TIE_PLACE
         top = [{"token_id": token, "logprob": logprob, "rank": rank}]
         for place in range(0 if best == ITSELF else 1, self.sampling.get("logprobs", 0)):
             other = VOCAB - place if self.fake.names_alternatives else token
             there = best if place == 0 else other
             top.append({"token_id": there, "logprob": logprob - place * GAP, "rank": place + 1})
         return {"token_id": token, "logprob": logprob, "rank": rank, "top_logprobs": top}
+
+    def _near_tie(self) -> int:
+        """The second token is as good as the best one where a bias makes it so."""
+        if NEAR not in self.sampling["extra_args"] or GAP not in self.sampling.get("logit_bias", {}).values():
+            return 0
+        return 0 if self.fake.no_ties else NEAR_TOP_K if self.sampling["temperature"] else NEAR_GREEDY
 
     def step(self, *sizes: int) -> None:
         """Chunks of so many tokens each (one of one); the request ends by itself at its last token."""
@@ -339,6 +355,8 @@ class FakeVllm:
         # It runs with the extension, which returns both log-probabilities. one_number: why it does not.
         self.both = False
         self.one_number = ""
+        # It says of no token that it was near another one.
+        self.no_ties = False
         self.adapters: dict[str, int] = {}
         self.files: dict[str, Path] = {}
         # What a trainer is about to write; it is in a group. None: no update is open.
@@ -574,6 +592,8 @@ class FakeVllm:
         match method:
             case "midstream_one_number":
                 return 200, {"results": [self.one_number] * self.ranks}
+            case "midstream_dtype":
+                return 200, {"results": ["torch.float32"] * self.ranks}
             case "midstream_open_tee":
                 self._tee, self._places = Path(kwargs["path"]), kwargs["places"]
                 return 200, {"results": [None] * self.ranks}

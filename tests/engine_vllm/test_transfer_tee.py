@@ -25,7 +25,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     factory = ModuleType("factory")
     factory.WeightTransferEngineFactory = SimpleNamespace(register_engine=lambda *_: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
-    monkeypatch.setitem(sys.modules, "midstream_vllm_worker", ModuleType("worker"))
+    monkeypatch.setitem(sys.modules, "midstream_vllm_worker", SimpleNamespace(Worker=object))
     file = WORKER_DIR / "midstream_vllm_transfer.py"
     spec = importlib.util.spec_from_file_location("transfer_extension", file)
     assert spec is not None

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from vllm_helpers import asking as asking_of
 from vllm_helpers import attached, begun, in_a_loop
 
-from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.core.types import NEAR_TIES, GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.engine.vllm.protocol import InvalidAnswer, read_answer
@@ -37,13 +37,13 @@ VOCAB = 11
 def extension(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As in vLLM's environment, where it is no part of a package."""
     monkeypatch.setitem(sys.modules, "midstream_vllm_numbers", numbers)
-    spec = importlib.util.spec_from_file_location("loaded_sampler", WORKER_DIR / "midstream_vllm_sampler.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "loaded_sampler", module)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(WORKER_DIR))
+    for name in ("midstream_vllm_ties", "midstream_vllm_sampler"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("midstream_vllm_sampler")
+    yield module
+    for name in ("midstream_vllm_ties", "midstream_vllm_sampler"):
+        del sys.modules[name]
 
 
 class Tensors(NamedTuple):
@@ -114,8 +114,17 @@ def samplers(*, fused: bool = False) -> tuple[type[Any], type[Any]]:
             self.sampler = Sampler()
             names = [f"r{i}" for i in range(len(rows))]
             self.requests = {
-                name: SimpleNamespace(sampling_params=SimpleNamespace(logprobs=logprobs, extra_args=extra))
-                for name, (_, logprobs, extra) in zip(names, rows, strict=True)
+                name: SimpleNamespace(
+                    sampling_params=SimpleNamespace(
+                        logprobs=logprobs,
+                        extra_args=extra,
+                        temperature=temperature,
+                        top_k=3 if temperature else 0,
+                        top_p=1.0,
+                        min_p=0.0,
+                    )
+                )
+                for name, (temperature, logprobs, extra) in zip(names, rows, strict=True)
             }
             temperature = torch.tensor([row[0] for row in rows])
             metadata = SimpleNamespace(
@@ -283,10 +292,12 @@ def scored(rank: Any, **more: Any) -> bytes:
     return json.dumps({"choices": [choice]}).encode()
 
 
-@given(st.floats(max_value=0.0, width=32, allow_infinity=False))
-def test_every_number_comes_back_bit_by_bit(value: float) -> None:
+@given(st.floats(max_value=0.0, width=32, allow_infinity=False), st.integers(0, 31))
+def test_every_number_comes_back_bit_by_bit(value: float, near_tie: int) -> None:
     bits = int.from_bytes(struct.pack("<f", abs(value)), "little")
-    (token,) = read_answer(scored(numbers.RANK_BASE + bits), both=True).tokens
+    rank = numbers.RANK_BASE + near_tie * numbers.TIE_PLACE + bits
+    (token,) = read_answer(scored(rank), both=True).tokens
+    assert token.near_tie == near_tie
     assert token.sampling == value
     assert struct.pack("<d", token.sampling) == struct.pack("<d", value + 0.0)
 
@@ -300,7 +311,7 @@ def test_a_number_that_is_not_finite_is_an_error_of_the_model(bits: int) -> None
 @given(
     st.none()
     | st.integers(max_value=numbers.RANK_BASE - 1)
-    | st.integers(min_value=numbers.RANK_BASE + (1 << 31))
+    | st.integers(min_value=numbers.RANK_BASE + (numbers.TIE_PLACE << len(NEAR_TIES)))
     | st.floats()
     | st.text()
     | st.booleans()

@@ -54,7 +54,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     route: bytes of a C-order [moe_layers, top_k] array, uint8 (little-endian uint16 above 256 experts).
         None when not asked for, on a dense model, and on the first prompt token.
     near_tie: bits of NEAR_TIES: choices of that pass that another rounding of the same numbers may make differently. A
-        prompt token has no other than "router". 0 also where the engine does not know it.
+        prompt token has no other than "router". A bit is 0 also where the engine does not know it.
     rank: the token's place among all by its logit, from 1. 0 where it is not known: only prompt tokens that were
         asked for with alternatives have it.
     constrained: logprob is not the raw model's, but that of the tokens that the grammar of the answer allowed.
@@ -393,7 +393,8 @@ ENGINE_FEATURES: dict[str, str] = {
     "cached_prompt_logprobs": "prompts reuse cached KV also when their log-probabilities are asked for",
     "grammars": "answers that match a JSON schema, and forced tool calls",
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
-    "near_ties": "near_tie in token records: choices that another rounding may make differently",
+    "near_ties": "near_tie in token records: draws that another rounding may make differently",
+    "router_ties": "near_tie names choices of routers, too",
     "constrained_logprobs": "logprob of an answer that must match a grammar is the raw model's",
     "logit_bias": "logit_bias and penalties",
     "token_limits": "allowed_token_ids, bad_words and min_tokens",

@@ -21,7 +21,7 @@ LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
-    "near_ties": "vLLM does not return what a router or a filter chose by",
+    "router_ties": "vLLM does not return what a router chose by",
     "priorities": "only midstream's own checks go before others there",
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "frozen_check": "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens",
@@ -34,7 +34,7 @@ LACKS = {
 #: Why there are no policies, unless the proof at the start says otherwise.
 NO_LORA = "vLLM runs without --enable-lora"
 #: What the proof at the start is about (sampling_proof.py), and why a server lacks it until it has passed.
-NUMBERS = ("sampling_logprobs", "constrained_logprobs")
+NUMBERS = ("sampling_logprobs", "near_ties", "constrained_logprobs")
 UNPROVED = dict.fromkeys(
     NUMBERS, "vLLM was not seen to return the raw and the sampling log-probability of a token"
 )

@@ -28,7 +28,7 @@ from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
 from midstream.engine.vllm.life import ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
-from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, unknown_feature
+from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
 from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.swap import Unchanged, VllmRefused, adopt, switch
 from midstream.http.call import CallFailed, open_stream
@@ -126,7 +126,8 @@ class VllmEngine(ServerLife):
         request = run.request
         salt, clean = self._salt(run)
         epochs = run.weights.epochs
-        both = unknown_feature(request) in self._proved_numbers
+        numbers = self._numbers
+        both = wants_both(request, numbers.features)
         choice = ChoiceStream(
             request, index, epochs, self._shape, run.put, clean=clean, prompt=prompt, both=both
         )
@@ -143,6 +144,7 @@ class VllmEngine(ServerLife):
             stream=True,
             routes_start=size - request.want_routes if self._server.returns_routes else None,
             both=both,
+            tie=numbers.tie if "near_ties" in numbers.features else 0.0,
         )
 
         async def connect() -> None:

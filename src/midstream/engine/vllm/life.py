@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from midstream.core.types import (
 from midstream.engine.base import Engine, EngineDied
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
-from midstream.engine.vllm.arguments import NO_LORA, NUMBERS, UNPROVED, vllm_card
+from midstream.engine.vllm.arguments import NO_LORA, vllm_card
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
@@ -38,7 +38,7 @@ from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.proving import Proving
 from midstream.engine.vllm.requests import ServedWeights, VllmRequest
 from midstream.engine.vllm.salts import Salts
-from midstream.engine.vllm.sampling_proof import prove_numbers
+from midstream.engine.vllm.sampling_proof import Proved, prove_numbers
 from midstream.engine.vllm.scoring import Scorer, WrongWeights
 from midstream.engine.vllm.server import VllmServer, VllmServerFailed
 from midstream.engine.vllm.staging import Staging, VllmStager
@@ -80,8 +80,7 @@ class ServerLife(Engine):
     # None: it serves no policies, and the reason follows.
     _adapters: Adapters | None = None
     _no_policies = NO_LORA
-    # Of NUMBERS, those that it lacks, and why.
-    _no_numbers: Mapping[str, str] = UNPROVED
+    _numbers = Proved()
     _death: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
@@ -203,11 +202,7 @@ class ServerLife(Engine):
                 self._scorer(self._own), self._shape.vocab_size, self._server.max_model_len, reload
             )
         sizes = (self._shape.vocab_size, self._server.max_model_len)
-        self._no_numbers = await prove_numbers(self._server, self._control, sizes)
-
-    @property
-    def _proved_numbers(self) -> set[str]:
-        return set(NUMBERS) - self._no_numbers.keys()
+        self._numbers = await prove_numbers(self._server, self._control, sizes)
 
     async def _check_unspoilt(self) -> None:
         """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
@@ -270,7 +265,7 @@ class ServerLife(Engine):
             server.version,
             routes=server.returns_routes,
             no_policies=self._no_policies,
-            no_numbers=self._no_numbers,
+            no_numbers=self._numbers.lacks,
         )
         if self.in_place is not None:
             card = msgspec.structs.replace(

@@ -19,8 +19,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from midstream.core.decoding import NOT_JSON
-from midstream.core.types import GenerateRequest, TokenRecord, TopLogprob
-from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import INFINITE, ITSELF, MARK, RANK_BASE
+from midstream.core.types import NEAR_TIES, GenerateRequest, TokenRecord, TopLogprob
+from midstream.engine.step import SUM_ROUNDING
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
+    INFINITE,
+    ITSELF,
+    MARK,
+    NEAR,
+    RANK_BASE,
+    TIE_PLACE,
+)
 
 PATH = "/inference/v1/generate"
 #: vLLM treats a temperature below the first as greedy, and raises other temperatures to at least the second.
@@ -44,13 +52,14 @@ class InvalidAnswer(Exception):
 class Token(msgspec.Struct, frozen=True, gc=False):
     """logprob: of the raw model, in nats. top: the best alternatives asked for, best first.
 
-    sampling: the log-probability with which it was drawn, if the request asked for both.
+    sampling: the log-probability with which it was drawn, if the request asked for both. near_tie: as of a TokenRecord.
     """
 
     token_id: int
     logprob: float
     top: tuple[TopLogprob, ...] = ()
     sampling: float | None = None
+    near_tie: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -242,7 +251,7 @@ def _tokens(choice: _Choice[Any], top: int, *, both: bool) -> tuple[Token, ...]:
     if scored != ids:
         raise InvalidAnswer(f"log-probabilities of tokens {list(scored)} beside tokens {list(ids)}")
     if both:
-        return tuple([Token(t.token_id, t.logprob, _best(t, top), _sampling_of(t)) for t in content])
+        return tuple([Token(t.token_id, t.logprob, _best(t, top), *_drawn(t)) for t in content])
     return tuple([Token(t.token_id, t.logprob, _best(t, top)) for t in content]) if top else content
 
 
@@ -258,16 +267,16 @@ def _best(token: Any, top: int) -> tuple[TopLogprob, ...]:
     return tuple([TopLogprob(token.token_id if i == ITSELF else i, logprob) for _, i, logprob in ranked])
 
 
-def _sampling_of(token: _Ranked) -> float:
-    """As the worker extension wrote it. NaN: it is not finite."""
-    bits = (token.rank or 0) - RANK_BASE
-    if not 0 <= bits < 1 << 31:
+def _drawn(token: _Ranked) -> tuple[float, int]:
+    """The sampling log-probability and the near ties, as the worker extension wrote them. NaN: it is not finite."""
+    near_tie, bits = divmod((token.rank or 0) - RANK_BASE, TIE_PLACE)
+    if not 0 <= near_tie < 1 << len(NEAR_TIES):
         found = NO_RANKS if token.rank is None else f"its rank is {token.rank}"
         raise InvalidAnswer(f"no sampling log-probability of token {token.token_id}: {found}")
     if bits >= INFINITE:
-        return nan
+        return nan, near_tie
     # The subtraction makes no negative zero.
-    return 0.0 - float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+    return 0.0 - float(struct.unpack("<f", bits.to_bytes(4, "little"))[0]), near_tie
 
 
 def prompt_records(
@@ -335,6 +344,7 @@ def body(
     routes_start: int | None = None,
     by_priority: bool = False,
     both: bool = False,
+    tie: float = 0.0,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
@@ -342,7 +352,7 @@ def body(
     prompt_logprobs: score the prompt with that many alternatives, not in a stream. vLLM then reads nothing from its cache.
     max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
     by_priority: the server goes by priority; one that does not refuses them. both: ask for both log-probabilities, as the
-    proof has shown that the server gives them.
+    proof has shown that the server gives them. tie: and for near ties, within this share of the largest logit.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -353,7 +363,7 @@ def body(
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
     if both:
-        sampling["extra_args"] = {MARK: True}
+        sampling["extra_args"] = {MARK: True, NEAR: (tie, SUM_ROUNDING)} if tie else {MARK: True}
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
     fields: dict[str, Any] = {

@@ -9,7 +9,7 @@ Always holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import isnan, nan
 from operator import attrgetter
@@ -162,6 +162,7 @@ class ChoiceStream:
                     sampling,
                     snapshot,
                     top_logprobs=token.top,
+                    near_tie=token.near_tie,
                     constrained=self._constrained,
                 )
                 self._held.append(record)
@@ -242,6 +243,13 @@ def unknown_feature(request: GenerateRequest) -> str:
         return "constrained_logprobs"
     known = sampling_logprob(request)
     return "sampling_logprobs" if known is not None and isnan(known) else ""
+
+
+def wants_both(request: GenerateRequest, proved: Collection[str]) -> bool:
+    """Whether a rank has to say more than a rank. proved: of NUMBERS, the features that the server has."""
+    if unknown_feature(request) in proved:
+        return True
+    return request.want_logprobs and request.sampling.temperature < protocol.GREEDY_BELOW and "near_ties" in proved
 
 
 class VllmRequest(RequestEvents):

@@ -1,8 +1,9 @@
-"""The proof, at every start, that a vLLM server returns the raw and the sampling log-probability of a token.
+"""The proof, at every start, that a vLLM server returns the raw and the sampling log-probability of a token, and its near ties.
 
 The worker extension makes vLLM's sampler return both (worker_extension/midstream_vllm_sampler.py). Here a short prompt is
 sampled with a temperature and with top_k. The raw log-probabilities of the best tokens then say what the sampling one must be.
-And the raw numbers of a token that must match a grammar must be those of a token that need not.
+And the raw numbers of a token that must match a grammar must be those of a token that need not. A bias that makes the two best
+tokens equal must give a near tie, and one that sets them apart must give none.
 
 Always holds: a server that fails is used without the feature, and the reason is on its card.
 """
@@ -12,13 +13,22 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.core.types import NEAR_GREEDY, NEAR_TOP_K, GenerateRequest, SamplingParams
+from midstream.engine.step import near_tie
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.arguments import NUMBERS, TRANSFER_WORKER, WORKER, WORKER_DIR, WORKER_FLAG
+from midstream.engine.vllm.arguments import (
+    NUMBERS,
+    TRANSFER_WORKER,
+    UNPROVED,
+    WORKER,
+    WORKER_DIR,
+    WORKER_FLAG,
+)
 from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused, proof_prompt
@@ -26,26 +36,38 @@ from midstream.http.call import call
 
 logger = logging.getLogger(__name__)
 
-#: Of the worker extension: why a worker returns one number.
-METHOD = "midstream_one_number"
+#: Of the worker extension: why a worker returns one number, and the dtype of its weights.
+METHOD, DTYPE = "midstream_one_number", "midstream_dtype"
 TOKENS, TOP_K, ALTERNATIVES, TEMPERATURE = 8, 4, 20, 0.7
 #: One digit. No model has digits alone among its best tokens, unless they are forbidden the others.
 GRAMMAR = "start: /[0-9]/"
 #: In nats, between numbers that are computed from the same logits, and from those of another pass over the same prompt. In
 #: bfloat16 a batch changes the rounding of the latter. Forbidden tokens differ by more, and some by thousands.
 SAME, ANEW = 1e-3, 0.25
+#: A bias beside which no two of the best tokens are near each other.
+APART = 50.0
 
 
 class OneNumber(Exception):
     """The server reports one log-probability per token. The message says why."""
 
 
-async def prove_numbers(server: VllmServer, control: Control, sizes: tuple[int, int]) -> dict[str, str]:
-    """Those of NUMBERS that the server lacks, with the reasons. sizes: of the vocabulary and of the context.
+@dataclass(frozen=True)
+class Proved:
+    """lacks: those of NUMBERS that a server lacks, with the reasons. tie: which share of its largest logit a near tie is."""
 
-    Raises CallFailed.
-    """
+    lacks: Mapping[str, str] = field(default_factory=lambda: UNPROVED)
+    tie: float = 0.0
+
+    @property
+    def features(self) -> set[str]:
+        return set(NUMBERS) - self.lacks.keys()
+
+
+async def prove_numbers(server: VllmServer, control: Control, sizes: tuple[int, int]) -> Proved:
+    """sizes: of the vocabulary and of the context. Raises CallFailed."""
     lacks: dict[str, str] = {}
+    tie = 0.0
     try:
         await _check_workers(server, control)
         free = _asking(sizes)
@@ -59,9 +81,14 @@ async def prove_numbers(server: VllmServer, control: Control, sizes: tuple[int, 
             check_raw(tokens, await _sample(server, replace(free, sampling=once, grammar=GRAMMAR)))
         except OneNumber as error:
             lacks = {"constrained_logprobs": str(error)}
+        try:
+            tie = await _threshold(control)
+            await _prove_ties(server, free, tokens[0], tie)
+        except OneNumber as error:
+            lacks["near_ties"] = str(error)
     for feature, why in lacks.items():
         logger.warning("this vLLM has no %s: %s", feature, why)
-    return lacks
+    return Proved(lacks, tie)
 
 
 async def _check_workers(server: VllmServer, control: Control) -> None:
@@ -79,6 +106,32 @@ async def _check_workers(server: VllmServer, control: Control) -> None:
         raise OneNumber(f"vLLM returns one log-probability per token: {why}")
 
 
+async def _threshold(control: Control) -> float:
+    """Raises OneNumber."""
+    try:
+        dtypes = set(await control.ask_workers(DTYPE, {}, STEP_S_MAX))
+    except VllmRefused as error:
+        raise OneNumber(f"its workers do not say of which dtype the weights are: {error}") from error
+    return max(near_tie(dtype) for dtype in dtypes)
+
+
+async def _prove_ties(
+    server: VllmServer, asking: GenerateRequest, first: protocol.Token, tie: float
+) -> None:
+    """first: the first token that `asking` gave. Raises OneNumber, CallFailed."""
+    best, second, *_ = sorted(first.top, key=lambda top: top.logprob, reverse=True)
+    biases = ({second.token_id: best.logprob - second.logprob}, {best.token_id: APART})
+    for near, bias in zip((True, False), biases, strict=True):
+        for mark, kind in ((NEAR_GREEDY, {"temperature": 0.0, "top_k": 0}), (NEAR_TOP_K, {"top_k": 1})):
+            sampling = replace(asking.sampling, max_tokens=1, logit_bias=bias, **kind)
+            (token, *_) = await _sample(server, replace(asking, sampling=sampling), tie)
+            expected = mark if near else 0
+            if token.near_tie != expected:
+                raise OneNumber(
+                    f"of two tokens {'alike' if near else 'apart'} vLLM's workers say {token.near_tie}, not {expected}"
+                )
+
+
 def _asking(sizes: tuple[int, int]) -> GenerateRequest:
     vocab_size, context = sizes
     prompt = proof_prompt(vocab_size, max(2, context - TOKENS))
@@ -91,10 +144,12 @@ def _asking(sizes: tuple[int, int]) -> GenerateRequest:
     )
 
 
-async def _sample(server: VllmServer, request: GenerateRequest) -> Sequence[protocol.Token]:
+async def _sample(
+    server: VllmServer, request: GenerateRequest, tie: float = 0.0
+) -> Sequence[protocol.Token]:
     """Raises OneNumber, CallFailed."""
     salt = secrets.token_hex(16)
-    data = protocol.body(request, 0, model=server.served_name, salt=salt, stream=False, both=True)
+    data = protocol.body(request, 0, model=server.served_name, salt=salt, stream=False, both=True, tie=tie)
     answer = await call(server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, server.headers)
     if answer.status != 200:
         raise OneNumber(protocol.error_of(answer.status, answer.body))

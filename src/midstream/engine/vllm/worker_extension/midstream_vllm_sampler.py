@@ -1,9 +1,10 @@
 """The part of the worker extension, on any device, that returns the sampling log-probability of a token beside the raw one.
 
 It stands around three methods of vLLM's model runner and sampler, and acts in steps with requests that want both numbers
-(midstream_vllm_numbers.py). The sampler's own log-probabilities are raw, but those of a grammar's rows are of the tokens that
-it allowed. So the raw logits of these rows are kept before vLLM forbids tokens. The sampling log-probability is taken from the
-logits from which vLLM drew.
+(midstream_vllm_numbers.py). Some of them want the near ties of their tokens, too (midstream_vllm_ties.py).
+
+The sampler's own log-probabilities are raw, but those of a grammar's rows are of the tokens that it allowed. So the raw logits
+of these rows are kept before vLLM forbids tokens. The sampling log-probability is taken from the logits from which vLLM drew.
 
 Always holds: no draw is another one than without this, but for the kernel that draws. Other requests get what vLLM gives them.
 """
@@ -19,27 +20,85 @@ import torch
 RUNNER, SAMPLER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.sampler"
 #: vLLM's values of `logprobs_mode`.
 RAW, AS_DRAWN = "raw_logprobs", "processed_logits"
-#: vLLM draws greedily below this temperature.
-GREEDY_BELOW = 1e-5
-
 numbers = importlib.import_module("midstream_vllm_numbers")
+ties = importlib.import_module("midstream_vllm_ties")
+
+
+@dataclass(frozen=True)
+class TieRows:
+    """Rows of the batch that want near ties. limits: of each."""
+
+    places: torch.Tensor
+    limits: Any
+
+    @classmethod
+    def among(cls, params: dict[int, Any], device: Any) -> TieRows | None:
+        """params: by place, vLLM's sampling parameters. None: there are no such rows."""
+        if not params:
+            return None
+        return cls(torch.tensor([*params], device=device), ties.Limits.of([*params.values()], device))
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The rows of a batch that want both numbers. places: all of them. greedy, filtered: those that want near ties."""
+
+    places: torch.Tensor | slice
+    all_greedy: bool
+    greedy: TieRows | None
+    filtered: TieRows | None
 
 
 @dataclass
 class Rows:
-    """places: of the requests that want both numbers, in the batch. sampling: their sampling log-probabilities, when drawn."""
+    """What a step draws for the marked rows.
 
-    places: torch.Tensor | slice
+    largest: [rows of the batch, 1], the largest raw logit of those that want near ties, in size. sampling, ties: when drawn, the
+    sampling log-probabilities of the marked rows, and the near ties of all rows.
+    """
+
+    marked: Marked
+    largest: torch.Tensor
+    ties: torch.Tensor
     sampling: torch.Tensor | None = None
 
-    def take(self, sampled: torch.Tensor, drawn_from: torch.Tensor | None, temperature: Any) -> None:
-        """drawn_from: the logits from which vLLM drew. None: every row was greedy."""
+    @classmethod
+    def of(cls, marked: Marked, logits: torch.Tensor, raw: RawRows | None) -> Rows:
+        """logits: of the model, but for the rows of a grammar, whose raw ones are in `raw`."""
+        largest = torch.zeros(len(logits), 1, device=logits.device)
+        for rows in filter(None, (marked.greedy, marked.filtered)):
+            largest[rows.places] = logits[rows.places].float().abs().amax(-1, keepdim=True)
+        if raw is not None:
+            largest[raw.places] = raw.logits.float().abs().amax(-1, keepdim=True)
+        return cls(marked, largest, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+    def before(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Look at what vLLM is about to draw from and to change. Returns what is needed of it afterwards."""
+        if (greedy := self.marked.greedy) is not None:
+            at = greedy.places
+            self.ties[at] = ties.greedy_ties(scores[at], self.largest[at], greedy.limits)
+        filtered = self.marked.filtered
+        return None if filtered is None else scores[filtered.places]
+
+    def take(
+        self,
+        sampled: torch.Tensor,
+        drawn_from: torch.Tensor | None,
+        temperature: Any,
+        scores: torch.Tensor | None,
+    ) -> None:
+        """drawn_from: the logits from which vLLM drew. None: every row was greedy. scores: from `before`."""
+        places, filtered = self.marked.places, self.marked.filtered
         if drawn_from is None:
-            self.sampling = torch.zeros_like(sampled[self.places], dtype=torch.float32)
+            self.sampling = torch.zeros_like(sampled[places], dtype=torch.float32)
             return
-        logprobs = drawn_from[self.places].log_softmax(-1, dtype=torch.float32)
-        own = logprobs.gather(-1, sampled[self.places].long().unsqueeze(-1)).squeeze(-1)
-        self.sampling = own.masked_fill(temperature[self.places] < GREEDY_BELOW, 0.0)
+        logprobs = drawn_from[places].log_softmax(-1, dtype=torch.float32)
+        own = logprobs.gather(-1, sampled[places].long().unsqueeze(-1)).squeeze(-1)
+        self.sampling = own.masked_fill(temperature[places] < ties.GREEDY_BELOW, 0.0)
+        if filtered is not None:
+            at = filtered.places
+            kept = drawn_from[at] > -torch.inf
+            self.ties[at] = ties.filter_ties(scores, kept, sampled[at], self.largest[at], filtered.limits)
 
 
 @dataclass(frozen=True)
@@ -60,10 +119,10 @@ def hook(runner: type[Any], sampler: type[Any]) -> None:
 
     def draw_both(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         raw, self.midstream_raw = self.midstream_raw, None
-        rows = None if why_not(self) else marked_rows(self)
-        if rows is None:
+        marked = None if why_not(self) else marked_rows(self)
+        if marked is None:
             return draw(self, logits, spec_decode_metadata)
-        self.sampler.midstream_rows = rows
+        rows = self.sampler.midstream_rows = Rows.of(marked, logits, raw)
         try:
             output = draw(self, logits, spec_decode_metadata)
         finally:
@@ -75,6 +134,11 @@ def hook(runner: type[Any], sampler: type[Any]) -> None:
         rows: Rows | None = self.midstream_rows
         if rows is None:
             return sample(self, logits, metadata, *args, **kwargs)
+        scores = rows.before(logits)
+        if rows.marked.all_greedy:
+            result = sample(self, logits, metadata, *args, **kwargs)
+            rows.take(result[0], None, None, None)
+            return result
         filters = self.topk_topp_sampler
         mode, forward = filters.logprobs_mode, filters.forward
         filters.logprobs_mode = AS_DRAWN
@@ -85,7 +149,7 @@ def hook(runner: type[Any], sampler: type[Any]) -> None:
             sampled, drawn_from = sample(self, logits, metadata, *args, **kwargs)
         finally:
             filters.logprobs_mode, filters.forward = mode, forward
-        rows.take(sampled, drawn_from, metadata.temperature)
+        rows.take(sampled, drawn_from, metadata.temperature, scores)
         return sampled, None
 
     runner.midstream_raw = runner.midstream_marked = sampler.midstream_rows = None
@@ -104,18 +168,31 @@ def why_not(runner: Any) -> str:
     return "" if runner.sampler.logprobs_mode == RAW else f"it runs with --logprobs-mode other than {RAW}"
 
 
-def marked_rows(runner: Any) -> Rows | None:
+def marked_rows(runner: Any) -> Marked | None:
     """The rows of the batch that want both numbers; None if none does."""
     batch = runner.input_batch
     # vLLM makes new metadata whenever a row of the batch changes.
     if runner.midstream_marked is None or runner.midstream_marked[0] is not batch.sampling_metadata:
-        places = [i for i, name in enumerate(batch.req_ids[: batch.num_reqs]) if _wants_both(runner, name)]
-        some = torch.tensor(places, device=runner.device) if places else None
-        # A slice copies nothing.
-        found = slice(None) if len(places) == batch.num_reqs else some
-        runner.midstream_marked = batch.sampling_metadata, found
-    places_of = runner.midstream_marked[1]
-    return None if places_of is None else Rows(places_of)
+        runner.midstream_marked = batch.sampling_metadata, _find_marked(runner)
+    found: Marked | None = runner.midstream_marked[1]
+    return found
+
+
+def _find_marked(runner: Any) -> Marked | None:
+    batch = runner.input_batch
+    names = enumerate(batch.req_ids[: batch.num_reqs])
+    params = {i: runner.requests[name].sampling_params for i, name in names if _wants_both(runner, name)}
+    if not params:
+        return None
+    near = {i: p for i, p in params.items() if numbers.NEAR in p.extra_args}
+    # A slice copies nothing.
+    every = len(params) == batch.num_reqs
+    return Marked(
+        slice(None) if every else torch.tensor([*params], device=runner.device),
+        all(ties.is_greedy(p) for p in params.values()),
+        TieRows.among({i: p for i, p in near.items() if ties.is_greedy(p)}, runner.device),
+        TieRows.among({i: p for i, p in near.items() if ties.is_filtered(p)}, runner.device),
+    )
 
 
 def _wants_both(runner: Any, name: str) -> bool:
@@ -142,7 +219,7 @@ def raw_rows(runner: Any, grammar_output: Any) -> RawRows | None:
 
 def write(output: Any, rows: Rows, raw: RawRows | None) -> None:
     """Put both numbers of `rows` into the output of a sampler."""
-    tensors, places = output.logprobs_tensors, rows.places
+    tensors, places = output.logprobs_tensors, rows.marked.places
     ids, logprobs, ranks = (tensor.clone() for tensor in tensors[:3])
     if raw is not None:
         scores = raw.logits.log_softmax(-1, dtype=torch.float32)
@@ -156,7 +233,8 @@ def write(output: Any, rows: Rows, raw: RawRows | None) -> None:
     ids[places] = mine
     assert rows.sampling is not None, "vLLM did not draw by its sampler"
     ranks = ranks.long()
-    ranks[places] = numbers.RANK_BASE + rows.sampling.abs().view(torch.int32).long()
+    near = rows.ties[places] * numbers.TIE_PLACE
+    ranks[places] = numbers.RANK_BASE + near + rows.sampling.abs().view(torch.int32).long()
     output.logprobs_tensors = tensors._replace(
         logprob_token_ids=ids, logprobs=logprobs, selected_token_ranks=ranks
     )

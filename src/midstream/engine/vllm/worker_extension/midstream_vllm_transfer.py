@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-EXTENSION = "midstream_vllm_worker"
+EXTENSION: Any = importlib.import_module("midstream_vllm_worker")
 GLOO = ("gloo", "midstream_vllm_gloo", "GlooWeightTransferEngine")
 
 
@@ -75,11 +75,8 @@ class _Tee:
             yield name, tensor
 
 
-class TransferWorker:
-    """Methods that the replica calls by /collective_rpc, which every rank answers."""
-
-    def midstream_one_number(self: Any) -> str:
-        return str(importlib.import_module(EXTENSION).Worker.midstream_one_number(self))
+class TransferWorker(EXTENSION.Worker):  # type: ignore[misc]
+    """Methods that the replica calls by /collective_rpc, which every rank answers, with those of all servers."""
 
     def midstream_open_tee(self: Any, path: str, places: dict[str, list[int]]) -> None:
         model, parallel = self.weight_transfer_engine.model, self.parallel_config
@@ -102,7 +99,6 @@ def _register() -> None:
     # vLLM refuses a name that it has.
     with contextlib.suppress(ValueError):
         factory.WeightTransferEngineFactory.register_engine(*GLOO)
-    importlib.import_module(EXTENSION)
 
 
 _register()

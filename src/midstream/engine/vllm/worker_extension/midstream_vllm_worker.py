@@ -32,6 +32,10 @@ class Worker:
         """Why this worker returns one log-probability per token; empty if it returns both."""
         return str(importlib.import_module(SAMPLER_HOOK).why_not(self.model_runner))
 
+    def midstream_dtype(self: Any) -> str:
+        """Of the weights, as midstream's thresholds of near ties are."""
+        return str(self.model_config.dtype)
+
 
 def _pack_after_reload(methods: type[Any]) -> None:
     set_up = methods._setup_kernel
