@@ -35,7 +35,7 @@ def tinker_bed(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
 ) -> Iterator[Bed]:
     place = tmp_path_factory.mktemp("vllm-tinker")
-    with vllm_bed(place, checkpoint, replicas=1, settings=SETTINGS, tinker=True) as running:
+    with vllm_bed(place, checkpoint, replicas=1, settings=SETTINGS, tinker=True, key=API_KEY) as running:
         yield running
 
 

@@ -52,6 +52,8 @@ class Bed:
     checkpoint: Path
     # A variable in the environment of every process of vLLM.
     mark: str
+    # Where keys are asked for.
+    key: str = ""
 
     @property
     def model(self) -> str:
@@ -75,7 +77,8 @@ class Bed:
         return not without_ranks(self.card["why"])
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False)
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False, headers=headers)
 
     def in_flight(self, replica: str) -> int:
         """How many requests the gateway has on it, streams whose ends have not come among them."""
@@ -118,9 +121,16 @@ class Bed:
 
 @contextlib.contextmanager
 def vllm_bed(
-    place: Path, checkpoint: Path, *args: str, replicas: int = 2, settings: str = "", tinker: bool = False
+    place: Path,
+    checkpoint: Path,
+    *args: str,
+    replicas: int = 2,
+    settings: str = "",
+    tinker: bool = False,
+    key: str = "",
 ) -> Iterator[Bed]:
-    """args: more of them for vLLM. settings: more of them in its section, and further sections. tinker: with its API."""
+    """args: more of them for vLLM. settings: more of them in its section, and further sections, and a key that they ask for.
+    tinker: with its API."""
     mark = f"MIDSTREAM_TEST_{secrets.token_hex(6).upper()}"
     config = place / "midstream.toml"
     more = "".join(f", {json.dumps(arg)}" for arg in args)
@@ -137,7 +147,7 @@ def vllm_bed(
         str(checkpoint),
     )
     with serve(place / "state", *options, *([] if tinker else ["--no-tinker"])) as server:
-        yield Bed(server, checkpoint, mark)
+        yield Bed(server, checkpoint, mark, key)
 
 
 def without_ranks(why: Mapping[str, str]) -> bool:
