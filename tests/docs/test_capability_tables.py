@@ -22,7 +22,7 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
         embedded_card(grammars=True, reproducible=True),
     ),
     "vllm": (
-        vllm_card("0.32.0", routes=False),
+        vllm_card("0.32.0", routes=False, by_priority=False),
         vllm_card("0.32.0", routes=True, no_policies="", no_numbers={}),
     ),
 }

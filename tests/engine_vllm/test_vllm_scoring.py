@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from fake_vllm import FakeVllm, logprob_at, route_bytes, until, weights_of
-from vllm_helpers import Reading, asking, attached, begun, swap
+from vllm_helpers import Reading, asking, attached, begun, in_a_loop, swap
 
 from midstream.core.types import TokenRecord
-from midstream.engine.vllm.protocol import NOT_FINITE
+from midstream.engine.vllm.protocol import NOT_FINITE, URGENT
 from midstream.engine.vllm.scoring import TRIES
 
 PROMPT = tuple(range(20, 32))
@@ -37,6 +37,25 @@ def test_records_of_the_last_tokens_of_a_prompt(tmp_path: Path, count: int, rout
             assert (reading.finishes, fake.requests) == ({0: "length"}, [])
 
     asyncio.run(main())
+
+
+@in_a_loop
+async def test_requests_have_vllms_priorities_behind_the_checks(tmp_path: Path) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        fake.by_priority = True
+
+    async with attached(tmp_path, set_up=set_up) as (engine, fake):
+        assert engine._info().card.has("priorities")
+        for priority in (0, 1, 2**63 - 1):
+            _, choices = await begun(engine, fake, asking(str(priority), n=2, priority=priority))
+            assert [c.body.get("priority", 0) for c in choices] == [priority] * 2
+            assert priority > URGENT
+
+
+@in_a_loop
+async def test_a_server_without_an_order_says_so(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, _):
+        assert "--scheduling-policy priority" in engine._info().card.why["priorities"]
 
 
 @pytest.mark.parametrize("by_priority", [False, True])

@@ -139,6 +139,8 @@ def requests(name: str) -> Iterator[GenerateRequest]:
                 top_logprobs=(0, 0, 1, 5, 20)[(place + number) % 5],
                 grammar=grammar,
                 reproducible=number % 2 == 0,
+                # vLLM preempts by it.
+                priority=place % 3,
             )
 
 

@@ -22,7 +22,6 @@ LACKS = {
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "router_ties": "vLLM does not return what a router chose by",
-    "priorities": "only midstream's own checks go before others there",
     "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "frozen_check": "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens",
     "policy_crossing": "vLLM ends a request with the adapter that it began with",
@@ -38,19 +37,28 @@ NUMBERS = ("sampling_logprobs", "near_ties", "constrained_logprobs")
 UNPROVED = dict.fromkeys(
     NUMBERS, "vLLM was not seen to return the raw and the sampling log-probability of a token"
 )
+#: Why requests have no order.
+NO_ORDER = "vLLM runs without --scheduling-policy priority"
 #: Why there are no snapshots of full weights beside policies.
 ON_BASE = "policies stand on the weights that vLLM began with (--enable-lora)"
 
 
 def vllm_card(
-    version: str, *, routes: bool, no_policies: str = NO_LORA, no_numbers: Mapping[str, str] = UNPROVED
+    version: str,
+    *,
+    routes: bool,
+    by_priority: bool = True,
+    no_policies: str = NO_LORA,
+    no_numbers: Mapping[str, str] = UNPROVED,
 ) -> EngineCard:
-    """routes: the server was started with --enable-return-routed-experts (which needs a GPU).
+    """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
     why |= no_numbers
+    if not by_priority:
+        why["priorities"] = NO_ORDER
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
     features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)

@@ -143,6 +143,7 @@ class VllmEngine(ServerLife):
             salt=salt,
             stream=True,
             routes_start=size - request.want_routes if self._server.returns_routes else None,
+            by_priority=self._server.by_priority,
             both=both,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,
         )

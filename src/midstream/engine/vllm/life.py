@@ -264,6 +264,7 @@ class ServerLife(Engine):
         card = vllm_card(
             server.version,
             routes=server.returns_routes,
+            by_priority=server.by_priority,
             no_policies=self._no_policies,
             no_numbers=self._numbers.lacks,
         )

@@ -35,7 +35,7 @@ PATH = "/inference/v1/generate"
 GREEDY_BELOW, TEMPERATURE_MIN = 1e-5, 1e-2
 #: vLLM's value for a log-probability that is NaN or -inf.
 NOT_FINITE = -9999.0
-#: Of midstream's own checks, at a server that goes by priority. Other requests have 0.
+#: Of midstream's own checks, at a server that goes by priority. vLLM takes lower numbers first, and other requests have 0 or more.
 URGENT = -1
 #: Of versions up to 0.28.
 NO_RANKS = "this version of vLLM gives tokens no rank, which would carry the number"
@@ -376,8 +376,8 @@ def body(
         fields["stream_options"] = {"include_usage": True}
     if salt:
         fields["cache_salt"] = salt
-    if by_priority and request.urgent:
-        fields["priority"] = URGENT
+    if by_priority and (priority := URGENT if request.urgent else request.priority):
+        fields["priority"] = priority
     if request.grammar is not None:
         # The grammar holds from the first token, also where vLLM has a reasoning parser.
         fields["reasoning_ended"] = True
