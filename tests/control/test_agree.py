@@ -285,12 +285,25 @@ def test_a_replica_that_found_other_bytes_before_the_ledger_knew_them_loads_agai
         ([check(weights="k:w"), None], {}, []),
         ([check(weights="k:w"), check(weights="k:w", generation=2)], {}, []),
         ([check(weights=None), check(weights=None)], {}, []),
+        # The first digest may be the wrong one.
+        ([check(weights="k:w"), check(weights=None, unread=True)], {}, []),
     ],
 )
 def test_the_ledger_learns_digests_once_every_replica_has_been_checked(
     checks: list[Any], weights: dict[str, str], learnt: list[str]
 ) -> None:
     assert [found.weights for found in settled(known(weights), fleet(*checks))] == learnt
+
+
+def test_a_replica_that_was_loaded_again_agrees_once_its_weights_are_read() -> None:
+    state = replace(STATE, disagreements=(disagreeing(),))
+    given = {"generation": 4}
+    read = check(**given)
+    unread = check(weights=None, unread=True, **given)
+    found = [findings(state, [*fleet(check()), report(1, mended, **given)]) for mended in (unread, read)]
+    assert found == [[], [Finding("r1", "b", "a", "agreed", 4)]]
+    wrong = report(1, check(weights="other", **given), **given)
+    assert [f.verdict for f in findings(state, [*fleet(check()), wrong])] == ["out"]
 
 
 def test_nothing_is_learnt_of_doubted_replicas_and_failed_ones_are_not_waited_for() -> None:

@@ -23,7 +23,7 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
     ),
     "vllm": (
         vllm_card("0.32.0", routes=False, by_priority=False),
-        vllm_card("0.32.0", routes=True, no_policies="", no_numbers={}),
+        vllm_card("0.32.0", routes=True, no_policies="", no_numbers={}, no_digest=""),
     ),
 }
 WHY_NOT = {"vllm": LACKS}

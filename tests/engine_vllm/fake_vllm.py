@@ -357,6 +357,11 @@ class FakeVllm:
         self.one_number = ""
         # It says of no token that it was near another one.
         self.no_ties = False
+        # Answers of a digest before the last one, whether one was asked for, and whether each load has another one.
+        self.digest_pieces = 1
+        self.digested = asyncio.Event()
+        self.digests_loads = False
+        self._pieces = 0
         self.adapters: dict[str, int] = {}
         self.files: dict[str, Path] = {}
         # What a trainer is about to write; it is in a group. None: no update is open.
@@ -592,6 +597,12 @@ class FakeVllm:
         match method:
             case "midstream_one_number":
                 return 200, {"results": [self.one_number] * self.ranks}
+            case "midstream_digest":
+                self.digested.set()
+                self._pieces = 0 if kwargs["begin"] else self._pieces + 1
+                digest = f"{self.loads if self.digests_loads else self.weights}"
+                found = {"kind": "kind", "digest": digest, "bytes": 4}
+                return 200, {"results": [found if self._pieces >= self.digest_pieces else None] * self.ranks}
             case "midstream_dtype":
                 return 200, {"results": ["torch.float32"] * self.ranks}
             case "midstream_open_tee":

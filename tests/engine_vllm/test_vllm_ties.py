@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +40,7 @@ def marks(extension: Any, logits: torch.Tensor, **params: Any) -> dict[int, int]
     left = left_by(logits[0].double().numpy() / sampling.temperature, sampling, 0, 0) > -np.inf
     drawn = torch.from_numpy(np.flatnonzero(left))
     size = len(drawn)
-    limits = extension.ties.Limits.of([asked] * size, "cpu")
+    limits = extension.ties.TieLimits.of([asked] * size, "cpu")
     kept = torch.from_numpy(left).expand(size, -1)
     largest = logits.abs().amax(-1, keepdim=True).expand(size, -1)
     found = extension.ties.filter_ties(logits.expand(size, -1), kept, drawn, largest, limits)
@@ -103,21 +102,31 @@ def test_marks_are_those_of_the_embedded_engine_and_of_what_rounding_may_change(
             # Of equal tokens, the samplers may cut off others.
             assert found.get(token, near) == near, (number, params, token)
         for token, near in found.items():
-            assert is_firm(scores, sampling, token, size * (2 if near else 0.5)) == (near == 0), (number, token)
+            assert is_firm(scores, sampling, token, size * (2 if near else 0.5)) == (near == 0), (
+                number,
+                token,
+            )
             marked += near != 0
     assert marked > 20
 
 
 @pytest.fixture
-def hooked(extension: Any) -> Iterator[type[Any]]:
+def hooked(extension: Any) -> type[Any]:
     runner, sampler = samplers()
     extension.hook(runner, sampler)
-    yield runner
+    return runner
 
 
 def test_marks_travel_with_the_rows_that_want_them_alone(hooked: type[Any]) -> None:
     """The filters leave 3, and the second best is drawn. A grammar's row is measured by its raw logits."""
-    rows = [(0.5, 2, NEAR), (0.5, 2, MARKED), (0.0, 2, NEAR), (0.5, 2, NEAR), (0.0, 2, MARKED), (0.5, 2, None)]
+    rows = [
+        (0.5, 2, NEAR),
+        (0.5, 2, MARKED),
+        (0.0, 2, NEAR),
+        (0.5, 2, NEAR),
+        (0.0, 2, MARKED),
+        (0.5, 2, None),
+    ]
     logits = torch.arange(VOCAB).float().flip(0).expand(len(rows), -1).clone()
     # The second to the fourth are equal.
     logits[:3, 1:4] = 9.0

@@ -168,6 +168,8 @@ class FakeEngine(Engine):
         self.canary: dict[str, list[float]] = {}
         # Of a snapshot; else a digest of its name.
         self.digests: dict[str, str | None] = {}
+        self.digest_gate = asyncio.Event()
+        self.digest_gate.set()
         self.check_gate = asyncio.Event()
         self.check_gate.set()
         self.closed = False
@@ -353,6 +355,7 @@ class FakeEngine(Engine):
         return GenerationEvent(prompt=records, finish="length")
 
     async def weights_digest(self) -> str | None:
+        await self.digest_gate.wait()
         return self.digests.get(self.serving, f"digest of {self.serving}")
 
     async def stage(self, snapshot: str, directory: Path) -> None:

@@ -231,6 +231,33 @@ def unproved() -> FakeEngine:
     return engine
 
 
+def test_nothing_waits_for_a_digest_where_requests_wait_for_the_check(tmp_path: Path) -> None:
+    """A digest takes longer the larger the model is."""
+
+    def weights(replica: Replica) -> str | None:
+        check = replica.report().own.check
+        return None if check is None else check.weights
+
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        await until(replica, lambda: weights(replica) == f"digest of {BASE_SNAPSHOT}")
+        engine.digest_gate.clear()
+        for generation, name in enumerate(("v1", "v2"), start=1):
+            replica.desire(wanted(name, generation))
+            await at(replica, name, Stage.IDLE)
+            assert replica.own.gate.door is Door.OPEN
+            check = replica.report().own.check
+            assert check is not None
+            assert (check.snapshot, check.weights) == (name, None)
+        # One that fails before its switch leaves open what serves.
+        engine.refuse_stage = True
+        replica.desire(wanted("v3", 3))
+        await at(replica, "v2", Stage.ERROR)
+        engine.digest_gate.set()
+        await until(replica, lambda: weights(replica) == "digest of v2")
+
+    play(tmp_path, scenario, unproved())
+
+
 @pytest.mark.parametrize("sound", [True, False])
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
 def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(

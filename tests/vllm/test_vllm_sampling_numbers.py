@@ -249,7 +249,9 @@ class Recomputed:
             scores = scores_of(row, request.sampling, request.prompt, emitted, allowed, bad)
             rounding = near_tie("float32") * float(np.abs(row).max())
             # This pass is rounded otherwise, too. So marks are not compared where a margin is about the threshold.
-            firm = is_firm(scores, request.sampling, record.token_id, rounding * (2 if record.near_tie else 0.5))
+            firm = is_firm(
+                scores, request.sampling, record.token_id, rounding * (2 if record.near_tie else 0.5)
+            )
             assert firm == (record.near_tie == 0), (request, at, record)
             self.marked += record.near_tie != 0
         return worst

@@ -330,6 +330,7 @@ class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: `KIND:DIGEST` of the weights as the engine holds them; None when it cannot read them. Comparable between equal
         kinds only: the kind is made of what decides how an engine holds weights.
+    unread: weights are still to come.
     canary: raw log-probabilities, nats, of a fixed prompt's tokens from the second on.
     """
 
@@ -337,6 +338,7 @@ class SnapshotCheck(msgspec.Struct, frozen=True, kw_only=True):
     generation: Whole
     weights: str | None = None
     canary: tuple[float, ...] = ()
+    unread: bool = False
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):

@@ -184,7 +184,7 @@ class Slot(abc.ABC):
         """Digest of the serving weights, as the engine holds them; None if this engine cannot compute one.
 
         Equal for equal weights in engines of equal settings. Steps continue meanwhile. Not during commit. Raises EngineDied;
-        StagingFailed when the weights cannot be read.
+        StagingFailed when the weights cannot be read, or others come meanwhile.
         """
         return None
 

@@ -144,7 +144,7 @@ def settled(state: DeploymentState, reports: Sequence[Reported]) -> list[Snapsho
         return []
     waiting = [report for report in reports if report.own.stage is not Stage.ERROR]
     checks = [_known_check(state, report) for report in waiting]
-    if any(check is None or check.snapshot != state.snapshot for check in checks):
+    if any(check is None or check.unread or check.snapshot != state.snapshot for check in checks):
         return []
     known = state.weights.get(state.snapshot, {})
     found = {_digest(check)[0]: check for check in checks if check is not None and check.weights is not None}
@@ -206,7 +206,9 @@ def _judged(
         # The report is from before the snapshot was loaded again.
         return None
     if why is None:
-        return _found(report, standing.identity, "agreed", standing.retry_generation)
+        # What it differed in may be still to come.
+        agreed = _found(report, standing.identity, "agreed", standing.retry_generation)
+        return None if check.unread else agreed
     if standing.identity == check.snapshot and not _signalled_since(state, standing):
         if standing.verdict == "out":
             return None

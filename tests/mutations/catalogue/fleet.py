@@ -125,6 +125,14 @@ FLEET = (
         ("control/test_agree.py",),
     ),
     Mutation(
+        "first_digest_is_right",
+        "fleet/agree.py",
+        "if any(check is None or check.unread or check.snapshot != state.snapshot for check in checks):",
+        "if any(check is None or check.snapshot != state.snapshot for check in checks):",
+        "The ledger learns a digest once no replica may say another one.",
+        ("control/test_agree.py",),
+    ),
+    Mutation(
         "wrong_weights_agree",
         "fleet/agree.py",
         "if None not in (digest, known) and digest != known:",

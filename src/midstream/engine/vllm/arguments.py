@@ -22,7 +22,6 @@ LACKS = {
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "router_ties": "vLLM does not return what a router chose by",
-    "weights_digest": "its checksums stop the engine while they are computed, and on a CPU they miss packed weights",
     "frozen_check": "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens",
     "policy_crossing": "vLLM ends a request with the adapter that it began with",
     "resident_snapshots": "a vLLM server holds one set of weights",
@@ -37,6 +36,9 @@ NUMBERS = ("sampling_logprobs", "near_ties", "constrained_logprobs")
 UNPROVED = dict.fromkeys(
     NUMBERS, "vLLM was not seen to return the raw and the sampling log-probability of a token"
 )
+#: Why there is no digest of the weights, unless the proof at the start says otherwise, and none beside policies.
+UNREAD = "vLLM was not seen to give equal digests of equal weights"
+BESIDE_POLICIES = "the weights of policies are not read (--enable-lora)"
 #: Why requests have no order.
 NO_ORDER = "vLLM runs without --scheduling-policy priority"
 #: Why there are no snapshots of full weights beside policies.
@@ -50,15 +52,19 @@ def vllm_card(
     by_priority: bool = True,
     no_policies: str = NO_LORA,
     no_numbers: Mapping[str, str] = UNPROVED,
+    no_digest: str = UNREAD,
 ) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
+    no_digest: why it gives none of its weights; empty if it does.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
     why |= no_numbers
     if not by_priority:
         why["priorities"] = NO_ORDER
+    if no_digest:
+        why["weights_digest"] = no_digest
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
     features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)
@@ -81,6 +87,7 @@ WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
 #: The one that a server with weight transfer has. It loads the other one, too.
 TRANSFER_WORKER = "midstream_vllm_transfer.TransferWorker"
+EXTENSIONS = (WORKER, TRANSFER_WORKER)
 TRANSFER_FLAG = "weight-transfer-config"
 #: Backends of vLLM that cannot be passed through, and why. Others are taken to bring whole tensors to `load_weights`.
 NOT_PASSED = {
@@ -90,6 +97,11 @@ NOT_PASSED = {
     "nccl_m2n": "it writes shards, so no file could have what serves",
 }
 WORKER_DIR = Path(__file__).parent / "worker_extension"
+#: Why a server lacks what the extension gives.
+NO_EXTENSION = (
+    "it runs without midstream's worker extension: start it with "
+    f"PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
+)
 
 #: The flag that makes vLLM serve adapters.
 LORA_FLAG = "enable-lora"

@@ -26,6 +26,7 @@ from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
+from midstream.engine.vllm.digest import OtherWeights, read_weights
 from midstream.engine.vllm.life import ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
@@ -268,6 +269,22 @@ class VllmEngine(ServerLife):
 
     def settle(self, snapshot: str, *, sound: bool) -> None:
         self._proving.settle(snapshot, sound=sound)
+
+    async def weights_digest(self) -> str | None:
+        """Raises StagingFailed when other weights come meanwhile."""
+        if self._no_digest:
+            return None
+        epoch = self._epochs.now
+
+        def stand() -> bool:
+            computing = self._coming_version is None and not self._fence.awaits_commit
+            return computing and self._epochs.now == epoch
+
+        try:
+            reading = read_weights(self._control, stand, lambda: bool(self._requests) and not self._paused)
+            return await self._boot.while_alive(reading)
+        except (OtherWeights, CallFailed, VllmRefused) as error:
+            raise StagingFailed(str(error)) from error
 
     async def until_computing(self) -> None:
         self._boot.check()

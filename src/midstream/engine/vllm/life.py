@@ -29,8 +29,15 @@ from midstream.core.types import (
 from midstream.engine.base import Engine, EngineDied
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
-from midstream.engine.vllm.arguments import NO_LORA, vllm_card
+from midstream.engine.vllm.arguments import (
+    BESIDE_POLICIES,
+    EXTENSIONS,
+    NO_LORA,
+    UNREAD,
+    vllm_card,
+)
 from midstream.engine.vllm.boot import VllmBoot
+from midstream.engine.vllm.digest import prove_digest
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
@@ -81,6 +88,8 @@ class ServerLife(Engine):
     _adapters: Adapters | None = None
     _no_policies = NO_LORA
     _numbers = Proved()
+    # Why there is no digest of the weights; empty if there is one.
+    _no_digest = UNREAD
     _death: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
@@ -187,7 +196,9 @@ class ServerLife(Engine):
             self._server.check_reload(experts=bool(self._shape.moe_layers))
             await self._check_unspoilt()
             await self._control.pause(clear_cache=True)
-            await self._control.reload(self._model_dir)
+            if self._server.extension in EXTENSIONS:
+                await self._control.reload(self._model_dir)
+            await self._reload_and_compare()
         await self._control.set_version(self._epochs.serving_version)
         if self.in_place is not None:
             self._ranks = await self._control.ranks()
@@ -197,12 +208,19 @@ class ServerLife(Engine):
         self._no_policies = self._server.no_adapters
         self._adapters = None if self._no_policies else await self._prove_adapters()
         if not self._attached and self._adapters is None:
-            reload = partial(self._control.reload, self._model_dir)
-            await prove_reload(
-                self._scorer(self._own), self._shape.vocab_size, self._server.max_model_len, reload
-            )
+            sizes = (self._shape.vocab_size, self._server.max_model_len)
+            await prove_reload(self._scorer(self._own), *sizes, self._reload_and_compare)
+        if self._adapters is not None:
+            self._no_digest = BESIDE_POLICIES
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         self._numbers = await prove_numbers(self._server, self._control, sizes)
+
+    async def _reload_and_compare(self) -> None:
+        """Load the base weights once more, and find out whether their digest is the same then."""
+        reload = partial(self._control.reload, self._model_dir)
+        self._no_digest = await prove_digest(self._control, self._server.extension, reload)
+        if self._no_digest:
+            logger.warning("this vLLM has no weights_digest: %s", self._no_digest)
 
     async def _check_unspoilt(self) -> None:
         """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
@@ -267,6 +285,7 @@ class ServerLife(Engine):
             by_priority=server.by_priority,
             no_policies=self._no_policies,
             no_numbers=self._numbers.lacks,
+            no_digest=self._no_digest,
         )
         if self.in_place is not None:
             card = msgspec.structs.replace(

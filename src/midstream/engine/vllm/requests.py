@@ -249,7 +249,11 @@ def wants_both(request: GenerateRequest, proved: Collection[str]) -> bool:
     """Whether a rank has to say more than a rank. proved: of NUMBERS, the features that the server has."""
     if unknown_feature(request) in proved:
         return True
-    return request.want_logprobs and request.sampling.temperature < protocol.GREEDY_BELOW and "near_ties" in proved
+    return (
+        request.want_logprobs
+        and request.sampling.temperature < protocol.GREEDY_BELOW
+        and "near_ties" in proved
+    )
 
 
 class VllmRequest(RequestEvents):

@@ -21,14 +21,7 @@ from msgspec.structs import replace
 from midstream.core.types import NEAR_GREEDY, NEAR_TOP_K, GenerateRequest, SamplingParams
 from midstream.engine.step import near_tie
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.arguments import (
-    NUMBERS,
-    TRANSFER_WORKER,
-    UNPROVED,
-    WORKER,
-    WORKER_DIR,
-    WORKER_FLAG,
-)
+from midstream.engine.vllm.arguments import EXTENSIONS, NO_EXTENSION, NUMBERS, UNPROVED
 from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused, proof_prompt
@@ -93,11 +86,8 @@ async def prove_numbers(server: VllmServer, control: Control, sizes: tuple[int, 
 
 async def _check_workers(server: VllmServer, control: Control) -> None:
     """Raises OneNumber for a reason that the workers know."""
-    if server.extension not in (WORKER, TRANSFER_WORKER):
-        raise OneNumber(
-            "it runs without midstream's worker extension: start it with "
-            f"PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
-        )
+    if server.extension not in EXTENSIONS:
+        raise OneNumber(NO_EXTENSION)
     try:
         answers = await control.ask_workers(METHOD, {}, STEP_S_MAX)
     except VllmRefused as error:
@@ -115,9 +105,7 @@ async def _threshold(control: Control) -> float:
     return max(near_tie(dtype) for dtype in dtypes)
 
 
-async def _prove_ties(
-    server: VllmServer, asking: GenerateRequest, first: protocol.Token, tie: float
-) -> None:
+async def _prove_ties(server: VllmServer, asking: GenerateRequest, first: protocol.Token, tie: float) -> None:
     """first: the first token that `asking` gave. Raises OneNumber, CallFailed."""
     best, second, *_ = sorted(first.top, key=lambda top: top.logprob, reverse=True)
     biases = ({second.token_id: best.logprob - second.logprob}, {best.token_id: APART})
@@ -144,9 +132,7 @@ def _asking(sizes: tuple[int, int]) -> GenerateRequest:
     )
 
 
-async def _sample(
-    server: VllmServer, request: GenerateRequest, tie: float = 0.0
-) -> Sequence[protocol.Token]:
+async def _sample(server: VllmServer, request: GenerateRequest, tie: float = 0.0) -> Sequence[protocol.Token]:
     """Raises OneNumber, CallFailed."""
     salt = secrets.token_hex(16)
     data = protocol.body(request, 0, model=server.served_name, salt=salt, stream=False, both=True, tie=tie)

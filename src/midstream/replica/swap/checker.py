@@ -1,7 +1,7 @@
 """Proves what serves: a digest of the weights in the engine, and a canary, a fixed prompt whose tokens are scored.
 
 Always holds: the canary goes the way of any request, with a salt of its own, so no other request shares its KV. A check
-returns finite numbers or raises.
+returns finite numbers or raises. Where requests wait for it, it does not wait for a digest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Checker:
         self._new_id = new_id
 
     async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
-        """Checks what the engine serves now. Raises NotSound, EngineDied."""
+        """Checks what the engine serves now. Raises NotSound, EngineDied.
+
+        The weights of an engine that could not prove them before are not read yet: `digest` does that.
+        """
         canary: tuple[float, ...] = ()
         digest: str | None = None
 
@@ -56,12 +59,16 @@ class Checker:
 
         async def read() -> None:
             nonlocal digest
-            digest = await self._digest()
+            digest = await self.digest()
 
-        await all_of((score(), read()))
-        return SnapshotCheck(snapshot=snapshot, generation=generation, weights=digest, canary=canary)
+        unread = not self._slot.proves_staged
+        await all_of((score(),) if unread else (score(), read()))
+        return SnapshotCheck(
+            snapshot=snapshot, generation=generation, weights=digest, canary=canary, unread=unread
+        )
 
-    async def _digest(self) -> str | None:
+    async def digest(self) -> str | None:
+        """Of the weights that serve; None where there is none. Raises EngineDied."""
         try:
             return await self._slot.weights_digest()
         except StagingFailed as error:

@@ -150,6 +150,8 @@ class SwapDriver:
         #: Of the weights that served before.
         self._check_before: SnapshotCheck | None = None
         self.contents: tuple[SnapshotContent, ...] = ()
+        # Reads the weights behind their check.
+        self._reading: asyncio.Task[None] | None = None
         self.meanings = Meanings()
 
     def __repr__(self) -> str:
@@ -177,13 +179,17 @@ class SwapDriver:
 
     async def run(self) -> None:
         """Converge on the accepted target until cancelled; a switch under way is finished first."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._attempts.due:
-                self._at_work = True
-                await self._next_attempt()
-            self._at_work = False
+        self._read_weights()
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._attempts.due:
+                    self._at_work = True
+                    await self._next_attempt()
+                self._at_work = False
+        finally:
+            self._stop_reading()
 
     async def _next_attempt(self) -> None:
         desired = self._attempts.begin()
@@ -257,6 +263,7 @@ class SwapDriver:
                 raise
         finally:
             self._open()
+            self._read_weights()
             history.ended_s = self._monotonic()
             if history.outcome == "superseded" and self._attempts.phase is AttemptPhase.STOPPED:
                 history.outcome = "stopped"
@@ -344,6 +351,7 @@ class SwapDriver:
             self._pins.switching(self.machine, desired)
             overwritten = self.meanings.switching(desired, contents, self.machine)
             self._engine.announce(self.meanings.coming(desired.snapshot), overwritten)
+            self._stop_reading()
             timing = await self._engine.commit(desired.snapshot)
             self.meanings.switched()
             self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
@@ -406,6 +414,29 @@ class SwapDriver:
             same,
         )
         return "unchanged"
+
+    def _read_weights(self) -> None:
+        """Where the check could not wait for it, get the digest of what serves. The next switch ends that."""
+        self._stop_reading()
+        check = self.check
+        if check is None or not check.unread:
+            return
+
+        async def read() -> None:
+            try:
+                digest = await self._checker.digest()
+            except EngineDied:
+                return
+            if self.check is check:
+                self.check = msgspec.structs.replace(check, weights=digest, unread=False)
+                self._on_change()
+
+        self._reading = asyncio.create_task(read(), name=f"digest of {check.snapshot}")
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     async def _checked(self, desired: Desired) -> SnapshotCheck:
         """Raises NotSound, EngineDied.

@@ -36,7 +36,7 @@ class TieRows:
         """params: by place, vLLM's sampling parameters. None: there are no such rows."""
         if not params:
             return None
-        return cls(torch.tensor([*params], device=device), ties.Limits.of([*params.values()], device))
+        return cls(torch.tensor([*params], device=device), ties.TieLimits.of([*params.values()], device))
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Marked:
 class Rows:
     """What a step draws for the marked rows.
 
-    largest: [rows of the batch, 1], the largest raw logit of those that want near ties, in size. sampling, ties: when drawn, the
-    sampling log-probabilities of the marked rows, and the near ties of all rows.
+    largest: [rows of the batch, 1], the largest raw logit of those that want near ties, in size.
+    sampling, ties: when drawn, the sampling log-probabilities of the marked rows, and the near ties of all rows.
     """
 
     marked: Marked

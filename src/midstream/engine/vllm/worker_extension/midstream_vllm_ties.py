@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True)
-class Limits:
+class TieLimits:
     """Of rows, [rows, 1] each. share, of_sum: how much rounding may change a logit, as a share of the row's largest one, and a
     sum of probabilities. top_k: 0 leaves all."""
 
@@ -33,11 +33,9 @@ class Limits:
     min_p: torch.Tensor
 
     @classmethod
-    def of(cls, params: Sequence[Any], device: Any) -> Limits:
+    def of(cls, params: Sequence[Any], device: Any) -> TieLimits:
         """params: vLLM's sampling parameters of each row, with thresholds in their `extra_args`."""
-        found = [
-            (*p.extra_args[numbers.NEAR], p.temperature, p.top_k, p.top_p, p.min_p) for p in params
-        ]
+        found = [(*p.extra_args[numbers.NEAR], p.temperature, p.top_k, p.top_p, p.min_p) for p in params]
         return cls(*torch.tensor(found, dtype=torch.float64, device=device).T.unsqueeze(-1))
 
 
@@ -49,7 +47,7 @@ def is_filtered(params: Any) -> bool:
     return not is_greedy(params) and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
-def greedy_ties(scores: torch.Tensor, largest: torch.Tensor, limits: Limits) -> torch.Tensor:
+def greedy_ties(scores: torch.Tensor, largest: torch.Tensor, limits: TieLimits) -> torch.Tensor:
     """The bits of rows whose best token was taken. scores: [rows, vocab], from which it was. largest: [rows, 1], of the model's
     logits."""
     best = scores.topk(min(2, scores.shape[-1]), dim=-1).values
@@ -57,10 +55,11 @@ def greedy_ties(scores: torch.Tensor, largest: torch.Tensor, limits: Limits) -> 
 
 
 def filter_ties(
-    scores: torch.Tensor, kept: torch.Tensor, drawn: torch.Tensor, largest: torch.Tensor, limits: Limits
+    scores: torch.Tensor, kept: torch.Tensor, drawn: torch.Tensor, largest: torch.Tensor, limits: TieLimits
 ) -> torch.Tensor:
-    """The bits of rows with filters. scores: [rows, vocab] before temperature and filters. kept: [rows, vocab], what these left.
+    """The bits of rows with filters.
 
+    scores: [rows, vocab] before temperature and filters. kept: [rows, vocab], what these left.
     drawn: [rows], the tokens. largest: as for `greedy_ties`.
     """
     logs = scores / limits.temperature
@@ -74,7 +73,10 @@ def filter_ties(
     weights = (logs - best).exp()
     whole, mass = ((weights * those).sum(-1, keepdim=True) for those in (ranked, kept))
     least = logs.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-    own, left_out = logs.gather(-1, drawn.long().unsqueeze(-1)), logs.masked_fill(kept, -torch.inf).amax(-1, True)
+    own, left_out = (
+        logs.gather(-1, drawn.long().unsqueeze(-1)),
+        logs.masked_fill(kept, -torch.inf).amax(-1, True),
+    )
     as_heavy = own - left_out <= slack
 
     off = slack * limits.top_p * (1 - limits.top_p) + limits.of_sum

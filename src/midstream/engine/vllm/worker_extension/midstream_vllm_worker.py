@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-SAMPLER_HOOK = "midstream_vllm_sampler"
+SAMPLER_HOOK, DIGEST = "midstream_vllm_sampler", "midstream_vllm_digest"
 METHODS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 LORA_KERNELS = "vllm.lora.punica_wrapper.punica_cpu"
@@ -35,6 +35,13 @@ class Worker:
     def midstream_dtype(self: Any) -> str:
         """Of the weights, as midstream's thresholds of near ties are."""
         return str(self.model_config.dtype)
+
+    def midstream_digest(self: Any, begin: bool, seconds: float) -> dict[str, Any] | None:
+        """Read weights for about so long, from the first one if it is to begin. None: not all have been read."""
+        if begin:
+            self.midstream_reading = importlib.import_module(DIGEST).WeightsDigest(self.get_model())
+        found: dict[str, Any] | None = self.midstream_reading.go_on(seconds)
+        return found
 
 
 def _pack_after_reload(methods: type[Any]) -> None:
