@@ -8,6 +8,7 @@ supported is refused by name, never silently dropped; a harmless one is accepted
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -35,6 +36,15 @@ NotNegative = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+
+class Unsupported:
+    """Annotates a field that is not supported. neutral: the values that ask for nothing, which are accepted. instead: the field
+    that does what is asked."""
+
+    def __init__(self, *neutral: Any, instead: str | None = None) -> None:
+        self.neutral = neutral
+        self.instead = instead
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,29 +134,28 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     #: As trainers of external rollout services demand a version.
     weight_version: dict[str, Any] | None = None
 
-    # Refused unless neutral, see _NEUTRAL.
-    best_of: Any = None
-    use_beam_search: Any = None
-    typical_p: Any = None
-    mirostat_lr: Any = None
-    mirostat_target: Any = None
-    reasoning_effort: Any = None
-    reasoning_history: Any = None
-    thinking: Any = None
+    best_of: Annotated[Any, Unsupported(None, 1)] = None
+    use_beam_search: Annotated[Any, Unsupported(None, False)] = None
+    typical_p: Annotated[Any, Unsupported(None, 1)] = None
+    mirostat_lr: Annotated[Any, Unsupported(None)] = None
+    mirostat_target: Annotated[Any, Unsupported(None)] = None
+    reasoning_effort: Annotated[Any, Unsupported(None, "none", False)] = None
+    reasoning_history: Annotated[Any, Unsupported(None, "disabled")] = None
+    thinking: Annotated[Any, Unsupported(None, {"type": "disabled"})] = None
 
-    # Refused with a hint, see _MOVED.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_decoding_backend: Any = None
-    guided_whitespace_pattern: Any = None
+    # Fields of older vLLM.
+    guided_json: Annotated[Any, Unsupported(None, instead="structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Unsupported(None, instead="structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Unsupported(None, instead="structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, Unsupported(None, instead="structured_outputs.json")] = None
+    guided_decoding_backend: Annotated[Any, Unsupported(None)] = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported(None)] = None
 
 
 class CompletionBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
-    suffix: Any = None
-    images: Any = None
+    suffix: Annotated[Any, Unsupported(None, "")] = None
+    images: Annotated[Any, Unsupported(None, [])] = None
 
 
 class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,53 +164,23 @@ class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
 
+    #: The chat template decides.
+    reasoning_effort: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
 
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    prompt_truncate_len: Any = None
-    safe_tokenization: Any = None
+    functions: Annotated[Any, Unsupported(None, [])] = None
+    function_call: Annotated[Any, Unsupported(None, "none", "auto")] = None
+    modalities: Annotated[Any, Unsupported(None, ["text"])] = None
+    audio: Annotated[Any, Unsupported(None)] = None
+    verbosity: Annotated[Any, Unsupported(None, "medium")] = None
+    web_search_options: Annotated[Any, Unsupported(None)] = None
+    prompt_truncate_len: Annotated[Any, Unsupported(None)] = None
+    safe_tokenization: Annotated[Any, Unsupported(None, False)] = None
 
-
-#: The values of unsupported fields that ask for nothing; any other value is refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "typical_p": (None, 1),
-    "mirostat_lr": (None,),
-    "mirostat_target": (None,),
-    "reasoning_effort": (None, "none", False),
-    "reasoning_history": (None, "disabled"),
-    "thinking": (None, {"type": "disabled"}),
-    "suffix": (None, ""),
-    "images": (None, []),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-    "prompt_truncate_len": (None,),
-    "safe_tokenization": (None, False),
-}
-
-#: The place of what was a field of older vLLM, by its name.
-_MOVED = {
-    "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.json",
-    "guided_decoding_backend": None,
-    "guided_whitespace_pattern": None,
-}
 
 #: The name may hold anything, backticks too: what looks like a place may be the end of a name.
 _UNKNOWN = re.compile(
@@ -304,24 +283,25 @@ def _root(place: str) -> str:
     return re.split(r"[.\[]", place)[0]
 
 
-def check_supported(body: InferenceBody) -> None:
+def check_supported(body: msgspec.Struct) -> None:
     """Raises InvalidRequest for a known field that would change the result and is not supported."""
-    for field in body.__struct_fields__:
-        neutral = _NEUTRAL.get(field)
-        if neutral is None:
-            continue
+    for field, mark in _unsupported_fields(type(body)):
         value = getattr(body, field)
-        if value is None or value in neutral or (field == "best_of" and value == (body.n or 1)):
+        if value in mark.neutral or (field == "best_of" and value == getattr(body, "n", None)):
             continue
-        if field == "reasoning_effort" and isinstance(body, ChatBody):
-            # The chat template decides.
-            continue
-        raise unsupported(field)
-    for field, instead in _MOVED.items():
-        if getattr(body, field) is not None:
-            hint = "leave it out" if instead is None else f"use {instead}"
-            raise InvalidRequest(f"{field}: not supported by this server; {hint}", param=field)
+        raise unsupported(field, mark.instead)
 
 
-def unsupported(field: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: not supported by this server; leave it out", param=field)
+@cache
+def _unsupported_fields(kind: type[msgspec.Struct]) -> list[tuple[str, Unsupported]]:
+    return [
+        (field.name, mark)
+        for field in msgspec.structs.fields(kind)
+        for mark in getattr(field.type, "__metadata__", ())
+        if isinstance(mark, Unsupported)
+    ]
+
+
+def unsupported(field: str, instead: str | None = None) -> InvalidRequest:
+    hint = "leave it out" if instead is None else f"use {instead}"
+    return InvalidRequest(f"{field}: not supported by this server; {hint}", param=field)

@@ -1,6 +1,6 @@
 """The request bodies of the wires beside OpenAI's completions and chat, whose bodies are in request/schema.py. Pure.
 
-Owns: which fields each of them has, with their types and ranges. Which values are refused is said by the wire's own module.
+Owns: which fields each of them has, with their types and ranges, and which ones are not supported.
 Always holds: BODIES has the body of every wire of core/wires.py, under the wire's name. The module needs no tokenizer, so that
 a gateway can tell what it passes on (api/openapi.py).
 """
@@ -20,6 +20,7 @@ from midstream.replica.request.schema import (
     Ints64,
     NotNegative,
     StreamOptions,
+    Unsupported,
 )
 
 
@@ -89,13 +90,12 @@ class CountBody(OwnFieldsOfChats, frozen=True, kw_only=True, forbid_unknown_fiel
     speed: Any = None
     user_profile_id: Any = None
 
-    # Refused unless neutral, see messages.py.
-    container: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    compaction: Any = None
-    fallbacks: Any = None
-    thread: Any = None
+    container: Annotated[Any, Unsupported(None)] = None
+    context_management: Annotated[Any, Unsupported(None, {}, {"edits": []})] = None
+    mcp_servers: Annotated[Any, Unsupported(None, [])] = None
+    compaction: Annotated[Any, Unsupported(None)] = None
+    fallbacks: Annotated[Any, Unsupported(None, [])] = None
+    thread: Annotated[Any, Unsupported(None)] = None
 
     # midstream's own.
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -158,14 +158,13 @@ class ResponsesBody(OwnFieldsOfChats, frozen=True, kw_only=True, forbid_unknown_
     max_tool_calls: Any = None
     access_programs: Any = None
 
-    # Refused unless neutral, see responses.py.
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    image: Any = None
-    truncation: Any = None
+    background: Annotated[Any, Unsupported(None, False)] = None
+    conversation: Annotated[Any, Unsupported(None)] = None
+    prompt: Annotated[Any, Unsupported(None)] = None
+    context_management: Annotated[Any, Unsupported(None, [])] = None
+    moderation: Annotated[Any, Unsupported(None)] = None
+    image: Annotated[Any, Unsupported(None)] = None
+    truncation: Annotated[Any, Unsupported(None, "disabled")] = None
 
     # midstream's own.
     session_id: str | None = None
@@ -208,11 +207,10 @@ class VllmGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fiel
     reasoning_ended: Any = None
     reasoning_parser_kwargs: Any = None
 
-    # Refused unless neutral, see vllm.py.
-    features: Any = None
-    content_parts: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
+    features: Annotated[Any, Unsupported(None)] = None
+    content_parts: Annotated[Any, Unsupported(None, [])] = None
+    kv_transfer_params: Annotated[Any, Unsupported(None, {})] = None
+    ec_transfer_params: Annotated[Any, Unsupported(None, {})] = None
 
     # midstream's own.
     session_id: str | None = None
@@ -255,21 +253,20 @@ class SglangGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fi
     received_time: Any = None
     modalities: Any = None
 
-    # Refused unless neutral, see sglang.py.
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    session_params: Any = None
-    token_ids_logprob: Any = None
-    return_sampling_mask: Any = None
-    return_hidden_states: Any = False
-    return_flat_raw_top_logprobs: Any = False
-    return_indexer_topk: Any = False
-    return_entropy: Any = False
-    custom_logit_processor: Any = None
-    require_reasoning: Any = False
-    max_thinking_tokens: Any = None
+    input_embeds: Annotated[Any, Unsupported(None)] = None
+    image_data: Annotated[Any, Unsupported(None, [])] = None
+    video_data: Annotated[Any, Unsupported(None, [])] = None
+    audio_data: Annotated[Any, Unsupported(None, [])] = None
+    session_params: Annotated[Any, Unsupported(None)] = None
+    token_ids_logprob: Annotated[Any, Unsupported(None, [])] = None
+    return_sampling_mask: Annotated[Any, Unsupported(None, False)] = None
+    return_hidden_states: Annotated[Any, Unsupported(False)] = False
+    return_flat_raw_top_logprobs: Annotated[Any, Unsupported(False)] = False
+    return_indexer_topk: Annotated[Any, Unsupported(False)] = False
+    return_entropy: Annotated[Any, Unsupported(False)] = False
+    custom_logit_processor: Annotated[Any, Unsupported(None)] = None
+    require_reasoning: Annotated[Any, Unsupported(False)] = False
+    max_thinking_tokens: Annotated[Any, Unsupported(None)] = None
 
     # midstream's own.
     model: str | None = None

@@ -28,7 +28,6 @@ from midstream.replica.wire.reading import (
     convert,
     function_tool,
     kind_of,
-    refuse_unless_neutral,
     rename_fields,
     same_fields,
     text_of,
@@ -38,15 +37,6 @@ from midstream.replica.wire.reading import (
 _TOLERATED_OF_TOOLS = frozenset(
     {"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "allowed_callers"}
 )
-#: What it takes as asking for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "context_management": (None, {}, {"edits": []}),
-    "mcp_servers": (None, []),
-    "compaction": (None,),
-    "fallbacks": (None, []),
-    "thread": (None,),
-}
 
 
 class _Thinking(msgspec.Struct, frozen=True):
@@ -92,7 +82,7 @@ async def count_tokens(texts: Texts, body: bytes, headers: Mapping[str, str]) ->
 
 
 def _as_chat(body: CountBody) -> Read:
-    refuse_unless_neutral(body, _NEUTRAL)
+    check_supported(body)
     messages, places = _chat_messages(body)
     stops = _stops(body.stop_sequences)
     choice, config = body.tool_choice, body.output_config or OutputConfig()

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from midstream.core.errors import InvalidRequest, UnknownField
-from midstream.replica.request.schema import unsupported
 from midstream.replica.text.tools import Name
 
 _Block = TypeVar("_Block")
@@ -23,13 +22,6 @@ _TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.parameters)?(?=:)")
 
 class TextBlock(msgspec.Struct, frozen=True):
     text: str
-
-
-def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """neutral: of each field that is not supported, the values that ask for nothing. Raises InvalidRequest."""
-    for field, values in neutral.items():
-        if getattr(body, field) not in values:
-            raise unsupported(field)
 
 
 def same_fields(body: msgspec.Struct, names: Collection[str]) -> dict[str, Any]:

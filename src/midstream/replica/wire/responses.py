@@ -26,23 +26,12 @@ from midstream.replica.wire.reading import (
     convert,
     function_tool,
     kind_of,
-    refuse_unless_neutral,
     rename_fields,
     same_fields,
     text_of,
 )
 from midstream.replica.wire.responses_response import Details, ResponsesEncoder
 
-#: What it takes as asking for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "conversation": (None,),
-    "prompt": (None,),
-    "context_management": (None, []),
-    "moderation": (None,),
-    "image": (None,),
-    "truncation": (None, "disabled"),
-}
 _LOGPROBS = "message.output_text.logprobs"
 #: The text of reasoning is in its items as it is.
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
@@ -76,7 +65,7 @@ _encode = msgspec.json.Encoder().encode
 def read(body: bytes, shelf: Shelf) -> Read:
     """Raises InvalidRequest, PreviousNotFound."""
     given = decode(body, _responses)
-    refuse_unless_neutral(given, _NEUTRAL)
+    check_supported(given)
     for name in given.include or ():
         if name not in _INCLUDED:
             message = f"include: {name!r} is not supported; only {', '.join(_INCLUDED)}"

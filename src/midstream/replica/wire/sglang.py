@@ -20,7 +20,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.sse import sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.request.schema import decode
+from midstream.replica.request.schema import check_supported, decode
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, first_and_last_version
 from midstream.replica.response.records import RecordEncoder, finite
 from midstream.replica.response.shapes import spans
@@ -29,7 +29,7 @@ from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo,
 from midstream.replica.wire.base import Read, Wire
 from midstream.replica.wire.bodies import OwnFields, SglangGenerateBody
 from midstream.replica.wire.dialects import END_NAMES, SGLANG_MESSAGES
-from midstream.replica.wire.reading import refuse_unless_neutral, same_fields
+from midstream.replica.wire.reading import same_fields
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
@@ -64,22 +64,6 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 _GRAMMARS = ("json", "regex")
 #: Fields beside `sampling_params` that are those of a completion.
 _AS_THEY_ARE = (*OwnFields.__struct_fields__, "stream", "priority", "session_id", "weight_version")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "input_embeds": (None,),
-    "image_data": (None, []),
-    "video_data": (None, []),
-    "audio_data": (None, []),
-    "session_params": (None,),
-    "token_ids_logprob": (None, []),
-    "return_sampling_mask": (None, False),
-    "return_hidden_states": (False,),
-    "return_flat_raw_top_logprobs": (False,),
-    "return_indexer_topk": (False,),
-    "return_entropy": (False,),
-    "custom_logit_processor": (None,),
-    "require_reasoning": (False,),
-    "max_thinking_tokens": (None,),
-}
 
 
 class Details(msgspec.Struct, frozen=True):
@@ -124,7 +108,7 @@ _WIRE_NAMES = wire_names(
 
 def read(data: bytes) -> Read:
     body = decode(data, _body)
-    refuse_unless_neutral(body, _NEUTRAL)
+    check_supported(body)
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("input_ids: give either text or input_ids", param="input_ids")
     prompt: Any = body.input_ids if body.text is None else body.text

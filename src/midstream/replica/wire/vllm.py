@@ -21,6 +21,7 @@ from midstream.replica.request.schema import (
     ChatBody,
     CompletionBody,
     NotNegative,
+    check_supported,
     convert,
     decode,
     parse_chat,
@@ -34,7 +35,7 @@ from midstream.replica.wire.answers import GenerateAnswer, GenerateChoice, RawRo
 from midstream.replica.wire.base import Read, TextCall, Texts, Wire
 from midstream.replica.wire.bodies import OwnFields, VllmGenerateBody
 from midstream.replica.wire.dialects import END_NAMES, openai_usage
-from midstream.replica.wire.reading import refuse_unless_neutral, same_fields
+from midstream.replica.wire.reading import same_fields
 from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
@@ -88,12 +89,6 @@ _AS_THEY_ARE = (
     "user",
     "context_length_exceeded_behavior",
 )
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "features": (None,),
-    "content_parts": (None, []),
-    "kv_transfer_params": (None, {}),
-    "ec_transfer_params": (None, {}),
-}
 
 
 class Routes(msgspec.Struct, frozen=True):
@@ -122,7 +117,7 @@ _body = msgspec.json.Decoder(VllmGenerateBody)
 
 def read(data: bytes) -> Read:
     body = decode(data, _body)
-    refuse_unless_neutral(body, _NEUTRAL)
+    check_supported(body)
     own = {
         name: body.sampling_params[name] for name in Routes.__struct_fields__ if name in body.sampling_params
     }
