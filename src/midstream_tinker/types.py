@@ -6,13 +6,12 @@ change the result (`Exact`), and ignored elsewhere.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from midstream.core.decoding import NOT_JSON
+from midstream.core.decoding import NOT_JSON, fault
 from midstream.core.traces import Span
 from midstream_tinker.refusals import TinkerRefusal
 from midstream_tinker.serving import MAX_JSON_BYTES, MAX_SAMPLE_BYTES
@@ -245,7 +244,6 @@ class WeightsInfoBody(TinkerBody, frozen=True, kw_only=True):
 
 
 _T = TypeVar("_T", bound=TinkerBody)
-_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 def decode(body: bytes, into: type[_T]) -> _T:
@@ -258,8 +256,7 @@ def decode(body: bytes, into: type[_T]) -> _T:
         refuse_unknown(body, into)
         made = msgspec.json.decode(body, type=into)
     except msgspec.ValidationError as error:
-        where = _WHERE.search(str(error))
-        raise TinkerRefusal(400, str(error), (where[1] or None) if where else None) from error
+        raise TinkerRefusal(400, str(error), fault(error).field or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TinkerRefusal(400, f"the body is not JSON: {error}") from error
     except RecursionError as error:

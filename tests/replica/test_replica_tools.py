@@ -145,7 +145,7 @@ def test_tools_need_a_template_that_defines_them() -> None:
     ("fields", "message"),
     [
         ({"tools": [{"type": "custom"}]}, "tools[0].type: invalid enum value 'custom'"),
-        ({"tools": [{"type": "function"}]}, "tools[0]: object missing required field function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function: this field is required"),
         (
             {"tools": [*TOOLS, {"type": "function", "function": {"name": "a b"}}]},
             "tools[2].function.name: expected str matching regex '^[a-zA-Z0-9_.-]{1,64}$'",
@@ -161,7 +161,7 @@ def test_tools_need_a_template_that_defines_them() -> None:
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice: 'x' is not among the tools",
         ),
-        ({"tool_choice": {"type": "function"}}, "tool_choice: object missing required field function"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function: this field is required"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls: expected bool | null, got int"),
     ],
 )
@@ -341,7 +341,7 @@ def test_response_formats() -> None:
     assert response_schema({"type": "text"}) is None
     assert response_schema(None) is None
     missing = refusal(response_schema, {"type": "json_schema"})
-    assert missing == ("response_format: object missing required field json_schema", "response_format")
+    assert missing == ("response_format.json_schema: this field is required", "response_format")
 
 
 @pytest.mark.parametrize(

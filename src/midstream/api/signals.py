@@ -12,11 +12,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
+from midstream.core.decoding import fault
 from midstream.core.endpoints import Parameter
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
-from midstream.http.bodies import at_fault, json_object
+from midstream.http.bodies import json_object
 from midstream.snapshots.delta_formats import check_checksum_format, compression_format, is_arc
 from midstream.snapshots.identity import check_identity
 from midstream.snapshots.layout import is_snapshot_file
@@ -186,7 +187,7 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), param=at_fault(error)) from error
+        raise InvalidRequest(str(error), param=fault(error).field or None) from error
 
 
 def overwrites(headers: Mapping[str, str]) -> bool:

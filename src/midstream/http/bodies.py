@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from midstream.core.decoding import NOT_JSON, decoded
+from midstream.core.decoding import NOT_JSON, decoded, fault
 from midstream.core.errors import InvalidRequest, PayloadTooLarge, UnknownField
 
 MAX_BODY_BYTES = 2**20
@@ -65,22 +65,8 @@ def fields_of(raw: dict[str, Any], kind: type[Body]) -> Body:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        param = at_fault(error)
-        what = str(error).partition(" - at `")[0].replace("`", "")
-        if what.startswith("Object missing required field"):
-            what = "this field is required"
-        raise InvalidRequest(f"{param}: {what[:1].lower()}{what[1:]}", param=param) from error
-
-
-def at_fault(error: msgspec.ValidationError) -> str | None:
-    """The field that a message of msgspec's is about."""
-    text = str(error)
-    _, _, path = text.partition("`$.")
-    path = path.rstrip("`")
-    _, missing, field = text.partition("missing required field `")
-    if missing:
-        return ".".join(filter(None, (path, field.partition("`")[0])))
-    return path or None
+        found = fault(error)
+        raise InvalidRequest(str(found), param=found.field or None) from error
 
 
 def whole_number(request: Request, name: str, default: int, lowest: int, highest: int) -> int:

@@ -521,9 +521,9 @@ REPLICA = (
     ),
     Mutation(
         "a_missing_field_without_its_place",
-        "replica/request/schema.py",
-        """f"{found['where']}.{found['name']}" if found["where"] else found["name"]""",
-        """found["name"]""",
+        "core/decoding.py",
+        'f"{place}.{missing[1]}"',
+        'f".{missing[1]}"',
         "A refusal names the body's own field.",
         ("replica/test_wire_messages.py",),
     ),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta
 
-from midstream.core.decoding import NOT_JSON, decoded
+from midstream.core.decoding import NOT_JSON, decoded, fault
 from midstream.core.errors import InvalidRequest, UnknownField
 
 MAX_CHOICES = 128
@@ -186,8 +186,6 @@ class ChatBody(InferenceBody, frozen=True, kw_only=True, forbid_unknown_fields=T
 _UNKNOWN = re.compile(
     r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<where>[^`]*)`)?", re.DOTALL
 )
-_MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`(?: - at `\$\.?(?P<where>[^`]*)`)?")
-_AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>[^`]*)`$", re.DOTALL)
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -228,7 +226,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
     try:
         return decoded(decoder.decode, body)
     except msgspec.ValidationError as error:
-        _refuse(str(error), getattr(decoder.type, "__struct_encode_fields__", ()), body)
+        _refuse(error, getattr(decoder.type, "__struct_encode_fields__", ()), body)
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
@@ -246,7 +244,7 @@ def convert(value: Any, kind: type[_Decoded]) -> _Decoded:
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        _refuse(str(error))
+        _refuse(error)
 
 
 def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
@@ -255,11 +253,14 @@ def _parse(body: bytes, decoder: msgspec.json.Decoder[_Body]) -> _Body:
     return parsed
 
 
-def _refuse(message: str, known: tuple[str, ...] = (), body: bytes | None = None) -> NoReturn:
-    """A validation message of the decoder, as an error that names the field first.
+def _refuse(
+    error: msgspec.ValidationError, known: tuple[str, ...] = (), body: bytes | None = None
+) -> NoReturn:
+    """What the decoder refused, as an error that names the field first.
 
     known: the fields of what was decoded. body: its bytes, where they are at hand.
     """
+    message = str(error)
     if found := _UNKNOWN.fullmatch(message):
         where = found["where"]
         if where:
@@ -268,13 +269,9 @@ def _refuse(message: str, known: tuple[str, ...] = (), body: bytes | None = None
                 raise UnknownField(whole, known)
             raise UnknownField(f"{where}.{found['name']}")
         raise UnknownField(found["name"], known)
-    if found := _MISSING.fullmatch(message):
-        where = f"{found['where']}.{found['name']}" if found["where"] else found["name"]
-        raise InvalidRequest(f"{where}: this field is required", param=_root(where))
-    if (found := _AT.match(message)) and found["where"]:
-        where = found["where"]
-        what = found["what"].replace("`", "")
-        raise InvalidRequest(f"{where}: {what[:1].lower()}{what[1:]}", param=_root(where))
+    wrong = fault(error)
+    if wrong.place:
+        raise InvalidRequest(str(wrong), param=_root(wrong.field))
     raise InvalidRequest(f"the body must be a JSON object: {message}")
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
+from midstream.core.decoding import converted
 from midstream.core.errors import InvalidRequest
 from midstream.replica.text import schemarules
 from midstream.replica.text.reasoning_tags import Place, ReasoningFormat
@@ -64,16 +65,15 @@ class _TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     pass
 
 
+_FORMATS: Any = _SchemaFormat | _ObjectFormat | _TextFormat
+
+
 def response_schema(response_format: Any) -> dict[str, Any] | None:
     """The JSON schema of the answer, not compiled yet; None: any text. Raises InvalidRequest."""
     if response_format is None:
         return None
     param = "response_format"
-    try:
-        wanted = msgspec.convert(response_format, _SchemaFormat | _ObjectFormat | _TextFormat)
-    except msgspec.ValidationError as error:
-        what, _, at = str(error).replace("`", "").partition(" - at $")
-        raise InvalidRequest(f"{param}{at}: {what[:1].lower()}{what[1:]}", param=param) from error
+    wanted: _SchemaFormat | _ObjectFormat | _TextFormat = converted(response_format, _FORMATS, param, param)
     if isinstance(wanted, _TextFormat):
         return None
     schema = wanted.json_schema.schema if isinstance(wanted, _SchemaFormat) else wanted.schema

@@ -7,17 +7,16 @@ it gets in the form it renders (toolformat.py); what it would silently leave out
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from midstream.core.decoding import converted
 from midstream.core.errors import InvalidRequest
 from midstream.replica.text.toolformat import Arguments, TemplateTools, ToolFormat
 
 MAX_TOOLS = 128
-_T = TypeVar("_T")
-
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -93,7 +92,7 @@ def plan_tools(body: AsksTools) -> ToolPlan | None:
         return None
     if len(body.tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools: at most {MAX_TOOLS}, got {len(body.tools)}", param="tools")
-    tools = tuple(_convert(tool, Tool, f"tools[{i}]", "tools") for i, tool in enumerate(body.tools))
+    tools = tuple(converted(tool, Tool, f"tools[{i}]", "tools") for i, tool in enumerate(body.tools))
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -120,7 +119,7 @@ def _chosen(choice: Any, names: list[str]) -> int | None:
             f"tool_choice: must be none, auto, required or an object that names a function, got {choice!r}"
         )
         raise InvalidRequest(message, param="tool_choice")
-    name = _convert(choice, _NamedChoice, "tool_choice", "tool_choice").function.name
+    name = converted(choice, _NamedChoice, "tool_choice", "tool_choice").function.name
     if name not in names:
         raise InvalidRequest(f"tool_choice: {name!r} is not among the tools", param="tool_choice")
     return names.index(name)
@@ -160,7 +159,7 @@ def _earlier(message: dict[str, Any], where: str, arguments: Arguments | None) -
 
 
 def _earlier_call(call: Any, where: str, arguments: Arguments) -> dict[str, Any]:
-    given = _convert(call, _EarlierCall, where, "messages").function.arguments
+    given = converted(call, _EarlierCall, where, "messages").function.arguments
     if given is None or (isinstance(given, str) and not given.strip()):
         # Clients write the arguments of a call that has none so.
         given = "{}"
@@ -175,14 +174,3 @@ def _earlier_call(call: Any, where: str, arguments: Arguments) -> dict[str, Any]
     filled: dict[str, Any] = {"type": "function"} | call
     filled["function"] = call["function"] | {"arguments": given}
     return filled
-
-
-def _convert(value: Any, kind: type[_T], where: str, param: str) -> _T:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at `$")
-        what = what.replace("`", "")
-        raise InvalidRequest(
-            f"{where}{at.removesuffix('`')}: {what[:1].lower()}{what[1:]}", param=param
-        ) from error

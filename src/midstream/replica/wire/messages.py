@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from midstream.core.decoding import converted
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.replica.request.schema import (
     MAX_STOPS,
@@ -25,7 +26,6 @@ from midstream.replica.wire.bodies import CountBody, MessagesBody, OutputConfig,
 from midstream.replica.wire.messages_response import MessagesEncoder
 from midstream.replica.wire.reading import (
     TextBlock,
-    convert,
     function_tool,
     kind_of,
     rename_fields,
@@ -155,11 +155,11 @@ def _assistant(blocks: list[tuple[Any, str]]) -> dict[str, Any]:
     for block, where in blocks:
         kind = kind_of(block, where, ("text", "tool_use", "thinking", "redacted_thinking"), "messages")
         if kind == "text":
-            texts.append(convert(block, TextBlock, where, "messages").text)
+            texts.append(converted(block, TextBlock, where, "messages").text)
         elif kind == "thinking":
-            thoughts.append(convert(block, _Thinking, where, "messages").thinking)
+            thoughts.append(converted(block, _Thinking, where, "messages").thinking)
         elif kind == "tool_use":
-            use = convert(block, _ToolUse, where, "messages")
+            use = converted(block, _ToolUse, where, "messages")
             arguments = json.dumps(use.input, ensure_ascii=False)
             function = {"name": use.name, "arguments": arguments}
             calls.append({"id": use.id, "type": "function", "function": function})
@@ -175,13 +175,13 @@ def _user(blocks: list[tuple[Any, str]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for block, where in blocks:
         if kind_of(block, where, ("text", "tool_result"), "messages") == "text":
-            text = convert(block, TextBlock, where, "messages").text
+            text = converted(block, TextBlock, where, "messages").text
             if made and made[-1]["role"] == "user":
                 made[-1]["content"] += text
             else:
                 made.append({"role": "user", "content": text})
             continue
-        result = convert(block, _ToolResult, where, "messages")
+        result = converted(block, _ToolResult, where, "messages")
         content = text_of(result.content or "", f"{where}.content", "messages")
         answer = {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
         made.append(answer | ({"is_error": True} if result.is_error else {}))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from midstream.core.decoding import converted
 from midstream.core.errors import InvalidRequest, UnknownField
 from midstream.replica.text.tools import Name
 
-_Block = TypeVar("_Block")
 _OF_TOOLS = frozenset({"type", "name", "description", "strict"})
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.parameters)?(?=:)")
@@ -39,7 +39,7 @@ def text_of(given: Any, where: str, param: str, kinds: tuple[str, ...] = ("text"
     for index, block in enumerate(given):
         at = f"{where}[{index}]"
         kind_of(block, at, kinds, param)
-        texts.append(convert(block, TextBlock, at, param).text)
+        texts.append(converted(block, TextBlock, at, param).text)
     return "".join(texts)
 
 
@@ -51,17 +51,6 @@ def kind_of(block: Any, where: str, known: tuple[str, ...], param: str, what: st
             f"{where}: {what} of type {kind!r} are not supported here, only {expected}", param=param
         )
     return str(kind)
-
-
-def convert(block: Any, kind: type[_Block], where: str, param: str) -> _Block:
-    """Raises InvalidRequest, which names the place within the block."""
-    try:
-        return msgspec.convert(block, kind)
-    except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at `$")
-        what = what.replace("`", "")
-        message = f"{where}{at.removesuffix('`')}: {what[:1].lower()}{what[1:]}"
-        raise InvalidRequest(message, param=param) from error
 
 
 def function_tool(
@@ -84,7 +73,7 @@ def _field(tool: dict[str, Any], name: str, kind: Any, where: str) -> Any:
     at = f"{where}.{name}"
     if name not in tool:
         raise InvalidRequest(f"{at}: this field is required", param=at)
-    return convert(tool[name], kind, at, at)
+    return converted(tool[name], kind, at, at)
 
 
 #: A field of chat -> the field of the other API, and its place within it.

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.decoding import converted
 from midstream.core.errors import InvalidRequest
 from midstream.core.responses import ID_PREFIX, new_id
 from midstream.replica.request.schema import (
@@ -23,7 +24,6 @@ from midstream.replica.stored import Shelf, Stored
 from midstream.replica.wire.base import Read, Wire
 from midstream.replica.wire.bodies import OwnFieldsOfChats, ResponsesBody, TextConfig, TextFormat
 from midstream.replica.wire.reading import (
-    convert,
     function_tool,
     kind_of,
     rename_fields,
@@ -177,7 +177,7 @@ class _Conversation:
             expected = ", ".join(_ROLES)
             raise InvalidRequest(f"{where}.role: must be one of {expected}, got {role!r}", param=param)
         if kind == "function_call_output":
-            output = convert(item, _CallOutput, where, param)
+            output = converted(item, _CallOutput, where, param)
             content = text_of(output.output, f"{where}.output", param, _PARTS)
             self.add_message(
                 {"role": "tool", "tool_call_id": output.call_id, "content": content}, where, param
@@ -200,12 +200,12 @@ class _Conversation:
         if kind == "message":
             answer["content"] += _content(item, where, param)
         elif kind == "reasoning":
-            parts = convert(item, _Reasoned, where, param).content or []
+            parts = converted(item, _Reasoned, where, param).content or []
             text = text_of(parts, f"{where}.content", param, ("reasoning_text",))
             if text:
                 answer["reasoning_content"] = answer.get("reasoning_content", "") + text
         else:
-            call = convert(item, _Call, where, param)
+            call = converted(item, _Call, where, param)
             function = {"name": call.name, "arguments": call.arguments}
             made = {"id": call.call_id, "type": "function", "function": function}
             answer["tool_calls"] = [*answer.get("tool_calls", ()), made]
