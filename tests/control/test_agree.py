@@ -14,7 +14,6 @@ from midstream.core.reports import Reported
 from midstream.core.types import Desired, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
 from midstream.fleet.agree import (
     CANARY_TOLERANCE,
-    Finding,
     difference,
     findings,
     is_out,
@@ -107,7 +106,7 @@ def test_the_first_difference_is_a_reload_the_second_the_end() -> None:
     again = report(1, check(BAD, generation=4), generation=4)
     assert decide(state, again, True).send is None
     (second,) = findings(state, [reports[0], again])
-    assert second == Finding("r1", "b", "a", "out", 4, second.detail)
+    assert second == disagreeing(verdict="out", detail=second.detail)
 
     state = replace(STATE, disagreements=(disagreeing(verdict="out", detail="differs still"),))
     assert is_out(state, again)
@@ -120,7 +119,7 @@ def test_the_first_difference_is_a_reload_the_second_the_end() -> None:
 def test_a_reload_that_helps_settles_it() -> None:
     state = replace(STATE, disagreements=(disagreeing(),))
     mended = report(1, check(generation=4), generation=4)
-    assert findings(state, [*fleet(check()), mended]) == [Finding("r1", "b", "a", "agreed", 4)]
+    assert findings(state, [*fleet(check()), mended]) == [disagreeing(verdict="agreed")]
     settled = replace(STATE, disagreements=(disagreeing(verdict="agreed"),))
     assert standing_of(settled, mended) is None
     assert decide(settled, mended, False).admit
@@ -133,7 +132,7 @@ def test_a_reload_that_cannot_be_done_is_the_end_too() -> None:
         1, check(BAD), generation=4, stage=Stage.ERROR, error="the files are gone", transitions=moves
     )
     (found,) = findings(state, [*fleet(check()), stopped])
-    assert (found.verdict, found.generation) == ("out", 4)
+    assert (found.verdict, found.retry_generation) == ("out", 4)
     assert found.detail.endswith("loading it again failed: the files are gone")
     accepted = report(1, check(BAD), generation=4)
     assert findings(state, [*fleet(check()), accepted]) == [], "it has not begun yet"
@@ -156,7 +155,7 @@ def test_who_is_out_comes_back_with_a_later_snapshot_on_which_it_agrees() -> Non
     assert (action.send.snapshot, action.send.reload, action.admit) == ("b", 0, False)
     on_b = [report(i, check(snapshot="b", generation=5), snapshot="b", generation=5) for i in range(2)]
     assert not decide(state, on_b[1], False).admit, "only once that is known"
-    assert findings(state, on_b) == [Finding("r1", "b", "a", "agreed", 4)]
+    assert findings(state, on_b) == [disagreeing(verdict="agreed")]
     wrong = report(1, check(BAD, snapshot="b", generation=5), snapshot="b", generation=5)
     (found,) = findings(state, [on_b[0], wrong])
     assert (found.verdict, found.identity, found.generation) == ("reload", "b", 5)
@@ -170,7 +169,7 @@ def test_the_last_one_left_is_not_out_for_good() -> None:
     assert findings(replace(STATE, disagreements=(reload,)), [report(1, check(BAD))]) == [], (
         "not loaded again"
     )
-    agreed = [Finding("r1", "b", "a", "agreed", 4)]
+    agreed = [disagreeing(verdict="agreed")]
     assert findings(replace(STATE, disagreements=(reload,)), [loaded]) == agreed
     b = Desired(snapshot="b", generation=5, url="file:///b/b")
     later = replace(STATE, desired=b, since={"b": 5, "a": 3}, disagreements=(out,))

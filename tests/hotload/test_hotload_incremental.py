@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,8 @@ def test_a_replica_that_is_out_shows_why(tmp_path: Path) -> None:
         found = await server.ledger.disagree(
             DEPLOYMENT, Disagreement("replica-1", "boot1", "a", 1, 0, "it differs")
         )
-        retry = found.retry_generation
-        await server.ledger.settle_disagreement(
-            DEPLOYMENT, "replica-1", "boot1", retry, "out", "it differs still"
-        )
+        out = replace(found, verdict="out", detail="it differs still")
+        await server.ledger.settle_disagreement(DEPLOYMENT, out)
         await server.reconciler.reconcile_once()
         first = (await server.rows())[0]
         assert (first["midstream"]["replica"], first["readiness"]) == ("replica-1", False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
@@ -316,7 +317,7 @@ def test_an_error_message_may_hold_any_character(url: str) -> None:
         assert await ledger.record(DEPLOYMENT, "r", "b1", [moved(0, "a", 1, Stage.ERROR, odd)]) == 1
         assert await ledger.record_death(DEPLOYMENT, "b2", Death("r", "a", 1, odd), 0)
         found = await ledger.disagree(DEPLOYMENT, Disagreement("r", "b2", "a", 1, 0, odd))
-        await ledger.settle_disagreement(DEPLOYMENT, "r", "b2", found.retry_generation, "out", odd)
+        await ledger.settle_disagreement(DEPLOYMENT, replace(found, verdict="out", detail=odd))
         state = await ledger.state(DEPLOYMENT)
         details = [row.detail for row in await ledger.transitions(DEPLOYMENT)]
         details += [row.detail for row in (found, *state.deaths, *state.disagreements)]

@@ -157,8 +157,10 @@ def test_a_disagreement_is_stored_once_and_ends_once(url: str) -> None:
         assert found == Disagreement("replica-1", "b", "a", 1, 5, "differs", "reload")
         assert await ledger.disagree(DEPLOYMENT, differs, floor=9) == found
         assert (await ledger.state(DEPLOYMENT)).disagreements == (found,)
-        assert await ledger.settle_disagreement(DEPLOYMENT, "replica-1", "b", 5, "out", "differs still")
-        assert not await ledger.settle_disagreement(DEPLOYMENT, "replica-1", "other boot", 5, "agreed")
+        out = replace(found, verdict="out", detail="differs still")
+        assert await ledger.settle_disagreement(DEPLOYMENT, out)
+        other = replace(found, boot="other boot", verdict="agreed")
+        assert not await ledger.settle_disagreement(DEPLOYMENT, other)
         (now,) = (await ledger.state(DEPLOYMENT)).disagreements
         assert (now.verdict, now.detail) == ("out", "differs still")
         assert (await signal(ledger, "b")).desired.generation == 6, "above the generation of the reload"
@@ -293,7 +295,9 @@ def test_every_change_of_a_state_is_told(url: str) -> None:
             DEPLOYMENT, SnapshotCheck(snapshot="a", generation=1, weights="torch:1", canary=(-1.0,))
         ),
         lambda ledger: ledger.disagree(DEPLOYMENT, Disagreement("replica-1", "b", "a", 1, 0, "differs"), 4),
-        lambda ledger: ledger.settle_disagreement(DEPLOYMENT, "replica-1", "b", 5, "out"),
+        lambda ledger: ledger.settle_disagreement(
+            DEPLOYMENT, Disagreement("replica-1", "b", "a", 1, 5, "differs", "out")
+        ),
         lambda ledger: ledger.pause(DEPLOYMENT, "keep"),
         lambda ledger: ledger.update_deployment(DEPLOYMENT, transition="SYNC"),
         lambda ledger: ledger.reset_ledger(DEPLOYMENT),

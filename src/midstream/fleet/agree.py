@@ -16,8 +16,7 @@ Always holds:
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 from midstream.core.reports import Reported
 from midstream.core.types import BASE_SNAPSHOT, SnapshotCheck, Stage
@@ -27,22 +26,6 @@ from midstream.snapshots.content import difference as content_difference
 #: Nats, per token of the canary. Kernels that differ in summation order stay an order of magnitude below it in bfloat16.
 #: Weights of another RL step seldom do over a whole prompt. Digests, where both have one, must be equal anyway.
 CANARY_TOLERANCE = 0.05
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the ledger has to store of a replica.
-
-    verdict: reload: it differs for the first time; out: again, or it could not load; agreed: it is as it should be.
-    generation: of the check, for reload; else the retry generation of the disagreement that it settles.
-    """
-
-    replica: str
-    boot: str
-    identity: str
-    verdict: Literal["reload", "out", "agreed"]
-    generation: int
-    detail: str = ""
 
 
 def standing_of(state: DeploymentState, report: Reported) -> Disagreement | None:
@@ -60,8 +43,9 @@ def is_out(state: DeploymentState, report: Reported) -> bool:
 
 def findings(
     state: DeploymentState, reports: Sequence[Reported], staying: Collection[str] = ()
-) -> list[Finding]:
-    """What follows from the checks of the replicas, in fleet order, that serve what is desired or a fallback.
+) -> list[Disagreement]:
+    """What the ledger has to store: it follows from the checks of the replicas, in fleet order, that serve what is desired or a
+    fallback. A new disagreement has the verdict "reload", and no retry generation yet. Another verdict settles a stored one.
 
     staying: names of those that have nothing else to load: one on a fallback that will load something else is not held up.
     """
@@ -198,25 +182,28 @@ def _why(
 
 def _judged(
     state: DeploymentState, report: Reported, check: SnapshotCheck, why: str | None
-) -> Finding | None:
+) -> Disagreement | None:
     standing = standing_of(state, report)
     if standing is None:
-        return _found(report, check.snapshot, "reload", check.generation, why) if why else None
+        return _new(report, check, why) if why else None
     if check.generation < standing.retry_generation:
         # The report is from before the snapshot was loaded again.
         return None
     if why is None:
         # What it differed in may be still to come.
-        agreed = _found(report, standing.identity, "agreed", standing.retry_generation)
-        return None if check.unread else agreed
+        return None if check.unread else replace(standing, verdict="agreed")
     if standing.identity == check.snapshot and not _signalled_since(state, standing):
         if standing.verdict == "out":
             return None
-        return _found(report, check.snapshot, "out", standing.retry_generation, why)
-    return _found(report, check.snapshot, "reload", check.generation, why)
+        return replace(standing, verdict="out", detail=why)
+    return _new(report, check, why)
 
 
-def _failed_reload(state: DeploymentState, report: Reported) -> Finding | None:
+def _new(report: Reported, check: SnapshotCheck, why: str) -> Disagreement:
+    return Disagreement(report.replica, report.boot, check.snapshot, check.generation, 0, why)
+
+
+def _failed_reload(state: DeploymentState, report: Reported) -> Disagreement | None:
     standing = standing_of(state, report)
     if standing is None or standing.verdict == "out" or standing.identity not in state.since:
         return None
@@ -232,19 +219,9 @@ def _failed_reload(state: DeploymentState, report: Reported) -> Finding | None:
         # The signal was accepted; its attempt has not begun.
         return None
     why = f"{standing.detail}; loading it again failed: {report.own.error or 'it was not loaded'}"
-    return _found(report, standing.identity, "out", standing.retry_generation, why)
+    return replace(standing, verdict="out", detail=why)
 
 
 def _signalled_since(state: DeploymentState, standing: Disagreement) -> bool:
     generation = 0 if state.desired is None else state.desired.generation
     return generation > standing.retry_generation
-
-
-def _found(
-    report: Reported,
-    identity: str,
-    verdict: Literal["reload", "out", "agreed"],
-    generation: int,
-    detail: str | None = None,
-) -> Finding:
-    return Finding(report.replica, report.boot, identity, verdict, generation, detail or "")

@@ -52,7 +52,7 @@ from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.fleet.switch_turns import TURN_S_MAX, SwitchTurn, next_turn
 from midstream.fleet.view import ReplicaView
-from midstream.ledger import BootHistory, DeploymentState, Disagreement, Ledger, LedgerUnavailable
+from midstream.ledger import BootHistory, DeploymentState, Ledger, LedgerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,6 @@ class Reconciler:
             return await self._learn_weights(state, reports)
         floor = max(report.own.generation for report in reports)
         for finding in found:
-            where = (self._deployment, finding.replica, finding.boot)
             if finding.verdict != "agreed":
                 logger.error(
                     "%s (%s): %s",
@@ -255,14 +254,9 @@ class Reconciler:
                 )
             try:
                 if finding.verdict == "reload":
-                    differs = Disagreement(
-                        finding.replica, finding.boot, finding.identity, finding.generation, 0, finding.detail
-                    )
-                    await self._ledger.disagree(self._deployment, differs, floor)
+                    await self._ledger.disagree(self._deployment, finding, floor)
                 else:
-                    await self._ledger.settle_disagreement(
-                        *where, finding.generation, finding.verdict, finding.detail
-                    )
+                    await self._ledger.settle_disagreement(self._deployment, finding)
             except LedgerUnavailable as error:
                 self._later(
                     "what is known of the weights of %s is stored later: %s",

@@ -59,7 +59,6 @@ from midstream.ledger.records import (
     SnapshotRow,
     TransitionRow,
     Unkept,
-    Verdict,
 )
 
 #: How long a call may take, including the wait for its turn. Above the limits of database.py.
@@ -305,12 +304,9 @@ class Ledger:
         """
         return await self._write(reports.disagree, name, found, floor, self.now())
 
-    async def settle_disagreement(
-        self, name: str, replica: str, boot: str, retry_generation: int, verdict: Verdict, detail: str = ""
-    ) -> bool:
-        """Store how it ended; False when there is no such disagreement. detail: the stored one stays when it is empty."""
-        found = reports.Retry(replica, boot, retry_generation)
-        return await self._write(reports.settle, name, found, verdict, detail, self.now())
+    async def settle_disagreement(self, name: str, found: Disagreement) -> bool:
+        """Store how it ended; False when there is no such disagreement."""
+        return await self._write(reports.settle, name, found, self.now())
 
     async def boot_transitions(self, name: str, replica: str, boot: str) -> list[TransitionRow]:
         """The stored stage changes of one boot of a replica, in order."""

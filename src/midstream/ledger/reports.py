@@ -7,7 +7,6 @@ Always holds: a report that is repeated changes nothing. A report on snapshots t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,7 +15,7 @@ from midstream.core.types import BASE_SNAPSHOT, SnapshotCheck, SnapshotContent, 
 from midstream.ledger import contents, snapshots
 from midstream.ledger.changes import mark
 from midstream.ledger.deployments import find, hold, lock, next_generation
-from midstream.ledger.records import BootHistory, Death, Disagreement, TransitionRow, Verdict, from_row
+from midstream.ledger.records import BootHistory, Death, Disagreement, TransitionRow, from_row
 from midstream.ledger.schema import deaths, deployments, disagreements, insert_new, storable, transitions
 from midstream.ledger.schema import snapshots as snapshots_table
 
@@ -244,15 +243,6 @@ def deaths_of(db: sa.Connection, key: int) -> tuple[Death, ...]:
 # -- checks that differ
 
 
-@dataclass(frozen=True)
-class Retry:
-    """The load of a replica that a disagreement asked for."""
-
-    replica: str
-    boot: str
-    generation: int
-
-
 def disagree(db: sa.Connection, name: str, found: Disagreement, floor: int, now: float) -> Disagreement:
     row = lock(db, name)
     this = _disagreement_of(row.id, found.replica, found.boot) & (
@@ -275,14 +265,12 @@ def disagree(db: sa.Connection, name: str, found: Disagreement, floor: int, now:
     return from_row(db.execute(sa.select(disagreements).where(this)).one(), Disagreement)
 
 
-def settle(db: sa.Connection, name: str, retry: Retry, verdict: Verdict, detail: str, now: float) -> bool:
+def settle(db: sa.Connection, name: str, found: Disagreement, now: float) -> bool:
     key = lock(db, name).id
-    this = _disagreement_of(key, retry.replica, retry.boot) & (
-        disagreements.c.retry_generation == retry.generation
+    this = _disagreement_of(key, found.replica, found.boot) & (
+        disagreements.c.retry_generation == found.retry_generation
     )
-    values: dict[str, Any] = {"verdict": verdict, "at": now}
-    if detail:
-        values["detail"] = storable(detail)
+    values = {"verdict": found.verdict, "at": now, "detail": storable(found.detail)}
     return bool(db.execute(disagreements.update().where(this).values(values)).rowcount)
 
 
