@@ -28,8 +28,7 @@ CHAINS = 2
 class Chains:
     """What was published, by what stands on what. Pure."""
 
-    def __init__(self, keep: int = CHAINS) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._chains: list[list[str]] = []
 
     def published(self, identity: str, previous: str | None) -> list[str]:
@@ -38,7 +37,7 @@ class Chains:
             self._chains[-1].append(identity)
             return []
         self._chains.append([identity])
-        old, self._chains = self._chains[: -self._keep], self._chains[-self._keep :]
+        old, self._chains = self._chains[:-CHAINS], self._chains[-CHAINS:]
         return [identity for chain in old for identity in chain]
 
     def uncertain(self, identity: str) -> None:

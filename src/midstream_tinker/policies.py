@@ -65,7 +65,6 @@ class DeploymentPolicies:
         key: str | None = None,
         tls: ssl.SSLContext | None = None,
         patience_s: float = READY_S,
-        spread_s: float = SPREAD_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +73,6 @@ class DeploymentPolicies:
         self._key = key
         self._policies = f"/v1/{deployment}/policies"
         self._patience_s = patience_s
-        self._spread_s = spread_s
         self._sleep = sleep
         self._now = now
         self._tls = tls
@@ -120,7 +118,7 @@ class DeploymentPolicies:
                     return
                 if _somewhere(status, snapshot):
                     first = self._now() if first is None else first
-                    if self._now() - first >= self._spread_s:
+                    if self._now() - first >= SPREAD_S:
                         return
                 else:
                     first = None

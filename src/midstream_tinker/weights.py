@@ -55,9 +55,9 @@ def parse_uri(uri: str, param: str = "path") -> CheckpointUri:
     raise TinkerRefusal(400, f"{_shown(uri)}: {_shown(kind)} is neither weights nor sampler_weights", param)
 
 
-def checkpoint_uri(model_id: str, kind: CheckpointKind, name: str, param: str = "path") -> CheckpointUri:
+def checkpoint_uri(model_id: str, kind: CheckpointKind, name: str) -> CheckpointUri:
     """Raises TinkerRefusal(400) when `name` cannot be a checkpoint's."""
-    check_name(name, param)
+    check_name(name)
     return CheckpointUri(model_id, kind, name)
 
 

@@ -87,11 +87,9 @@ class DesiredState:
         settings: Mapping[str, ReplicaEntry] = MappingProxyType({}),
         poll_s: float = 1.0,
         monotonic: Callable[[], float] = time.monotonic,
-        busy: Callable[[KnownReplica], bool] = lambda replica: replica.in_flight > 0,
     ) -> None:
         """make: the run-time side of a deployment in the ledger. tell: gives the supervisor the list of what should run.
-        busy: whether there are, or may be, requests on a replica. settings: what those say of single replicas; the URLs among
-        them are the default deployment's.
+        settings: what those say of single replicas; the URLs among them are the default deployment's.
         """
         self._ledger = ledger
         self._deployments = deployments
@@ -103,7 +101,6 @@ class DesiredState:
         self.resolver: Resolver | None = None
         self._poll_s = poll_s
         self._monotonic = monotonic
-        self._busy = busy
         #: None: not heard of the supervisor yet.
         self._running: tuple[RunningReplica, ...] | None = None
         self.siblings = Siblings()
@@ -378,34 +375,30 @@ class DesiredState:
 
     def _finishing(self, deployment: Deployment, elsewhere: Mapping[str, str]) -> list[KnownReplica]:
         """Replicas of others that are gone from the list and have requests left, and time for them."""
-        now = self._monotonic()
         facts = deployment.replicas.facts
         gone = [
             replica
             for replica in (*facts.members, *facts.leaving)
             if not replica.own and replica.name not in elsewhere
         ]
-        kept = []
+        kept = [replica for replica in gone if self._has_time(replica, deployment)]
         for replica in gone:
-            since = self._leaving_since.setdefault(replica.name, now)
-            if self._busy(replica) and now - since < deployment.drain_s:
-                kept.append(replica)
-            else:
+            if replica not in kept:
                 del self._leaving_since[replica.name]
         return kept
 
     def _draining(self, deployment: Deployment) -> list[KnownReplica]:
         """Those that leave and have requests left, and time for them."""
-        now = self._monotonic()
         facts = deployment.replicas.facts
         for replica in facts.members:
             self._leaving_since.pop(replica.name, None)
-        kept = []
-        for replica in facts.leaving:
-            since = self._leaving_since.setdefault(replica.name, now)
-            if self._busy(replica) and now - since < deployment.drain_s:
-                kept.append(replica)
-        return kept
+        return [replica for replica in facts.leaving if self._has_time(replica, deployment)]
+
+    def _has_time(self, replica: KnownReplica, deployment: Deployment) -> bool:
+        """True if the replica, which leaves, has requests left and may still finish them."""
+        now = self._monotonic()
+        since = self._leaving_since.setdefault(replica.name, now)
+        return replica.in_flight > 0 and now - since < deployment.drain_s
 
 
 def replica_count(row: DeploymentRow) -> int:

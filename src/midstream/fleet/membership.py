@@ -110,7 +110,7 @@ def merged(*sources: Mapping[str, ReplicaEntry]) -> dict[str, ReplicaEntry]:
 class Resolver:
     """The replicas behind a DNS name, one for each of its addresses."""
 
-    def __init__(self, name: str, changed: Callable[[], None], every_s: float = RESOLVED_EVERY_S) -> None:
+    def __init__(self, name: str, changed: Callable[[], None]) -> None:
         """name: HOST:PORT. changed: called when `entries` are others. Raises ConfigError."""
         host, _, port = name.rpartition(":")
         if not host or not port.isdecimal():
@@ -118,7 +118,6 @@ class Resolver:
         replica_name(f"http://{name}")
         self._host, self._port = host, int(port)
         self._changed = changed
-        self._every_s = every_s
         self.entries: dict[str, ReplicaEntry] = {}
 
     def __repr__(self) -> str:
@@ -128,7 +127,7 @@ class Resolver:
         """Until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(RESOLVED_EVERY_S)
 
     async def look(self) -> None:
         loop = asyncio.get_running_loop()

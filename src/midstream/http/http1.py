@@ -220,17 +220,17 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         """Count the new exchange as a request of its tenant until it is over. Raises Overloaded."""
         self._share.begin_request()
 
-    def finish(self, *, close: bool = False) -> None:
+    def finish(self) -> None:
         """The response is complete; begin the next request, or close."""
         self._exchange = None
         if self._exchange_bytes >= LARGE or self._share.counted_for is not None:
             self._exchange_over()
-        if self._stays_s is not None and not close:
+        if self._stays_s is not None:
             stays_s, self._stays_s = self._stays_s, None
             self._pump()
             if self.idle:
                 self.deadline = min(self.deadline, self._now() + stays_s)
-        elif close or self.closes_after_response:
+        elif self.closes_after_response:
             self._close()
         elif self._pumping:
             return

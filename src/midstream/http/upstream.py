@@ -328,16 +328,17 @@ class DecodingConnection(UpstreamConnection):
 
 
 Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
+#: Connections that are kept open without a request.
+IDLE_MAX = 1024
 
 
 class UpstreamPool:
     """Connections to one server: idle ones are reused, the most recently used first."""
 
-    def __init__(self, connect: Connect, connect_timeout_s: float, max_idle: int = 1024) -> None:
+    def __init__(self, connect: Connect, connect_timeout_s: float) -> None:
         """`connect` opens one connection for a protocol factory, e.g. loop.create_connection with an address."""
         self._connect = connect
         self._connect_timeout_s = connect_timeout_s
-        self._max_idle = max_idle
         self._idle: list[UpstreamConnection] = []
         self._all: dict[UpstreamConnection, None] = {}
 
@@ -374,7 +375,7 @@ class UpstreamPool:
             self._idle.remove(connection)
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        if isinstance(connection, DecodingConnection) or len(self._idle) >= self._max_idle:
+        if isinstance(connection, DecodingConnection) or len(self._idle) >= IDLE_MAX:
             connection.abandon()
         else:
             self._idle.append(connection)
