@@ -40,7 +40,7 @@ LINES_MAX = {
     "transfer": 1050,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
-NAMES_TWICE_MAX = 8
+NAMES_TWICE_MAX = 0
 #: `make walk` measures them (benchmarks/walk.py).
 FILES_MAX = {"chat": 63, "tinker sample": 92, "hot load": 116}
 #: Calls of midstream's Python functions in a gateway per request, as `make calls` counts them, and two for

@@ -22,7 +22,7 @@ from reports import replica_report
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_LOST, HEADER_NOT_LOADED
 from midstream.core.table import IllegalMove
-from midstream.core.wires import Wire
+from midstream.core.wires import WirePath
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
@@ -292,7 +292,7 @@ class Requests(RuleBasedStateMachine):
         asked = Request(b"POST", b"/v1/completions", headers, dict(headers), body, False, True)
         client = FakeClient()
 
-        route = ReplicaRoute(self.proxy, asked, Wire("completions", "Completes."))
+        route = ReplicaRoute(self.proxy, asked, WirePath("completions", "Completes."))
         request = ProxiedRequest(self.proxy, asked, cast(Any, client), route)
         self.requests.append((request, client))
         self.happens(request.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_tools_need_a_template_that_defines_them() -> None:
     ],
 )
 def test_a_mistake_in_the_tools_is_named(fields: dict[str, Any], message: str) -> None:
-    assert refusal(plan, **fields) == (message, message.split(":")[0].split("[")[0])
+    assert refusal(plan, **fields) == (message, re.split(r"[:.\[]", message)[0])
 
 
 def test_the_choice_says_which_tools_may_be_called_and_whether_they_must() -> None:

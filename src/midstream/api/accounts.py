@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from midstream.api.resource import Status
+from midstream.api.resource import Condition
 from midstream.api.resource_answers import Account, AccountModel, AccountModels, Accounts
 from midstream.core.endpoints import Endpoint
 from midstream.core.errors import NotFound
@@ -57,7 +57,7 @@ class AccountsApi:
             displayName=name.rpartition("/")[2],
             kind="HF_PEFT_ADDON" if adapter else "HF_BASE_MODEL",
             state="READY",
-            status=Status("OK", ""),
+            status=Condition("OK", ""),
         )
 
     def _names(self, request: Request) -> list[str]:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from midstream.api.adapter_calls import AdapterLoader
 from midstream.api.deployments import PAGE_ROWS, PAGE_ROWS_MAX
 from midstream.api.policies import PoliciesApi
-from midstream.api.resource import Status, timestamp
+from midstream.api.resource import Condition, timestamp
 from midstream.api.resource_answers import DeployedModel, DeployedModels
 from midstream.api.status import SERVED_STAGES, replica_rows
 from midstream.api.updates import Update
@@ -228,7 +228,7 @@ def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> De
         public=False,
         serverless=False,
         state="UNDEPLOYING" if row.deleting else "DEPLOYED" if loaded else "DEPLOYING",
-        status=Status("FAILED_PRECONDITION" if errors else "OK", (*errors, "")[0] or ""),
+        status=Condition("FAILED_PRECONDITION" if errors else "OK", (*errors, "")[0] or ""),
         createTime=timestamp(row.created_at),
         updateTime=timestamp(row.updated_at),
         **{name: row.fields[name] for name in _TEXTS if name in row.fields},

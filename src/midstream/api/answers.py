@@ -133,7 +133,7 @@ class ResponseItems(msgspec.Struct):
 # -- Models
 
 
-class Engine(msgspec.Struct):
+class EngineShown(msgspec.Struct):
     """The engines that serve a model. features: what all of them can do. lacks: what one or more cannot.
     why: reasons for some of these. kind, version: several are separated by commas."""
 
@@ -145,7 +145,7 @@ class Engine(msgspec.Struct):
 
 
 class ModelEngines(msgspec.Struct):
-    engine: Engine
+    engine: EngineShown
     max_model_len: int | UnsetType = UNSET
 
 
@@ -396,7 +396,7 @@ class WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class ModelInfo(msgspec.Struct):
+class ServedModel(msgspec.Struct):
     model_path: str
     tokenizer_path: str
     is_generation: bool

@@ -69,7 +69,7 @@ def engines(reports: Iterable[Reported | None]) -> answers.ModelEngines | UnsetT
     if not cards:
         return UNSET
     common = set(ENGINE_FEATURES).intersection(*(card.features for card in cards))
-    engine = answers.Engine(
+    engine = answers.EngineShown(
         kind=_all(card.kind for card in cards),
         version=_all(card.version for card in cards),
         features=in_order(common),

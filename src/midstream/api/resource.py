@@ -74,7 +74,7 @@ DeploymentBody = msgspec.defstruct(
 StatusCode = Literal["OK", "UNAVAILABLE", "INTERNAL", "FAILED_PRECONDITION"]
 
 
-class Status(msgspec.Struct):
+class Condition(msgspec.Struct):
     """message: empty where all is well."""
 
     code: StatusCode
@@ -94,7 +94,7 @@ class _DeploymentSaid(msgspec.Struct, kw_only=True):
     description: str
     baseModel: str
     state: Literal["CREATING", "UPDATING", "READY", "FAILED", "DELETING"]
-    status: Status
+    status: Condition
     enableHotLoad: bool
     hotLoadBucketType: Literal["FW_HOSTED", "S3", "MINIO", "NEBIUS"]
     hotLoadBucketUrl: str
@@ -256,7 +256,7 @@ def shown(
         "name": row.name,
         "baseModel": row.model,
         "state": state,
-        "status": Status(code, message),
+        "status": Condition(code, message),
         "hotLoadBucketType": bucket_type or ("S3" if row.bucket_url.startswith("s3") else "FW_HOSTED"),
         "hotLoadBucketUrl": row.bucket_url,
         "hotLoadTransitionType": row.transition,

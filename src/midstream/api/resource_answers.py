@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.api.answers import HotLoadRow
-from midstream.api.resource import Status
+from midstream.api.resource import Condition
 
 # -- The account
 
@@ -35,7 +35,7 @@ class AccountModel(msgspec.Struct):
     displayName: str
     kind: Literal["HF_PEFT_ADDON", "HF_BASE_MODEL"]
     state: Literal["READY"]
-    status: Status
+    status: Condition
 
 
 class AccountModels(msgspec.Struct):
@@ -83,7 +83,7 @@ class DeployedModel(msgspec.Struct):
     public: bool
     serverless: bool
     state: Literal["DEPLOYING", "DEPLOYED", "UNDEPLOYING"]
-    status: Status
+    status: Condition
     createTime: str
     updateTime: str
     displayName: str | UnsetType = UNSET

@@ -21,10 +21,10 @@ from midstream import __version__
 from midstream.api.answers import (
     Done,
     DoneInWords,
-    ModelInfo,
     PauseState,
     RequestAborted,
     RequestsAborted,
+    ServedModel,
     ServerInfo,
     WeightInfo,
     WeightsUpdated,
@@ -293,10 +293,10 @@ class TrainerApi:
             for path in ("/model_info", "/get_model_info")
         )
     )
-    async def model_info(self, request: Request) -> ModelInfo:
+    async def model_info(self, request: Request) -> ServedModel:
         deployment = self._meant(request)
         version = await self._version(deployment)
-        return ModelInfo(deployment.model, deployment.model, is_generation=True, weight_version=version)
+        return ServedModel(deployment.model, deployment.model, is_generation=True, weight_version=version)
 
     @serves(
         *(

@@ -20,7 +20,7 @@ from midstream.core.errors import ErrorShape
 UserField = Literal["user", "metadata.user_id", "routing_key"]
 
 
-class Wire(NamedTuple):
+class WirePath(NamedTuple):
     """name: of the wire, and of its metrics. summary: what a request to it does. streams: an answer may be a stream.
 
     errors: the shape in which its clients read errors. user: the field of a body that names the session where no other one
@@ -36,28 +36,30 @@ class Wire(NamedTuple):
 
 
 #: By path, without Fireworks' prefix.
-INFERENCE: Mapping[str, Wire] = {
-    "/v1/chat/completions": Wire("chat_completions", "Answers a chat, whole or as a stream.", True),
-    "/v1/completions": Wire("completions", "Completes a prompt, whole or as a stream.", True),
-    "/v1/messages": Wire(
+INFERENCE: Mapping[str, WirePath] = {
+    "/v1/chat/completions": WirePath("chat_completions", "Answers a chat, whole or as a stream.", True),
+    "/v1/completions": WirePath("completions", "Completes a prompt, whole or as a stream.", True),
+    "/v1/messages": WirePath(
         "messages",
         "Answers a chat as Anthropic's Messages API does.",
         True,
         errors="anthropic",
         user="metadata.user_id",
     ),
-    "/v1/messages/count_tokens": Wire(
+    "/v1/messages/count_tokens": WirePath(
         "count_tokens",
         "Counts the tokens that a Messages request would have.",
         errors="anthropic",
         user="metadata.user_id",
     ),
-    "/v1/responses": Wire("responses", "Answers as OpenAI's Responses API does.", True, errors="responses"),
+    "/v1/responses": WirePath(
+        "responses", "Answers as OpenAI's Responses API does.", True, errors="responses"
+    ),
     # Token ids in, token ids out: vLLM's and SGLang's.
-    "/inference/v1/generate": Wire(
+    "/inference/v1/generate": WirePath(
         "vllm_generate", "Generates token ids after token ids, as vLLM does.", True, prefixed=False
     ),
-    "/generate": Wire(
+    "/generate": WirePath(
         "sglang_generate",
         "Generates after a text or token ids, as SGLang does.",
         True,
@@ -65,24 +67,24 @@ INFERENCE: Mapping[str, Wire] = {
         prefixed=False,
     ),
     # vLLM's, at the root.
-    "/tokenize": Wire("tokenize", "Gives the token ids of a prompt or a chat.", prefixed=False),
-    "/detokenize": Wire("detokenize", "Gives the text of token ids.", prefixed=False),
-    "/v1/chat/completions/render": Wire(
+    "/tokenize": WirePath("tokenize", "Gives the token ids of a prompt or a chat.", prefixed=False),
+    "/detokenize": WirePath("detokenize", "Gives the text of token ids.", prefixed=False),
+    "/v1/chat/completions/render": WirePath(
         "render_chat", "Renders a chat into a request of token ids, as vLLM does."
     ),
-    "/v1/completions/render": Wire(
+    "/v1/completions/render": WirePath(
         "render_completions", "Renders a completion into requests of token ids, as vLLM does."
     ),
 }
 #: Fireworks' clients write this before the paths of OpenAI's API.
 PREFIX = "/inference"
 #: By path, with and without the prefix.
-WIRES: Mapping[str, Wire] = {
+WIRES: Mapping[str, WirePath] = {
     **INFERENCE,
     **{PREFIX + path: wire for path, wire in INFERENCE.items() if wire.prefixed},
 }
 #: The same by the target of a request that names neither a session nor a query, as nearly all do.
-WIRES_OF_TARGETS: Mapping[bytes, Wire] = {path.encode(): wire for path, wire in WIRES.items()}
+WIRES_OF_TARGETS: Mapping[bytes, WirePath] = {path.encode(): wire for path, wire in WIRES.items()}
 
 #: Path classes in the gateway's metrics that are no inference: control calls, pages, and what was refused before its path
 #: was looked at.
@@ -155,7 +157,7 @@ _MODELS = re.compile(rb"(?:/inference)?/v1/models(?:/|\Z)")
 _STORED = re.compile(rb"(?:/inference)?/v1/responses/[^/]+(?P<items>/input_items)?")
 
 
-def wire_of(path: bytes) -> Wire | None:
+def wire_of(path: bytes) -> WirePath | None:
     """path: without a query and without a session."""
     return WIRES.get(path.decode("latin-1"))
 

@@ -145,7 +145,7 @@ class Resolver:
             self._changed()
 
 
-class Replica(msgspec.Struct):
+class ReplicaShown(msgspec.Struct):
     """weight: its part of new work; null: 1. drain: it takes no new requests. in_flight: requests. snapshot: the one that
     serves; null while it cannot be reached."""
 
@@ -160,7 +160,7 @@ class Replica(msgspec.Struct):
 
 
 class Replicas(msgspec.Struct):
-    replicas: list[Replica]
+    replicas: list[ReplicaShown]
 
 
 class MembershipApi:
@@ -186,7 +186,7 @@ class MembershipApi:
         return Replicas([_shown(deployment, view) for view in views])
 
     @Endpoint("POST", _PATH, CHANGE_ONE, "Lets a replica join that others run.")
-    async def add(self, request: Request, body: ReplicaBody) -> Replica:
+    async def add(self, request: Request, body: ReplicaBody) -> ReplicaShown:
         deployment = self._deployment(request)
         if body.url is None:
             raise InvalidRequest("url: is needed, http://HOST:PORT", param="url")
@@ -208,7 +208,7 @@ class MembershipApi:
     @Endpoint(
         "PATCH", _PATH + "/{replica}", CHANGE_ONE, "Changes a replica's weight, drains it, or takes it back."
     )
-    async def patch(self, request: Request, body: ReplicaBody) -> Replica:
+    async def patch(self, request: Request, body: ReplicaBody) -> ReplicaShown:
         deployment, name = self._deployment(request), self._replica(request)
         if body.url is not None:
             raise InvalidRequest("url: cannot be changed", param="url")
@@ -250,15 +250,15 @@ class MembershipApi:
             raise NotFound(f"{deployment.name} has no replica {name!r}", param="name")
         return name
 
-    def _answer(self, deployment: Deployment, name: str) -> Replica:
+    def _answer(self, deployment: Deployment, name: str) -> ReplicaShown:
         for view in (*deployment.replicas.views, *deployment.replicas.leaving):
             if view.name == name:
                 return _shown(deployment, view)
         raise NotFound(f"{name} has left meanwhile", param="name")
 
 
-def _shown(deployment: Deployment, view: ReplicaView) -> Replica:
-    return Replica(
+def _shown(deployment: Deployment, view: ReplicaView) -> ReplicaShown:
+    return ReplicaShown(
         name=view.name,
         url=view.url,
         weight=view.replica.weight,

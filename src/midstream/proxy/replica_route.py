@@ -31,7 +31,7 @@ from midstream.core.resumption import PATH_RESUME
 from midstream.core.scopes import EVERYTHING
 from midstream.core.tracing import Attribute
 from midstream.core.versions import NOTHING, VersionConstraint, constraint_of_headers
-from midstream.core.wires import Wire
+from midstream.core.wires import WirePath
 from midstream.fleet.prefixes import FIRST_BOUND, follows, read_prompt
 from midstream.fleet.sessions import key_in_path, session_key
 from midstream.fleet.view import ReplicaView
@@ -89,7 +89,7 @@ class ReplicaRoute(Route):
     #: Of the answer that the client gets, or that was refused last.
     _status = 0
 
-    def __init__(self, proxy: Proxy, request: Request, wire: Wire, in_path: bytes | None = None) -> None:
+    def __init__(self, proxy: Proxy, request: Request, wire: WirePath, in_path: bytes | None = None) -> None:
         """in_path: the session that the path named, of which `request` shows nothing any more."""
         super().__init__(proxy, request)
         self.path_class = wire.name

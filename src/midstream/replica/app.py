@@ -39,8 +39,7 @@ from midstream.core.traces import RewardAsked
 from midstream.core.tracing import SpanRecord, Tracer
 from midstream.core.transfer import TRANSFER_PATH
 from midstream.core.types import Desired, Hint, Pause, PolicyEnd
-from midstream.core.wires import PREFIX, WIRES, wire_of
-from midstream.core.wires import Wire as WirePath
+from midstream.core.wires import PREFIX, WIRES, WirePath, wire_of
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request

@@ -24,7 +24,7 @@ END_TOKENS = 256
 _ALL = range(2**31)
 
 
-class Stage(Protocol):
+class TextStage(Protocol):
     @property
     def called(self) -> bool:
         """A tool was called."""
@@ -110,7 +110,7 @@ def choices_and_stages(
     text: TextModel,
     tool_format: ToolFormat | None,
     response_id: str,
-) -> tuple[list[Choice], list[Stage] | None]:
+) -> tuple[list[Choice], list[TextStage] | None]:
     """The choices of a request, and the stage behind each. ends: the tokens that end generation. response_id: ids of tool
     calls follow from it."""
     shown = frozenset[int]()
@@ -122,7 +122,7 @@ def choices_and_stages(
         shown, schemas = text.marker_ids(dialect.markers), checked.tools.schemas
         makers = [id_maker(dialect.id_length, f"{response_id}/{number}") for number in numbers]
         calls = [CallStage(dialect.parser(schemas), parallel, new_id) for new_id in makers]
-    stages: list[Stage] | None = None if calls is None else [*calls]
+    stages: list[TextStage] | None = None if calls is None else [*calls]
     form = _reasoning(checked, text)
     if form is not None:
         shown |= text.marker_ids((form.opening, form.closing))

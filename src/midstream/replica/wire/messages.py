@@ -25,7 +25,7 @@ from midstream.replica.wire.base import Read, TextCall, Texts, Wire
 from midstream.replica.wire.bodies import CountBody, MessagesBody, OutputConfig, OwnFieldsOfChats, ToolChoice
 from midstream.replica.wire.messages_response import MessagesEncoder
 from midstream.replica.wire.reading import (
-    TextBlock,
+    SentText,
     function_tool,
     kind_of,
     rename_fields,
@@ -155,7 +155,7 @@ def _assistant(blocks: list[tuple[Any, str]]) -> dict[str, Any]:
     for block, where in blocks:
         kind = kind_of(block, where, ("text", "tool_use", "thinking", "redacted_thinking"), "messages")
         if kind == "text":
-            texts.append(converted(block, TextBlock, where, "messages").text)
+            texts.append(converted(block, SentText, where, "messages").text)
         elif kind == "thinking":
             thoughts.append(converted(block, _Thinking, where, "messages").thinking)
         elif kind == "tool_use":
@@ -175,7 +175,7 @@ def _user(blocks: list[tuple[Any, str]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for block, where in blocks:
         if kind_of(block, where, ("text", "tool_result"), "messages") == "text":
-            text = converted(block, TextBlock, where, "messages").text
+            text = converted(block, SentText, where, "messages").text
             if made and made[-1]["role"] == "user":
                 made[-1]["content"] += text
             else:

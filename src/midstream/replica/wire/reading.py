@@ -20,7 +20,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.parameters)?(?=:)")
 
 
-class TextBlock(msgspec.Struct, frozen=True):
+class SentText(msgspec.Struct, frozen=True):
     text: str
 
 
@@ -39,7 +39,7 @@ def text_of(given: Any, where: str, param: str, kinds: tuple[str, ...] = ("text"
     for index, block in enumerate(given):
         at = f"{where}[{index}]"
         kind_of(block, at, kinds, param)
-        texts.append(converted(block, TextBlock, at, param).text)
+        texts.append(converted(block, SentText, at, param).text)
     return "".join(texts)
 
 

@@ -30,7 +30,7 @@ from midstream.replica.wire.reading import (
     same_fields,
     text_of,
 )
-from midstream.replica.wire.responses_response import Details, ResponsesEncoder
+from midstream.replica.wire.responses_response import ResponsesDetails, ResponsesEncoder
 
 _LOGPROBS = "message.output_text.logprobs"
 #: The text of reasoning is in its items as it is.
@@ -127,7 +127,7 @@ def _as_chat(
         shelf.store.keep(shelf.tenant, node)
 
     echoed = _echoed(given, text)
-    details = Details(echoed, chat.places, included, bool(given.logprobs), keep if stores else None)
+    details = ResponsesDetails(echoed, chat.places, included, bool(given.logprobs), keep if stores else None)
     try:
         check_supported(body)
     except InvalidRequest as error:
@@ -289,7 +289,7 @@ _FIELDS = {
 }
 
 
-def rename(error: InvalidRequest, details: Details) -> None:
+def rename(error: InvalidRequest, details: ResponsesDetails) -> None:
     """Make the error name fields as this API has them. It was raised for a chat body that `read` made."""
     rename_fields(error, _FIELDS, details.places.__getitem__, "parameters")
     if error.param == "messages":

@@ -31,7 +31,7 @@ _CONTENTS: dict[BlockKind, tuple[str, str]] = {
 }
 
 
-class Details(NamedTuple):
+class ResponsesDetails(NamedTuple):
     """echoed: what a response says of its request. places: of each chat message, the field that it came from, and the place in
     it. logprobs: events have them with the text. records: `midstream` has them. keep: stores a response, by its id."""
 
@@ -49,7 +49,7 @@ class ResponsesEncoder(BlockEncoder):
     ping_event = "keepalive"
 
     def __init__(
-        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: ResponsesDetails
     ) -> None:
         super().__init__(checked, head, vocabulary, with_logprobs=details.records)
         self._details = details

@@ -66,7 +66,7 @@ _GRAMMARS = ("json", "regex")
 _AS_THEY_ARE = (*OwnFields.__struct_fields__, "stream", "priority", "session_id", "weight_version")
 
 
-class Details(msgspec.Struct, frozen=True):
+class SglangDetails(msgspec.Struct, frozen=True):
     """rids: by choice; empty: the response's own id. logprobs_from: the first prompt token that gets a log-probability; None:
     none does. routes_from: the first position that gets a route; None: none does. prompt: the field that it came in."""
 
@@ -139,7 +139,7 @@ def read(data: bytes) -> Read:
         "user": body.routing_key,
     }
     made = completion(prompt, fields, _WIRE_NAMES)
-    details = Details(
+    details = SglangDetails(
         prompt=name,
         single=not batch and (made.n or 1) == 1,
         rids=rids,
@@ -206,7 +206,7 @@ class SGLangEncoder(RecordEncoder):
     """The choices of all prompts."""
 
     def __init__(
-        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: SglangDetails
     ) -> None:
         super().__init__(checked, head, vocabulary)
         self._details = details
@@ -333,11 +333,11 @@ def _finish_reason(ending: Ending) -> dict[str, Any]:
     return reason | {"message": SGLANG_MESSAGES[ending.reason]}
 
 
-def _rename(error: InvalidRequest, details: Details) -> None:
+def _rename(error: InvalidRequest, details: SglangDetails) -> None:
     rename(error, {**_WIRE_NAMES, "prompt": details.prompt})
 
 
-def _choice_names(details: Details, response_id: str | None, n: int, choice: int) -> Collection[str]:
+def _choice_names(details: SglangDetails, response_id: str | None, n: int, choice: int) -> Collection[str]:
     """That of its prompt, and its own as the response has it."""
     if details.rids:
         name = details.rids[choice // n]

@@ -102,7 +102,7 @@ class Routes(msgspec.Struct, frozen=True):
     include_routing_matrix: bool = False
 
 
-class Details(msgspec.Struct, frozen=True):
+class GenerateDetails(msgspec.Struct, frozen=True):
     """What the responses of a request tell. stops: end tokens that it names itself."""
 
     text: bool
@@ -137,7 +137,7 @@ def read(data: bytes) -> Read:
     fields["include_routing_matrix"] = per_token or bool(routes.return_routed_experts)
     made = completion(body.token_ids, fields, _WIRE_NAMES)
     stops = frozenset(made.stop_token_ids or ())
-    details = Details(text, logprobs or per_token, bool(body.return_token_ids), routes, stops)
+    details = GenerateDetails(text, logprobs or per_token, bool(body.return_token_ids), routes, stops)
     if not routes.return_routed_experts:
         return Read(made, details)
     start = routes.routed_experts_prompt_start
@@ -162,7 +162,7 @@ class GenerateEncoder(RecordEncoder):
     """One prompt's choices."""
 
     def __init__(
-        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: Details
+        self, checked: Checked, head: ResponseHead, vocabulary: Vocabulary, details: GenerateDetails
     ) -> None:
         super().__init__(checked, head, vocabulary)
         self._details = details
