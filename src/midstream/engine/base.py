@@ -1,6 +1,7 @@
 """The engine port: what a replica needs from whatever computes tokens.
 
-Owns: the contract only. Implementations: engine/embedded (PyTorch), engine/vllm (an unmodified vLLM server).
+Owns: the contract, and the prompt of the check that it speaks of. Implementations: engine/embedded (PyTorch), engine/vllm (an
+unmodified vLLM server).
 Methods are called from one asyncio event loop. None of them blocks it.
 """
 
@@ -16,6 +17,19 @@ from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, 
 
 #: Takes an event that ends nothing in the turn of the loop that brings it, or leaves it to the iterator: False.
 AtOnce = Callable[[GenerationEvent], bool]
+#: Of the canary: a fixed prompt whose scores prove what weights compute.
+CANARY_TOKENS = 32
+#: Of a policy's adapter. Streams of others wait for it, and would wait longer for a longer one.
+CANARY_TOKENS_OF_POLICY = 4
+
+
+def canary_ids(vocab_size: int, context: int, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
+    """Token ids all over the vocabulary, two at least, and no more than the context has room for.
+
+    They are the same for every replica and engine of a model. A shorter canary is the beginning of a longer one.
+    """
+    size = max(2, min(tokens, context - 1))
+    return tuple((i * 7919 + 13) % vocab_size for i in range(size))
 
 
 class EngineDied(Exception):

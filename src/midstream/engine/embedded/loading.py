@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from midstream.core.config import EngineSettings, parse_size
 from midstream.core.errors import ConfigError, SnapshotIncompatible, SnapshotNotFinite
 from midstream.engine.adapter import LowRanks
-from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
+from midstream.engine.base import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import check_device, loading

@@ -17,8 +17,14 @@ from midstream.core.types import (
     SnapshotCheck,
     TokenRecord,
 )
-from midstream.engine.base import Engine, Slot, StagingFailed
-from midstream.engine.canary import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
+from midstream.engine.base import (
+    CANARY_TOKENS,
+    CANARY_TOKENS_OF_POLICY,
+    Engine,
+    Slot,
+    StagingFailed,
+    canary_ids,
+)
 from midstream.snapshots.tasks import all_of
 
 log = logging.getLogger(__name__)

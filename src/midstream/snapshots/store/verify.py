@@ -99,14 +99,11 @@ def _kind(value: Any) -> str:
 
 def _check_tensors(base: dict[str, TensorSpec], new: dict[str, TensorSpec]) -> None:
     absent, extra = sorted(base.keys() - new.keys()), sorted(new.keys() - base.keys())
-    advice = hint(extra, base)
-    because = f": {advice}" if advice else ""
-    if absent:
-        more = and_more(len(absent) - 1)
-        raise SnapshotIncompatible(f"tensor {shown(absent[0])} is missing from the snapshot{more}{because}")
-    if extra:
-        more = and_more(len(extra) - 1)
-        raise SnapshotIncompatible(f"tensor {shown(extra[0])} is not in the base model{more}{because}")
+    if strange := absent or extra:
+        what = "is missing from the snapshot" if absent else "is not in the base model"
+        advice = hint(extra, base)
+        because = f": {advice}" if advice else ""
+        raise SnapshotIncompatible(f"tensor {shown(strange[0])} {what}{and_more(len(strange) - 1)}{because}")
     for name in sorted(base):
         b, n = base[name], new[name]
         if b.shape != n.shape:
