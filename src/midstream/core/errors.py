@@ -226,8 +226,8 @@ class SnapshotNotServed(Conflict):
         # An error in another company's shape has words of its own at that place.
         if self.target_version is None or self.form.envelope:
             return body
-        told = {"type": NOT_READY, "message": self.message, "target_version": self.target_version}
-        return {**body, **told, "applied": self.applied}
+        reason = {"type": NOT_READY, "message": self.message, "target_version": self.target_version}
+        return {**body, **reason, "applied": self.applied}
 
 
 class PayloadTooLarge(MidstreamError):

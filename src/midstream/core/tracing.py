@@ -51,7 +51,7 @@ class OpenSpan(ABC):
 
     #: The value of the header that makes a span of another process its child.
     traceparent: str
-    #: Nobody will see it: attributes need not be collected.
+    #: It is not exported, so attributes need not be collected.
     unseen: bool = False
 
     @abstractmethod

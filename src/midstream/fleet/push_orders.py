@@ -86,7 +86,7 @@ class ReplicaOrders:
 
 @dataclass
 class OrderAnswers:
-    """What replicas answered, by name. failed: why others did not. refused: the first refusal; nobody is waited for then."""
+    """What replicas answered, by name. failed: why others did not. refused: the first refusal, which ends the wait."""
 
     answers: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from midstream.fleet.residency import PolicyPlace, State, where
 from midstream.fleet.view import ReplicaView
 from midstream.snapshots.content import by_content
 
-#: Replicas that one is told of, which may have what was pushed.
+#: Other replicas that a message names because they may have what was pushed, at most.
 PEERS_MAX = 8
 #: How long a replica is to load a policy that it was asked for.
 ASK_S = 30.0
@@ -62,7 +62,7 @@ class ReplicaSet:
         self.ending = False
         self._view_of: dict[KnownReplica, ReplicaView] = {}
         self._named: dict[str, ReplicaView] = {}
-        # By replica: the others that it was told of last.
+        # By replica: the others that its last message named.
         self._met: dict[str, frozenset[str]] = {}
         self._fleet: Fleet[ReplicaView] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
@@ -234,7 +234,7 @@ class ReplicaSet:
             raise
 
     def with_new_peers(self, view: ReplicaView, desired: Desired | None) -> Desired | None:
-        """What the replica is fetching, if others may have its files of which it was not told."""
+        """What the replica is fetching, if others may have its files and no message has named them to it."""
         report = view.report
         if desired is None or report is None or report.own.stage is not Stage.FETCHING:
             return None

@@ -25,7 +25,7 @@ class CallFailed(Exception):
 
 
 class NotListening(CallFailed):
-    """Nobody listens at the address."""
+    """No process listens at the address."""
 
 
 class NotTrusted(CallFailed):

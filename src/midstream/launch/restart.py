@@ -122,7 +122,7 @@ def _running_server(path: Path, wait_s: float) -> ServerFile:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                # Nobody holds it: no server runs.
+                # No process holds it: no server runs.
                 break
             except BlockingIOError:
                 file.seek(0)

@@ -1,7 +1,7 @@
 """Gives other replicas the files of a pushed snapshot that this one has.
 
 Always holds: what is given is a file of a snapshot that the cache knows by its content. The path of the request only selects
-among those. Whatever fails after the head breaks the connection off, so nobody takes the file for whole. A file that was
+among those. Whatever fails after the head breaks the connection off, so no reader takes the file for whole. A file that was
 opened is closed, also when the client left before it was open.
 """
 

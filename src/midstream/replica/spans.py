@@ -20,7 +20,7 @@ from midstream.replica.swap.history import SwapHistory
 
 
 class ClientLeft(MidstreamError):
-    """Nobody reads it: the status is that of the gateway's metrics."""
+    """No client reads this error. It has the status that the gateway's metrics count."""
 
     status = 499
     code = "client_left"

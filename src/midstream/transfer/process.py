@@ -160,7 +160,7 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         return await self._is_store(within_s)
 
     async def _is_store(self, within_s: float) -> bool:
-        """Whether what listens there is the group's store. True while that cannot be told."""
+        """Whether what listens there is the group's store. True while that is not known."""
         if self._link is None or self._link.transport.is_closing():
             return True
         try:

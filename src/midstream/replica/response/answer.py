@@ -34,8 +34,8 @@ class ResponseHead(NamedTuple):
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
-    """Tokens of a request, over all prompts and choices. cached: prompt tokens whose KV was reused; None: nobody knows (vLLM,
-    after a stop string)."""
+    """Tokens of a request, over all prompts and choices. cached: prompt tokens whose KV was reused; None: the engine does
+    not say (vLLM, after a stop string)."""
 
     prompt: int
     completion: int

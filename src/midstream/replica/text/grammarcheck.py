@@ -100,7 +100,7 @@ class GrammarChecks:
         key = (grammar, begun)
         with self._lock:
             verdict = self._known.get(key) or self._ask(grammar, begun)
-            # Nobody knows of one that has no verdict: the machine was busy, or somebody killed the child.
+            # No verdict says nothing of the grammar: the machine was busy, or the child was killed.
             if verdict is None:
                 return GrammarVerdict(TOO_LONG, self._cpu_s_max)
             self._known[key] = verdict

@@ -73,7 +73,7 @@ class MessagesUsage(msgspec.Struct):
     #: Without those that were read from the cache.
     input_tokens: int
     output_tokens: int
-    #: None: nobody knows yet, or ever (see shapes.Usage).
+    #: None: not known yet, or never (see shapes.Usage).
     cache_read_input_tokens: int | None
     #: All of a prompt is cached, and nothing is charged for it.
     cache_creation_input_tokens: int = 0
@@ -159,7 +159,7 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cached_tokens: null where nobody knows. cache_write_tokens: always 0."""
+    """cached_tokens: null where the engine does not say. cache_write_tokens: always 0."""
 
     cached_tokens: int | None
     cache_write_tokens: int
@@ -224,7 +224,7 @@ class WeightVersion(msgspec.Struct):
     end: int
 
 
-class Told(OwnObject):
+class GenerateRecords(OwnObject):
     """snapshot: of the tokens that it stands with, or of the last one. snapshots: as on a chat choice."""
 
     snapshot: str
@@ -256,7 +256,7 @@ class GenerateChoice(msgspec.Struct):
     text: str | UnsetType = UNSET
     routed_experts: str | RawRoutes | None = None
     weight_versions: list[WeightVersion] | None = None
-    midstream: Told | UnsetType = UNSET
+    midstream: GenerateRecords | UnsetType = UNSET
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -313,7 +313,7 @@ class SglangAnswer(msgspec.Struct, kw_only=True):
     meta_info: SglangMetaInfo
     index: int | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    midstream: Told
+    midstream: GenerateRecords
 
 
 class TokenizeAnswer(msgspec.Struct):

@@ -7,7 +7,7 @@ Always holds:
   shows nothing, of an empty delta of the block that is open, and where none is open, of an event of its own.
 - After PING_TOKENS tokens without any event, an empty event comes.
 - Every such object names the snapshot of its tokens. The next object has the seam, and no other.
-- What an event says depends on those before it alone, so that a resumed stream goes on with the events that it would have had.
+- What an event says depends on those before it alone, so a resumed stream has the events of one that was never lost.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BlockEncoder(RecordEncoder):
         tokens: tuple[Scored, ...],
         made_of: Sequence[Scored] = (),
     ) -> bytes:
-        """The event that goes on with a block. tokens: it tells of them. made_of: its text came of them."""
+        """The event that continues a block. tokens: those whose records it has. made_of: those that its text came of."""
 
     @abstractmethod
     def _end(self, block: OpenBlock, ending: Ending | None) -> bytes:

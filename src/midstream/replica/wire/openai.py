@@ -100,16 +100,16 @@ class OpenAIEncoder(RecordEncoder):
         token, snapshot, sampling = record.token_id, record.snapshot, record.sampling_logprob
         name, data, text = self._lines.get(token) or self._vocabulary.lines(token)
         if sampling is None or sampling >= LOGPROB_MIN:
-            told = b'"sampling_logprob":%b,' % _encode(sampling)
+            drawn = b'"sampling_logprob":%b,' % _encode(sampling)
         else:
-            told = b"" if isnan(sampling) else _NO_SAMPLING
+            drawn = b"" if isnan(sampling) else _NO_SAMPLING
         more = NEAR_TIE_JSON[record.near_tie]
         if self._routes and record.route is not None:
             more = b',"routing_matrix":"%b"%b%b' % (b64encode(record.route), self._route_dtype_json, more)
         if record.constrained:
             more += _CONSTRAINED
         opening = self._openings.get(snapshot) or self._opening(snapshot)
-        numbers = (_encode(record.logprob), told, offset, token)
+        numbers = (_encode(record.logprob), drawn, offset, token)
         where = (token, index) if self._checked.token_ids else (index,)
         return self._token % (opening, name, data, *numbers, more, *where, text)
 

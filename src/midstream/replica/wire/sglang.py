@@ -25,7 +25,7 @@ from midstream.replica.response.answer import ChoicePart, Ending, Extras, Respon
 from midstream.replica.response.records import RecordEncoder, finite
 from midstream.replica.response.shapes import spans
 from midstream.replica.text.vocabulary import Vocabulary
-from midstream.replica.wire.answers import Scores, SglangAnswer, SglangMetaInfo, Told
+from midstream.replica.wire.answers import GenerateRecords, Scores, SglangAnswer, SglangMetaInfo
 from midstream.replica.wire.base import Read, Wire
 from midstream.replica.wire.bodies import OwnFields, SglangGenerateBody
 from midstream.replica.wire.dialects import END_NAMES, SGLANG_MESSAGES
@@ -258,7 +258,7 @@ class SGLangEncoder(RecordEncoder):
             cached_tokens=self.cached.get(part.index // self._checked.n, 0),
             weight_version=part.snapshot,
         )
-        midstream = Told(part.snapshot)
+        midstream = GenerateRecords(part.snapshot)
         if details.logprobs:
             meta.output_token_logprobs, midstream.sampling_logprobs = made.logprobs, made.sampling
             midstream.logprob_of = ALLOWED if made.constrained else UNSET

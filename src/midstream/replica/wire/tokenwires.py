@@ -1,7 +1,7 @@
 """What wires of token ids in and token ids out have in common: sampling parameters of their own names, and routes of a whole
 sequence.
 
-Always holds: a sampling parameter that nobody knows, or that is not supported, is refused by its name on that wire. Row p of a
+Always holds: a sampling parameter that is unknown or not supported is refused by its name on that wire. Row p of a
 sequence's routes is the route of the pass that read position p, so the last token has none.
 """
 

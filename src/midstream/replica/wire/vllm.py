@@ -31,7 +31,13 @@ from midstream.replica.request.schema import (
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead
 from midstream.replica.response.records import RecordEncoder
 from midstream.replica.text.vocabulary import Vocabulary
-from midstream.replica.wire.answers import GenerateAnswer, GenerateChoice, RawRoutes, RenderedRequest, Told
+from midstream.replica.wire.answers import (
+    GenerateAnswer,
+    GenerateChoice,
+    GenerateRecords,
+    RawRoutes,
+    RenderedRequest,
+)
 from midstream.replica.wire.base import Read, TextCall, Texts, Wire
 from midstream.replica.wire.bodies import OwnFields, VllmGenerateBody
 from midstream.replica.wire.dialects import END_NAMES, openai_usage
@@ -128,7 +134,7 @@ def read(data: bytes) -> Read:
     if text and fields.get("detokenize") is False:
         raise InvalidRequest("output_mode: text needs sampling_params.detokenize: true", param="output_mode")
     if not text and not any(fields.get(name) for name in ("stop", "structured_outputs")):
-        # Nobody reads the text.
+        # The answer shows no text.
         fields["detokenize"] = False
     per_token = routes.include_routing_matrix
     fields = {"max_tokens": TO_THE_CONTEXT} | fields | same_fields(body, _AS_THEY_ARE)
@@ -200,7 +206,7 @@ class GenerateEncoder(RecordEncoder):
         return GenerateAnswer(self._head.id, choices, self._mode)
 
     def _choice(self, part: ChoicePart, extras: Extras) -> GenerateChoice:
-        piece, midstream = part.piece, Told(part.snapshot)
+        piece, midstream = part.piece, GenerateRecords(part.snapshot)
         self.tell_seam(midstream)
         ids = [scored.record.token_id for scored in piece.tokens]
         choice = GenerateChoice(part.index, ids, midstream=midstream)
@@ -214,7 +220,12 @@ class GenerateEncoder(RecordEncoder):
         return choice
 
     def _tell_ending(
-        self, choice: GenerateChoice, midstream: Told, ending: Ending, prompt: Prompt, extras: Extras
+        self,
+        choice: GenerateChoice,
+        midstream: GenerateRecords,
+        ending: Ending,
+        prompt: Prompt,
+        extras: Extras,
     ) -> None:
         choice.finish_reason = END_NAMES[ending.reason].openai
         choice.weight_versions = weight_versions(ending)
