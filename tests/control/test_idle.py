@@ -22,7 +22,7 @@ from midstream.fleet.loop import Reconciler
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas, Member
-from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable, Signal, sqlite_url
+from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable, NewDeployment, Signal, sqlite_url
 
 NAMES = ServedNames("accounts/a/models/m", "accounts/a/deployments/d")
 #: Long enough for a pass to end within it, or the passes would be one.
@@ -168,7 +168,7 @@ def with_policies(
         names = [f"p{number}" for number in range(count)]
         for name in names:
             full = f"{NAMES.deployment}/policies/{name}"
-            await ledger.create_deployment(full, model="m", bucket_url="file:///b")
+            await ledger.create_deployment(NewDeployment(full, model="m", bucket_url="file:///b"))
             await ledger.signal(full, Signal(identity="v1", url="file:///b/v1"))
         gateway = Gateway(ledger)
         running = asyncio.create_task(gateway.desired_state.run())
@@ -246,7 +246,7 @@ def test_policies_that_are_made_and_ended_elsewhere_come_and_go(tmp_path: Path) 
         other = Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
         name = f"{NAMES.deployment}/policies/new"
         for _ in range(2):
-            await other.create_deployment(name, model="m", bucket_url="file:///b")
+            await other.create_deployment(NewDeployment(name, model="m", bucket_url="file:///b"))
             await gateway.until(lambda: gateway.deployments.known(name) is not None)
             made = gateway.deployments.known(name)
             assert made in gateway.deployments.called("new")

@@ -12,7 +12,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.tally import GatewayReport
-from midstream.ledger import DeploymentRow, Ledger, sqlite_url
+from midstream.ledger import DeploymentRow, Ledger, NewDeployment, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 
 A = "accounts/local"
@@ -120,7 +120,9 @@ def test_one_that_is_wanted_again_while_it_leaves_stays(tmp_path: Path) -> None:
 
 def test_a_deployment_is_gone_when_its_last_process_is(tmp_path: Path) -> None:
     async def work(s: Stage) -> None:
-        await s.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        await s.ledger.create_deployment(
+            NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        )
         assert await s.run("b-replica-0", deployment=B) == ["replica-0", "replica-1", "b-replica-0"]
         await s.ledger.update_deployment(B, deleting=True)
         assert await s.run("b-replica-0", deployment=B) == ["replica-0", "replica-1"]
@@ -136,9 +138,11 @@ def test_a_deployment_is_gone_when_its_last_process_is(tmp_path: Path) -> None:
 def test_a_gateway_that_starts_again_takes_over_what_runs_and_what_was_going_on(tmp_path: Path) -> None:
     async def before(s: Stage) -> None:
         await s.ledger.create_deployment(
-            B, model=f"{A}/models/m", bucket_url="file:///bucket/b", replicas_min=2
+            NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b", replicas_min=2)
         )
-        await s.ledger.create_deployment(f"{A}/deployments/c", model=f"{A}/models/m", bucket_url="file:///c")
+        await s.ledger.create_deployment(
+            NewDeployment(f"{A}/deployments/c", model=f"{A}/models/m", bucket_url="file:///c")
+        )
         await s.ledger.update_deployment(f"{A}/deployments/c", deleting=True)
         await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
 
@@ -180,7 +184,9 @@ def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(
         async def create(model: str) -> None:
             bucket = "file:///bucket/b"
             options = {"replicas_min": 0, "replicas_max": 0}
-            await one.ledger.create_deployment(B, model=f"{A}/models/{model}", bucket_url=bucket, **options)
+            await one.ledger.create_deployment(
+                NewDeployment(B, model=f"{A}/models/{model}", bucket_url=bucket, **options)
+            )
 
         await create("m")
         for gateway in (one, other):
@@ -206,7 +212,9 @@ def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(
 
 def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(tmp_path: Path) -> None:
     async def work(one: Stage, other: Stage) -> None:
-        await one.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        await one.ledger.create_deployment(
+            NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        )
         for gateway in (one, other):
             assert "b-replica-0" in await gateway.run("b-replica-0", deployment=B)
         found = other.deployments.known(B)

@@ -29,7 +29,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.view import ReplicaEntry
-from midstream.ledger import DeploymentRow, Ledger, sqlite_url
+from midstream.ledger import DeploymentRow, Ledger, NewDeployment, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 
 A = "accounts/local"
@@ -176,7 +176,9 @@ def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
 
 def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
-        await server.ledger.create_deployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        await server.ledger.create_deployment(
+            NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        )
         await server.desired_state.look_once()
         await server.ask("POST", url=FAR)
         for deployment in (DEFAULT, B):

@@ -29,7 +29,7 @@ from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.message import error_response
-from midstream.ledger import Ledger, Signal, sqlite_url
+from midstream.ledger import Ledger, NewDeployment, Signal, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.server import Gateway
 
@@ -153,7 +153,9 @@ class World:
 
     async def policy(self, name: str, *, published: bool = True) -> Deployment:
         names = names_of(NAMES, name)
-        row = await self.ledger.create_deployment(names.deployment, model=names.model, bucket_url="file:///b")
+        row = await self.ledger.create_deployment(
+            NewDeployment(names.deployment, model=names.model, bucket_url="file:///b")
+        )
         if published:
             signal = Signal(identity=f"{name}-1", url=f"file:///b/{name}-1")
             await self.ledger.signal(names.deployment, signal)

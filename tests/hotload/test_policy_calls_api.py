@@ -19,6 +19,7 @@ from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
 from midstream.core.served_names import POLICY_INFIX
 from midstream.core.wires import HOT_LOAD_PATH
+from midstream.ledger import NewDeployment
 from midstream.proxy.metrics import GatewayMetrics
 
 POLICIES = f"/v1/{DEPLOYMENT}/policies"
@@ -274,10 +275,12 @@ def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_p
     async def work(server: PolicyServer) -> None:
         row = await server.ledger.deployment(DEPLOYMENT)
         await server.ledger.create_deployment(
-            f"{DEPLOYMENT}{POLICY_INFIX}red",
-            model=row.model,
-            bucket_url=row.bucket_url,
-            transition=row.transition,
+            NewDeployment(
+                f"{DEPLOYMENT}{POLICY_INFIX}red",
+                model=row.model,
+                bucket_url=row.bucket_url,
+                transition=row.transition,
+            )
         )
         match call:
             case "status":

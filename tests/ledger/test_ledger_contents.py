@@ -11,7 +11,7 @@ from ledger_helpers import DEPLOYMENT, on_ledger
 
 from midstream.core.errors import Conflict, SnapshotRefused
 from midstream.core.types import Content, FileContent, SnapshotCheck, SnapshotContent, Stage, Transition
-from midstream.ledger import Ledger, Signal
+from midstream.ledger import Ledger, NewDeployment, Signal
 from midstream.ledger.deployments import TENANT, PolicyLimits
 from midstream.ledger.schema import (
     SCHEMA_VERSION,
@@ -207,10 +207,7 @@ def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
 ) -> None:
     async def make(ledger: Ledger, name: str) -> None:
         await ledger.create_deployment(
-            f"{DEPLOYMENT}/policies/{name}",
-            model=name,
-            bucket_url="b",
-            fields={TENANT: "a"},
+            NewDeployment(f"{DEPLOYMENT}/policies/{name}", model=name, bucket_url="b", fields={TENANT: "a"}),
             limits=PolicyLimits(tenant=3),
         )
 

@@ -12,7 +12,16 @@ from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, signal
 
 from midstream.core.errors import Conflict, NotFound
 from midstream.core.types import Desired, FileContent, SnapshotCheck, SnapshotContent, Stage
-from midstream.ledger import Death, DeploymentRow, Disagreement, FleetReports, Ledger, Signal, Signalled
+from midstream.ledger import (
+    Death,
+    DeploymentRow,
+    Disagreement,
+    FleetReports,
+    Ledger,
+    NewDeployment,
+    Signal,
+    Signalled,
+)
 from midstream.ledger.deployments import FROZEN, TENANT, NameTaken, PolicyLimits
 
 OTHER = "accounts/local/deployments/other"
@@ -23,13 +32,15 @@ def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         fields = {"displayName": "Übung", "annotations": {"a": "b"}, "nothing": None}
         row = await ledger.create_deployment(
-            OTHER,
-            model="m",
-            bucket_url="s3://b/p",
-            transition="SYNC",
-            replicas_min=0,
-            replicas_max=3,
-            fields=fields,
+            NewDeployment(
+                OTHER,
+                model="m",
+                bucket_url="s3://b/p",
+                transition="SYNC",
+                replicas_min=0,
+                replicas_max=3,
+                fields=fields,
+            )
         )
         assert row == await ledger.deployment(OTHER)
         assert (row.model, row.bucket_url, row.transition, row.deleting) == ("m", "s3://b/p", "SYNC", False)
@@ -37,7 +48,7 @@ def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
         assert row.fields == {"displayName": "Übung", "annotations": {"a": "b"}}
         assert row.created_at == row.updated_at
         with pytest.raises(Conflict, match=OTHER):
-            await ledger.create_deployment(OTHER, model="m2", bucket_url="s3://b/q")
+            await ledger.create_deployment(NewDeployment(OTHER, model="m2", bucket_url="s3://b/q"))
         assert await ledger.deployment(OTHER) == row
         assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, OTHER]
 
@@ -46,7 +57,9 @@ def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
 
 def test_only_what_is_given_is_changed(url: str) -> None:
     async def work(ledger: Ledger) -> None:
-        before = await ledger.create_deployment(OTHER, model="m", bucket_url="b", fields={"x": 1, "y": 2})
+        before = await ledger.create_deployment(
+            NewDeployment(OTHER, model="m", bucket_url="b", fields={"x": 1, "y": 2})
+        )
         row = await ledger.update_deployment(OTHER, transition="SYNC", fields={"y": None, "z": [3]})
         assert (row.transition, row.replicas_min, row.bucket_url) == ("SYNC", 1, "b")
         assert row.fields == {"x": 1, "z": [3]}
@@ -177,7 +190,7 @@ def test_a_policy_that_is_frozen_or_being_ended_takes_no_signal(
     """Also when that happens between a caller's look and its signal."""
 
     async def work(ledger: Ledger) -> None:
-        await ledger.create_deployment(POLICY, model="red", bucket_url="file:///bucket")
+        await ledger.create_deployment(NewDeployment(POLICY, model="red", bucket_url="file:///bucket"))
         red = Signal(identity="red-1", url="file:///bucket/red-1")
         assert (await ledger.signal(POLICY, red, FleetReports(), chain_max=1)).changed
         await ledger.update_deployment(POLICY, **change)  # type: ignore[arg-type]
@@ -198,11 +211,13 @@ def test_a_policy_made_again_is_later_whatever_the_clock_says(url: str) -> None:
             await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
             made = []
             for _ in range(6):
-                row = await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+                row = await ledger.create_deployment(NewDeployment(POLICY, model="red", bucket_url="b"))
                 made.append(row.created_at)
                 await ledger.delete_deployment(POLICY)
             with pytest.raises(NotFound):
-                await ledger.create_deployment(f"{OTHER}/policies/red", model="red", bucket_url="b")
+                await ledger.create_deployment(
+                    NewDeployment(f"{OTHER}/policies/red", model="red", bucket_url="b")
+                )
             return made
         finally:
             ledger.close()
@@ -217,14 +232,11 @@ def test_policies_of_a_deployment_and_of_a_tenant_have_a_limit_that_the_refusal_
     async def work(ledger: Ledger) -> None:
         async def make(name: str, tenant: str | None, host: str = DEPLOYMENT) -> None:
             await ledger.create_deployment(
-                f"{host}/policies/{name}",
-                model=name,
-                bucket_url="b",
-                fields={TENANT: tenant},
+                NewDeployment(f"{host}/policies/{name}", model=name, bucket_url="b", fields={TENANT: tenant}),
                 limits=limits,
             )
 
-        await ledger.create_deployment(OTHER, model="m", bucket_url="b", limits=limits)
+        await ledger.create_deployment(NewDeployment(OTHER, model="m", bucket_url="b"), limits=limits)
         for name in ("a1", "a2"):
             await make(name, "a")
         with pytest.raises(Conflict, match="max_policies_per_tenant allows 2"):
@@ -257,7 +269,7 @@ def test_a_reader_is_told_what_changed_since_it_looked_and_nothing_else(url: str
             return dict(found.rows)
 
         assert await told() == {}
-        made = await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+        made = await ledger.create_deployment(NewDeployment(POLICY, model="red", bucket_url="b"))
         assert await told() == {POLICY: made}, "the deployment itself did not change"
         await ledger.signal(POLICY, Signal(identity="v1", url="file:///b/v1"))
         assert await told() == {POLICY: await ledger.deployment(POLICY)}
@@ -271,7 +283,7 @@ def test_a_reader_is_told_what_changed_since_it_looked_and_nothing_else(url: str
         assert await told() == {}
         await ledger.delete_deployment(POLICY)
         assert await told() == {POLICY: None}
-        again = await ledger.create_deployment(POLICY, model="red", bucket_url="b")
+        again = await ledger.create_deployment(NewDeployment(POLICY, model="red", bucket_url="b"))
         await ledger.pause(DEPLOYMENT, "keep")
         found = await told()
         assert (found[POLICY], set(found)) == (again, {POLICY, DEPLOYMENT})
@@ -323,7 +335,7 @@ def test_a_reader_that_is_too_far_behind_or_of_another_ledger_is_told_everything
         names = [f"{DEPLOYMENT}/policies/p{number}" for number in range(8)]
         serials = [(await ledger.changes()).serial]
         for name in names:
-            await ledger.create_deployment(name, model="m", bucket_url="b")
+            await ledger.create_deployment(NewDeployment(name, model="m", bucket_url="b"))
             serials.append((await ledger.changes(serials[-1])).serial)
         for missed, serial in enumerate(reversed(serials)):
             found = await ledger.changes(serial)
@@ -342,7 +354,7 @@ def test_commits_of_several_writers_are_told_in_their_order(url: str) -> None:
         others = [Ledger(url) for _ in range(3)]
         names = [f"{DEPLOYMENT}/policies/w{writer}-{n}" for writer in range(3) for n in range(8)]
         for name in names:
-            await ledger.create_deployment(name, model="m", bucket_url="b")
+            await ledger.create_deployment(NewDeployment(name, model="m", bucket_url="b"))
 
         async def write(other: Ledger, own: list[str]) -> None:
             for name in own:
@@ -369,7 +381,7 @@ def test_a_list_has_the_state_of_each_policy(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         names = [f"{DEPLOYMENT}/policies/{name}" for name in ("blue", "green", "red")]
         for name in names:
-            await ledger.create_deployment(name, model="m", bucket_url="b")
+            await ledger.create_deployment(NewDeployment(name, model="m", bucket_url="b"))
         files = (FileContent(name="adapter_model.safetensors", size=4, digest="sha256:ab"),)
         await ledger.signal(names[0], Signal(identity="v1", url="file:///b/v1", content=files))
         await ledger.signal(names[2], Signal(identity="v1", url="file:///b/v1"))

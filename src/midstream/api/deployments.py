@@ -29,7 +29,7 @@ from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
 from midstream.http.bodies import answered, read_body, whole_number
-from midstream.ledger import DeploymentRow, DeploymentState, Ledger
+from midstream.ledger import DeploymentRow, DeploymentState, Ledger, NewDeployment
 from midstream.ledger.deployments import NameTaken
 from midstream.ledger.records import DeploymentChange
 from midstream.snapshots.identity import file_url_path, parse_bucket
@@ -81,22 +81,18 @@ class DeploymentsApi:
         given = resource.parse_body(await read_body(request))
         model = self._base_model(given.get("baseModel"))
         least, most = resource.counts(given, given, None)
-        row = DeploymentRow(
+        new = NewDeployment(
             name=f"{self._account}/deployments/{deployment_id}",
             model=model,
             bucket_url=self._bucket_of(given, deployment_id),
             transition=resource.transition_of(given),
-            desired_snapshot="",
-            generation=0,
-            created_at=0.0,
-            updated_at=0.0,
             replicas_min=least,
             replicas_max=most,
             fields=resource.stored(given, given),
         )
         if request.query_params.get("validateOnly") == "true":
-            return answered(resource.shown(row, None, (), None))
-        row = await self._made(row)
+            return answered(resource.shown(DeploymentRow(**vars(new)), None, (), None))
+        row = await self._made(new)
         await self._changed()
         return answered(await self._shown(row), headers={HEADER_MADE: row.name})
 
@@ -194,22 +190,14 @@ class DeploymentsApi:
 
     # -- inside
 
-    async def _made(self, row: DeploymentRow) -> DeploymentRow:
+    async def _made(self, new: NewDeployment) -> DeploymentRow:
         """Raises InvalidRequest, and Conflict for a name that is taken: for it, no directory is made."""
-        taken = Conflict(f"deploymentId: there is a deployment {row.name} already", param="deploymentId")
-        if any(known.name == row.name for known in await self._ledger.deployments()):
+        taken = Conflict(f"deploymentId: there is a deployment {new.name} already", param="deploymentId")
+        if any(known.name == new.name for known in await self._ledger.deployments()):
             raise taken
-        await _make_bucket(row.bucket_url)
+        await _make_bucket(new.bucket_url)
         try:
-            return await self._ledger.create_deployment(
-                row.name,
-                model=row.model,
-                bucket_url=row.bucket_url,
-                transition=row.transition,
-                replicas_min=row.replicas_min,
-                replicas_max=row.replicas_max,
-                fields=row.fields,
-            )
+            return await self._ledger.create_deployment(new)
         except NameTaken as error:
             # Another call was faster.
             raise taken from error

@@ -32,7 +32,7 @@ from midstream.core.served_names import names_of
 from midstream.core.types import BASE_SNAPSHOT, Desired
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import answered, whole_number
-from midstream.ledger import DeploymentRow, DeploymentState, Ledger
+from midstream.ledger import DeploymentRow, DeploymentState, Ledger, NewDeployment
 from midstream.ledger.deployments import FROZEN, NO_LIMITS, TENANT, NameTaken, PolicyLimits, check_takes
 
 #: Of a list, unless less is asked for.
@@ -211,16 +211,11 @@ class PoliciesApi:
         if any(other.name != names.deployment for other in self._deployments.called(name)):
             raise Conflict(f"policy: {name!r} is the name of something else here", param="policy")
         row = await self._ledger.deployment(deployment.name)
+        fields = {TENANT: request.headers.get(HEADER_TENANT) or None}
+        new = NewDeployment(names.deployment, names.model, row.bucket_url, row.transition, fields=fields)
         # Another signal may make it meanwhile.
         with contextlib.suppress(NameTaken):
-            await self._ledger.create_deployment(
-                names.deployment,
-                model=names.model,
-                bucket_url=row.bucket_url,
-                transition=row.transition,
-                fields={TENANT: request.headers.get(HEADER_TENANT) or None},
-                limits=self._limits,
-            )
+            await self._ledger.create_deployment(new, self._limits)
         await self._changed()
         found = self._deployments.known(names.deployment)
         if found is None:

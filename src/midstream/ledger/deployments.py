@@ -8,8 +8,7 @@ a later time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,7 +17,7 @@ from midstream.core.errors import ConfigError, Conflict, NotFound
 from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, TransitionType
 from midstream.ledger.changes import mark
-from midstream.ledger.records import DeploymentChange, DeploymentRow, from_row
+from midstream.ledger.records import DeploymentChange, DeploymentRow, NewDeployment, from_row
 from midstream.ledger.schema import (
     contents,
     deaths,
@@ -73,32 +72,6 @@ class PolicyLimits:
 
 
 NO_LIMITS = PolicyLimits()
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A deployment to be made. replicas_min, replicas_max: how many it asks for. fields: JSON values."""
-
-    name: str
-    model: str
-    bucket_url: str
-    transition: TransitionType
-    replicas_min: int
-    replicas_max: int
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def values(self, now: float) -> dict[str, Any]:
-        """The columns of the row."""
-        resets = ("reset_ledger_generation", "reset_all_generation", "reset_new_session_generation")
-        return {
-            **vars(self),
-            "fields": {key: value for key, value in self.fields.items() if value is not None},
-            "deleting": False,
-            "desired_snapshot": BASE_SNAPSHOT,
-            "created_at": now,
-            "updated_at": now,
-            **dict.fromkeys(("generation", "last_generation", *resets), 0),
-        }
 
 
 # Statements that are run often are made once: to make one takes longer than to run it.
@@ -165,8 +138,8 @@ def ensure(
     replicas: int,
     now: float,
 ) -> DeploymentRow:
-    fresh = Fresh(name, model, bucket_url, transition or "ASYNC", replicas, replicas)
-    insert_new(db, deployments, fresh.values(now))
+    new = NewDeployment(name, model, bucket_url, transition or "ASYNC", replicas, replicas)
+    insert_new(db, deployments, _columns(new, now))
     row = lock(db, name)
     if row.generation > 0 and row.model != model:
         raise ConfigError(
@@ -181,22 +154,31 @@ def ensure(
     return one(db, name)
 
 
-def create(db: sa.Connection, fresh: Fresh, now: float, limits: PolicyLimits) -> DeploymentRow:
+def create(db: sa.Connection, new: NewDeployment, now: float, limits: PolicyLimits) -> DeploymentRow:
     """A policy is made later than all of its deployment before it, whatever the clock says. Raises NameTaken, Conflict."""
-    host, of_policy, _ = fresh.name.partition(POLICY_INFIX)
+    host, of_policy, _ = new.name.partition(POLICY_INFIX)
     if of_policy:
         row = hold(db, host)
-        if db.execute(_FIND, {"key": fresh.name}).first() is None:
-            limits.check(db, host, fresh.fields.get(TENANT))
+        if db.execute(_FIND, {"key": new.name}).first() is None:
+            limits.check(db, host, new.fields.get(TENANT))
         now = max(now, math.nextafter(row.fields.get(_POLICY_MADE, 0.0), math.inf))
         fields = {**row.fields, _POLICY_MADE: now}
         db.execute(deployments.update().where(deployments.c.id == row.id).values(fields=fields))
-    if not insert_new(db, deployments, fresh.values(now)):
-        raise NameTaken(f"there is a deployment {fresh.name} already")
+    if not insert_new(db, deployments, _columns(new, now)):
+        raise NameTaken(f"there is a deployment {new.name} already")
     if of_policy:
-        _count(db, host, fresh.fields.get(TENANT), 1)
-    mark(db, fresh.name)
-    return one(db, fresh.name)
+        _count(db, host, new.fields.get(TENANT), 1)
+    mark(db, new.name)
+    return one(db, new.name)
+
+
+def _columns(new: NewDeployment, now: float) -> dict[str, Any]:
+    counters = ("last", "reset_ledger", "reset_all", "reset_new_session")
+    return {
+        **vars(DeploymentRow(**vars(new), created_at=now, updated_at=now)),
+        "fields": {key: value for key, value in new.fields.items() if value is not None},
+        **{f"{counter}_generation": 0 for counter in counters},
+    }
 
 
 def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -> DeploymentRow:

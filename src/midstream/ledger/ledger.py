@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
+from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import sqlalchemy as sa
 
@@ -53,6 +53,7 @@ from midstream.ledger.records import (
     Disagreement,
     FleetReports,
     Kept,
+    NewDeployment,
     Signal,
     Signalled,
     SignalResult,
@@ -161,25 +162,11 @@ class Ledger:
         )
 
     async def create_deployment(
-        self,
-        name: str,
-        *,
-        model: str,
-        bucket_url: str,
-        transition: TransitionType = "ASYNC",
-        replicas_min: int = 1,
-        replicas_max: int = 1,
-        fields: Mapping[str, Any] | None = None,
-        limits: deployments.PolicyLimits = deployments.NO_LIMITS,
+        self, new: NewDeployment, limits: deployments.PolicyLimits = deployments.NO_LIMITS
     ) -> DeploymentRow:
-        """fields: other properties that the API was given, as JSON values. Raises NameTaken.
-
-        A policy's name needs its deployment: raises NotFound without it. limits: raises Conflict where there are as many.
-        """
-        fresh = deployments.Fresh(
-            name, model, bucket_url, transition, replicas_min, replicas_max, dict(fields or {})
-        )
-        return await self._write(deployments.create, fresh, self.now(), limits)
+        """Raises NameTaken. A policy's name needs its deployment: raises NotFound without it. limits: raises Conflict where
+        there are as many."""
+        return await self._write(deployments.create, new, self.now(), limits)
 
     async def update_deployment(self, name: str, **change: Unpack[DeploymentChange]) -> DeploymentRow:
         """Change the given properties, leave the others. Raises NotFound."""

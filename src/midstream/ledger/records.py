@@ -38,23 +38,30 @@ def from_row(row: Any, kind: type[_Value]) -> _Value:
 
 
 @dataclass(frozen=True)
-class DeploymentRow:
-    """A deployment. replicas_min, replicas_max: as asked for. fields: other properties that the API was given, by its names.
-
-    generation: of the last effective signal or reset; 0 before the first.
-    """
+class NewDeployment:
+    """A deployment to be made. replicas_min, replicas_max: as asked for. fields: other properties that the API was given, by
+    its names, as JSON values."""
 
     name: str
     model: str
     bucket_url: str
-    transition: TransitionType
-    desired_snapshot: str
-    generation: int
-    created_at: float
-    updated_at: float
+    transition: TransitionType = "ASYNC"
     replicas_min: int = 1
     replicas_max: int = 1
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentRow(NewDeployment):
+    """A deployment. The defaults are those of one that was just made.
+
+    generation: of the last effective signal or reset; 0 before the first.
+    """
+
+    desired_snapshot: str = BASE_SNAPSHOT
+    generation: int = 0
+    created_at: float = 0.0
+    updated_at: float = 0.0
     deleting: bool = False
 
 

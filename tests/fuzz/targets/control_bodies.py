@@ -38,7 +38,7 @@ from midstream.fleet.push import PushDoor
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
-from midstream.ledger import CHAIN_MAX, SignalResult
+from midstream.ledger import CHAIN_MAX, NewDeployment, SignalResult
 from targets.control_side import NAMES, Call, ControlSide, check_refusal, decoded, fields_of, side
 from targets.target import Target, check, controlled
 
@@ -110,7 +110,7 @@ class Gateway(ControlSide):
     async def _made(self, policy: str) -> None:
         names = names_of(NAMES, policy)
         await self.ledger.create_deployment(
-            names.deployment, model=names.model, bucket_url=BUCKET, transition="ASYNC"
+            NewDeployment(names.deployment, model=names.model, bucket_url=BUCKET, transition="ASYNC")
         )
         await self._changed()
 
