@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from midstream.snapshots.layout import file_header
+
 Cast = Literal["bfloat16", "float32"]
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -173,18 +175,8 @@ def wide_first(tensors: Sequence[SnapshotTensor]) -> list[SnapshotTensor]:
 
 def _write_file(path: Path, tensors: list[SnapshotTensor]) -> None:
     tensors = wide_first(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.size
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header = file_header(((t.name, t.dtype, t.shape, t.size) for t in tensors), {"format": "pt"})
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for tensor in tensors:
             file.write(tensor.data())

@@ -177,6 +177,22 @@ def is_shard_name(name: Any) -> bool:
     return Path(name).name == name and name.isprintable()
 
 
+def file_header(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The beginning of a safetensors file, up to the first tensor. tensors: the name, dtype, shape and bytes of each, in the
+    order in which they follow."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        begin, end = end, end + size
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces behind the object.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
     """The layout of one safetensors file, checked to the byte. Raises SnapshotMissing, SnapshotCorrupt, SnapshotError.
 

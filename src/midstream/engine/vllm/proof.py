@@ -17,7 +17,6 @@ import math
 import random
 import secrets
 import shutil
-import struct
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, VllmRefused, proof_prompt, score
 from midstream.http.call import CallFailed, call
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
-from midstream.snapshots.layout import read_spec
+from midstream.snapshots.layout import file_header, read_spec
 from midstream.snapshots.tasks import finished
 
 logger = logging.getLogger(__name__)
@@ -185,16 +184,12 @@ def write_probe(directory: Path, module: str, shape: tuple[int, ...]) -> None:
     signs = random.Random(module)
     a = array("f", (signs.choice((-1.0, 1.0)) / math.sqrt(inputs) for _ in range(inputs)))
     b = array("f", (signs.choice((-STRENGTH, STRENGTH)) for _ in range(outputs)))
-    header, parts, at = {}, [], 0
-    for side, sizes, numbers in (("A", [1, inputs], a), ("B", [outputs, 1], b)):
-        data = numbers.tobytes()
-        name = f"base_model.model.{module}.lora_{side}.weight"
-        header[name] = {"dtype": "F32", "shape": sizes, "data_offsets": [at, at + len(data)]}
-        parts.append(data)
-        at += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    sides = (("A", (1, inputs), a.tobytes()), ("B", (outputs, 1), b.tobytes()))
+    header = file_header(
+        (f"base_model.model.{module}.lora_{side}.weight", "F32", shape, len(data))
+        for side, shape, data in sides
+    )
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module.rsplit(".", 1)[-1]]}
     directory.mkdir(parents=True)
-    (directory / ADAPTER_WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
+    (directory / ADAPTER_WEIGHTS_FILE).write_bytes(header + b"".join(data for _, _, data in sides))
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))

@@ -6,7 +6,6 @@ is refused before any work. Memory holds the blobs of one shard at most.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from midstream.snapshots.arc2.files import (
     run,
     weights_files,
 )
-from midstream.snapshots.layout import FileLayout
+from midstream.snapshots.layout import FileLayout, file_header
 from midstream.snapshots.messages import listed, shown, shown_value
 
 
@@ -197,14 +196,8 @@ def _encode_tensor(
 
 
 def _write_delta_file(path: Path, blobs: Mapping[str, _Blob]) -> None:
-    header: dict[str, Any] = {"__metadata__": {name: blob.checksum for name, blob in blobs.items()}}
-    end = 0
-    for name, blob in blobs.items():
-        begin, end = end, end + blob.size
-        header[name] = {"dtype": "U8", "shape": [blob.size], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = [(name, "U8", (blob.size,), blob.size) for name, blob in blobs.items()]
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(file_header(tensors, {name: blob.checksum for name, blob in blobs.items()}))
         for blob in blobs.values():
             file.writelines(blob.parts)
