@@ -18,6 +18,7 @@ import msgspec
 
 from midstream.core.config import EngineSettings, Settings
 from midstream.core.errors import ConfigError
+from midstream.http.listening import PASSIVE, bound_sockets
 from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.engines import engine_fields, number_of, records_root, usable_cores
 from midstream.launch.process import Child, ChildMessages, StartFailed, Supervised
@@ -109,24 +110,10 @@ def reserved(host: str, port: int) -> list[socket.socket]:
 
     port: 0 for any free one. Raises StartFailed.
     """
-    sockets: list[socket.socket] = []
     try:
-        for family, _, _, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], port, *address[2:]))
-            port = sock.getsockname()[1]
+        return bound_sockets(socket.getaddrinfo(host, port, **PASSIVE), port, shared=True)
     except OSError as error:
-        for sock in sockets:
-            sock.close()
         raise StartFailed(f"gateway: {error}") from error
-    return sockets
 
 
 def gateway_url(settings: Settings, host: str, port: int) -> str:

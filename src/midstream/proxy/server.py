@@ -21,6 +21,7 @@ from midstream.core.config import GatewaySettings
 from midstream.fleet.registry import Deployments
 from midstream.http.appserver import AppServer, socket_directory
 from midstream.http.http1 import ClientConnection
+from midstream.http.listening import LISTEN_BACKLOG, listening_sockets
 from midstream.http.message import ConnectionLimits
 from midstream.http.tls import HANDSHAKE_S, server_tls, tls_for
 from midstream.http.upstream import UpstreamPool
@@ -28,7 +29,6 @@ from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.service import GatewayService
 
-LISTEN_BACKLOG = 4096
 TIMEOUT_CHECK_S = 0.5
 # How long an idle connection stays open for one more request when the process is replaced.
 RETIRING_IDLE_S = 5.0
@@ -207,31 +207,3 @@ class Gateway:
             ssl=tls,
         )
         return UpstreamPool(connect, self._connect_timeout_s)
-
-
-async def listening_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
-    """A listening socket for each address of `host`, all on one port. Raises OSError.
-
-    shared: with other processes of this user, which the system gives their parts of the connections.
-    """
-    loop = asyncio.get_running_loop()
-    sockets: list[socket.socket] = []
-    try:
-        for family, _, _, _, address in await loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], port, *address[2:]))
-            sock.listen(LISTEN_BACKLOG)
-            port = sock.getsockname()[1]
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    return sockets
