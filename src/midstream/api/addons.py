@@ -26,7 +26,7 @@ from midstream.core.errors import Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE, PUBLISH, ScopeNeed
 from midstream.fleet.access import grant_of, meant
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import whole_number
+from midstream.http.bodies import asked_page
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 
 COLLECTION = "/v1/accounts/{account}/deployedModels"
@@ -128,8 +128,7 @@ class AddonsApi:
             if grant.allows((PUBLISH, OBSERVE), of.name)
             for policy in self._deployments.policies(of)
         }
-        after = request.query_params.get("pageToken", "")
-        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS_MAX)
+        after, size = asked_page(request, PAGE_ROWS, PAGE_ROWS_MAX)
         rest = [name for name in sorted(found) if name > after]
         page = {found[name].name: found[name] for name in rest[:size]}
         shown = [_shown(page[row.name], row, state) for row, state in await self._ledger.listed([*page])]

@@ -28,7 +28,7 @@ from midstream.core.scopes import CHANGE_ONE, OBSERVE, OPERATE, PUBLISH, READ_ON
 from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
-from midstream.http.bodies import answered, read_body, whole_number
+from midstream.http.bodies import answered, asked_page, read_body
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger, NewDeployment
 from midstream.ledger.deployments import NameTaken
 from midstream.ledger.records import DeploymentChange
@@ -121,8 +121,7 @@ class DeploymentsApi:
             ),
             key=lambda row: row.name,
         )
-        after = request.query_params.get("pageToken", "")
-        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS_MAX)
+        after, size = asked_page(request, PAGE_ROWS, PAGE_ROWS_MAX)
         rest = [row for row in rows if row.name > after]
         page = rest[:size]
         token = page[-1].name if len(page) < len(rest) else ""

@@ -31,7 +31,7 @@ from midstream.core.scopes import PUBLISH_ONE, READ_ONE
 from midstream.core.served_names import names_of
 from midstream.core.types import BASE_SNAPSHOT, Desired
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import answered, whole_number
+from midstream.http.bodies import answered, asked_page
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger, NewDeployment
 from midstream.ledger.deployments import FROZEN, NO_LIMITS, TENANT, NameTaken, PolicyLimits, check_takes
 
@@ -157,8 +157,7 @@ class PoliciesApi:
     async def list(self, request: Request) -> Policies:
         """The policies in the order of their names. A page's token is the last name on it."""
         deployment = self._of(request)
-        after = request.query_params.get("pageToken", "")
-        size = min(whole_number(request, "pageSize", 0, 0, 2**31 - 1) or PAGE_ROWS, PAGE_ROWS)
+        after, size = asked_page(request, PAGE_ROWS, PAGE_ROWS)
         # Another gateway may have made some.
         await self.look()
         page = self._deployments.policies_after(deployment, after, size + 1)

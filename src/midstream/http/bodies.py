@@ -69,6 +69,13 @@ def fields_of(raw: dict[str, Any], kind: type[Body]) -> Body:
         raise InvalidRequest(str(found), param=found.field or None) from error
 
 
+def asked_page(request: Request, rows: int, most: int) -> tuple[str, int]:
+    """The name that the page of a list begins behind, and how many rows it has: `rows` where none are asked for, `most` at
+    most. Raises InvalidRequest."""
+    size = whole_number(request, "pageSize", 0, 0, 2**31 - 1)
+    return request.query_params.get("pageToken", ""), min(size or rows, most)
+
+
 def whole_number(request: Request, name: str, default: int, lowest: int, highest: int) -> int:
     """A number of the query; `default` if it is not given. Raises InvalidRequest."""
     asked = request.query_params.get(name)
