@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -164,6 +165,13 @@ class Channel(Generic[Message]):
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> None:
         self._sock = sock
         self._frames = Frames(decoder)
+
+    @classmethod
+    def of_child(cls, decoder: msgspec.msgpack.Decoder[Message]) -> Channel[Message]:
+        """That of this process, which `spawn` started. From now on its parent alone decides when it ends."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        return cls(socket.socket(fileno=int(sys.argv[1])), decoder)
 
     def send(self, message: object) -> None:
         try:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
 from collections import deque
@@ -227,11 +226,7 @@ def serve(channel: Channel[m.Order]) -> None:
 
 
 def main() -> int:
-    """The argument is the number of the process's end of the socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The replica decides when the receiver ends.
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])), m.order_decoder)
+    channel = Channel.of_child(m.order_decoder)
     with contextlib.suppress(Disconnected):
         configure_as_parent("receiver")
         # It copies bytes, and computes nothing.

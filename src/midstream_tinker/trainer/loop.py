@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -109,14 +107,9 @@ def receive(channel: Channel[m.Command], commands: queue.SimpleQueue[m.Command])
 
 
 def main() -> int:
-    """The argument is the number of the process's end of the socket."""
-    fd = int(sys.argv[1])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The front decides when the trainer ends.
-        signal.signal(number, signal.SIG_IGN)
+    channel = Channel.of_child(m.command_decoder)
     transformers.utils.logging.disable_progress_bar()
     configure_as_parent("trainer")
-    channel = Channel(socket.socket(fileno=fd), m.command_decoder)
     commands: queue.SimpleQueue[m.Command] = queue.SimpleQueue()
     threading.Thread(target=receive, args=(channel, commands), daemon=True, name="receive").start()
     start = commands.get()

@@ -12,8 +12,6 @@ import gc
 import logging
 import os
 import queue
-import signal
-import socket
 import sys
 import time
 from functools import partial
@@ -226,15 +224,10 @@ class EngineLoop:
 
 
 def main() -> int:
-    """The argument is the number of the process's end of the socket."""
-    fd = int(sys.argv[1])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The replica decides when the engine ends.
-        signal.signal(number, signal.SIG_IGN)
+    channel = Channel.of_child(m.command_decoder)
     transformers.utils.logging.disable_progress_bar()
     # A thread that stages weights must not hold the interpreter lock for a whole default interval between two kernels.
     sys.setswitchinterval(0.0005)
-    channel = Channel(socket.socket(fileno=fd), m.command_decoder)
     with contextlib.suppress(Disconnected):
         start = next(iter(channel.receive(None)))
         assert isinstance(start, m.Start)
