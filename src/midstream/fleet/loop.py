@@ -50,7 +50,7 @@ from midstream.fleet.reconcile import (
 )
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.signal_order import KEPT, SignalOrder
-from midstream.fleet.switch_turns import TURN_S_MAX, SwitchTurn, next_turn
+from midstream.fleet.switch_turns import SwitchTurns
 from midstream.fleet.view import ReplicaView
 from midstream.ledger import BootHistory, DeploymentState, Ledger, LedgerUnavailable
 
@@ -75,9 +75,8 @@ class Reconciler:
 
         signalled_at_once: its owner calls `signalled` after each change of the ledger that concerns the deployment.
         """
-        self._one_by_one = swap_order == "one-by-one"
-        self._turn: SwitchTurn | None = None
-        self._turn_since = float("-inf")
+        #: None: each replica switches when it is ready.
+        self._turns = SwitchTurns(monotonic) if swap_order == "one-by-one" else None
         self._ledger = ledger
         self._replicas = replica_set
         self._deployment = deployment
@@ -168,9 +167,8 @@ class Reconciler:
         """One pass over all replicas. Messages are sent by tasks of their own: a slow replica holds up no other."""
         self._due = False
         await self._reconcile()
-        waits = (
-            self._stuck or self._sending or self._turn is not None or self._pauses.current.mode is not None
-        )
+        switches = self._turns is not None and self._turns.current is not None
+        waits = self._stuck or self._sending or switches or self._pauses.current.mode is not None
         self._due |= bool(waits) or self._read_at == float("-inf")
 
     async def _reconcile(self) -> None:
@@ -195,8 +193,8 @@ class Reconciler:
         retries = {view.name: await self._retry_generation(state, view) for view in holders}
         self._pass_the_turn(state, retries)
         for view in self._replicas.holders:
-            queues = self._one_by_one and view.admitted
-            turn = (self._turn is not None and self._turn.replica == view.name) if queues else None
+            turns = self._turns if view.admitted else None
+            turn = None if turns is None else turns.may_switch(view.name)
             action = decide(state, view.report, view.admitted, retries.get(view.name, 0), turn)
             admit = action.admit and (view.admitted or self._pauses.lets_join(view))
             if admit and not view.admitted:
@@ -298,16 +296,13 @@ class Reconciler:
         return report.own.stage in (Stage.IDLE, Stage.ERROR) and target is None
 
     def _pass_the_turn(self, state: DeploymentState, retries: dict[str, int]) -> None:
-        if not self._one_by_one:
+        if self._turns is None:
             return
         in_rotation = [
             view.report for view in self._replicas.views if view.usable and view.report is not None
         ]
         staged = {r.replica for r in in_rotation if waits_staged(state, r, retries.get(r.replica, 0))}
-        now = self._monotonic()
-        turn = next_turn(in_rotation, staged, self._turn, now - self._turn_since > TURN_S_MAX)
-        if turn != self._turn:
-            self._turn, self._turn_since = turn, now
+        self._turns.look(in_rotation, staged)
 
     async def _retry_generation(self, state: DeploymentState, view: ReplicaView) -> int:
         """The generation under which this replica is asked again for what it failed on, 0 while it is not."""

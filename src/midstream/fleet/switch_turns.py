@@ -1,4 +1,4 @@
-"""Which replica may switch now, when they switch one by one. Pure.
+"""Which replica may switch now, when they switch one by one. No I/O.
 
 All prepare the new snapshot up to STAGED and are held there; one at a time is let go. The next one's turn comes when it has
 been checked, has failed, or is gone. Only replicas that take requests queue: one that is out of rotation loads as it likes.
@@ -9,7 +9,7 @@ is staged, a replica is released.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from midstream.core.reports import Reported
@@ -42,6 +42,26 @@ def next_turn(
     if last in waiting and not (overdue and len(waiting) > 1):
         return last
     return next((turn for turn in waiting if turn != last), None)
+
+
+class SwitchTurns:
+    """The turns of one deployment's replicas, pass after pass of its reconciler."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._since = float("-inf")
+        #: None: no replica may switch.
+        self.current: SwitchTurn | None = None
+
+    def look(self, in_rotation: Sequence[Reported], staged: Collection[str]) -> None:
+        """As `next_turn`."""
+        now = self._monotonic()
+        turn = next_turn(in_rotation, staged, self.current, now - self._since > TURN_S_MAX)
+        if turn != self.current:
+            self.current, self._since = turn, now
+
+    def may_switch(self, replica: str) -> bool:
+        return self.current is not None and self.current.replica == replica
 
 
 def _turn(report: Reported) -> SwitchTurn:
