@@ -473,7 +473,7 @@ def _pause(replica: Replica, request: Request) -> Answer:
 
 
 def _abort(replica: Replica, request: Request) -> Answer:
-    return 200, {"aborted": replica.abort(decoded(request, _ids, "ids of requests"))}
+    return 200, {"aborted": replica.policies.abort(decoded(request, _ids, "ids of requests"))}
 
 
 def _reset_cache(replica: Replica) -> Answer:

@@ -191,6 +191,10 @@ class ServedPolicies:
         if not any(policy.name == name for policy in self.everyone):
             await self._parts.files.source.remove_policy(name)
 
+    def abort(self, ids: tuple[str, ...] | None = None, *, held: bool = True) -> int:
+        """Ends requests with what they have; None: all. held: also those that wait at a gate. Returns of how many."""
+        return sum(policy.abort(ids, held=held) for policy in self.everyone)
+
     def pause(self, paused: bool) -> None:
         self._paused = paused
         for policy in self.everyone:

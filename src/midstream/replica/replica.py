@@ -31,6 +31,7 @@ from midstream.core.types import ENGINE_SILENT_FROM_S, Desired, Hint, ModelInfo,
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
+from midstream.replica.pausing import Pausing
 from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import Bounds, PolicyParts
 from midstream.replica.service import REAL, KeptAcrossBoots, Outside, Service
@@ -89,16 +90,11 @@ class Replica:
         self._engine = engine
         self._text = text
         self._outside = outside
-        self._jobs = TextJobs()
         #: Of the process, once it is watched.
         self._pulse = Pulse(name)
-        self._grammars = GrammarChecks()
         self.responses = StoredResponses(name, self.trees.close)
         self._journal: Journal | None = None
-        self._kept = KeptAcrossBoots(self.sessions, self._jobs, self._grammars, self.trees, self.responses)
-        #: What was asked for last, and what was carried out.
-        self._to_pause = self._pause = Pause()
-        self._pausing: asyncio.Task[None] | None = None
+        self._kept = KeptAcrossBoots(self.sessions, TextJobs(), GrammarChecks(), self.trees, self.responses)
         self._watch = asyncio.Event()
         #: Loads that have ended, of the deployment's own snapshots and of policies: each end is reported at once.
         self.settled = 0
@@ -116,6 +112,7 @@ class Replica:
         )
         #: The deployment's own policy.
         self.own = self.policies.own
+        self._pausing = Pausing(engine, self.policies, self._changed)
         engine.on_death(self._on_death)
 
     def __repr__(self) -> str:
@@ -230,10 +227,10 @@ class Replica:
         self.ready = False
         self.own.gate.set(Door.DOWN)
         await self.own.hints.close()
-        self._jobs.close()
-        self._grammars.close()
-        for task in (self._recovery, self._pausing):
-            await _cancel(task)
+        self._kept.jobs.close()
+        self._kept.grammars.close()
+        await _cancel(self._recovery)
+        await self._pausing.close()
         await self._end_boot()
         await self.transfers.close()
         self._changed()
@@ -254,35 +251,7 @@ class Replica:
 
     def pause(self, wanted: Pause) -> None:
         """Pause or resume, unless a newer message said otherwise. The report shows when it is done."""
-        stale = wanted.serial < self._to_pause.serial
-        again = wanted.serial == self._to_pause.serial
-        under_way = self._pausing is not None and not self._pausing.done()
-        # One that failed is tried again when its message comes again.
-        if stale or (again and (wanted != self._to_pause or under_way or self._pause == wanted)):
-            return
-        self._to_pause = wanted
-        self.policies.pause(wanted.mode is not None)
-        if self._pausing is None or self._pausing.done():
-            self._pausing = asyncio.create_task(self._carry_out_pause(), name="pause")
-            self._pausing.add_done_callback(_log_failure)
-
-    async def _carry_out_pause(self) -> None:
-        while self._pause != self._to_pause:
-            wanted = self._to_pause
-            if wanted.mode == "abort":
-                self.abort(held=False)
-            # A dead engine has nothing that could stand still. Its next boot begins with the gate closed.
-            with contextlib.suppress(EngineDied):
-                if wanted.mode == "keep":
-                    await self._engine.pause()
-                elif self._pause.mode == "keep":
-                    await self._engine.resume()
-            self._pause = wanted
-            self._changed()
-
-    def abort(self, ids: tuple[str, ...] | None = None, *, held: bool = True) -> int:
-        """Ends requests with what they have; None: all. held: also those that wait at a gate. Returns of how many."""
-        return sum(policy.abort(ids, held=held) for policy in self.policies.everyone)
+        self._pausing.ask(wanted)
 
     def reset_cache(self) -> None:
         for policy in self.policies:
@@ -310,11 +279,11 @@ class Replica:
             in_flight=self.policies.requests,
             policies=self.policies.reports(self._down),
             policies_max=self._policies_max,
-            pause=self._pause,
+            pause=self._pausing.carried_out,
             engine=self._engine.stats(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
-            long_texts=self._jobs.jobs,
+            long_texts=self._kept.jobs.jobs,
             records=None if self._journal is None else self._journal.stats(),
             stalled_s=self._pulse.stalled_s,
             engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
