@@ -59,6 +59,7 @@ def test_an_unknown_field_is_refused_in_the_words_clients_match() -> None:
         ({"max_tokens": "8"}, "max_tokens: expected int | null, got str", "max_tokens"),
         ({"logprobs": 6}, "logprobs: expected int <= 5", "logprobs"),
         ({"logit_bias": {"5": 200}}, "logit_bias[...]: expected float <= 100.0", "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias: expected int, got str", "logit_bias"),
         ({"logit_bias": {"300": 1}}, "logit_bias: token ids must be 0 to 299, got 300", "logit_bias"),
         ({"stop": ["a", ""]}, "stop: strings must not be empty", "stop"),
         ({"stop": ["a"] * 65}, "stop: at most 64 strings, got 65", "stop"),
