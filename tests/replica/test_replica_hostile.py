@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from replica_fakes import FakeEngine, Running
 from test_replica_wire import play
 
+from midstream.core.decoding import message_of
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import ResumeLogReader, read_resume
 from midstream.core.versions import Admitted, from_header
-from midstream.http.message import Request
 from midstream.proxy.resume import reason_of
 from midstream.replica import app, control
-from midstream.replica.control import decoded
 
 DEEP = b'{"x":' + b"[" * 5000
 NO_TEXT = b'{"snapshot":"\xff","path":"\xff","tenant":"\xff"}'
@@ -24,10 +24,9 @@ NO_TEXT = b'{"snapshot":"\xff","path":"\xff","tenant":"\xff"}'
 
 @pytest.mark.parametrize("body", [DEEP, NO_TEXT])
 @pytest.mark.parametrize("decoder", [app._desired, app._asked, app._hinted, control._transfer])
-def test_a_message_to_a_replica_is_refused(decoder: object, body: bytes) -> None:
-    request = Request(b"POST", b"/", [], {}, body, False, True)
+def test_a_message_to_a_replica_is_refused(decoder: msgspec.json.Decoder[Any], body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not a message"):
-        decoded(request, decoder, "a message")  # type: ignore[arg-type]
+        message_of(body, decoder, "a message")
 
 
 @pytest.mark.parametrize("body", [DEEP, NO_TEXT])

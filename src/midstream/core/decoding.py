@@ -39,6 +39,14 @@ def _below(frames: int, decode: Callable[[bytes], _T], data: bytes) -> _T:
     return _below(frames - 1, decode, data) if frames else decode(data)
 
 
+def message_of(body: bytes, decoder: msgspec.json.Decoder[_T], what: str) -> _T:
+    """A message of another process of the server. Raises InvalidRequest, which says what it should be."""
+    try:
+        return decoder.decode(body)
+    except NOT_JSON as error:
+        raise InvalidRequest(f"not {what}: {error}") from error
+
+
 class Fault(NamedTuple):
     """Why a decoder refused a value. place: of the part at fault, such as `.tools[0].name`; empty: all of it."""
 

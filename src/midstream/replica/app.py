@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
+from midstream.core.decoding import message_of
 from midstream.core.errors import (
     InvalidRequest,
     MidstreamError,
@@ -43,7 +44,7 @@ from midstream.core.wires import PREFIX, WIRES, WirePath, wire_of
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
-from midstream.replica.control import TraceExchange, TransferExchange, decoded
+from midstream.replica.control import TraceExchange, TransferExchange
 from midstream.replica.exchange import (
     Answer,
     FailedExchange,
@@ -424,17 +425,17 @@ def _models(replica: Replica) -> Answer:
 
 
 def _desire(replica: Replica, request: Request) -> Answer:
-    replica.desire(decoded(request, _desired, "a desired snapshot"))
+    replica.desire(message_of(request.body, _desired, "a desired snapshot"))
     return 202, replica.report()
 
 
 def _end_policy(replica: Replica, request: Request) -> Answer:
-    end = decoded(request, _policy_end, "the end of a policy")
+    end = message_of(request.body, _policy_end, "the end of a policy")
     return 200, {"ended": replica.policies.end(end.policy, end.made)}
 
 
 def _sessions(replica: Replica, request: Request) -> Answer:
-    asked = decoded(request, _asked, "a question about sessions")
+    asked = message_of(request.body, _asked, "a question about sessions")
     if asked.key is None:
         return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
     found = replica.sessions.one((asked.tenant, asked.key))
@@ -442,14 +443,14 @@ def _sessions(replica: Replica, request: Request) -> Answer:
 
 
 def _close_session(replica: Replica, request: Request) -> Answer:
-    asked = decoded(request, _asked, "a question about sessions")
+    asked = message_of(request.body, _asked, "a question about sessions")
     if asked.key is None:
         raise InvalidRequest("which session is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
 
 
 def _response(replica: Replica, request: Request) -> Answer:
-    asked = decoded(request, _response_asked, "a question about a response")
+    asked = message_of(request.body, _response_asked, "a question about a response")
     found = replica.responses.find(asked.tenant, asked.id)
     if found is None:
         return 200, {"found": None}
@@ -459,21 +460,21 @@ def _response(replica: Replica, request: Request) -> Answer:
 
 
 def _reward(replica: Replica, request: Request) -> Answer:
-    return 200, replica.reward(decoded(request, _rewarded, "a reward"))
+    return 200, replica.reward(message_of(request.body, _rewarded, "a reward"))
 
 
 def _hint(replica: Replica, request: Request) -> Answer:
-    replica.hint(decoded(request, _hinted, "a hint"))
+    replica.hint(message_of(request.body, _hinted, "a hint"))
     return 202, {}
 
 
 def _pause(replica: Replica, request: Request) -> Answer:
-    replica.pause(decoded(request, _paused, "a pause"))
+    replica.pause(message_of(request.body, _paused, "a pause"))
     return 202, {}
 
 
 def _abort(replica: Replica, request: Request) -> Answer:
-    return 200, {"aborted": replica.policies.abort(decoded(request, _ids, "ids of requests"))}
+    return 200, {"aborted": replica.policies.abort(message_of(request.body, _ids, "ids of requests"))}
 
 
 def _reset_cache(replica: Replica) -> Answer:
