@@ -7,13 +7,16 @@ Always holds:
 - `MIDSTREAM_KERNELS_LEVEL` compiles for that level (prebuilt.py) and not for the whole processor.
 - The log names the level of what runs, wherever it was compiled.
 - A library appears in the cache whole or not at all. It is never loaded from a directory that other users can write to.
+- Of processes that start together, one compiles.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -21,7 +24,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,13 +92,29 @@ def _kept(compile_with: Sequence[str], source: Path, target: Path) -> ctypes.CDL
     state = target.parent.stat()
     if hasattr(os, "getuid") and (state.st_uid not in (0, os.getuid()) or state.st_mode & 0o022):
         raise PermissionError(f"other users can write to {target.parent} and could put anything there")
-    if target.exists():
-        try:
-            return ctypes.CDLL(str(target))
-        except OSError as error:
-            # The disk was full, or the machine went down while it was written.
-            logger.warning("%s is built again: %s", target, error)
-    return _built(compile_with, source, target)
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(target))
+    with _alone(target.parent):
+        if target.exists():
+            try:
+                return ctypes.CDLL(str(target))
+            except OSError as error:
+                # The disk was full, or the machine went down while it was written.
+                logger.warning("%s is built again: %s", target, error)
+        return _built(compile_with, source, target)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """The engines of a server start together: one of them compiles, and the others wait and load what it kept."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        # A file system without locks costs no more than several compilations.
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _compiler() -> str:
