@@ -140,7 +140,7 @@ def test_a_member_that_stalls_in_the_finish_leaves_the_quorum_time_to_serve(tmp_
         assert gateway.waited_for == ["replica-0", "replica-2"]
         assert await world.group() is None
 
-    in_world(tmp_path, work, msgspec.structs.replace(TWO_OF_THREE, finish_s=0.1))
+    in_world(tmp_path, work, msgspec.structs.replace(TWO_OF_THREE, finish_s=1.0))
 
 
 def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
@@ -693,7 +693,7 @@ def test_a_replica_that_stands_still_does_not_hold_up_the_call_that_ends_its_gro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
     """In the simulation a call took 20 s more than its deadline: two orders waited for a replica that was stopped."""
-    monkeypatch.setattr(push_orders, "SAY_S", 0.02)
+    monkeypatch.setattr(push_orders, "SAY_S", 0.2)
 
     async def work(world: World) -> None:
         [gateway] = world.gateways

@@ -142,9 +142,9 @@ def test_the_spans_of_a_request_are_one_tree_below_its_clients_span(
     assert served.parent == gateway.id
     assert {spans[name].parent for name in ("admit", "engine")} == {served.id}
     assert {spans[name].parent for name in ("queue", "prefill", "decode")} == {spans["engine"].id}
-    for outer, inner in ((gateway, served), (served, spans["engine"]), (spans["engine"], spans["decode"])):
-        # The two processes' clocks are one machine's.
-        assert outer.begin_ns <= inner.begin_ns <= inner.end_ns <= outer.end_ns + 50_000_000
+    # Of one process: between two, a busy machine may stop one of them before it looks at its clock.
+    for outer, inner in ((served, spans["engine"]), (spans["engine"], spans["decode"])):
+        assert outer.begin_ns <= inner.begin_ns <= inner.end_ns <= outer.end_ns
     assert spans["queue"].end_ns <= spans["prefill"].end_ns == spans["decode"].begin_ns
     usage, choice = answer.json()["usage"], answer.json()["choices"][0]
     assert served.attributes == {

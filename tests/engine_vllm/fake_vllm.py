@@ -59,7 +59,7 @@ WATCHED = (*OF_API_PROCESS, PROBE)
 MAPS = {"self_attn.q_proj": (16, 8), "mlp.down_proj": (8, 16)}
 
 
-async def until(condition: Callable[[], object], what: str = "", timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], what: str = "", timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never: {what or condition}"

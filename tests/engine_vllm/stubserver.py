@@ -58,7 +58,7 @@ class Fake:
         return pids
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"

@@ -73,7 +73,7 @@ def failing(server: VllmServer) -> str:
 
 
 async def soon(what: Coroutine[Any, Any, Any]) -> Any:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         return await what
 
 
@@ -348,7 +348,7 @@ class TestHealth:
 
             monkeypatch.setattr(server, "health", counted)
             ended = asyncio.create_task(server.wait_ended())
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while asked < 12:
                     assert not ended.done()
                     await asyncio.sleep(0.01)

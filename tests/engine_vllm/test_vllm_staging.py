@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def empty(folder: Path) -> None:
     """Waits until no snapshot's file is below `folder`: memory is freed beside."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     # os.walk passes over a directory that goes meanwhile.
     while left := [file for _, _, files in os.walk(folder) for file in files if file != module.LOCK]:
         assert time.monotonic() < deadline, f"still there: {left}"

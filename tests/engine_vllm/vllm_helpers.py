@@ -106,7 +106,7 @@ class Reading:
         await asyncio.wait((self.task,))
 
     async def ended(self) -> Reading:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self.task
         return self
 

@@ -112,9 +112,11 @@ def test_a_slow_head_and_a_stalled_body_time_out_and_a_served_stream_does_not() 
             await timed_out.wait()
             peer.respond(b"late")
 
-        async with staged(slow, head_s=0.1, body_window_s=0.1) as stage:
-            served, partial, stalled = [await stage.connect() for _ in range(3)]
+        async with staged(slow, head_s=0.5, body_window_s=0.5) as stage:
+            served = await stage.connect()
             served.send(post())
+            await stage.mocks[0].asked(1)
+            partial, stalled = [await stage.connect() for _ in range(2)]
             partial.send(HEAD)
             stalled.send(post(b"12345")[:-1])
             answers = [await partial.message(), await stalled.message()]
@@ -127,7 +129,7 @@ def test_a_slow_head_and_a_stalled_body_time_out_and_a_served_stream_does_not() 
 
 def test_an_idle_connection_is_closed_after_its_keep_alive_time() -> None:
     async def main() -> None:
-        async with staged(respond_ok, keep_alive_s=0.1) as stage:
+        async with staged(respond_ok, keep_alive_s=0.5) as stage:
             client = await stage.connect()
             client.send(post())
             assert (await client.message()).status == 200

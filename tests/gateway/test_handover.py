@@ -90,7 +90,7 @@ def test_a_retiring_gateway_answers_once_more_on_each_connection_and_finishes_it
             peer.chunk(b"data: [DONE]\n\n")
             peer.end_stream()
 
-        async with staged(stream, retiring_idle_s=0.1) as stage:
+        async with staged(stream, retiring_idle_s=0.5) as stage:
             streaming, idle, used = [await stage.connect() for _ in range(3)]
             streaming.send(post())
             head = await streaming.message(head_only=True)

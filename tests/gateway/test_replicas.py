@@ -303,7 +303,7 @@ def test_a_new_boot_is_not_admitted() -> None:
 
 def test_a_silent_stream_counts_as_lost() -> None:
     async def main() -> None:
-        async with EventServer() as server, Watched(server, silence_s=0.3) as watched:
+        async with EventServer() as server, Watched(server, silence_s=1.0) as watched:
             await server.connected.wait()
             busy = EngineStats(running=2, waiting=1)
             troubled: dict[str, object] = {"long_texts": 3, "stalled_s": 1.5, "engine_silent_s": 7}

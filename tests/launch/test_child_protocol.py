@@ -197,7 +197,7 @@ def test_what_a_child_started_ends_with_it_however_it_ends(module: str, tmp_path
         while runs(first) or runs(second):  # noqa: ASYNC110 - init reaps them
             await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def published(pid: int, name: str) -> bytes:
@@ -264,7 +264,7 @@ def test_the_last_lines_of_a_child_are_heard_before_its_end_is_reported(
         while not child._life.process._transport.is_closing():  # type: ignore[attr-defined] # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
     assert events == (["line", "end"] if in_time else ["end"])
 
 

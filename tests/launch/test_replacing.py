@@ -145,7 +145,9 @@ def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
 def test_who_cannot_take_over_leaves_the_old_one_in_place(
     make: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes: str, why: str
 ) -> None:
-    monkeypatch.setattr(process, "TAKE_OVER_S", 0.5)
+    # An interpreter that ends on a busy machine may take longer than half a second.
+    if takes != "sys.exit(1)":
+        monkeypatch.setattr(process, "TAKE_OVER_S", 0.5)
 
     async def main() -> None:
         child = make(takes)

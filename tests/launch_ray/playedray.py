@@ -17,7 +17,7 @@ from midstream.core.supervision import Listening
 from midstream.launch import ray_child
 from midstream.launch.ray_actor import ChildActor
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 UNAVAILABLE = ActorUnavailableError("the connection broke", None)
 
 

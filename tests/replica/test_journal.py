@@ -24,7 +24,7 @@ from midstream.client.records import sequences_of
 from midstream.replica.journal import Journal
 
 
-def until(holds: Any, timeout_s: float = 30.0) -> None:
+def until(holds: Any, timeout_s: float = 120.0) -> None:
     end = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < end, "it does not come to hold"

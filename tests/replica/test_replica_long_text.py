@@ -317,7 +317,7 @@ def test_jobs_whose_clients_left_take_no_more_than_their_tenants_turn() -> None:
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            assert await asyncio.wait_for(jobs.run("b", lambda leave: "b"), 5) == "b"
+            assert await asyncio.wait_for(jobs.run("b", lambda leave: "b"), 120) == "b"
             assert len(running) == 1
         finally:
             go_on.set()

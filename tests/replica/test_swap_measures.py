@@ -20,7 +20,7 @@ def desired(snapshot: str, generation: int) -> Desired:
 
 
 async def until(replica: Replica, outcome: str, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while replica.sessions.measures.counts["swaps"][outcome] < count:
             await replica.changed(1.0)
 

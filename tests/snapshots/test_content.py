@@ -252,7 +252,7 @@ def test_a_pipe_in_the_place_of_a_file_that_was_listed_is_an_error_at_once(
     with pytest.raises(
         SnapshotCorrupt, match=r"model\.safetensors changed while it was read: it is not a reg"
     ):
-        runner.run(asyncio.wait_for(fetch_snapshot(source.as_uri(), tmp_path / "dest"), 20))
+        runner.run(asyncio.wait_for(fetch_snapshot(source.as_uri(), tmp_path / "dest"), 120))
 
 
 def test_what_is_published_carries_its_manifest(tmp_path: Path) -> None:

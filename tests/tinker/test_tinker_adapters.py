@@ -29,7 +29,7 @@ def play(most: int, scene: Callable[[SamplerAdapters, FakePolicies], Awaitable[N
         policies.loaded.update(loaded)
         adapters = SamplerAdapters(policies, most)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await scene(adapters, policies)
         finally:
             await adapters.close()

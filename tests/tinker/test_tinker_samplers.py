@@ -21,7 +21,7 @@ KEY = "tml-key"
 
 def play(root: Path, scene: Callable[[World], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        async with world(root, **{"several": True, **options}) as at, asyncio.timeout(30):
+        async with world(root, **{"several": True, **options}) as at, asyncio.timeout(120):
             await scene(at)
 
     asyncio.run(run())

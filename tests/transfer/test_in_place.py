@@ -331,6 +331,6 @@ async def test_a_trainer_is_looked_for_where_it_said_it_is(tmp_path: Path) -> No
 
 async def until_none(found: Callable[[], list[Path]]) -> None:
     """Another thread removes them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while found():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.002)

@@ -35,7 +35,7 @@ config = DeploymentConfig(deployment_id=NEW, base_model=given.model, accept_shap
 result: dict[str, Any] = {"before": names(), "missing": deployments.get(NEW)}
 result["created"] = asdict(deployments.create_or_get(config))
 result["again"] = asdict(deployments.create_or_get(config))
-result["ready"] = asdict(deployments.wait_for_ready(NEW, timeout_s=90, poll_interval_s=0.5))
+result["ready"] = asdict(deployments.wait_for_ready(NEW, timeout_s=300, poll_interval_s=0.5))
 result["typed"] = client.deployments.get(NEW).to_dict()
 result["listed"] = names()
 result["conflict"] = refusal(lambda: client.deployments.create(base_model=given.model, deployment_id=NEW))
@@ -55,7 +55,7 @@ result["reattached"] = asdict(
         NEW,
         base_model=given.model,
         trainer_job_name="accounts/acme/rlorTrainerJobs/job-1",
-        timeout_s=60,
+        timeout_s=300,
         poll_interval_s=0.5,
         hot_load_transition_type="SYNC",
     )
@@ -68,6 +68,6 @@ except httpx.HTTPStatusError as error:
 deployments.scale_to_zero(NEW)
 result["scaled"] = client.deployments.get(NEW).to_dict()
 deployments.delete(NEW)
-deployments._wait_for_deletion(NEW, timeout_s=60, poll_interval_s=0.5)
+deployments._wait_for_deletion(NEW, timeout_s=300, poll_interval_s=0.5)
 result["after"] = names()
 answer(result)
