@@ -300,7 +300,7 @@ def test_a_replica_that_was_loaded_again_agrees_once_its_weights_are_read() -> N
     read = check(**given)
     unread = check(weights=None, unread=True, **given)
     found = [findings(state, [*fleet(check()), report(1, mended, **given)]) for mended in (unread, read)]
-    assert found == [[], [Finding("r1", "b", "a", "agreed", 4)]]
+    assert found == [[], [disagreeing(verdict="agreed")]]
     wrong = report(1, check(weights="other", **given), **given)
     assert [f.verdict for f in findings(state, [*fleet(check()), wrong])] == ["out"]
 

@@ -35,7 +35,7 @@ PATH = "/inference/v1/generate"
 GREEDY_BELOW, TEMPERATURE_MIN = 1e-5, 1e-2
 #: vLLM's value for a log-probability that is NaN or -inf.
 NOT_FINITE = -9999.0
-#: Of midstream's own checks, at a server that goes by priority. vLLM takes lower numbers first, and other requests have 0 or more.
+#: The priority of midstream's own checks, at a server that orders by it. vLLM takes lower numbers first; others have 0 or more.
 URGENT = -1
 #: Of versions up to 0.28.
 NO_RANKS = "this version of vLLM gives tokens no rank, which would carry the number"
