@@ -31,7 +31,7 @@ LINES_MAX = {
     "launch": 3830,
     "ledger": 3360,
     "midstream": 150,
-    "midstream_kernels": 1705,
+    "midstream_kernels": 1720,
     "midstream_tinker": 7405,
     "models": 260,
     "proxy": 4295,
