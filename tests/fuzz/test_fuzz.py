@@ -17,7 +17,7 @@ from tiers import variant
 from midstream.ledger import database
 
 SCRIPT = Path(fuzz.__file__)
-SECONDS = 20
+SECONDS = 6
 #: Of the planted faults, those that `make test` looks for.
 FOUND_FAST = ("frames_unchecked",)
 needs_atheris = pytest.mark.skipif(

@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -248,12 +248,12 @@ def smaller(bed: Bed, seed: int) -> list[int]:
     return sorted(out)
 
 
-def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) -> int:
+def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool) -> int:
     """Runs the seeds; the exit code. An interrupt ends the run, and what was found so far is told."""
     begun, counts, bad, tokens, simulated = time.monotonic(), Counter[str](), [], 0, 0.0
     number = 0
     with contextlib.suppress(KeyboardInterrupt):
-        for found in run_many(bed, ((seed, ()) for seed in range(first, last)), processes):
+        for found in run_many(bed, ((seed, ()) for seed in seeds), processes):
             number += 1
             counts.update(found["counts"])
             tokens, simulated = tokens + found["tokens"], simulated + found["seconds"]
@@ -272,9 +272,11 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
         print(table(counts))
     print(f"{tokens} tokens checked, {simulated:.0f} s simulated in {time.monotonic() - begun:.0f} s")
     if not bad:
-        done = f"seeds {first} to {last - 1}" if number == last - first else f"interrupted after {number}"
-        print(f"{done}: nothing is wrong")
-        return 0 if number == last - first else 1
+        whole = number == len(seeds)
+        print(
+            f"{f'seeds {seeds[0]} to {seeds[-1]}' if whole else f'interrupted after {number}'}: nothing is wrong"
+        )
+        return 0 if whole else 1
     seed = min(bad)
     out, mode = smaller(bed, seed), "".join(f" --{kind}" for kind, given in bed.kind.items() if given)
     again = f"{sys.argv[0]}{mode} --seed {seed} --without {' '.join(map(str, out))}"
@@ -284,15 +286,15 @@ def report(bed: Bed, first: int, last: int, processes: int, keep_going: bool) ->
     return 1
 
 
-def prove(bed: Bed, first: int, last: int, processes: int) -> int:
+def prove(bed: Bed, among: Sequence[int], processes: int) -> int:
     """Plants each fault in turn, or those of `bed` alone, and says which seed finds it first; the exit code."""
     from planted import FOUND_AT, IN_PUSHES, IN_REBASES, PLANTED
 
     missed = 0
     for name in PLANTED if bed.plant is None else bed.plant.split(","):
         plant = PLANTED[name]
-        seed, words = FOUND_AT.get(name, (first, ""))
-        seeds = [seed, *range(first, last)]
+        seed, words = FOUND_AT.get(name, (among[0], ""))
+        seeds = [seed, *among]
         histories = ((seed, ()) for seed in seeds)
         planted = dataclasses.replace(bed, plant=name, pushes=name in IN_PUSHES, rebases=name in IN_REBASES)
         outcomes = run_many(planted, histories, processes)
@@ -304,9 +306,14 @@ def prove(bed: Bed, first: int, last: int, processes: int) -> int:
     return int(missed > 0)
 
 
+def seeds_of(text: str) -> Sequence[int]:
+    first, colon, last = text.partition(":")
+    return range(int(first), int(last)) if colon else [int(seed) for seed in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:20", help="FIRST:BEHIND_LAST")
+    parser.add_argument("--seeds", default="0:20", help="FIRST:BEHIND_LAST, or single ones: 14,188")
     parser.add_argument("--seed", type=int, help="one history, with all that happened in it")
     parser.add_argument("--without", type=int, nargs="*", default=[], help="entries of its plan to leave out")
     parser.add_argument("--plant", help="a fault of planted.py to put into the production code")
@@ -346,10 +353,10 @@ def main() -> int:
 
         _warmed.append(_warm(bed))
         if arguments.seed is None:
-            first, _, last = arguments.seeds.partition(":")
+            seeds = seeds_of(arguments.seeds)
             if arguments.prove:
-                return prove(bed, int(first), int(last), arguments.processes)
-            return report(bed, int(first), int(last), arguments.processes, arguments.keep_going)
+                return prove(bed, seeds, arguments.processes)
+            return report(bed, seeds, arguments.processes, arguments.keep_going)
         found = run_one(bed, arguments.seed, tuple(arguments.without))
         print("\n".join([*found["log"], *found["wrong"]]))
         return bool(found["wrong"])

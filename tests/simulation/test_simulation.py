@@ -13,17 +13,17 @@ from planted import PLANTED
 from tiers import slow, variant
 
 SIMULATE = Path(__file__).with_name("simulate.py")
-#: First and last of each block: 2 histories in the fast tier, 15 in `test`, 200 in all.
+#: First and last of each block: 2 histories in the fast tier, 9 in `test`, 130 in all. `make simulate` has any number of them.
 BLOCKS = [
     (0, 2),
-    slow((2, 15)),
-    variant((15, 25)),
-    *(variant((first, first + 35)) for first in range(25, 200, 35)),
+    slow((2, 9)),
+    variant((9, 25)),
+    *(variant((first, first + 35)) for first in range(25, 130, 35)),
 ]
 #: Likewise of histories in which somebody is struck in each phase of a push.
-PUSHES = [slow((0, 6)), variant((6, 66))]
+PUSHES = [slow((0, 4)), variant((4, 46))]
 #: Likewise of histories with long chains of deltas.
-REBASES = [slow((2, 4)), variant((4, 64))]
+REBASES = [slow((2, 4)), variant((4, 44))]
 #: Histories that failed once, and why. A change of the simulation makes other histories of these seeds: planted.py keeps the
 #: faults themselves.
 FOUND = {
@@ -71,6 +71,10 @@ FOUND_AT_ONCE = frozenset(
 )
 
 
+#: Processes that look for the other ones.
+PARTS = 4
+
+
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Path]:
     """Checkpoints for all runs: making them takes 7 s of a core, twice as long as a history."""
@@ -102,9 +106,9 @@ def test_nothing_is_wrong_in_a_block_of_histories(block: tuple[int, int], bed: P
 
 
 @pytest.mark.variant
-@pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found_once_stays_mended(seed: int, bed: Path) -> None:
-    simulate(bed, "--seed", str(seed))
+@pytest.mark.timeout(1800)
+def test_what_was_found_once_stays_mended(bed: Path) -> None:
+    simulate(bed, "--seeds", ",".join(map(str, FOUND)), "--processes", "1", "--keep-going")
 
 
 @pytest.mark.parametrize("block", PUSHES, ids=str)
@@ -126,9 +130,9 @@ def test_nothing_is_wrong_when_chains_begin_again_at_whole_files(block: tuple[in
 
 
 @pytest.mark.variant
-@pytest.mark.parametrize("seed", FOUND_IN_PUSHES)
-def test_what_was_found_in_pushes_stays_mended(seed: int, bed: Path) -> None:
-    simulate(bed, "--pushes", "--seed", str(seed))
+def test_what_was_found_in_pushes_stays_mended(bed: Path) -> None:
+    seeds = ",".join(map(str, FOUND_IN_PUSHES))
+    simulate(bed, "--pushes", "--seeds", seeds, "--processes", "1", "--keep-going")
 
 
 @pytest.mark.slow
@@ -147,10 +151,11 @@ def test_each_fault_that_is_found_at_once_is_found(bed: Path) -> None:
 
 @pytest.mark.variant
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fault", [name for name in PLANTED if name not in FOUND_AT_ONCE])
-def test_a_planted_fault_is_found(bed: Path, fault: str) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_planted_faults_are_found(bed: Path, part: int) -> None:
     """The seed that found it last is tried first. A change of the histories may move a find to another seed."""
-    assert finds(bed, fault).keys() == {fault}
+    faults = [name for name in PLANTED if name not in FOUND_AT_ONCE][part::PARTS]
+    assert finds(bed, *faults).keys() == set(faults)
 
 
 def finds(bed: Path, *faults: str) -> dict[str, str]:
