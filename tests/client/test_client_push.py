@@ -197,6 +197,7 @@ def test_a_model_is_pushed_under_the_names_of_its_checkpoint(
     assert world.served[0][1] == world.served[1][1]
 
 
+@pytest.mark.variant
 def test_the_example_pushes_every_step(peers: Peers, tiny_model: Callable[..., Path]) -> None:
     checkpoint = tiny_model(seed=3)
     with push_world(peers, 2) as world, listening(world) as url:

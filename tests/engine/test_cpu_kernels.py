@@ -60,6 +60,7 @@ def test_loops_that_run_at_once_on_several_threads_give_the_bits_of_one() -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its address space")
 @pytest.mark.slow
+@pytest.mark.variant
 def test_a_process_that_may_not_start_threads_computes_alone() -> None:
     script = """
 import resource, sys

@@ -20,8 +20,6 @@ from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.engine.embedded.weights_digest import CHUNK_BYTES, PIECE_BYTES, digest
 from midstream.replica.swap.checker import Checker
 
-torch.set_num_threads(1)
-
 
 def core_of(model: Path, kernels: str) -> EngineCore:
     needs_compiler(kernels)
@@ -131,6 +129,7 @@ def test_places_count_and_so_do_names_shapes_and_odd_bytes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Callable[..., Path]) -> None:
     first, second = tiny_model(), tiny_model(seed=1)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_helpers import Collected, needs_compiler, request, run
 from msgspec.structs import replace
 from test_constraint import EOS, GRAMMAR
@@ -20,7 +19,6 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.models.tiny_moe import VOCAB_SIZE
 
-torch.set_num_threads(1)
 MAX_TOKENS = 40
 
 
@@ -131,6 +129,7 @@ def test_what_cannot_have_been_emitted_is_refused(tiny_model: Callable[..., Path
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_an_engine_process_ends_the_iterator_when_the_unfinished_choices_are_done(
     tiny_model: Callable[..., Path],
 ) -> None:

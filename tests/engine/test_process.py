@@ -78,7 +78,7 @@ def anonymous_bytes(pid: int | None) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("unread", [variant(False), True])
 def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
     tiny_model: Callable[..., Path], unread: bool
 ) -> None:
@@ -289,6 +289,7 @@ def test_when_the_process_is_killed_streams_raise_and_a_new_start_serves_again(
     with_engine(tiny_model(), body)
 
 
+@pytest.mark.variant
 def test_a_missing_model_is_reported_with_its_reason(tmp_path: Path) -> None:
     async def main() -> None:
         engine = EmbeddedEngine(tmp_path / "nowhere", EngineSettings())

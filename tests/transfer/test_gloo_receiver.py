@@ -17,6 +17,7 @@ import torch
 from gloo_trainer import GlooTrainer, gloo_trainer
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from tiers import variant
 from torch.distributed import TCPStore
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
@@ -101,7 +102,7 @@ def left_in(cache: SnapshotCache) -> list[Path]:
     return [path for path in cache.root.iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, variant(False)])
 def test_what_comes_is_a_checkpoint_of_the_same_tensors(
     base: Path, cache: SnapshotCache, packed: bool
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_trainer_that_dies_in_a_broadcast_is_reported_at_once(base: Path, cach
     run(body)
 
 
+@pytest.mark.variant
 def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: SnapshotCache) -> None:
     async def body() -> None:
         async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
@@ -193,6 +195,7 @@ def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: S
     run(body)
 
 
+@pytest.mark.variant
 def test_the_store_of_another_trainer_at_the_same_port_is_not_its_trainer(
     base: Path, cache: SnapshotCache
 ) -> None:
@@ -243,6 +246,7 @@ def test_a_group_that_is_not_complete_ends_at_the_deadline(base: Path, cache: Sn
     run(body)
 
 
+@pytest.mark.variant
 def test_a_receiver_that_ends_by_itself_says_why(base: Path, cache: SnapshotCache) -> None:
     async def body() -> None:
         async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
@@ -288,6 +292,7 @@ def test_an_update_that_is_dropped_leaves_nothing_and_the_next_one_is_whole(
     run(body)
 
 
+@pytest.mark.variant
 def test_no_room_is_found_before_a_byte_comes(base: Path, tmp_path: Path) -> None:
     async def body() -> None:
         small = SnapshotCache(tmp_path / "cache", 2**20)
