@@ -16,6 +16,9 @@ from shared_servers import SharedServers
 
 from midstream.core.child import importing
 
+# Tests run side by side, and their models are small: more threads would wait for each other. PyTorch reads it when it starts.
+os.environ.setdefault(tiers.THREADS, "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     tiers.add_options(parser)

@@ -9,9 +9,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-# Tests run side by side, and these models are small.
-torch.set_num_threads(1)
-
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,

@@ -24,6 +24,8 @@ TIERS = ("fast", "test", "all")
 #: Their tests start servers, clusters or SDKs: `slow`, where a file does not say `fast`.
 SLOW_FOLDERS = frozenset({"conformance", "demo", "e2e", "fireworks", "launch_ray", "vllm"})
 DURATIONS_FILE = "test-durations.json"
+#: How many threads PyTorch computes with.
+THREADS = "OMP_NUM_THREADS"
 
 _tier = "all"
 
@@ -91,13 +93,14 @@ DEALT_WHOLE = 12
 SECONDS = {
     "test_cpu_levels.py": 35,
     "test_cpu_sanitizers.py": 60,
-    "test_simulation.py": 25,
+    "test_simulation.py": 30,
     "client": 6,
     "demo": 25,
     "e2e": 12,
-    "fuzz": 28,
+    "fuzz": 14,
     "soak": 70,
     "tinker": 12,
+    "transfer": 6,
 }
 
 

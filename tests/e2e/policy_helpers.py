@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from adapter_helpers import ATTENTION, EXPERTS, adapted, write_adapter
 
-torch.set_num_threads(1)
 HOT_LOAD = "/hot_load/v1/models/hot_load"
 DEADLINE_S = 60.0
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server_logs import shown_on_failure
+from tiers import THREADS
 
 #: `make gpu-check` sets it: the device that embedded engines compute on.
 DEVICE = os.environ.get("MIDSTREAM_TEST_DEVICE", "cpu")
@@ -71,8 +72,9 @@ def on_device(folder: Path) -> tuple[str, ...]:
 @contextlib.contextmanager
 def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A `midstream` command, its standard error in `log`; at the end it and whatever it left are stopped."""
-    # It is on none.
-    env = {name: value for name, value in os.environ.items() if name != "MIDSTREAM_TEST_CLUSTER"}
+    # It is on no cluster, and shares the cores out itself.
+    left_out = ("MIDSTREAM_TEST_CLUSTER", THREADS)
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     with log.open("w") as errors:
         process = subprocess.Popen(
             command(*arguments), stdout=subprocess.PIPE, stderr=errors, text=True, env=env

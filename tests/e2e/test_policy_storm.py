@@ -28,7 +28,6 @@ from test_failover import engine, itself, running
 from test_policies_served import HOT_LOAD, Adapters
 from tiers import of_tier
 
-torch.set_num_threads(1)
 POLICIES = of_tier(fast=8, test=32, all=32)
 ADAPTERS = 10
 WORKERS = 16

@@ -35,8 +35,6 @@ from midstream.client import snapshot_of
 from midstream.client.decode import decode_routing_matrix
 from midstream.client.journal import gaps_in, read_records, traces_of
 
-torch.set_num_threads(1)
-
 REPLICAS = of_tier(fast=2, test=2, all=3)
 WORKERS = 24
 #: Tokens of an answer, at most: some outlast a swap or two.

@@ -28,8 +28,6 @@ from midstream.client import snapshot_of
 from midstream.client.decode import decode_routing_matrix
 from midstream.snapshots.arc2.encode import encode_delta
 
-torch.set_num_threads(1)
-
 STREAMS, SWAPS = 64, of_tier(fast=18, test=18, all=30)
 # Turns that end after the last swap: some of them find all of the turn before in the cache.
 LAST = STREAMS + STREAMS // 4

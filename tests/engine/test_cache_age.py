@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from engine_helpers import request, run
 
 from midstream.core.config import EngineSettings
@@ -16,8 +15,6 @@ from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.blocks import HISTORIES_MAX
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.scheduler import URGENT_TOKENS
-
-torch.set_num_threads(1)
 
 # Four whole blocks.
 PROMPT = [random.Random(3).randrange(256) for _ in range(64)]

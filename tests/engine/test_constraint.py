@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from engine_helpers import Collected, reference, request, run
 
 from midstream.core.config import EngineSettings
@@ -19,8 +18,6 @@ from midstream.engine.embedded import constraint
 from midstream.engine.embedded.constraint import Constraints, Matcher
 from midstream.engine.embedded.core import EngineCore
 from midstream.models.tiny_moe import TOKEN_ID, VOCAB_SIZE, build_tokenizer
-
-torch.set_num_threads(1)
 
 EOS = TOKEN_ID["<|im_end|>"]
 SCHEMA = {

@@ -23,8 +23,6 @@ from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, SamplingParams,
 from midstream.engine.embedded.core import EngineCore
 from midstream_kernels.decoder import CpuDecoder
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(autouse=True, params=["native", slow("torch")])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:

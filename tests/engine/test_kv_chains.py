@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from engine_helpers import request, run
 from msgspec.structs import replace
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.core import EngineCore
-
-torch.set_num_threads(1)
 
 # Six whole blocks and a piece.
 PROMPT = [random.Random(5).randrange(256) for _ in range(100)]

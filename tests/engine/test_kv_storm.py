@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engine_helpers import DEVICES, request
 from families import FAMILIES, write_model
 from msgspec.structs import replace
@@ -28,8 +27,6 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import Sequence as Running
 from midstream.replica.namespaces import Namespaces, cache_salt
-
-torch.set_num_threads(1)
 
 TOKENS = int(os.environ.get("STORM_TOKENS", "500"))
 # Of a logprob, nats.

@@ -22,8 +22,6 @@ from midstream.engine.embedded.token_scores import ScoreStore
 from midstream.engine.step import SampleRow
 from midstream_kernels import CpuSampler
 
-torch.set_num_threads(1)
-
 CASES = [
     ("qwen3-moe", "native", "cpu"),
     ("qwen3-moe", "torch", "cpu"),

@@ -18,7 +18,6 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.limits import TokenLimiter
 from midstream.engine.step import SampleRow
 
-torch.set_num_threads(1)
 PROMPT = list(b"the sum of all parts")
 
 

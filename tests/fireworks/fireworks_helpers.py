@@ -122,7 +122,6 @@ def score(
 
     routes: replayed when given, since over thousands of tokens some router comes within a rounding of a tie.
     """
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     tap = RouterTap(model)
     forced = None if routes is None else torch.from_numpy(routes.astype(np.int64))
