@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from publish_world import World, weights
 
 from midstream.client import PublishError, TrainingRun
-from midstream.client.copying import AT_ONCE_BYTES
+from midstream.client.copying import AT_ONCE_BYTES, Copying, _queued
 from midstream.client.weights import TensorCopy
 
 
@@ -362,3 +363,24 @@ def test_an_optimizer_of_two_is_left_when_the_other_has_no_hooks(world: World) -
     with world.publisher() as publisher, pytest.raises(ValueError, match="got a object"):
         publisher.begin("0", net.state_dict(), config_dir=world.config, optimizer=[optimizer, object()])
     assert hooks(optimizer) == 0
+
+
+def test_a_copy_waits_for_what_its_devices_were_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread has another stream, which may run ahead of the trainer's."""
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            order.append(f"{self.device} is done")
+
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: Event(device))
+    )
+    tensors = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:1")]
+    copying = Copying({}, ())
+    copying._queued = _queued(tensors)
+    copying.run(lambda: order.append("copied"))
+    assert order == ["cuda:1 is done", "copied"]
