@@ -444,8 +444,7 @@ class FakeSource(SnapshotSource):
     def of_policy(self, policy: str) -> SnapshotSource:
         return self
 
-    @property
-    def found_here(self) -> bool:
+    async def blames_itself(self, path: Path) -> bool:
         return self._found is not None
 
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
@@ -460,7 +459,7 @@ class FakeSource(SnapshotSource):
                 self.calls.append(f"cancelled {desired.snapshot}")
                 raise
         await self._pass()
-        here = self.found_here or not desired.compression
+        here = self._found is not None or not desired.compression
         return Path("/cache") / desired.snapshot if here else None
 
     async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:

@@ -313,9 +313,9 @@ class SwapDriver:
         try:
             await source.verify(path, desired)
         except (SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite) as error:
-            if not source.found_here:
+            if not await source.blames_itself(path):
                 raise
-            log.warning("the files of %s in this snapshot cache are damaged: %s", _called(desired), error)
+            log.warning("%s is fetched once more, as files here are damaged: %s", _called(desired), error)
             again = await self._fetch(desired) or await source.rebuild(desired)
             await source.verify(again, desired)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import abc
 import asyncio
 import json
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from midstream.core.errors import SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite
+from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
 from midstream.core.types import Content, Desired, FileContent, Hint, SnapshotContent, SnapshotFiles
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.hints import Hints
@@ -30,7 +31,13 @@ from midstream.snapshots.adapter import (
 )
 from midstream.snapshots.arc2.files import Making, weights_files
 from midstream.snapshots.finite import check_finite
-from midstream.snapshots.layout import CONFIG_FILE, MAX_HEADER_BYTES, CheckpointSpec, read_checkpoint
+from midstream.snapshots.layout import (
+    CONFIG_FILE,
+    MAX_HEADER_BYTES,
+    CheckpointSpec,
+    FileLayout,
+    read_checkpoint,
+)
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import Listing, read_beginning
 from midstream.snapshots.store.local import made_finite
@@ -38,13 +45,14 @@ from midstream.snapshots.store.verify import check_compatible, ties
 from midstream.snapshots.tasks import finished
 from midstream.snapshots.tied import check_tied
 
+log = logging.getLogger(__name__)
+
 
 class SnapshotSource(abc.ABC):
     """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
 
-    @property
-    def found_here(self) -> bool:
-        """Whether the last `fetch` found whole files here. Nobody has read them since they were fetched or made."""
+    async def blames_itself(self, path: Path) -> bool:
+        """After `verify` of `path` has failed: whether files that were here before may be to blame. They are used no more."""
         return False
 
     @abc.abstractmethod
@@ -169,9 +177,18 @@ class CachedSource(SnapshotSource):
 
         await finished(look)
 
-    @property
-    def found_here(self) -> bool:
-        return self._chains.found_here
+    async def blames_itself(self, path: Path) -> bool:
+        found = self._chains.found_here
+        if found is None or found == path:
+            return found is not None
+        # Deltas say nothing of what they do not change.
+        try:
+            await _check_finite(found, await asyncio.to_thread(weights_files, found))
+        except SnapshotError as error:
+            log.warning("%s in this snapshot cache, of which another was made: %s", found.name, error)
+            await self._chains.distrust(found)
+            return True
+        return False
 
     async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
         return await self._chains.fetch(desired.files, refetch=refetch)
@@ -203,9 +220,7 @@ class CachedSource(SnapshotSource):
         if await asyncio.to_thread(made_finite, path):
             # In the pass that wrote them.
             return
-        stop = threading.Event()
-        check = partial(check_finite, path, files, cancelled=stop.is_set)
-        await finished(check, on_cancel=stop.set)
+        await _check_finite(path, files)
 
     async def check_unchanged(self) -> None:
         self._chains.check_unchanged()
@@ -261,3 +276,9 @@ class CachedSource(SnapshotSource):
 
     async def prefetch(self, hint: Hint) -> None:
         await self._chains.prefetch(hint.url, hint.files)
+
+
+async def _check_finite(path: Path, files: Mapping[str, FileLayout]) -> None:
+    stop = threading.Event()
+    check = partial(check_finite, path, files, cancelled=stop.is_set)
+    await finished(check, on_cancel=stop.set)

@@ -103,8 +103,8 @@ class ChainFetcher:
         self._hinting = asyncio.Lock()
         # The full snapshot that the last `fetch` fetched. A delta that fails on it is bad.
         self._fresh: Path | None = None
-        #: Whether the last `fetch` found the whole files in the cache.
-        self.found_here = False
+        #: Whole files that the last `fetch` or `rebuild` found in the cache, and nobody has read since they were made.
+        self.found_here: Path | None = None
         # Whole files that could not be made from files fetched again either, the latest last.
         self._refuted: list[Path] = []
         #: Looks at a full snapshot's files in the bucket before they are fetched, and may write into an empty directory.
@@ -178,8 +178,8 @@ class ChainFetcher:
         if start == len(chain) - 1 and not await finished(self._links.hold, path):
             await self.distrust(path)
             start = await self._claim(chain)
-        self.found_here = start == len(chain) - 1
-        if self.found_here:
+        self.found_here = path if start == len(chain) - 1 else None
+        if self.found_here is not None:
             self._cache.touch(path)
             return path
         fetched = start < 0
@@ -201,6 +201,7 @@ class ChainFetcher:
         refetch = self._refetched == tuple(chain)
         start = await self._claim(chain, 0 if refetch else None)
         found = self._cache.whole(chain[: max(start, 0) + 1])
+        self.found_here = None if start < 0 or found == self._fresh else found
         try:
             await self._rebuild_from(chain, start, making)
         except SnapshotCorrupt as error:
@@ -208,6 +209,7 @@ class ChainFetcher:
                 raise
             log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
             await self._replay(chain, error)
+            self.found_here = None
         return self._cache.whole(chain)
 
     def check_unchanged(self) -> None:
