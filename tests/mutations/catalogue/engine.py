@@ -22,10 +22,26 @@ ENGINE = (
     Mutation(
         "staged_weights_are_not_tried",
         "engine/embedded/loading.py",
-        "    if not torch.isfinite(logits.log_softmax(-1)).all():",
+        "    if not all(row.float().log_softmax(-1).isfinite().all() for row in logits):",
         "    if not torch.isfinite(logits[0, 0]):",
         "Staged weights that give a log-probability that is not finite are refused.",
         ("engine/test_core.py", "engine/test_policies.py"),
+    ),
+    Mutation(
+        "tensors_are_read_before_they_are_made",
+        "engine/embedded/growing_files.py",
+        "self._wait(lambda: self._made.issuperset(tensors))",
+        "self._wait(lambda: True)",
+        "A tensor of files that are being made is read once the replica has proved it.",
+        ("engine/test_growing_files.py",),
+    ),
+    Mutation(
+        "unproved_files_are_computed_with",
+        "engine/embedded/growing_files.py",
+        "        self._wait(lambda: False)",
+        "        self._wait(lambda: True)",
+        "Nothing is computed with files of which anything is unproved.",
+        ("engine/test_growing_files.py",),
     ),
     Mutation(
         "kernels_of_another_source",
