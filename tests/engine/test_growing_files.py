@@ -23,7 +23,7 @@ from midstream.engine.embedded.growing_files import GrowingFiles, GrowingFilesEn
 from midstream.engine.embedded.loading import LoadedModel, load_ahead, load_beside, load_model
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.stager import DROPPED, SUPERSEDED, Stager
-from midstream.snapshots.layout import read_checkpoint
+from midstream.snapshots.layout import read_checkpoint, read_spec
 from midstream_kernels.decoder import CpuDecoder
 
 WAIT_S = 60
@@ -174,6 +174,19 @@ def test_what_is_dropped_in_the_middle_leaves_no_file_mapped_and_its_memory_to_t
     assert repr(serving.decoder.spare) == spare
     assert not growing.complete(making.directory)
     assert weights_of(load_beside(serving, second, SETTINGS)) == weights_of(load_model(second, SETTINGS))
+
+
+def test_files_are_whole_when_they_are_proved_and_not_when_all_tensors_are_there(
+    checkpoints: dict[str, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing = GrowingFiles(checkpoints["LlamaConfig"][0])
+    growing.made(read_spec(growing.directory).tensors)
+    over: list[bool] = []
+    monkeypatch.setattr(growing._changed, "wait_for", lambda holds: over.append(holds()))
+    growing.whole()
+    assert growing.complete(growing.directory)
+    growing.whole()
+    assert over == [False, True]
 
 
 def test_other_files_than_those_that_were_read_are_not_taken_for_them(
