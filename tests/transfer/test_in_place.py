@@ -29,11 +29,13 @@ from midstream.core.transfer import (
     TrainerAlive,
     UpdateInfo,
 )
+from midstream.core.types import Content
 from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
 from midstream.replica.transfer import Transfers
 from midstream.snapshots.content import directory_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
+from midstream.transfer.files import UpdateFiles
 from midstream.transfer.in_place import InPlaceReceiver, tensors_of
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.uint8)}
@@ -165,6 +167,49 @@ async def test_the_file_has_what_the_engine_was_given(tmp_path: Path) -> None:
     assert here.weights.calls[-2:] == ["give up unfinished", "leave"]
     await here.transfers.answer(Drop(**UPDATE))
     assert here.weights.calls[-1] == "give up written"
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_the_file_is_digested_while_the_engine_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    await here.send()
+    here.weights.blocked = "finish"
+    close = UpdateFiles.close
+
+    async def closed(self: UpdateFiles, header: bytes, size: int) -> Content:
+        content = await close(self, header, size)
+        here.weights.goes_on.set()
+        return content
+
+    monkeypatch.setattr(UpdateFiles, "close", closed)
+    received = await here.transfers.answer(Finish(**UPDATE))
+    assert isinstance(received, Received)
+    assert received.content
+    assert here.weights.calls[-2:] == ["finish", "written"]
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_a_file_that_cannot_be_completed_gives_the_engine_up_that_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    await here.send()
+    here.weights.blocked = "finish"
+
+    async def full(self: UpdateFiles, header: bytes, size: int) -> Content:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(UpdateFiles, "close", full)
+    with pytest.raises(ReplicaUnavailable, match="No space left"):
+        await here.transfers.answer(Finish(**UPDATE))
+    assert "written" not in here.weights.calls
+    assert "give up" in here.weights.calls
     await here.transfers.close()
 
 

@@ -17,11 +17,12 @@ import msgspec
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import InitInfo, Received, SentTensors, UpdateInfo
+from midstream.core.types import Content
 from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
 from midstream.replica.transfer import Receiver
 from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec
 from midstream.snapshots.store.cache import SnapshotCache
-from midstream.snapshots.tasks import finished
+from midstream.snapshots.tasks import all_of, finished
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.layout import UpdateLayout
 
@@ -100,10 +101,16 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
     async def finish(self, within_s: float) -> Received:
         layout = self._open_layout
         header = await finished(layout.header)
+        content: Content = ()
+
+        async def close() -> None:
+            nonlocal content
+            content = await self._files.close(header, layout.end)
+
         try:
             async with asyncio.timeout(within_s):
-                content = await self._files.close(header, layout.end)
-                await self._weights.finish(within_s)
+                # The engine has all tensors, and does not read the file before it is complete.
+                await all_of((close(), self._weights.finish(within_s)))
             self._weights.written(self._files.weights)
         except (TransferFailed, OSError) as error:
             late = f"the update was not finished within {within_s:g} s"
