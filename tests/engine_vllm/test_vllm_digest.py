@@ -35,7 +35,8 @@ class Packed(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, order: torch.Tensor, *, keep: bool | None = False) -> None:
         super().__init__()
         # As of a layer that has all inputs on each rank, or of others.
-        setattr(self, "input_size" if keep is None else "input_size_per_partition", weight.shape[1])
+        for side, size in zip(("output", "input"), weight.shape, strict=True):
+            setattr(self, f"{side}_size" if keep is None else f"{side}_size_per_partition", size)
         own = weight.clone() if keep else torch.empty(0, dtype=weight.dtype)
         self.weight = torch.nn.Parameter(own, requires_grad=False)
         self.packed, self.order = weight.clone()[order].numpy(), order

@@ -24,8 +24,8 @@ import torch
 CHUNK = 1 << 16
 FACTOR = 2 * 2654435761 % 2**32
 #: Words of a piece, after which the time is looked at, and multiplications of one for a packed layer.
-PIECE, PRODUCTS = 64 * CHUNK, 1 << 29
-ROWS_MIN = 16
+PIECE, PRODUCTS = 64 * CHUNK, 1 << 30
+ROWS_MIN, ROWS_MAX = 16, 256
 #: What decides how a CPU's kernels pack weights.
 CPU_FLAGS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
@@ -63,20 +63,17 @@ class WeightsDigest:
 
     def _of_packed(self, name: str, layer: Any) -> Iterator[torch.Tensor]:
         self._on_cpu = True
-        weight = layer.weight
-        # A layer that has all inputs on each rank has no size per partition.
-        size = getattr(layer, "input_size_per_partition", None) or getattr(layer, "input_size", None)
-        inputs = weight.shape[1] if weight.dim() == 2 else size
-        self._name(name, weight.dtype, inputs)
-        rows = ROWS_MIN
+        weight, outputs, inputs = layer.weight, _size(layer, "output"), _size(layer, "input")
+        self._name(name, weight.dtype, outputs, inputs)
+        # Of all calls. For each number of rows the kernel is prepared anew.
+        rows = max(ROWS_MIN, min(ROWS_MAX, PRODUCTS // (inputs * outputs)))
         for first in range(0, inputs, rows):
             count = min(rows, inputs - first)
-            ones = torch.zeros(count, inputs, dtype=weight.dtype)
+            ones = torch.zeros(rows, inputs, dtype=weight.dtype)
             ones[torch.arange(count), torch.arange(first, first + count)] = 1.0
-            found = layer.cpu_linear(ones, weight, None)
+            found = layer.cpu_linear(ones, weight, None)[:count]
             # Kernels differ in the sign of a zero, and in whether they know numbers below the normal ones.
             yield _words(found.masked_fill(found.abs() < torch.finfo(found.dtype).tiny, 0.0))
-            rows = max(ROWS_MIN, PRODUCTS // (inputs * found.shape[1]))
 
     def _name(self, *parts: object) -> None:
         said = " ".join(map(str, parts)).encode() + b"\n"
@@ -99,6 +96,14 @@ class WeightsDigest:
             versions += [str(getattr(torch.cpu, flag, bool)()) for flag in CPU_FLAGS]
         kind.update("\n".join(versions).encode())
         return f"vllm-{kind.hexdigest()}"
+
+
+def _size(layer: Any, side: str) -> int:
+    """Inputs or outputs of a linear layer on this rank. Where each rank has all, there is no size per partition."""
+    if layer.weight.dim() == 2:
+        return int(layer.weight.shape[side == "input"])
+    size = getattr(layer, f"{side}_size_per_partition", None) or getattr(layer, f"{side}_size")
+    return int(size)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

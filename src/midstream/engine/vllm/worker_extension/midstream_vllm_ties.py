@@ -51,7 +51,8 @@ def greedy_ties(scores: torch.Tensor, largest: torch.Tensor, limits: TieLimits) 
     """The bits of rows whose best token was taken. scores: [rows, vocab], from which it was. largest: [rows, 1], of the model's
     logits."""
     best = scores.topk(min(2, scores.shape[-1]), dim=-1).values
-    return ((best[:, :1] - best[:, -1:] <= largest * limits.share) * numbers.NEAR_GREEDY)[:, 0]
+    near: torch.Tensor = best[:, :1] - best[:, -1:] <= largest * limits.share
+    return near[:, 0].long().mul(int(numbers.NEAR_GREEDY))
 
 
 def filter_ties(
@@ -94,7 +95,9 @@ def filter_ties(
 
     at_border = (logs - heavy_enough).abs() <= slack
     near_min = (at_border & (logs >= last_of_k - slack)).any(-1, keepdim=True) & (limits.min_p > 0)
-    found = near_k * numbers.NEAR_TOP_K + near_p * numbers.NEAR_TOP_P + near_min * numbers.NEAR_MIN_P
+    found: torch.Tensor = (
+        near_k * numbers.NEAR_TOP_K + near_p * numbers.NEAR_TOP_P + near_min * numbers.NEAR_MIN_P
+    )
     return found[:, 0]
 
 
