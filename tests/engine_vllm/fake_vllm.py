@@ -26,7 +26,7 @@ from listening import stop_listening
 from safetensors.numpy import save_file
 
 from midstream.core.types import TokenRecord
-from midstream.engine.vllm.arguments import WORKER
+from midstream.engine.vllm.arguments import SCHEDULER, WORKER
 from midstream.engine.vllm.proof import write_probe
 from midstream.engine.vllm.protocol import NOT_FINITE
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
@@ -38,6 +38,7 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     RANK_BASE,
     TIE_PLACE,
 )
+from midstream.engine.vllm.worker_extension.midstream_vllm_scheduler import IN_PAUSE
 
 BLOCK = 4
 # Hidden layers, and which of them has no experts.
@@ -190,7 +191,8 @@ class FakeRequest:
 
     def place(self) -> None:
         """Into the batch: cached blocks are looked up, the others computed."""
-        assert not self.fake.paused, "nothing is computed while paused"
+        checked = self.fake.checks_in_pause and self.body.get("priority") == IN_PAUSE
+        assert not self.fake.paused or checked, "nothing else is computed while paused"
         if self.placed:
             return
         self.placed = True
@@ -382,6 +384,8 @@ class FakeVllm:
         # Bytes in an HTTP chunk; 0: whole events.
         self.cut = 0
         self.healthy = True
+        # It runs with midstream's scheduler, too, which needs the next.
+        self.checks_in_pause = False
         # It runs with --scheduling-policy priority.
         self.by_priority = False
         # It runs with --enable-prompt-tokens-details.
@@ -586,7 +590,11 @@ class FakeVllm:
         model = {"logprobs_mode": "raw_logprobs", "enable_return_routed_experts": self.routes}
         lora = {"max_loras": self.places} if self.places else None
         config: dict[str, Any] = {"model_config": model, "lora_config": lora}
-        config["scheduler_config"] = {"policy": "priority" if self.by_priority else "fcfs"}
+        own = SCHEDULER if self.checks_in_pause else None
+        config["scheduler_config"] = {
+            "policy": "priority" if self.by_priority else "fcfs",
+            "scheduler_cls": own,
+        }
         if self.cpu:
             config["device_config"] = {"device": "cpu"}
         if self.cpu or self.both:
@@ -695,7 +703,8 @@ class FakeVllm:
     async def _score(self, request: FakeRequest) -> dict[str, Any]:
         if self.hold_scores:
             await request.gate.wait()
-        await self._resumed.wait()
+        if not self.checks_in_pause or request.body.get("priority") != IN_PAUSE:
+            await self._resumed.wait()
         return request.scored()
 
 

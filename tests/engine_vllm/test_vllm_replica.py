@@ -25,9 +25,12 @@ TOKENS = 6
 
 
 @asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Running, FakeVllm]]:
+async def serving(
+    folder: Path, *, checks_in_pause: bool = False, **settings: Any
+) -> AsyncIterator[tuple[Running, FakeVllm]]:
     """A replica and its server; the weights of a snapshot `step-N` are N, those of any other cannot be loaded."""
     fake = FakeVllm()
+    fake.checks_in_pause = fake.by_priority = checks_in_pause
     await fake.start()
     model = write_model(folder / "model")
     engine = VllmEngine(model, VllmSettings(**settings), folder / "cache", url=fake.url)
@@ -56,6 +59,12 @@ def stream(here: Running, **more: Any) -> asyncio.Task[Any]:
     return asyncio.create_task(here.http.post("/v1/completions", json=body))
 
 
+def checked(here: Running) -> str:
+    """The snapshot of the last check."""
+    check = here.replica.report().own.check
+    return "" if check is None else check.snapshot
+
+
 def models(response: Any) -> list[str]:
     """The snapshot that each chunk with text names."""
     assert response.status_code == 200, response.text
@@ -74,7 +83,9 @@ def test_a_swap_with_its_canary_under_a_stream(tmp_path: Path) -> None:
             await until(lambda: fake.requests)
             fake.requests[0].step(1, 1)
             await here.swap("step-1")
-            await here.until(lambda: here.replica.report().own.check not in (None, base))
+            await here.until(
+                lambda: here.replica.report().own.stage is Stage.IDLE and checked(here) == "step-1"
+            )
             report = here.replica.report()
             assert (report.own.snapshot, report.own.stage, report.own.error, report.ready) == (
                 "step-1",
@@ -152,6 +163,38 @@ def test_a_snapshot_that_comes_in_a_pause_is_proved_after_it(tmp_path: Path, sou
             assert "canary" in report.own.error
             assert set(models(await asked)) == {"base"}
             assert (await newcomer).status_code == 503
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_snapshot_that_comes_in_a_pause_is_proved_in_it_where_the_server_can(
+    tmp_path: Path, sound: bool
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, checks_in_pause=True) as (here, fake):
+            card = here.replica.report().card
+            assert card is not None
+            assert card.has("frozen_check")
+            asked = stream(here)
+            await until(lambda: fake.requests)
+            fake.requests[0].step(1, 1)
+            await here.until(lambda: here.engine.stats().running == 1)
+            await paused(here, 1, "keep")
+            fake.nan_scores = not sound
+            await here.swap("step-1")
+            await here.until(lambda: here.replica.report().own.stage in (Stage.IDLE, Stage.ERROR))
+            assert (fake.weights, fake.paused) == (1, True)
+            if not sound:
+                assert here.replica.report().own.stage is Stage.ERROR
+                assert set(models(await asked)) == {"base"}
+                return
+            check = here.replica.report().own.check
+            assert check is not None
+            assert (check.snapshot, fake.requests[0].body.get("priority", 0)) == ("step-1", 0)
+            await paused(here, 2, None)
+            fake.requests[0].to_the_end()
+            assert models(await asked)[-1] == "step-1"
 
     asyncio.run(main())
 

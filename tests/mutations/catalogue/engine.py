@@ -382,6 +382,14 @@ ENGINE = (
         ("engine_vllm/test_vllm_digest.py",),
     ),
     Mutation(
+        "vllm_all_compute_in_a_pause",
+        "engine/vllm/worker_extension/midstream_vllm_scheduler.py",
+        "scheduler.running = [request for request in scheduler.running if request in checks]",
+        "scheduler.running = list(scheduler.running)",
+        "In a pause vLLM computes nothing but checks.",
+        ("engine_vllm/test_vllm_frozen.py",),
+    ),
+    Mutation(
         "vllm_proof_of_numbers_proves_nothing",
         "engine/vllm/sampling_proof.py",
         "if not abs(expected - token.sampling) <= SAME:",

@@ -22,7 +22,6 @@ LACKS = {
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "router_ties": "vLLM does not return what a router chose by",
-    "frozen_check": "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens",
     "policy_crossing": "vLLM ends a request with the adapter that it began with",
     "resident_snapshots": "a vLLM server holds one set of weights",
     "short_swap": "weights are loaded in place, while the streams stand still",
@@ -39,6 +38,10 @@ UNPROVED = dict.fromkeys(
 #: Why there is no digest of the weights, unless the proof at the start says otherwise, and none beside policies.
 UNREAD = "vLLM was not seen to give equal digests of equal weights"
 BESIDE_POLICIES = "the weights of policies are not read (--enable-lora)"
+#: Why weights are checked behind a pause, unless the proof at the start says otherwise.
+UNFROZEN = (
+    "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens"
+)
 #: Why requests have no order.
 NO_ORDER = "vLLM runs without --scheduling-policy priority"
 #: Why there are no snapshots of full weights beside policies.
@@ -53,11 +56,12 @@ def vllm_card(
     no_policies: str = NO_LORA,
     no_numbers: Mapping[str, str] = UNPROVED,
     no_digest: str = UNREAD,
+    no_frozen_check: str = UNFROZEN,
 ) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
-    no_digest: why it gives none of its weights; empty if it does.
+    no_digest: why it gives none of its weights; empty if it does. no_frozen_check: why it checks none in a pause.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
     why |= no_numbers
@@ -65,6 +69,8 @@ def vllm_card(
         why["priorities"] = NO_ORDER
     if no_digest:
         why["weights_digest"] = no_digest
+    if no_frozen_check:
+        why["frozen_check"] = no_frozen_check
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
     features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)
@@ -85,6 +91,9 @@ LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 #: The extension that midstream loads into vLLM's workers, and its directory.
 WORKER_FLAG = "worker-extension-cls"
 WORKER = "midstream_vllm_worker.Worker"
+#: midstream's scheduler, for versions of vLLM whose files have the queue that it knows.
+SCHEDULER_FLAG, SCHEDULER = "scheduler-cls", "midstream_vllm_scheduler.scheduler"
+KNOWN_QUEUE = "kv_holding_waiting"
 #: The one that a server with weight transfer has. It loads the other one, too.
 TRANSFER_WORKER = "midstream_vllm_transfer.TransferWorker"
 EXTENSIONS = (WORKER, TRANSFER_WORKER)
@@ -241,6 +250,8 @@ def command_line(
     if is_cpu_build(python):
         # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.
         ours["no-enable-chunked-prefill"] = None
+    if has_known_queue(python) and by_priority(args):
+        ours[SCHEDULER_FLAG] = SCHEDULER
     if weight_transfer:
         ours[WORKER_FLAG] = TRANSFER_WORKER
         ours[TRANSFER_FLAG] = json.dumps({"backend": weight_transfer})
@@ -274,6 +285,12 @@ def knows(python: str, flag: str) -> bool:
     name = flag.replace("-", "_").encode()
     files = (file for package in packages for file in package.rglob("*args.py"))
     return not packages or any(name in file.read_bytes() for file in files)
+
+
+def has_known_queue(python: str) -> bool:
+    """Whether the vLLM in the environment of `python` schedules as midstream's scheduler knows it."""
+    files = Path(python).parent.parent.glob("lib/python*/site-packages/vllm/v1/core/sched/scheduler.py")
+    return any(KNOWN_QUEUE.encode() in file.read_bytes() for file in files)
 
 
 def openmp_library(python: str) -> Path | None:

@@ -109,7 +109,7 @@ class VllmEngine(ServerLife):
 
     async def _score(self, run: VllmRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or the reason why there are none."""
-        scorer = self._scorer(run.weights)
+        scorer = self._scorer(run.weights, in_pause=not self._no_frozen_check)
         run.scoring = len(run.request.prompt)
         try:
             return await self._boot.while_alive(scorer.score(run.request, self._salt(run)[0]))
@@ -291,7 +291,9 @@ class VllmEngine(ServerLife):
         await self._boot.while_alive(self._until_computing())
 
     async def _until_computing(self) -> None:
-        await self._computing.wait()
+        still = self._fence.keeps_still or self._fence.awaits_commit
+        if not self._paused or self._no_frozen_check or still:
+            await self._computing.wait()
 
     async def _renew(self) -> None:
         """Restart the server, as its weights failed their check. Raises EngineDied."""

@@ -33,6 +33,8 @@ from midstream.engine.vllm.arguments import (
     BESIDE_POLICIES,
     EXTENSIONS,
     NO_LORA,
+    SCHEDULER,
+    UNFROZEN,
     UNREAD,
     vllm_card,
 )
@@ -65,6 +67,8 @@ ANSWER_S_MAX = 10.0
 STEP_TOKENS = 8192
 #: For the first answer of a server, which may compile kernels.
 FIRST_S_MAX = 300.0
+#: For the prompt that is scored in a pause at the start.
+FROZEN_S_MAX = 60.0
 #: Instead of a version: the server's KV cache holds numbers that are not finite.
 SPOILT = "not finite"
 #: A server that raises one of these while it starts cannot serve.
@@ -90,6 +94,8 @@ class ServerLife(Engine):
     _numbers = Proved()
     # Why there is no digest of the weights; empty if there is one.
     _no_digest = UNREAD
+    # Why nothing is checked in a pause; empty if weights are.
+    _no_frozen_check = UNFROZEN
     _death: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
@@ -214,6 +220,23 @@ class ServerLife(Engine):
             self._no_digest = BESIDE_POLICIES
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         self._numbers = await prove_numbers(self._server, self._control, sizes)
+        self._no_frozen_check = await self._prove_frozen_check()
+
+    async def _prove_frozen_check(self) -> str:
+        """Why nothing is checked in a pause; empty if it is."""
+        if self._server.scheduler != SCHEDULER:
+            return UNFROZEN
+        scorer = self._scorer(self._own, in_pause=True)
+        await self._control.pause()
+        try:
+            async with asyncio.timeout(FROZEN_S_MAX):
+                await score(scorer, self._shape.vocab_size, self._server.max_model_len)
+        except TimeoutError:
+            logger.warning("this vLLM has no frozen_check: it did not score a prompt in a pause")
+            return UNFROZEN
+        finally:
+            await self._control.resume()
+        return ""
 
     async def _reload_and_compare(self) -> None:
         """Load the base weights once more, and find out whether their digest is the same then."""
@@ -286,6 +309,7 @@ class ServerLife(Engine):
             no_policies=self._no_policies,
             no_numbers=self._numbers.lacks,
             no_digest=self._no_digest,
+            no_frozen_check=self._no_frozen_check,
         )
         if self.in_place is not None:
             card = msgspec.structs.replace(
@@ -306,9 +330,10 @@ class ServerLife(Engine):
         await self._stop()
         self._staging.close()
 
-    def _scorer(self, weights: ServedWeights) -> Scorer:
+    def _scorer(self, weights: ServedWeights, *, in_pause: bool = False) -> Scorer:
         server, epochs, name = self._server, weights.epochs, weights.name
-        return Scorer(server.url, server.headers, epochs, self._shape, name, by_priority=server.by_priority)
+        first = {"by_priority": server.by_priority, "in_pause": in_pause}
+        return Scorer(server.url, server.headers, epochs, self._shape, name, **first)
 
     async def _check_finite(self, reason: str) -> None:
         """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.

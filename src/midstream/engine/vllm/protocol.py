@@ -29,6 +29,7 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     RANK_BASE,
     TIE_PLACE,
 )
+from midstream.engine.vllm.worker_extension.midstream_vllm_scheduler import IN_PAUSE
 
 PATH = "/inference/v1/generate"
 #: vLLM treats a temperature below the first as greedy, and raises other temperatures to at least the second.
@@ -343,6 +344,7 @@ def body(
     max_tokens: int | None = None,
     routes_start: int | None = None,
     by_priority: bool = False,
+    in_pause: bool = False,
     both: bool = False,
     tie: float = 0.0,
 ) -> bytes:
@@ -351,8 +353,9 @@ def body(
     salt: of the prefix cache, or "". vLLM takes at most 128 characters, none of them @ / \\ or NUL.
     prompt_logprobs: score the prompt with that many alternatives, not in a stream. vLLM then reads nothing from its cache.
     max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
-    by_priority: the server goes by priority; one that does not refuses them. both: ask for both log-probabilities, as the
-    proof has shown that the server gives them. tie: and for near ties, within this share of the largest logit.
+    by_priority: the server goes by priority; one that does not refuses them.
+    in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
+    server gives them. tie: and for near ties, within this share of the largest logit.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -376,7 +379,8 @@ def body(
         fields["stream_options"] = {"include_usage": True}
     if salt:
         fields["cache_salt"] = salt
-    if by_priority and (priority := URGENT if request.urgent else request.priority):
+    urgent = IN_PAUSE if in_pause else URGENT
+    if by_priority and (priority := urgent if request.urgent else request.priority):
         fields["priority"] = priority
     if request.grammar is not None:
         # The grammar holds from the first token, also where vLLM has a reasoning parser.

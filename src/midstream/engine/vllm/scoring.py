@@ -26,12 +26,21 @@ class WrongWeights(Exception):
 
 
 class Scorer:
-    """model: its name at the server. by_priority: the server goes by priority."""
+    """model: its name at the server. by_priority: the server goes by priority. in_pause: in a pause it computes urgent ones."""
 
     def __init__(
-        self, url: str, headers: str, epochs: Epochs, shape: Shape, model: str, *, by_priority: bool = False
+        self,
+        url: str,
+        headers: str,
+        epochs: Epochs,
+        shape: Shape,
+        model: str,
+        *,
+        by_priority: bool = False,
+        in_pause: bool = False,
     ) -> None:
         self._by_priority = by_priority
+        self._in_pause = in_pause
         self._url = url
         self._headers = headers
         self._epochs = epochs
@@ -56,6 +65,7 @@ class Scorer:
             max_tokens=1,
             routes_start=first if request.want_routes else None,
             by_priority=self._by_priority,
+            in_pause=self._in_pause,
         )
         for _ in range(TRIES):
             epoch = self._epochs.now

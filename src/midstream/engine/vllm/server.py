@@ -28,6 +28,7 @@ from midstream.core.http_answer import NotThatAnswer
 from midstream.engine.vllm import keeper
 from midstream.engine.vllm.arguments import (
     NO_LORA,
+    SCHEDULER_FLAG,
     TRANSFER_WORKER,
     WORKER,
     WORKER_DIR,
@@ -147,6 +148,8 @@ class VllmServer:
         self.adapter_places, self.no_adapters = 0, NO_LORA
         # The class that its workers load.
         self.extension = ""
+        # The class that its core makes, where it is not vLLM's own.
+        self.scheduler = ""
         self.on_cpu = False
         # Requests may have priorities.
         self.by_priority = False
@@ -233,7 +236,8 @@ class VllmServer:
         args, seed = self._settings.args, secrets.randbelow(SEEDS)
         transfer = self._settings.weight_transfer
         command = command_line(self._python, self._model_dir, self.served_name, port, seed, args, transfer)
-        self.extension = dict(given_flags(command)).get(WORKER_FLAG) or ""
+        said = dict(given_flags(command))
+        self.extension, self.scheduler = said.get(WORKER_FLAG) or "", said.get(SCHEDULER_FLAG) or ""
         self.adapter_places = adapter_places(args)
         self.no_adapters = "" if self.adapter_places else NO_LORA
         self.on_cpu, self.by_priority = is_cpu_build(self._python), by_priority(args)
@@ -339,6 +343,7 @@ class VllmServer:
         self.on_cpu = config.device_config.device == "cpu"
         self.adapter_places, self.no_adapters = config.adapter_places, config.no_adapters(paths)
         self.by_priority = config.by_priority
+        self.scheduler = str(config.scheduler_config.scheduler_cls or "")
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises VllmServerFailed when the server would compute wrongly with weights that are loaded in place."""

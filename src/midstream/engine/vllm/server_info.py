@@ -78,6 +78,7 @@ class StructuredConfig(msgspec.Struct, frozen=True):
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
     policy: str = ""
+    scheduler_cls: Any = None
 
 
 class Config(msgspec.Struct, frozen=True):

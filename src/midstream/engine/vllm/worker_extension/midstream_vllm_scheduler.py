@@ -1,0 +1,121 @@
+"""A scheduler of vLLM (--scheduler-cls) that computes midstream's checks while vLLM is paused (mode keep), and nothing else.
+
+It is vLLM's own, with other requests out of its sight for a step in a pause. They are in no step. They keep their KV, too, but
+where no block is free for a check: then vLLM preempts one that it would have to preempt at its next steps.
+
+Always holds: outside such a step it does what vLLM's does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: The priority of a check that may be computed in a pause.
+IN_PAUSE = -2
+INTERFACE, QUEUES = "vllm.v1.core.sched.interface", "vllm.v1.core.sched.request_queue"
+WITH_ASYNC, WITHOUT = "vllm.v1.core.sched.async_scheduler", "vllm.v1.core.sched.scheduler"
+
+
+def scheduler(**given: Any) -> Any:
+    """In the place of a class, as vLLM's depends on its configuration."""
+    if given["vllm_config"].scheduler_config.async_scheduling:
+        own = importlib.import_module(WITH_ASYNC).AsyncScheduler
+    else:
+        own = importlib.import_module(WITHOUT).Scheduler
+    return checking(own)(**given)
+
+
+def checking(own: Any) -> Any:
+    """vLLM's scheduler class with checks in a pause; itself if it is none that this module knows."""
+    try:
+        states = importlib.import_module(INTERFACE).PauseState
+        paused, unpaused = states.PAUSED_ALL, states.UNPAUSED
+        new_queue = importlib.import_module(QUEUES).create_request_queue
+        init, unfinished, schedule = own.__init__, own.get_num_unfinished_requests, own.schedule
+        set_state, _ = own.set_pause_state, own._preempt_request
+    except (ImportError, AttributeError) as error:
+        # This is another version of vLLM. midstream finds out that it checks nothing in a pause.
+        print(f"midstream: the scheduler is vLLM's: {error}", flush=True)
+        return own
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        # Checks are admitted beside all that stand still. At the end of a pause their step may not be over.
+        self.max_num_running_reqs += self.max_num_active_reqs
+
+    def count(self: Any) -> int:
+        return len(_checks(self)) if self.pause_state == paused else int(unfinished(self))
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checks = _checks(self) if self.pause_state == paused else []
+        if not checks:
+            return schedule(self, *args, **kwargs)
+        hidden = _hide_others(self, checks, new_queue)
+        self._pause_state = unpaused
+        try:
+            output = schedule(self, *args, **kwargs)
+        finally:
+            self._pause_state = paused
+            computed = self.running
+            _show(self, hidden)
+        if not computed:
+            self.midstream_waits_for_room = not _make_room(self, hidden.running)
+        return output
+
+    def change(self: Any, state: Any) -> None:
+        self.midstream_waits_for_room = False
+        set_state(self, state)
+
+    members = {"get_num_unfinished_requests": count, "schedule": step, "set_pause_state": change}
+    return type(
+        "CheckingScheduler", (own,), {"__init__": begin, "midstream_waits_for_room": False, **members}
+    )
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The requests that are no checks, as a scheduler has them. waiting, holding: its queues."""
+
+    running: list[Any]
+    waiting: Any
+    holding: Any
+
+
+def _hide_others(scheduler: Any, checks: list[Any], new_queue: Callable[[Any], Any]) -> Hidden:
+    """Leave the scheduler with queues that have checks alone."""
+    others = [request for request in scheduler.running if request not in checks]
+    hidden = Hidden(others, scheduler.waiting, scheduler.kv_holding_waiting)
+    scheduler.running = [request for request in scheduler.running if request in checks]
+    scheduler.waiting, scheduler.kv_holding_waiting = (new_queue(scheduler.policy) for _ in range(2))
+    for request in [request for request in hidden.waiting if request in checks]:
+        hidden.waiting.remove_request(request)
+        scheduler.waiting.add_request(request)
+    return hidden
+
+
+def _show(scheduler: Any, hidden: Hidden) -> None:
+    scheduler.running = hidden.running + scheduler.running
+    hidden.waiting.prepend_requests(scheduler.waiting)
+    hidden.holding.prepend_requests(scheduler.kv_holding_waiting)
+    scheduler.waiting, scheduler.kv_holding_waiting = hidden.waiting, hidden.holding
+
+
+def _checks(scheduler: Any) -> list[Any]:
+    """That may be computed in a pause, and can be."""
+    if scheduler.midstream_waits_for_room:
+        return []
+    return [r for r in (*scheduler.running, *scheduler.waiting) if r.priority == IN_PAUSE]
+
+
+def _make_room(scheduler: Any, others: list[Any]) -> bool:
+    """Free the KV of the request that is preempted first. False if none has any."""
+    if not others:
+        return False
+    last = max(others, key=lambda request: (request.priority, request.arrival_time))
+    scheduler.running.remove(last)
+    scheduler._preempt_request(last, time.monotonic())
+    return True

@@ -1,0 +1,221 @@
+"""midstream's scheduler of vLLM: in a pause it computes checks alone, and outside of one it is vLLM's."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from midstream.engine.vllm.arguments import WORKER_DIR
+from midstream.engine.vllm.worker_extension import midstream_vllm_scheduler as module
+
+UNPAUSED, PAUSED_ALL = "unpaused", "paused"
+
+
+@dataclass(eq=False)
+class Asked:
+    name: str
+    priority: int = 0
+    arrival_time: float = 0.0
+    blocks: int = 1
+
+
+@dataclass
+class Queue:
+    """Of the form of vLLM's, by priority."""
+
+    asked: list[Asked] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Asked]:
+        return iter(sorted(self.asked, key=lambda a: (a.priority, a.arrival_time)))
+
+    def remove_request(self, request: Asked) -> None:
+        self.asked.remove(request)
+
+    def add_request(self, request: Asked) -> None:
+        self.asked.append(request)
+
+    def prepend_requests(self, requests: Any) -> None:
+        self.asked += requests
+
+
+class Own:
+    """Of the form of vLLM's scheduler, with so many free blocks. A check is over in the step after its own."""
+
+    def __init__(self, free: int = 2) -> None:
+        self.policy = "priority"
+        self._pause_state = UNPAUSED
+        self.running: list[Asked] = []
+        self.waiting, self.kv_holding_waiting = Queue(), Queue()
+        self.free = free
+        self.max_num_running_reqs = self.max_num_active_reqs = 3
+        self.fails = False
+
+    @property
+    def pause_state(self) -> str:
+        return self._pause_state
+
+    def set_pause_state(self, state: str) -> None:
+        self._pause_state = state
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0 if self._pause_state == PAUSED_ALL else len(self.running) + len([*self.waiting])
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        assert not throttle_prefills
+        scheduled = [asked.name for asked in self.running if asked.priority != module.IN_PAUSE]
+        if self._pause_state == PAUSED_ALL:
+            return []
+        for asked in self.waiting:
+            if asked.blocks <= self.free and len(self.running) < self.max_num_active_reqs:
+                self.free -= asked.blocks
+                self.waiting.remove_request(asked)
+                self.running.append(asked)
+                scheduled.append(asked.name)
+        if self.fails:
+            raise RuntimeError("no step")
+        assert len(self.running) <= self.max_num_running_reqs
+        return scheduled
+
+    def _preempt_request(self, request: Asked, _timestamp: float) -> None:
+        assert request not in self.running
+        self.free += request.blocks
+        self.waiting.add_request(request)
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    states = SimpleNamespace(PauseState=SimpleNamespace(PAUSED_ALL=PAUSED_ALL, UNPAUSED=UNPAUSED))
+    monkeypatch.setitem(sys.modules, module.INTERFACE, states)
+    monkeypatch.setitem(
+        sys.modules, module.QUEUES, SimpleNamespace(create_request_queue=lambda policy: Queue())
+    )
+    made = module.checking(Own)()
+    for number in range(2):
+        made.waiting.add_request(Asked(f"r{number}", number, float(number)))
+    assert made.schedule() == ["r0", "r1"]
+    made.waiting.add_request(Asked("waits", 1))
+    made.set_pause_state(PAUSED_ALL)
+    return made
+
+
+def check(name: str = "check") -> Asked:
+    return Asked(name, module.IN_PAUSE)
+
+
+def names(scheduler: Any) -> tuple[list[str], list[str]]:
+    return [a.name for a in scheduler.running], [a.name for a in scheduler.waiting]
+
+
+def test_a_check_alone_is_computed_in_a_pause(scheduler: Any) -> None:
+    assert (scheduler.get_num_unfinished_requests(), scheduler.schedule()) == (0, [])
+    scheduler.free = 1
+    scheduler.waiting.add_request(check())
+    assert scheduler.get_num_unfinished_requests() == 1
+    assert scheduler.schedule() == ["check"]
+    assert names(scheduler) == (["r0", "r1", "check"], ["waits"])
+    assert scheduler.pause_state == PAUSED_ALL
+    # Its step is not over, and nothing is preempted for it.
+    assert scheduler.schedule() == []
+    assert names(scheduler) == (["r0", "r1", "check"], ["waits"])
+    scheduler.running.pop()
+    assert (scheduler.get_num_unfinished_requests(), scheduler.schedule()) == (0, [])
+    # And another one.
+    scheduler.free = 1
+    scheduler.waiting.add_request(check("next"))
+    assert scheduler.schedule() == ["next"]
+    scheduler.running.pop()
+    scheduler.set_pause_state(UNPAUSED)
+    scheduler.free = 1
+    assert scheduler.schedule() == ["r0", "r1", "waits"]
+
+
+def test_a_check_is_admitted_beside_all_seats_and_may_outlive_the_pause(scheduler: Any) -> None:
+    scheduler.set_pause_state(UNPAUSED)
+    scheduler.free = 3
+    assert scheduler.schedule() == ["r0", "r1", "waits"]
+    scheduler.set_pause_state(PAUSED_ALL)
+    scheduler.waiting.add_request(check())
+    assert scheduler.schedule() == ["check"]
+    scheduler.set_pause_state(UNPAUSED)
+    assert scheduler.schedule() == ["r0", "r1", "waits"]
+
+
+def test_a_check_without_room_has_the_last_of_the_lowest_priority_preempted(scheduler: Any) -> None:
+    assert scheduler.free == 0
+    scheduler.waiting.add_request(check())
+    assert scheduler.schedule() == []
+    assert names(scheduler) == (["r0"], ["check", "waits", "r1"])
+    assert scheduler.get_num_unfinished_requests() == 1
+    assert scheduler.schedule() == ["check"]
+    assert names(scheduler) == (["r0", "check"], ["waits", "r1"])
+
+
+def test_a_check_that_can_have_no_room_waits_for_the_end_of_the_pause(scheduler: Any) -> None:
+    large = check()
+    large.blocks = 99
+    scheduler.waiting.add_request(large)
+    for left in (1, 1, 0):
+        assert scheduler.schedule() == []
+        assert scheduler.get_num_unfinished_requests() == left
+    assert names(scheduler) == ([], ["check", "r0", "waits", "r1"])
+    scheduler.set_pause_state(UNPAUSED)
+    assert scheduler.schedule() == ["r0", "waits"]
+
+
+def test_a_step_that_fails_loses_no_request(scheduler: Any) -> None:
+    scheduler.kv_holding_waiting.add_request(Asked("holds"))
+    scheduler.waiting.add_request(check())
+    scheduler.fails = True
+    scheduler.free = 1
+    with pytest.raises(RuntimeError):
+        scheduler.schedule()
+    assert names(scheduler) == (["r0", "r1", "check"], ["waits"])
+    assert [a.name for a in scheduler.kv_holding_waiting] == ["holds"]
+    assert scheduler.pause_state == PAUSED_ALL
+
+
+def test_another_version_of_vllm_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module.INTERFACE, SimpleNamespace())
+    assert module.checking(Own) is Own
+    assert "the scheduler is vLLM's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("with_async", [True, False])
+def test_the_scheduler_is_made_of_the_one_that_vllm_would_make(
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, with_async: bool
+) -> None:
+    class Given(Own):
+        def __init__(self, vllm_config: Any, block_size: int) -> None:
+            super().__init__(block_size)
+
+    other = type("Other", (), {})
+    monkeypatch.setitem(
+        sys.modules, module.WITH_ASYNC, SimpleNamespace(AsyncScheduler=Given if with_async else other)
+    )
+    monkeypatch.setitem(
+        sys.modules, module.WITHOUT, SimpleNamespace(Scheduler=other if with_async else Given)
+    )
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=with_async))
+    made = module.scheduler(vllm_config=config, block_size=16)
+    assert isinstance(made, Given)
+    assert made.free == 16
+
+
+def test_the_module_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM loads it by its name, in an environment without midstream."""
+    spec = importlib.util.spec_from_file_location("alone", WORKER_DIR / "midstream_vllm_scheduler.py")
+    assert spec is not None
+    assert spec.loader is not None
+    alone = importlib.util.module_from_spec(spec)
+    # As its import does.
+    monkeypatch.setitem(sys.modules, "alone", alone)
+    spec.loader.exec_module(alone)
+    assert alone.IN_PAUSE == module.IN_PAUSE
