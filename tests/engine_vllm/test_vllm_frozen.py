@@ -188,25 +188,29 @@ def test_another_version_of_vllm_keeps_its_own(
     assert "the scheduler is vLLM's" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("with_async", [True, False])
+@pytest.mark.parametrize("diffusion", [True, False])
 def test_the_scheduler_is_made_of_the_one_that_vllm_would_make(
-    monkeypatch: pytest.MonkeyPatch, scheduler: Any, with_async: bool
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, diffusion: bool
 ) -> None:
     class Given(Own):
         def __init__(self, vllm_config: Any, block_size: int) -> None:
             super().__init__(block_size)
 
-    other = type("Other", (), {})
-    monkeypatch.setitem(
-        sys.modules, module.WITH_ASYNC, SimpleNamespace(AsyncScheduler=Given if with_async else other)
-    )
-    monkeypatch.setitem(
-        sys.modules, module.WITHOUT, SimpleNamespace(Scheduler=other if with_async else Given)
-    )
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=with_async))
+    other = type("Scheduler", (), {})
+    monkeypatch.setitem(sys.modules, module.DIFFUSION, SimpleNamespace(DiffusionScheduler=Given))
+
+    class Config:
+        scheduler_cls: Any = "midstream_vllm_scheduler.scheduler"
+
+        def get_scheduler_cls(self) -> type:
+            assert self.scheduler_cls is None, "it would be this one again"
+            return other if diffusion else Given
+
+    config = SimpleNamespace(scheduler_config=Config(), diffusion_config={} if diffusion else None)
     made = module.scheduler(vllm_config=config, block_size=16)
     assert isinstance(made, Given)
     assert made.free == 16
+    assert config.scheduler_config.scheduler_cls == "midstream_vllm_scheduler.scheduler"
 
 
 def test_the_module_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:

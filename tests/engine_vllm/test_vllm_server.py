@@ -528,6 +528,23 @@ class TestArguments:
         assert line[-len(args) :] == list(args)
         assert ours not in line[: -len(args)]
 
+    def test_versions_whose_scheduler_is_known_get_midstreams(self, tmp_path: Path) -> None:
+        python = tmp_path / "bin" / "python"
+        scheduler = tmp_path / "lib/python3.11/site-packages/vllm/v1/core/sched/scheduler.py"
+
+        def given(*args: str) -> bool:
+            return "--scheduler-cls" in command_line(str(python), MODEL, "tiny", 8001, 7, args)
+
+        assert not given()
+        scheduler.parent.mkdir(parents=True)
+        scheduler.write_text("self.waiting = None")
+        assert not given()
+        scheduler.write_text("self.kv_holding_waiting = None")
+        assert given()
+        # It knows its checks by their priority, and other machines may lack its file.
+        for args in (("--scheduling-policy", "fcfs"), ("--nnodes", "2")):
+            assert not given(*args)
+
     def test_it_goes_by_priority_unless_the_user_says_otherwise(self) -> None:
         assert by_priority(())
         assert by_priority(("--scheduling-policy", "priority"))

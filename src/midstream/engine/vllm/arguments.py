@@ -245,13 +245,13 @@ def command_line(
         del ours[SCALE_OUT]
     flags = dict(given_flags(args))
     if flags.get("distributed-executor-backend") != "ray" and "nnodes" not in flags:
-        # Workers on other machines may not find it.
+        # Processes on other machines may not find them.
         ours[WORKER_FLAG] = WORKER
+        if has_known_queue(python) and by_priority(args):
+            ours[SCHEDULER_FLAG] = SCHEDULER
     if is_cpu_build(python):
         # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.
         ours["no-enable-chunked-prefill"] = None
-    if has_known_queue(python) and by_priority(args):
-        ours[SCHEDULER_FLAG] = SCHEDULER
     if weight_transfer:
         ours[WORKER_FLAG] = TRANSFER_WORKER
         ours[TRANSFER_FLAG] = json.dumps({"backend": weight_transfer})

@@ -17,15 +17,18 @@ from typing import Any
 #: The priority of a check that may be computed in a pause.
 IN_PAUSE = -2
 INTERFACE, QUEUES = "vllm.v1.core.sched.interface", "vllm.v1.core.sched.request_queue"
-WITH_ASYNC, WITHOUT = "vllm.v1.core.sched.async_scheduler", "vllm.v1.core.sched.scheduler"
+DIFFUSION = "vllm.v1.core.sched.diffusion_scheduler"
 
 
 def scheduler(**given: Any) -> Any:
     """In the place of a class, as vLLM's depends on its configuration."""
-    if given["vllm_config"].scheduler_config.async_scheduling:
-        own = importlib.import_module(WITH_ASYNC).AsyncScheduler
-    else:
-        own = importlib.import_module(WITHOUT).Scheduler
+    config = given["vllm_config"]
+    ours, config.scheduler_config.scheduler_cls = config.scheduler_config.scheduler_cls, None
+    own = config.scheduler_config.get_scheduler_cls()
+    config.scheduler_config.scheduler_cls = ours
+    if getattr(config, "diffusion_config", None) is not None:
+        # vLLM would have named it, if it had not been given ours.
+        own = getattr(importlib.import_module(DIFFUSION), f"Diffusion{own.__name__}")
     return checking(own)(**given)
 
 
