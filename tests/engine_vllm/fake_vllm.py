@@ -371,6 +371,13 @@ class FakeVllm:
         self.in_group = False
         # Workers of it.
         self.ranks = 1
+        # What its workers stage: the number by which it is asked for, and the weights.
+        self.beside: tuple[int, int] | None = None
+        # Why they stage nothing; how far they say they are; a switch to what is staged fails halfway.
+        self.no_staging = ""
+        self.look = ("staged", "")
+        self.torn_switch = False
+        self.switches = self.drops = 0
         # Names that the tee does not see.
         self.unseen: list[str] = []
         #: A rank that is given other bytes than the others.
@@ -603,6 +610,8 @@ class FakeVllm:
 
     def _rpc(self, method: str, kwargs: dict[str, Any]) -> tuple[int, Any]:
         match method:
+            case "midstream_weights":
+                return self._beside(**kwargs)
             case "midstream_one_number":
                 return 200, {"results": [self.one_number] * self.ranks}
             case "midstream_digest":
@@ -626,6 +635,29 @@ class FakeVllm:
                     seen[self.torn]["digests"] = {"a": "2"}
                 return 200, {"results": seen}
         return self._reload(Path(kwargs["weights_path"]))
+
+    def _beside(
+        self, do: str, number: int, path: str = "", moved: bool = False, kinds: list[str] | None = None
+    ) -> tuple[int, Any]:
+        """What the workers stage. A switch to it loads nothing."""
+        answer: Any = None
+        if do == "stage":
+            self.beside = (number, int((Path(path) / "weights").read_text()))
+            answer = self.no_staging
+        elif self.beside is None or self.beside[0] != number:
+            return (200, {"results": [None]}) if do == "drop" else (500, {"error": {"message": "not staged"}})
+        elif do == "look":
+            phase, why = ("failed", "a tensor is missing") if self.beside[1] < 0 else self.look
+            answer = {"phase": phase, "why": why, "kinds": []}
+        elif do == "switch":
+            assert self.paused, "weights are switched between steps only"
+            if self.torn_switch:
+                self.weights = None
+                return 500, {"error": {"message": "half of the switch was made", "code": 500}}
+            self.weights, self.switches = self.beside[1], self.switches + 1
+        else:
+            self.beside, self.drops = None, self.drops + 1
+        return 200, {"results": [answer] * self.ranks}
 
     def _write(self, info: dict[str, Any]) -> tuple[int, Any]:
         """Each tensor has the number as all its bytes."""

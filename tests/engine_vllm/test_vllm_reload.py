@@ -66,6 +66,35 @@ def test_experts_are_packed_once_by_every_load(packs_on_reload: bool) -> None:
         assert made.moe_kernel.fused_experts.packed == ["layer"] * load
 
 
+class Packs:
+    """As vLLM's method of a layer on a CPU: it computes with weights that were packed."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x: x @ packed.T
+
+
+def test_an_output_layer_that_is_tied_to_the_embeddings_is_packed_by_every_reload() -> None:
+    weight = torch.nn.Parameter(torch.randn(5, 3), requires_grad=False)
+    model: Any = torch.nn.Module()
+    model.embed, model.head = torch.nn.Module(), torch.nn.Module()
+    for layer in (model.embed, model.head):
+        layer.weight, layer.quant_method = weight, Packs()
+        layer.quant_method.process_weights_after_loading(layer)
+
+    def finalize(model: Any, _config: Any) -> str:
+        # A reload brings a tensor to the embeddings alone.
+        model.embed.weight.data.copy_(torch.ones(5, 3))
+        model.embed.quant_method.process_weights_after_loading(model.embed)
+        return "done"
+
+    layerwise: Any = type("Layerwise", (), {"finalize_layerwise_processing": staticmethod(finalize)})
+    worker()._pack_tied_after_reload(layerwise)
+    assert layerwise.finalize_layerwise_processing(model, None) == "done"
+    x = torch.randn(2, 3)
+    assert torch.equal(model.head.cpu_linear(x), x @ torch.ones(5, 3).T)
+
+
 class LoraKernels:
     """As vLLM's modules for adapters on a CPU: the index -1 is the last adapter's."""
 

@@ -26,6 +26,7 @@ RUN = version_results.VersionRun()
 ORDER = [
     "test_vllm_push",
     "test_vllm_policies",
+    "test_vllm_tied",
     "test_vllm_transfer_in_place",
     "test_vllm_sampling_numbers",
     "test_vllm_priorities",
@@ -80,13 +81,11 @@ def vllm_python() -> Path:
     return PYTHON
 
 
-@pytest.fixture(scope="session")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without experts, in float32. vLLM for CPUs serves no adapters of others."""
+def write_dense(directory: Path, seed: int, *, tied: bool) -> Path:
+    """A model without experts, in float32. tied: its output layer is that of the embeddings."""
     from midstream.models.tiny_moe import VOCAB_SIZE, build_tokenizer
 
-    directory = tmp_path_factory.mktemp("dense")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -97,11 +96,26 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         max_position_embeddings=4096,
         initializer_range=0.08,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM for CPUs serves no adapters of models with experts."""
+    return write_dense(tmp_path_factory.mktemp("dense"), 0, tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two such models whose output layer is that of the embeddings, by name; the first is served."""
+    folder = tmp_path_factory.mktemp("tied")
+    return {
+        name: write_dense(folder / name, seed, tied=True) for seed, name in enumerate(("served", "other"))
+    }
 
 
 @pytest.fixture(scope="module")

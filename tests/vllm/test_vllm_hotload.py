@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_bed import BLOCK, DEADLINE_S, Bed, load, logprobs_of
+from vllm_bed import BLOCK, DEADLINE_S, VENV, Bed, load, logprobs_of
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.base import StagingFailed
 from midstream.engine.vllm import protocol
+from midstream.engine.vllm.beside import WorkerWeights
 from midstream.engine.vllm.life import NAME
 from midstream.engine.vllm.swap import Control, Unchanged, switch
 
@@ -177,8 +180,9 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
     def fail_to_load() -> None:
         for replica in ("replica-0", "replica-1"):
             control = Control(bed.server_url(replica), "", 120.0)
+            load = partial(control.reload, bad)
             loading: Any = switch(
-                control, bad, checkpoints["full-3"], "never", lambda: switched.append("never")
+                control, load, checkpoints["full-3"], "never", lambda: switched.append("never")
             )
             with pytest.raises(Unchanged, match="named 'no'"):
                 asyncio.run(loading)
@@ -190,6 +194,49 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
     streams = asyncio.run(kept_up(bed.server.url, bed.model, failing, 8, fail_to_load, both))
     assert [(s.session, s.error, len(s.tokens)) for s in streams if not s.whole] == []
     assert switched == []
+    model = load(checkpoints["full-3"])
+    for stream in streams:
+        assert stream.labels == ["full-3"]
+        expected = logprobs_of(model, stream.ids)[len(stream.prompt) - 1 :]
+        off = np.abs(np.subtract([logprob for _, logprob, _ in stream.tokens], expected))
+        assert off.max() <= TOLERANCE, (stream.session, off.argmax(), off.max())
+
+
+def test_streams_notice_nothing_of_weights_that_fail_or_are_given_up_while_workers_stage_them(
+    bed: Bed, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Behind the replica's back, with calls of the kind that it makes itself."""
+    why = bed.card["why"].get("short_swap")
+    if why is not None:
+        assert VENV != ".venv-vllm", why
+        pytest.skip(why)
+    bad = tmp_path / "bad"
+    shutil.copytree(checkpoints["begin"], bad)
+    save_file({"no.such.tensor": torch.zeros(3)}, bad / "zz.safetensors")
+
+    async def stage(replica: str) -> None:
+        workers = WorkerWeights(Control(bed.server_url(replica), "", 120.0), 120.0)
+        with pytest.raises(StagingFailed, match="named 'no'"):
+            await workers.next().load(bad)
+        older, newer = workers.next(), workers.next()
+        async with asyncio.TaskGroup() as group:
+            given_up = group.create_task(older.load(checkpoints["begin"]))
+            await asyncio.sleep(0)
+            given_up.cancel()
+        await newer.load(checkpoints["full-1"])
+        # It comes late, and is not for the newer one.
+        await older.drop()
+        await newer.load(checkpoints["full-1"])
+        await newer.drop()
+
+    def stage_at_both() -> None:
+        for replica in ("replica-0", "replica-1"):
+            asyncio.run(stage(replica))
+
+    streams = asyncio.run(
+        kept_up(bed.server.url, bed.model, coming("staged in vain", (200, 400)), 8, stage_at_both)
+    )
+    assert [(s.session, s.error, len(s.tokens)) for s in streams if not s.whole] == []
     model = load(checkpoints["full-3"])
     for stream in streams:
         assert stream.labels == ["full-3"]

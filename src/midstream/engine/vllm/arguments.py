@@ -24,7 +24,6 @@ LACKS = {
     "router_ties": "vLLM does not return what a router chose by",
     "policy_crossing": "vLLM ends a request with the adapter that it began with",
     "resident_snapshots": "a vLLM server holds one set of weights",
-    "short_swap": "weights are loaded in place, while the streams stand still",
 }
 
 
@@ -44,6 +43,8 @@ UNFROZEN = (
 )
 #: Why requests have no order.
 NO_ORDER = "vLLM runs without --scheduling-policy priority"
+#: Why a swap is not short, until the proof at the start has passed (beside.py).
+UNSTAGED = "vLLM was not seen to load weights beside those that serve"
 #: Why there are no snapshots of full weights beside policies.
 ON_BASE = "policies stand on the weights that vLLM began with (--enable-lora)"
 
@@ -57,20 +58,23 @@ def vllm_card(
     no_numbers: Mapping[str, str] = UNPROVED,
     no_digest: str = UNREAD,
     no_frozen_check: str = UNFROZEN,
+    no_short_swap: str = UNSTAGED,
 ) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
     no_digest: why it gives none of its weights; empty if it does. no_frozen_check: why it checks none in a pause.
+    no_short_swap: why its workers stage no weights; empty if they do.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
     why |= no_numbers
-    if not by_priority:
-        why["priorities"] = NO_ORDER
-    if no_digest:
-        why["weights_digest"] = no_digest
-    if no_frozen_check:
-        why["frozen_check"] = no_frozen_check
+    lacks = {
+        "priorities": "" if by_priority else NO_ORDER,
+        "weights_digest": no_digest,
+        "frozen_check": no_frozen_check,
+        "short_swap": no_short_swap,
+    }
+    why |= {feature: reason for feature, reason in lacks.items() if reason}
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
     features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from midstream.engine.vllm.life import ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
 from midstream.engine.vllm.scoring import WrongWeights
+from midstream.engine.vllm.staging import Staged
 from midstream.engine.vllm.swap import Unchanged, VllmRefused, adopt, switch
 from midstream.http.call import CallFailed, open_stream
 
@@ -260,7 +262,7 @@ class VllmEngine(ServerLife):
                 await self._renew()
             started = time.perf_counter()
             try:
-                crossed = await self._switch(snapshot, staged.directory, staged.fast, files)
+                crossed = await self._switch(snapshot, staged, files)
             finally:
                 self.drop_staged()
             self._serving_dir = staged.directory
@@ -319,9 +321,8 @@ class VllmEngine(ServerLife):
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
-    async def _switch(self, snapshot: str, directory: Path, fast: Path, files: str) -> int:
-        """Switch, and return how many choices crossed the switch. fast: where vLLM reads the files of `directory`. files: as
-        announced. Raises StagingFailed, EngineDied."""
+    async def _switch(self, snapshot: str, staged: Staged, files: str) -> int:
+        """Switch, and return how many choices crossed the switch. files: as announced. Raises StagingFailed, EngineDied."""
         crossed = 0
         version = self._coming_version = self._epochs.version(self._epochs.now + 1, snapshot)
 
@@ -330,10 +331,14 @@ class VllmEngine(ServerLife):
             crossed = self._begin_epoch(snapshot, files)
 
         resume = not self._paused
-        if self._fence.holds(directory):
+        if self._fence.holds(staged.directory):
             switching = adopt(self._control, version, on_switch, resume=resume)
         else:
-            switching = switch(self._control, fast, self._serving_dir, version, on_switch, resume=resume)
+            load: Callable[[], Awaitable[None]] = partial(self._control.reload, staged.fast)
+            # The server may be another one since.
+            if staged.weights is not None and staged.weights.workers is self._stager.workers:
+                load = staged.weights.switch
+            switching = switch(self._control, load, self._serving_dir, version, on_switch, resume=resume)
         try:
             await self._boot.while_alive(switching)
             self._switched()

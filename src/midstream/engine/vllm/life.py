@@ -32,12 +32,16 @@ from midstream.engine.vllm.adapters import FOLDER, Adapters
 from midstream.engine.vllm.arguments import (
     BESIDE_POLICIES,
     EXTENSIONS,
+    NO_EXTENSION,
     NO_LORA,
+    ON_BASE,
     SCHEDULER,
     UNFROZEN,
     UNREAD,
+    UNSTAGED,
     vllm_card,
 )
+from midstream.engine.vllm.beside import WorkerWeights, prove_staging
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.digest import prove_digest
 from midstream.engine.vllm.in_place import VllmInPlace
@@ -96,6 +100,8 @@ class ServerLife(Engine):
     _no_digest = UNREAD
     # Why nothing is checked in a pause; empty if weights are.
     _no_frozen_check = UNFROZEN
+    # Why its workers stage no weights; empty if they do.
+    _no_short_swap = UNSTAGED
     _death: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
@@ -138,7 +144,7 @@ class ServerLife(Engine):
         # Also of a server without weight transfer, which never holds it.
         self._fence = self._make_fence()
         self.in_place = self._fence if settings.weight_transfer else None
-        self._stager = VllmStager(self._staging, self._boot.while_alive)
+        self._stager = VllmStager(self._staging, self._boot.while_alive, self._boot.in_background)
         self._adapter_dir = cache_dir / FOLDER
         self._serving_dir = self._model_dir
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
@@ -213,9 +219,7 @@ class ServerLife(Engine):
         await self._hear()
         self._no_policies = self._server.no_adapters
         self._adapters = None if self._no_policies else await self._prove_adapters()
-        if not self._attached and self._adapters is None:
-            sizes = (self._shape.vocab_size, self._server.max_model_len)
-            await prove_reload(self._scorer(self._own), *sizes, self._reload_and_compare)
+        self._no_short_swap = await self._prove_loads()
         if self._adapters is not None:
             self._no_digest = BESIDE_POLICIES
         sizes = (self._shape.vocab_size, self._server.max_model_len)
@@ -244,6 +248,24 @@ class ServerLife(Engine):
         self._no_digest = await prove_digest(self._control, self._server.extension, reload)
         if self._no_digest:
             logger.warning("this vLLM has no weights_digest: %s", self._no_digest)
+
+    async def _prove_loads(self) -> str:
+        """Why no weights can be staged in the workers; "" if they can. Raises NotExact."""
+        self._stager.workers = None
+        if self._attached:
+            return "the proof needs a server without other requests, which midstream starts itself"
+        if self._adapters is not None:
+            return ON_BASE
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        await prove_reload(self._scorer(self._own), *sizes, self._reload_and_compare)
+        if self._server.extension not in EXTENSIONS:
+            return NO_EXTENSION
+        reload = partial(self._control.reload, self._model_dir)
+        workers = WorkerWeights(self._control, self._settings.load_s_max)
+        scoring = partial(score, self._scorer(self._own), *sizes)
+        why = await prove_staging(workers, scoring, self._model_dir, reload)
+        self._stager.workers = None if why else workers
+        return why
 
     async def _check_unspoilt(self) -> None:
         """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
@@ -310,6 +332,7 @@ class ServerLife(Engine):
             no_numbers=self._numbers.lacks,
             no_digest=self._no_digest,
             no_frozen_check=self._no_frozen_check,
+            no_short_swap=self._no_short_swap,
         )
         if self.in_place is not None:
             card = msgspec.structs.replace(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midstream.engine.base import StagingFailed
+from midstream.engine.vllm.beside import CannotStage, StagedWeights, WorkerWeights
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE
 from midstream.snapshots.tasks import finished
 
@@ -64,10 +65,7 @@ class Staging:
 
         Raises OSError when they cannot be read, and when vLLM would load other files, too. Leaves nothing when cancelled.
         """
-        if stray := weights_beside(directory):
-            raise OSError(
-                f"{', '.join(stray)}: beside {WEIGHTS_FILE}, but not part of the snapshot. vLLM would load it, too; remove it"
-            )
+        check_alone(directory)
         target = self._root / str(next(self._numbers))
         cancelled = threading.Event()
         try:
@@ -131,39 +129,50 @@ class Staging:
 
 
 class Staged(NamedTuple):
-    """directory: of the verified files. fast: where vLLM reads them."""
+    """directory: of the verified files. fast: where vLLM reads them, if its workers do not have them already."""
 
     snapshot: str
     directory: Path
     fast: Path
+    weights: StagedWeights | None = None
 
 
 class VllmStager:
-    """One snapshot at a time, beside what serves. while_alive: raises EngineDied when the boot ends meanwhile."""
+    """One snapshot at a time, beside what serves: in the workers, or as a copy of its files.
+
+    while_alive: raises EngineDied when the boot ends meanwhile. in_background: runs what nobody waits for.
+    """
 
     def __init__(
-        self, staging: Staging, while_alive: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+        self,
+        staging: Staging,
+        while_alive: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]],
+        in_background: Callable[[Coroutine[Any, Any, None], str], None],
     ) -> None:
         self._staging = staging
         self._while_alive = while_alive
-        self._copying: asyncio.Task[Path] | None = None
+        self._in_background = in_background
+        self._preparing: asyncio.Task[Staged] | None = None
         self.staged: Staged | None = None
+        #: Of a server that has proved that its workers can stage.
+        self.workers: WorkerWeights | None = None
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         """Like Slot.stage."""
         self.drop()
-        mine = self._copying = asyncio.create_task(self._staging.put(directory), name=f"staging {snapshot}")
+        preparing = self._prepare(snapshot, directory)
+        mine = self._preparing = asyncio.create_task(preparing, name=f"staging {snapshot}")
         try:
             await self._while_alive(asyncio.wait((mine,)))
-            if self._copying is not mine:
+            if self._preparing is not mine:
                 raise StagingFailed(f"snapshot {snapshot!r} was given up while it was staged")
-            self.staged, self._copying = Staged(snapshot, directory, mine.result()), None
+            self.staged, self._preparing = mine.result(), None
         except BaseException as error:
-            # This includes cancellation. A copy that was made nevertheless is freed.
+            # This includes cancellation. What was made nevertheless is freed.
             mine.cancel()
             await asyncio.wait((mine,))
             if not mine.cancelled() and mine.exception() is None:
-                self._staging.drop(mine.result())
+                self._free(mine.result())
             if isinstance(error, OSError):
                 raise StagingFailed(f"the snapshot's files cannot be read: {error}") from error
             raise
@@ -174,12 +183,37 @@ class VllmStager:
         self.staged = Staged(snapshot, directory, directory)
 
     def drop(self) -> None:
-        if self._copying is not None:
-            self._copying.cancel()
-            self._copying = None
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing = None
         if self.staged is not None:
-            self._staging.drop(self.staged.fast)
+            self._free(self.staged)
             self.staged = None
+
+    async def _prepare(self, snapshot: str, directory: Path) -> Staged:
+        """Raises StagingFailed, OSError."""
+        check_alone(directory)
+        if self.workers is not None:
+            weights = self.workers.next()
+            try:
+                await weights.load(directory)
+                return Staged(snapshot, directory, directory, weights)
+            except CannotStage as error:
+                logger.warning("vLLM loads %s in place, while streams stand still: %s", snapshot, error)
+                self._give_back(weights)
+            except BaseException:
+                # This includes cancellation.
+                self._give_back(weights)
+                raise
+        return Staged(snapshot, directory, await self._staging.put(directory))
+
+    def _free(self, staged: Staged) -> None:
+        self._staging.drop(staged.fast)
+        if staged.weights is not None:
+            self._give_back(staged.weights)
+
+    def _give_back(self, weights: StagedWeights) -> None:
+        self._in_background(weights.drop(), "vLLM's workers free weights")
 
 
 def snapshot_files(directory: Path) -> dict[str, Path] | None:
@@ -200,6 +234,14 @@ def weights_beside(directory: Path) -> list[str]:
     if (directory / INDEX_FILE).exists():
         return []
     return sorted({file.name for file in directory.glob("*.safetensors")} - {WEIGHTS_FILE})
+
+
+def check_alone(directory: Path) -> None:
+    """Raises OSError when vLLM would load other files, too."""
+    if stray := weights_beside(directory):
+        raise OSError(
+            f"{', '.join(stray)}: beside {WEIGHTS_FILE}, but not part of the snapshot. vLLM would load it, too; remove it"
+        )
 
 
 def _claim(directory: Path) -> int:

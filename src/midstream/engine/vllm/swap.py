@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,18 @@ async def prove_reload(
     before = await score(scorer, vocab_size, context)
     await reload()
     after = await score(scorer, vocab_size, context)
-    off = [abs(a - b) for a, b in zip(before, after, strict=True)]
-    # A number that is not finite fails, too.
-    if not all(difference <= TOLERANCE for difference in off):
+    off = largest_difference(before, after)
+    if not off <= TOLERANCE:
         raise NotExact(
             "vLLM does not load weights in place correctly: the same weights, reloaded, give log-probabilities that differ by "
-            f"{max(off):.3g}. Snapshots cannot be served with these options and this version"
+            f"{off:.3g}. Snapshots cannot be served with these options and this version"
         )
+
+
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """NaN if any number is."""
+    off = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return math.nan if any(map(math.isnan, off)) else max(off, default=0.0)
 
 
 def proof_prompt(vocab_size: int, context: int) -> tuple[int, ...]:
@@ -200,10 +206,12 @@ class Control:
         with self._held_up(within_s):
             await self._post(path, body, within_s)
 
-    async def ask_workers(self, method: str, arguments: Mapping[str, Any], within_s: float) -> list[Any]:
-        """What each worker answers to a method of the worker extension."""
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], within_s: float, *, holds_up: bool = True
+    ) -> list[Any]:
+        """What each worker answers to a method of the worker extension. holds_up: it may take longer than a step."""
         data = json.dumps({"method": method, "kwargs": arguments}).encode()
-        with self._held_up(within_s):
+        with self._held_up(within_s) if holds_up else nullcontext():
             answer = await call(self._url, "POST", "/collective_rpc", data, within_s, self._headers)
         if answer.status != 200:
             said = protocol.error_text(answer.body)
@@ -226,23 +234,24 @@ async def adopt(
 
 async def switch(
     control: Control,
-    new: Path,
+    load: Callable[[], Awaitable[None]],
     old: Path,
     version: str,
     on_switch: Callable[[], None],
     *,
     resume: bool = True,
 ) -> None:
-    """Load the weights of `new` between two steps.
+    """Have `load` bring new weights, between two steps.
 
+    old: the files of what serves.
     on_switch: called when everything that was sampled before has arrived. Nothing is sampled until it returns.
     resume: whether steps continue after the switch. Raises Unchanged. After CallFailed and VllmRefused the server is in doubt.
     """
     await control.pause()
     try:
-        await control.reload(new)
+        await load()
     except VllmRefused as error:
-        logger.warning("vLLM could not load %s; going back to %s: %s", new, old, error)
+        logger.warning("vLLM could not load new weights; going back to %s: %s", old, error)
         # The weights are half unloaded, so the next step would fail.
         await control.reload(old)
         if resume:

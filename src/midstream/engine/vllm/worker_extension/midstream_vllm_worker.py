@@ -1,10 +1,13 @@
-"""A worker extension of vLLM (--worker-extension-cls). It hooks the sampler, and mends three defects of vLLM 0.32 on CPUs.
+"""A worker extension of vLLM (--worker-extension-cls). It hooks the sampler, stages weights, and mends four defects on CPUs.
 
-midstream_vllm_sampler.py has the hook, for any device.
+midstream_vllm_sampler.py has the hook, and midstream_vllm_staged.py the staging, for any device. The defects are of vLLM 0.32.
 
 vLLM packs the weights of unquantized experts for its CPU kernel when it loads a model, but not when `reload_weights`
 replaces them. The kernel would then read the right numbers in the wrong order. Weights that a version packs by itself are
 left alone.
+
+An output layer that is tied to the embeddings has packed weights of its own. A reload brings it no tensor, so vLLM leaves these
+as they were, and would compute new weights with an old output layer. Here such a layer is packed again after every reload.
 
 In a batch, a row without an adapter has the adapter index -1. vLLM's CPU kernels for LoRA index with it, and so give such a
 row the adapter of the last slot. Here those rows get zeros from the first of the two products, so the second adds nothing.
@@ -19,8 +22,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-SAMPLER_HOOK, DIGEST = "midstream_vllm_sampler", "midstream_vllm_digest"
+SAMPLER_HOOK, DIGEST, STAGED = "midstream_vllm_sampler", "midstream_vllm_digest", "midstream_vllm_staged"
 METHODS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 LORA_KERNELS = "vllm.lora.punica_wrapper.punica_cpu"
 
@@ -42,6 +46,12 @@ class Worker:
             self.midstream_reading = importlib.import_module(DIGEST).WeightsDigest(self.get_model())
         found: dict[str, Any] | None = self.midstream_reading.go_on(seconds)
         return found
+
+    def midstream_weights(self: Any, do: str, **arguments: Any) -> Any:
+        """Stage weights beside those that serve, look how far that is, switch to them, or drop them."""
+        if not hasattr(self, "midstream_staged"):
+            self.midstream_staged = importlib.import_module(STAGED).WeightStage(self)
+        return getattr(self.midstream_staged, do)(**arguments)
 
 
 def _pack_after_reload(methods: type[Any]) -> None:
@@ -68,6 +78,24 @@ def _pack_after_reload(methods: type[Any]) -> None:
             pack(layer)
 
     methods._setup_kernel = set_up_and_pack
+
+
+def _pack_tied_after_reload(layerwise: Any) -> None:
+    finalize = layerwise.finalize_layerwise_processing
+
+    def finalize_and_pack(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = finalize(model, *args, **kwargs)
+        seen: set[int] = set()
+        for layer in model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is None:
+                continue
+            if id(weight) in seen and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
+            seen.add(id(weight))
+        return result
+
+    layerwise.finalize_layerwise_processing = finalize_and_pack
 
 
 def _spare_rows_without_adapter(*modules: Any) -> None:
@@ -98,6 +126,10 @@ def _mend_cpu() -> None:
     except (ImportError, AttributeError) as error:
         # This is another version of vLLM. midstream finds out whether it reloads correctly.
         print(f"midstream: experts are not packed after a reload: {error}", flush=True)
+    try:
+        _pack_tied_after_reload(importlib.import_module(LAYERWISE))
+    except (ImportError, AttributeError) as error:
+        print(f"midstream: tied output layers are not packed after a reload: {error}", flush=True)
     try:
         kernels = importlib.import_module(LORA_KERNELS)
         _spare_rows_without_adapter(importlib.import_module(LORA_OPS), kernels)
