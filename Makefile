@@ -25,6 +25,7 @@
 # make bench-rollout  64 trajectories x 8 turns on four replicas, by affinity and in other ways, JSON and docs/benchmarks.md;
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
+# make bench-vllm-swap  the pause of a swap on vLLM: weights that its workers have staged, beside its own reload in place
 # make bench-push  pushes of 1 GB to 1, 2 and 4 replicas, beside a bare gloo broadcast of the same tensors; deltas to 8 over links of
 #                  100 MB/s; pushes into vLLM beside its own; JSON and docs/benchmarks.md
 #                  (BENCH_ARGS="--model 10MB --replicas 1": a small one)
@@ -100,7 +101,7 @@ WHEEL_MACHINE ?= $(shell uname -m)
 # Hundreds of Python processes of the tests import midstream. Without bytecode files, each of them compiles it again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-fireworks setup-skyrl setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
+.PHONY: setup setup-fireworks setup-skyrl setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-vllm-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -267,6 +268,9 @@ bench-rollout: setup
 
 bench-swap: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
+
+bench-vllm-swap: setup setup-vllm
+	cd benchmarks && ../$(BIN)/python vllm_swaps.py --write $(BENCH_ARGS)
 
 bench-push: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python push.py --write $(BENCH_ARGS)

@@ -33,7 +33,7 @@ from typing import Any
 from engine import vllm_versions
 from hardware import provenance, write_result
 from loadgen import take_priority
-from servers import VLLM_PYTHON, Model
+from servers import VLLM_PYTHON, Model, Server
 from swaps import QUIET_TOKENS, STREAMS, Streams, say, write_models
 from vllm_servers import SharedVllm
 
@@ -98,7 +98,7 @@ def found(run: dict[str, Any], streams: Streams, way: str) -> dict[str, float]:
 
 
 async def measured(
-    server: SharedVllm, model: Model, directories: Sequence[Path], swaps: int
+    server: Server, model: Model, directories: Sequence[Path], swaps: int
 ) -> dict[str, list[dict[str, float]]]:
     """What each way took at each of its swaps. The first of each is not counted."""
     url = f"http://127.0.0.1:{server.port}"

@@ -23,7 +23,15 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
     ),
     "vllm": (
         vllm_card("0.32.0", routes=False, by_priority=False),
-        vllm_card("0.32.0", routes=True, no_policies="", no_numbers={}, no_digest="", no_frozen_check=""),
+        vllm_card(
+            "0.32.0",
+            routes=True,
+            no_policies="",
+            no_numbers={},
+            no_digest="",
+            no_frozen_check="",
+            no_short_swap="",
+        ),
     ),
 }
 WHY_NOT = {"vllm": LACKS}

@@ -77,7 +77,9 @@ class Model(nn.Module):
 
     def compute(self) -> torch.Tensor:
         hidden = self.embed.weight * self.norm.weight
-        return self.head.compute(hidden + self.proj.compute(hidden))  # type: ignore[operator]
+        proj, head = vars(self.proj)["compute"], vars(self.head)["compute"]
+        result: torch.Tensor = head(hidden + proj(hidden))
+        return result
 
 
 _SET = threading.Event()
@@ -186,7 +188,7 @@ def module() -> Any:
     spec = importlib.util.spec_from_file_location(name, WORKER_DIR / "midstream_vllm_staged.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     # The tests' own threads and priorities stay as they are.
     module._stand_back = lambda: None

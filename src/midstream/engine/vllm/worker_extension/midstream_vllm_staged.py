@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import importlib
 import math
 import os
@@ -29,7 +30,7 @@ import torch
 #: Steps go first. With a lower priority than this a busy core would keep the thread from ending.
 NICENESS = 1
 #: Free memory that is left beside what is staged, and the largest tensors of which a copy lies beside the first.
-SPARE_BYTES, COPIES = 256 * 2**20, 3
+SPARE_BYTES, COPIES = 256 * 2**20, 4
 #: Larger buffers that no checkpoint has are tables, which a twin shares.
 BUFFER_MAX = 1 << 16
 #: Of an instance: a loader of its own would load into the model that serves, and the mark would keep vLLM from processing.
@@ -208,6 +209,9 @@ class _Twin:
         self.pairs, self.root = {}, None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            # glibc keeps what it has from below 32 MiB, and that is most of a model.
+            trim(0)
 
     # -- steps of making one
 
@@ -466,7 +470,8 @@ def _beside_steps(device: Any) -> Iterator[None]:
         yield
         return
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    stream: Any = torch.cuda.Stream
+    with torch.cuda.stream(stream(device)):
         yield
 
 
