@@ -78,9 +78,6 @@ class _Tee:
 class TransferWorker(EXTENSION.Worker):  # type: ignore[misc]
     """Methods that the replica calls by /collective_rpc, which every rank answers, with those of all servers."""
 
-    def midstream_weights(self: Any, do: str, **arguments: Any) -> Any:
-        return importlib.import_module(EXTENSION).Worker.midstream_weights(self, do, **arguments)
-
     def midstream_open_tee(self: Any, path: str, places: dict[str, list[int]]) -> None:
         model, parallel = self.weight_transfer_engine.model, self.parallel_config
         if not isinstance(model.load_weights, _Tee):
