@@ -16,6 +16,7 @@ import pytest
 from serving import Server, started
 from starlette.responses import JSONResponse, Response
 from tampering import Fault, Json, tampering
+from tiers import variant
 
 from midstream import cli
 from midstream.client import ServerClient
@@ -49,7 +50,7 @@ def served(server: Server) -> set[str | None]:
         asked.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [variant(signal.SIGTERM), signal.SIGINT], ids=lambda number: number.name)
 def test_an_interrupted_run_puts_back_what_it_changed(
     server: Server, options: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:

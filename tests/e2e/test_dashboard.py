@@ -24,7 +24,8 @@ PHONE = {"width": 390, "height": 780}
 #: What is in the cells of a table, row by row.
 CELLS = "rows => rows.map(row => [...row.cells].map(cell => cell.textContent.trim()))"
 
-pytestmark = needs_chromium
+# test_dashboard_page.py has the page in a browser, before a server that is played.
+pytestmark = [needs_chromium, pytest.mark.variant]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("dashboard")
     config = directory / "midstream.toml"
     config.write_text(KEYS)
-    with serve(directory / "state", "--config", str(config)) as running:
+    with serve(directory / "state", "--config", str(config), "--no-tinker") as running:
         yield running
 
 

@@ -62,6 +62,7 @@ def steps(begin: Path, updates: Path) -> Iterator[dict[str, Any]]:
         yield tensors
 
 
+@pytest.mark.variant
 def test_a_run_goes_on_past_the_bound_of_chains(server: Server, tiny_model: Callable[..., Path]) -> None:
     begin, updates = tiny_model(), server.bucket / "updates"
     shutil.copytree(begin, server.bucket / "0")

@@ -355,6 +355,7 @@ def test_streams_of_a_replica_that_does_not_answer_any_more_go_on_elsewhere(serv
     run(served, main)
 
 
+@pytest.mark.variant
 def test_an_unseeded_stream_keeps_the_seed_it_was_given(served: Server) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         body = {

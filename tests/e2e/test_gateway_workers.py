@@ -93,6 +93,7 @@ def process_of(server: Server, name: str) -> int:
     return 0
 
 
+@pytest.mark.variant
 def test_processes_on_one_port_look_like_one_and_one_that_dies_is_replaced(served: Server) -> None:
     until(lambda: workers(served) == 2)
     homes: dict[str, set[str]] = {key: set() for key in KEYS}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from promql import alerts, dashboard_queries, unknown
@@ -37,6 +38,7 @@ class Shown:
         return names
 
 
+@pytest.mark.variant
 def test_what_queries_ask_for_is_shown_and_adds_up(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     with serve(tmp_path / "state", "--replicas", "1", "--no-tinker") as server:
         prompt, cached, made, finishes = 0, 0, 0, {"stop": 0, "length": 0}

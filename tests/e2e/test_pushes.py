@@ -220,6 +220,7 @@ def test_a_second_trainers_group_is_refused_while_the_first_one_lives(
     assert label_of(server) == "third"
 
 
+@pytest.mark.variant
 def test_without_a_bucket_a_replica_that_lost_its_files_gets_them_from_another_one(
     tmp_path: Path, model: Path, tiny_model: Callable[..., Path]
 ) -> None:

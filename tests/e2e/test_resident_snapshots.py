@@ -14,6 +14,7 @@ from test_failover_across_swaps import Seams, all_run, kill
 from test_policies_served import Adapters, checked, sample
 from test_policies_served import load as load_policy
 from test_swap import TOLERANCE, Rollout, load, put, recompute
+from tiers import variant
 
 from midstream.client import SnapshotPublisher, snapshot_of
 from midstream.core.types import ResetPromptCache
@@ -93,7 +94,7 @@ def test_a_stream_pinned_to_each_of_three_snapshots_runs_through_the_swaps_that_
         assert logprobs == pytest.approx(recompute(stream, signals.models), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("reset", ["all", "none"])
+@pytest.mark.parametrize("reset", ["all", variant("none")])
 def test_who_asks_for_an_older_snapshot_gets_it_and_reads_no_kv_of_another_one(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path], reset: ResetPromptCache
 ) -> None:
@@ -148,6 +149,7 @@ def test_who_asks_for_an_older_snapshot_gets_it_and_reads_no_kv_of_another_one(
             ask(model=server.model, prompt="a", max_tokens=1, extra_headers=headers)
 
 
+@pytest.mark.variant
 def test_an_older_snapshot_of_a_policy_is_served_beside_its_newest(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:

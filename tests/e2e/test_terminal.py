@@ -144,6 +144,7 @@ def test_top_on_a_terminal_draws_over_itself_until_it_is_interrupted(server: Ser
     assert drawn.count(b"Replicas") >= 3
 
 
+@pytest.mark.variant
 def test_every_line_of_the_log_is_an_object_through_hot_loads_and_the_end_of_an_engine(
     server: Server, tmp_path: Path
 ) -> None:

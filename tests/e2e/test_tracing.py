@@ -101,6 +101,10 @@ def _values(attributes: Any) -> dict[str, Any]:
     return {one.key: value(one.value) for one in attributes}
 
 
+# Tests of replicas and gateways show the spans of each.
+pytestmark = pytest.mark.variant
+
+
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     with closing(Collector()) as made:
@@ -242,7 +246,6 @@ def test_a_stream_over_a_hot_load_has_its_labels_and_the_swap_its_stages(
     assert crossed[served.process] == 1
 
 
-@pytest.mark.variant
 def test_a_collector_that_is_gone_costs_spans_and_no_request(tmp_path: Path, free_port: int) -> None:
     with exporting(tmp_path, f"http://127.0.0.1:{free_port}", "--replicas", "1") as server:
         for _ in range(5):

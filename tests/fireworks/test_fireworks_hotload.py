@@ -197,6 +197,7 @@ def test_async_rollouts_cross_a_hot_load_without_a_retry(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.variant
 def test_sync_rollouts_finish_on_the_old_weights_and_new_ones_are_retried_after_425(
     config: Path, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
