@@ -3,8 +3,8 @@
 Always holds:
 - The module has every parameter of the serving model, with its shape and dtype, and no tensor of the files is left over.
   `mapped_module` gives None for anything less simple, and transformers then reads the snapshot.
-- The files do not change while they are mapped. They lie in a directory of the replica, or in that of the base model, which
-  nobody may write to while it is served.
+- What is read of the files does not change while they are mapped. They lie in a directory of the replica, or in that of the
+  base model, which nobody may write to while it is served. Of files that are being made, a tensor is read when it is there.
 - A skeleton holds no tensor of a snapshot once its `with` block is left. The module's configuration is nobody's to change.
 """
 

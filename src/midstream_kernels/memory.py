@@ -51,6 +51,8 @@ class Spare:
         self._monotonic = monotonic
         # By number of words.
         self._kept: dict[int, list[torch.Tensor]] = {}
+        # How many all were when something was kept last.
+        self._words = 0
         self._kept_at = 0.0
         self._lock = threading.RLock()
 
@@ -68,14 +70,26 @@ class Spare:
         """Keep these, each as `take` gave it, in place of what was kept before."""
         with self._lock:
             self.give_back()
-            self.put_back(tensors)
+            self._add(tensors)
 
     def put_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep these besides what is kept: they were taken for a model that came to nothing."""
+        """Keep these besides what is kept: they were taken for a model that came to nothing. If another model was released
+        since, they are given back."""
         with self._lock:
-            for tensor in tensors:
-                self._kept.setdefault(len(tensor), []).append(tensor)
-            self._kept_at = self._monotonic()
+            took = sum(map(len, tensors := list(tensors)))
+            if self._held and self._held + took > self._words:
+                _give_back_all(tensors)
+            else:
+                self._add(tensors)
+
+    @property
+    def _held(self) -> int:
+        return sum(words * len(kept) for words, kept in self._kept.items())
+
+    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._kept.setdefault(len(tensor), []).append(tensor)
+        self._words, self._kept_at = self._held, self._monotonic()
 
     def give_back(self, older_s: float = 0.0) -> None:
         """Give back what was kept for so long."""
@@ -83,5 +97,9 @@ class Spare:
             if self._monotonic() - self._kept_at < older_s:
                 return
             kept, self._kept = self._kept, {}
-        for tensor in [tensor for of_size in kept.values() for tensor in of_size]:
-            give_back(tensor.data_ptr(), tensor.nbytes)
+        _give_back_all(tensor for of_size in kept.values() for tensor in of_size)
+
+
+def _give_back_all(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        give_back(tensor.data_ptr(), tensor.nbytes)

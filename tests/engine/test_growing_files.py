@@ -24,7 +24,9 @@ from midstream.engine.embedded.loading import LoadedModel, load_ahead, load_besi
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.stager import DROPPED, SUPERSEDED, Stager
 from midstream.snapshots.layout import read_checkpoint, read_spec
+from midstream_kernels import Spare
 from midstream_kernels.decoder import CpuDecoder
+from midstream_kernels.memory import big
 
 WAIT_S = 60
 
@@ -174,6 +176,21 @@ def test_what_is_dropped_in_the_middle_leaves_no_file_mapped_and_its_memory_to_t
     assert repr(serving.decoder.spare) == spare
     assert not growing.complete(making.directory)
     assert weights_of(load_beside(serving, second, SETTINGS)) == weights_of(load_model(second, SETTINGS))
+
+
+def test_memory_of_a_load_that_failed_is_kept_unless_another_model_left_its_own() -> None:
+    spare = Spare()
+    spare.keep([big(1024), big(2048)])
+    spare.put_back([spare.take(1024)])
+    assert repr(spare) == "<Spare 2 pieces>"
+    taken = [spare.take(1024), spare.take(4096)]
+    spare.keep([big(1024), big(2048)])
+    spare.put_back(taken)
+    assert repr(spare) == "<Spare 2 pieces>"
+    # Of a first load, there was nothing yet.
+    spare.give_back()
+    spare.put_back([big(1024)])
+    assert repr(spare) == "<Spare 1 pieces>"
 
 
 def test_files_are_whole_when_they_are_proved_and_not_when_all_tensors_are_there(
