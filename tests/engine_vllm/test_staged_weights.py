@@ -244,8 +244,11 @@ def test_each_kind_of_module_changes_the_numbers_when_it_is_switched(staged: Any
     assert torch.isfinite(seen[-1]).all()
 
 
-def test_parameters_keep_their_identity_and_modules_their_tables(staged: Any, vllm: Vllm) -> None:
+def test_parameters_keep_their_identity_and_modules_their_tables(
+    staged: Any, module: Any, vllm: Vllm
+) -> None:
     embed, table = vllm.model.embed.weight, vllm.model.embed.table
+    module.SMALL = 0
     stage(staged, 1, "other")
     staged.switch(1)
     assert vllm.model.embed.weight is embed
@@ -253,9 +256,16 @@ def test_parameters_keep_their_identity_and_modules_their_tables(staged: Any, vl
     assert torch.equal(embed, vllm.files["other"]["embed.weight"])
 
 
-def test_a_parameter_whose_memory_others_share_is_copied(staged: Any, vllm: Vllm) -> None:
+@pytest.mark.parametrize("how", ["a buffer", "an attribute"])
+def test_a_parameter_whose_memory_others_share_is_copied(
+    staged: Any, module: Any, vllm: Vllm, how: str
+) -> None:
     view = vllm.model.embed.weight.data[0]
-    vllm.model.embed.register_buffer("first_row", view, persistent=False)
+    if how == "a buffer":
+        vllm.model.embed.register_buffer("first_row", view, persistent=False)
+    else:
+        vllm.model.embed.first_row = view
+    module.SMALL = 0
     stage(staged, 1, "other")
     staged.switch(1)
     assert torch.equal(view, vllm.files["other"]["embed.weight"][0])
@@ -290,6 +300,16 @@ def test_a_loader_that_a_reload_has_left_is_not_used(staged: Any, vllm: Vllm) ->
     stage(staged, 1, "other")
     staged.switch(1)
     assert torch.equal(vllm.model.compute(), vllm.expected("other"))
+
+
+def test_an_allocation_that_fails_is_no_fault_of_the_weights(
+    staged: Any, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(sys.modules[f"{LOADER}.utils"], "process_weights_after_loading", fails)
+    assert stage(staged, 1, "other")["phase"] == "refused"
 
 
 def test_weights_are_not_staged_where_memory_lacks(

@@ -214,6 +214,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Backend of vLLM's own weight transfer, such as nccl, by which trainers write weights into the servers. gloo is midstream's
     # own, for CPUs. Without a backend, a receiver beside each server takes them.
     weight_transfer: Backend = ""
+    # Workers load a snapshot beside the weights that serve, where memory is free for both. The pause of a swap is short then.
+    stage_weights: bool = True
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

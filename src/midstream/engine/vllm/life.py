@@ -258,6 +258,8 @@ class ServerLife(Engine):
             return ON_BASE
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         await prove_reload(self._scorer(self._own), *sizes, self._reload_and_compare)
+        if not self._settings.stage_weights:
+            return "vllm.stage_weights is false"
         if self._server.extension not in EXTENSIONS:
             return NO_EXTENSION
         reload = partial(self._control.reload, self._model_dir)

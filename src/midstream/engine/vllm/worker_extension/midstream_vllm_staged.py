@@ -31,6 +31,8 @@ import torch
 NICENESS = 1
 #: Free memory that is left beside what is staged, and the largest tensors of which a copy lies beside the first.
 SPARE_BYTES, COPIES = 256 * 2**20, 4
+#: Tensors up to this size are copied on a CPU, too. Others may look at their memory, and it takes no time.
+SMALL = 1 << 20
 #: Larger buffers that no checkpoint has are tables, which a twin shares.
 BUFFER_MAX = 1 << 16
 #: Of an instance: a loader of its own would load into the model that serves, and the mark would keep vLLM from processing.
@@ -119,6 +121,8 @@ class _Attempt(NamedTuple):
         if (error := self.loading.exception()) is None:
             return "staged", ""
         refused = isinstance(error, (NotStaged, MemoryError, torch.OutOfMemoryError))
+        # PyTorch's allocator for the CPU has no error of its own for that.
+        refused = refused or "allocate memory" in str(error)
         return "refused" if refused else "failed", _said(error)
 
 
@@ -312,7 +316,8 @@ class _Twin:
                     continue
                 moved.add(id(serving))
                 _check_alike(f"{name}.{key}", serving, staged)
-                by_copy = not self._on_cpu or shared.get(_address(serving), 0) > 1
+                others = shared.get(_address(serving), 0) > 1
+                by_copy = not self._on_cpu or others or serving.nbytes <= SMALL
                 plan.append((kind, _moving(serving, staged, by_copy=by_copy)))
             for key, staged in twin._buffers.items():
                 serving = live._buffers.get(key)
@@ -328,8 +333,8 @@ class _Twin:
         tensors = {
             id(tensor): tensor
             for live, _ in self.pairs.values()
-            for tensor in (*live._parameters.values(), *live._buffers.values())
-            if tensor is not None and tensor.numel()
+            for tensor in (*live._parameters.values(), *live._buffers.values(), *vars(live).values())
+            if isinstance(tensor, torch.Tensor) and tensor.numel()
         }
         counts: dict[int, int] = {}
         for tensor in tensors.values():
