@@ -128,6 +128,14 @@ def lora_bed(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Iterator[
 
 
 @pytest.fixture(scope="module")
+def tied_bed(tmp_path_factory: pytest.TempPathFactory, tied: dict[str, Path]) -> Iterator[Bed]:
+    """One replica of a model whose output layer is that of the embeddings."""
+    needs_vllm()
+    with vllm_bed(tmp_path_factory.mktemp("tied-bed"), tied["served"], replicas=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def in_place_bed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Bed]:
     """Two replicas into whose servers a trainer may write weights."""
     needs_vllm()

@@ -6,14 +6,11 @@ On a CPU vLLM packs the two by themselves, and its own reload leaves the output 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pytest
-from conftest import needs_vllm
-from vllm_bed import Bed, load, logprobs_of, vllm_bed
+from vllm_bed import Bed, load, logprobs_of
 from vllm_streams import Stream, random_prompt, under_way
 
 from midstream.client import SnapshotPublisher
@@ -21,13 +18,6 @@ from midstream.engine.vllm.swap import Control, switch
 
 # Nats, in float32.
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def tied_bed(tmp_path_factory: pytest.TempPathFactory, tied: dict[str, Path]) -> Iterator[Bed]:
-    needs_vllm()
-    with vllm_bed(tmp_path_factory.mktemp("tied-bed"), tied["served"], replicas=1) as running:
-        yield running
 
 
 def check(bed: Bed, checkpoint: Path, session: str) -> None:
