@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from adapter_helpers import ATTENTION, EXPERTS, adapted, write_adapter
 
 HOT_LOAD = "/hot_load/v1/models/hot_load"
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 class Adapters:
@@ -55,7 +55,7 @@ class Adapters:
 
 def signalled(server: Server, identity: str, policy: str | None = None, **more: Any) -> httpx.Response:
     body = {"identity": identity, **({} if policy is None else {"policy": policy}), **more}
-    return httpx.post(server.url + HOT_LOAD, json=body, timeout=30)
+    return httpx.post(server.url + HOT_LOAD, json=body, timeout=120)
 
 
 def ready(server: Server, identity: str, policy: str) -> None:

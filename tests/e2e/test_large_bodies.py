@@ -18,7 +18,7 @@ from serving import Server, serve
 MB = 2**20
 #: What the bodies below take while they are read is more than four times as much.
 KEPT_MAX_MB = 40.0
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 CONTEXT = 65_536
 
 

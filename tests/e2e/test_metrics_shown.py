@@ -118,7 +118,7 @@ def test_what_queries_ask_for_is_shown_and_adds_up(tmp_path: Path, tiny_model: C
 
 
 def _once(server: Server, holds: Callable[[Shown], bool]) -> Shown:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not holds(shown := Shown(server)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

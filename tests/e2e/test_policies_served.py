@@ -104,10 +104,10 @@ def test_a_policy_is_forked_frozen_and_ended(server: Server, adapters: Adapters)
     assert (refused.status_code, refused.json()["error"]["param"]) == (409, "policy")
     by_header = {"fireworks-deployment": "opponent"}
     body = {"identity": "parent-2"}
-    refused = httpx.post(server.url + HOT_LOAD, json=body, headers=by_header, timeout=30)
+    refused = httpx.post(server.url + HOT_LOAD, json=body, headers=by_header, timeout=120)
     assert (refused.status_code, refused.json()["error"]["param"]) == (409, "policy")
     for call in ("/pause", "/abort_request", "/reset_prefix_cache"):
-        told = httpx.post(server.url + call, json={}, headers=by_header, timeout=30)
+        told = httpx.post(server.url + call, json={}, headers=by_header, timeout=120)
         assert (told.status_code, "is a policy" in told.text) == (400, True), (call, told.text)
     names = [one["policy"] for one in httpx.get(policies).json()["policies"]]
     assert {"learner", "opponent"} <= set(names)

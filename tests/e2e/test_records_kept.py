@@ -51,7 +51,7 @@ def kept(tmp_path: Path) -> Iterator[tuple[Server, str]]:
 
 
 def until_durable(server: Server, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         found = DURABLE.search(httpx.get(f"{server.url}/metrics").text)
         if found and int(found[1]) >= count:

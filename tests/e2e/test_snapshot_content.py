@@ -78,7 +78,7 @@ def answers(server: Server) -> dict[str, tuple[str, list[float]]]:
 
 
 def ledger_of(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/v1/{server.deployment}/ledger", timeout=30).json()
+    found: dict[str, Any] = httpx.get(f"{server.url}/v1/{server.deployment}/ledger", timeout=120).json()
     return found
 
 

@@ -62,7 +62,7 @@ def test_one_replica_at_a_time_is_closed_and_their_weights_agree(
 
 def _complete_ledger(http: httpx.Client, path: str) -> dict[str, Any]:
     """The ledger once it has the end of each switch: a replica's report is told before it is stored."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while True:
         ledger: dict[str, Any] = http.get(path).json()
         ends = [

@@ -72,7 +72,7 @@ class Collector:
                 self._received += [_span(about["midstream.process"], one) for one in scope.spans]
 
     def until(self, wanted: Callable[[Span], bool], count: int) -> list[Span]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while len(found := [span for span in list(self._received) if wanted(span)]) < count:
             assert time.monotonic() < deadline, [(span.process, span.name) for span in self._received]
             time.sleep(0.05)
