@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from serving import Server, command
 
+from midstream import cli
 from midstream.client import ServerClient
 from midstream_conformance.runner import all_rows
 
@@ -89,8 +90,18 @@ def _serving(server: Server, options: list[str]) -> list[str | None]:
         asked.close()
 
 
+def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """In this process, which has imported all of it already."""
+    try:
+        code = cli.main(["conformance", *arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
 def test_an_endpoint_or_options_that_cannot_be_used_are_one_line_and_exit_code_2(
-    server: Server, options: list[str], tmp_path: Path, free_port: int
+    server: Server, options: list[str], tmp_path: Path, free_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port}"
     cases: list[tuple[list[str], str]] = [
@@ -106,7 +117,7 @@ def test_an_endpoint_or_options_that_cannot_be_used_are_one_line_and_exit_code_2
         ([server.url, *options[:2], "--model", "another-model"], "another-model"),
     ]
     for arguments, says in cases:
-        code, table, errors = conformance(*arguments)
+        code, table, errors = here(capsys, *arguments)
         assert (code, table) == (2, ""), (arguments, table, errors)
         assert len(errors.splitlines()) == 1
         assert says in errors
@@ -124,8 +135,10 @@ def test_the_document_lists_the_rows_as_they_are_registered() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--list"], ["--list", "--only", "policies"]])
-def test_the_rows_can_be_listed_without_an_endpoint(arguments: list[str]) -> None:
-    code, table, errors = conformance(*arguments)
+def test_the_rows_can_be_listed_without_an_endpoint(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, table, errors = here(capsys, *arguments)
     wanted = [row.id for row in all_rows() if len(arguments) == 1 or row.group == "policies"]
     assert (code, errors) == (0, "")
     assert [line.partition(":")[0] for line in table.splitlines()] == wanted

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from serving import command
+from serving import built_in_model, command
 
 from midstream import cli
 
@@ -154,8 +155,7 @@ def test_an_unknown_setting_in_the_config_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    assert run("model", "tiny-moe", str(broken))[0] == 0
+    broken = Path(shutil.copytree(built_in_model(), tmp_path / "broken"))
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     code, out, err = run("serve", "--model", str(broken), "--port", "0", "--state-dir", str(tmp_path / "s"))
