@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 #: Fixtures of the scope `session`.
-SERVERS = frozenset({"server", "published", "trained", "adapter_server", "endpoint"})
+SERVERS = frozenset({"server", "published", "trained", "adapter_server", "endpoint", "sdk_server"})
 
 
 class SharedServers:

@@ -99,7 +99,7 @@ def test_prime_rls_order_of_calls_under_streams_gives_a_named_snapshot_and_true_
 def test_slimes_order_of_calls_serves_the_version_it_names_and_keeps_partial_samples(
     server: Server, tiny_model: Callable[..., Path]
 ) -> None:
-    version_dir = server.bucket / "weight_v000001"
+    version_dir = server.bucket / "weight_v000100"
     running = streams(server, 3, 3500)
     post(server, "/pause_generation", {}).raise_for_status()
     for stream in running:
@@ -109,17 +109,17 @@ def test_slimes_order_of_calls_serves_the_version_it_names_and_keeps_partial_sam
     assert httpx.get(f"{server.url}/flush_cache", timeout=60).status_code == 200
     shutil.copytree(tiny_model(seed=3), version_dir)
     told = post(
-        server, "/update_weights_from_disk", {"model_path": str(version_dir), "weight_version": "1"}
+        server, "/update_weights_from_disk", {"model_path": str(version_dir), "weight_version": "100"}
     ).json()
     assert (told["success"], told["num_paused_requests"]) == (True, 0)
     shutil.rmtree(version_dir)
     post(server, "/continue_generation", {}).raise_for_status()
-    assert get(server, "/get_weight_version") == {"weight_version": "1"}
-    assert get(server, "/model_info")["weight_version"] == "1"
+    assert get(server, "/get_weight_version") == {"weight_version": "100"}
+    assert get(server, "/model_info")["weight_version"] == "100"
     after = Stream(server, 7, 5)
     after.run()
-    assert after.labels == ["1"] * 5
-    assert "1" in [row["identity"] for row in ledger(server)["snapshots"]]
+    assert after.labels == ["100"] * 5
+    assert "100" in [row["identity"] for row in ledger(server)["snapshots"]]
 
 
 def test_a_kept_stream_says_what_an_undisturbed_one_says_and_newcomers_wait(server: Server) -> None:

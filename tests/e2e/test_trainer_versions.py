@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,13 @@ import httpx
 import pytest
 from labelled_stream import Stream
 from safetensors.numpy import load_file, save_file
-from serving import Server, on_device, serve
+from serving import Server
 from trainer_writers import write_miles, write_skyrl
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("deltas")
-    with serve(place / "state", "--model", str(tiny_model()), *on_device(place)) as running:
-        yield running
+def server(trained: Server) -> Server:
+    return trained
 
 
 def post(server: Server, path: str, body: Any = None) -> httpx.Response:

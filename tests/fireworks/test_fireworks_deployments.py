@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fireworks_helpers import Endpoint, assert_served
-from serving import serve
 
 PROMPT = list(b"Another deployment")
 NEW = "accounts/acme/deployments/rollouts-2"
@@ -16,21 +15,16 @@ FIRST = "accounts/acme/deployments/policy"
 
 
 @pytest.fixture(scope="module")
-def got(
-    config: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
-) -> dict[str, Any]:
-    state = tmp_path_factory.mktemp("deployments") / "state"
-    arguments = ("--model", str(tiny_model()), "--replicas", "1", "--config", str(config))
-    with serve(state, *arguments) as server:
-        result: dict[str, Any] = Endpoint(server).run(
-            "deployments",
-            first="policy",
-            checkpoint=str(tiny_model(seed=1)),
-            identity="for-the-new-one",
-            prompt=PROMPT,
-        )
-        result["model_served"] = server.model
-        return result
+def got(endpoint: Endpoint, tiny_model: Callable[..., Path]) -> dict[str, Any]:
+    result: dict[str, Any] = endpoint.run(
+        "deployments",
+        first="policy",
+        checkpoint=str(tiny_model(seed=1)),
+        identity="for-the-new-one",
+        prompt=PROMPT,
+    )
+    result["model_served"] = endpoint.server.model
+    return result
 
 
 def test_create_or_get_makes_it_once_and_it_becomes_ready(got: dict[str, Any]) -> None:
@@ -59,7 +53,7 @@ def test_it_is_hot_loaded_by_itself(got: dict[str, Any], tiny_model: Callable[..
     assert got["hot_loaded"] is True
     for sample in got["samples"]:
         assert_served(sample, tiny_model(seed=1))
-    assert [r["current_snapshot_identity"] for r in got["others"]["replicas"]] == ["base"]
+    assert [r["current_snapshot_identity"] for r in got["others"]["replicas"]] == ["base"] * 2
 
 
 def test_it_is_changed_scaled_and_deleted(got: dict[str, Any]) -> None:

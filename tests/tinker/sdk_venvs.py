@@ -13,6 +13,8 @@ from tiers import variant
 
 ROOT = Path(__file__).parents[2]
 API_KEY = "tml-key-of-acme"
+#: A base model that the servers of these tests know by this name.
+ALIAS = "Qwen/Qwen3-8B-Base"
 #: By version, newest first.
 VENVS = {"0.38": ".venv-tinker", "0.36": ".venv-tinker36", "0.24": ".venv-tinker24"}
 VERSIONS = tuple(VENVS)

@@ -28,7 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
     """With the adapters step-0 to step-3 of one run in its bucket, and one that is torn."""
     place = tmp_path_factory.mktemp("policies")
     base = tiny_model()
-    with serve(place / "state", "--model", str(base), "--gateway-workers", "2") as running:
+    options = ("--replicas", "1", "--gateway-workers", "2", "--no-tinker")
+    with serve(place / "state", "--model", str(base), *options) as running:
         model = new_model(base, LoraConfig(rank=4, seed=1))
         for step in range(4):
             model.forward_backward(request(DATA))
@@ -58,6 +59,7 @@ def served(server: Server, policy: str) -> str:
             return str(answer.raise_for_status().json()["model"]).partition("@")[2]
 
 
+@pytest.mark.variant
 def test_adapters_come_and_go_and_come_again_under_one_name(server: Server) -> None:
     async def scene(policies: DeploymentPolicies) -> None:
         assert await policies.several()
@@ -76,6 +78,7 @@ def test_adapters_come_and_go_and_come_again_under_one_name(server: Server) -> N
     play(server, scene)
 
 
+@pytest.mark.variant
 def test_one_that_is_torn_is_refused_by_name_and_the_name_can_be_used_again(server: Server) -> None:
     async def scene(policies: DeploymentPolicies) -> None:
         with pytest.raises(WorkFailed, match=r"(?s)'torn'.*adapter_model\.safetensors"):
@@ -89,6 +92,7 @@ def test_one_that_is_torn_is_refused_by_name_and_the_name_can_be_used_again(serv
     play(server, scene)
 
 
+@pytest.mark.variant
 def test_what_is_not_in_the_bucket_and_a_name_that_is_taken_are_refused_in_words(server: Server) -> None:
     async def scene(policies: DeploymentPolicies) -> None:
         with pytest.raises(WorkFailed, match="not-there") as failed:

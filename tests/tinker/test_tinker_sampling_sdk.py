@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-
-from sdk_venvs import API_KEY, SDKS, run_sdk
-from serving import Server, serve
+from sdk_venvs import ALIAS, API_KEY, SDKS, run_sdk
+from serving import Server
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
-ALIAS = "Qwen/Qwen3-8B-Base"
 PROMPT = list(b"Count to ten: one, two, three,")
 SEED, MAX_TOKENS = 11, 48
 # Tokens per block of the prompt cache.
 BLOCK = 16
-CONFIG = f"""\
-account = "acme"
-[deployment]
-name = "policy"
-[gateway]
-api_keys = ["{API_KEY}", "tml-another", {{ key = "tml-rollouts", scopes = ["sample"] }}]
-[tinker]
-base_models = ["{ALIAS}"]
-"""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
-    """Two replicas of the tiny MoE in float32."""
-    directory = tmp_path_factory.mktemp("tinker")
-    config = directory / "midstream.toml"
-    config.write_text(CONFIG)
-    with serve(directory / "state", "--model", str(tiny_model()), "--config", str(config)) as running:
-        yield running
+def server(sdk_server: Server) -> Server:
+    return sdk_server
 
 
 def complete(server: Server, **body: Any) -> dict[str, Any]:
