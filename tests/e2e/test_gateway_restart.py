@@ -18,8 +18,8 @@ import pytest
 from serving import Server, command, serve
 from tiers import variant
 
-STREAMS, TOKENS = 16, 1500
-DEADLINE_S = 90.0
+STREAMS, TOKENS = 8, 1500
+DEADLINE_S = 150.0
 KEYS = [f"trajectory-{number}" for number in range(8)]
 
 

@@ -47,7 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
     directory = tmp_path_factory.mktemp("keys")
     config = directory / "midstream.toml"
     config.write_text(CONFIG.replace("AUDIT_LOG", str(directory / "audit.log")))
-    with serve(directory / "state", "--model", str(tiny_model()), "--config", str(config)) as running:
+    options = ("--replicas", "1", "--config", str(config))
+    with serve(directory / "state", "--model", str(tiny_model()), *options) as running:
         yield running
 
 
@@ -108,7 +109,7 @@ def test_both_processes_refuse_the_same(server: Server) -> None:
         health = ask(server, "observe", "GET", "/health").json()
         # The other process may lag behind for a moment: it is ready when it can use the same replicas.
         assert health["gateway_workers_ready"] in (1, 2)
-        assert len(health["replicas"]) == 2
+        assert len(health["replicas"]) == 1
         assert "midstream_gateway_requests" in ask(server, "observe", "GET", "/metrics").text
     assert ask(server, "all", "GET", ledger).json() == before
     log = server.log.read_text()
@@ -129,7 +130,7 @@ def test_both_processes_refuse_the_same(server: Server) -> None:
 
 def test_no_process_shows_a_key_or_the_replica_token_to_who_lists_processes(server: Server) -> None:
     pids = [server.process.pid, *server.children()]
-    assert len(pids) >= 5, "supervisor, two gateways, replicas"
+    assert len(pids) >= 5, "supervisor, two gateways, replica, engine"
     for pid in pids:
         for shown in ("cmdline", "environ"):
             said = Path(f"/proc/{pid}/{shown}").read_bytes()
@@ -138,7 +139,7 @@ def test_no_process_shows_a_key_or_the_replica_token_to_who_lists_processes(serv
 
 def test_a_replicas_port_answers_nobody_on_this_machine_without_the_token(server: Server) -> None:
     views = ask(server, "observe", "GET", f"/v1/{server.deployment}/replicas").json()["replicas"]
-    assert len(views) == 2
+    assert len(views) == 1
     for view in views:
         for key in ({}, {"authorization": f"Bearer {KEYS['all']}"}, {"x-midstream-token": "guessed"}):
             for method, path in (
@@ -158,14 +159,11 @@ def test_the_command_line_says_which_scope_its_key_lacks(
     assert (code, len(err.splitlines())) == (1, 1)
     assert "lacks the scope 'publish' or 'observe' on any deployment" in err
     code, out, err = midstream(server, "publish", *arguments)
-    assert (code, "served by 2 replicas" in out) == (0, True), err
+    assert (code, "served by 1 replica" in out) == (0, True), err
     # Without the numbers of /metrics.
     code, out, err = midstream(server, "publish", "status")
     assert code == 0, err
-    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
-        ["replica-0", "step-1"],
-        ["replica-1", "step-1"],
-    ]
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["replica-0", "step-1"]]
     for key in ("publish", "observe"):
         code, out, err = midstream(server, key, "ledger")
         assert (code, "step-1" in out) == (0, True), err

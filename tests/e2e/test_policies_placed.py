@@ -63,7 +63,7 @@ def status(server: Server, number: int) -> dict[str, Any]:
 
 def resident(server: Server) -> dict[str, list[str]]:
     """Replica to the policies that are served there."""
-    listed = httpx.get(f"{server.url}/v1/{server.deployment}/policies", timeout=30).json()["policies"]
+    listed = httpx.get(f"{server.url}/v1/{server.deployment}/policies", timeout=120).json()["policies"]
     found: dict[str, list[str]] = {f"replica-{number}": [] for number in range(REPLICAS)}
     for one in listed:
         for row in one["replicas"]:
@@ -93,9 +93,9 @@ def sampled(server: Server, adapters: Adapters, number: int, **headers: str) -> 
 class Stream(threading.Thread):
     """A long stream of one policy. It is read as fast as it comes, so that the thread ends with the stream."""
 
-    def __init__(self, server: Server, number: int) -> None:
+    def __init__(self, server: Server, number: int, choices: int = 128) -> None:
         super().__init__()
-        self.server, self.number = server, number
+        self.server, self.number, self.choices = server, number, choices
         self.begun = threading.Event()
         self.replica = ""
         self.parts: list[bytes] = []
@@ -105,7 +105,7 @@ class Stream(threading.Thread):
             "model": policy(self.number),
             "prompt": list(range(9)),
             "max_tokens": 480,
-            "n": 128,
+            "n": self.choices,
             "seed": 1,
         }
         try:
@@ -142,6 +142,7 @@ def test_each_of_many_policies_is_sampled_as_itself_and_what_made_way_comes_back
     assert {policy(number) for number in range(POLICIES)} <= set(listed)
 
 
+@pytest.mark.variant
 def test_a_policy_with_a_running_stream_never_makes_way(server: Server, adapters: Adapters) -> None:
     streams = [Stream(server, 0), Stream(server, 1)]
     for stream in streams:
@@ -171,6 +172,7 @@ def test_a_session_stays_where_it_is_when_its_policy_comes_back(server: Server, 
         assert sampled(server, adapters, number, **{"x-session-id": f"of-{number}"}) == home
 
 
+@pytest.mark.variant
 def test_a_new_snapshot_of_a_policy_that_is_not_loaded_is_served_and_a_hint_loads_one(
     server: Server, adapters: Adapters
 ) -> None:
@@ -179,11 +181,11 @@ def test_a_new_snapshot_of_a_policy_that_is_not_loaded_is_served_and_a_hint_load
     held = [name for names in resident(server).values() for name in names]
     gone = next(number for number in range(4) if policy(number) not in held)
     until = time.monotonic() + DEADLINE_S
-    hint = httpx.post(f"{server.url}{HOT_LOAD}/hint", json={"policy": policy(gone)}, timeout=30)
+    hint = httpx.post(f"{server.url}{HOT_LOAD}/hint", json={"policy": policy(gone)}, timeout=120)
     assert hint.status_code == 202, hint.text
     while not any(policy(gone) in names for names in resident(server).values()):
         # Policies that were just loaded may hold every place for a while.
-        httpx.post(f"{server.url}{HOT_LOAD}/hint", json={"policy": policy(gone)}, timeout=30)
+        httpx.post(f"{server.url}{HOT_LOAD}/hint", json={"policy": policy(gone)}, timeout=120)
         assert time.monotonic() < until
         time.sleep(0.05)
     for number in range(POLICIES):
@@ -203,7 +205,7 @@ def test_a_stream_goes_on_when_the_only_replica_with_its_policy_dies(
     # Nobody else holds it.
     for number in (4, 5, 6, 7, 0):
         sampled(server, adapters, number)
-    stream = Stream(server, 0)
+    stream = Stream(server, 0, 64)
     stream.start()
     assert stream.begun.wait(DEADLINE_S)
     held = resident(server)
@@ -215,12 +217,13 @@ def test_a_stream_goes_on_when_the_only_replica_with_its_policy_dies(
         sampled(server, adapters, number)
 
 
+@pytest.mark.variant
 def test_an_ended_policy_is_gone_whether_it_is_loaded_or_not(server: Server, adapters: Adapters) -> None:
     policies = f"{server.url}/v1/{server.deployment}/policies"
     for number in (0, 1):
         sampled(server, adapters, number)
     for number in range(4):
-        assert httpx.delete(f"{policies}/{policy(number)}", timeout=30).status_code == 200
+        assert httpx.delete(f"{policies}/{policy(number)}", timeout=120).status_code == 200
     until = time.monotonic() + DEADLINE_S
     while any(httpx.get(f"{policies}/{policy(number)}").status_code != 404 for number in range(4)):
         assert time.monotonic() < until

@@ -22,8 +22,7 @@ from recompute import Passes, Recomputer
 from serving import Server, serve
 from tiers import of_tier
 
-torch.set_num_threads(1)
-REQUESTS = of_tier(fast=100, test=400, all=10_000)
+REQUESTS = of_tier(fast=100, test=200, all=10_000)
 POLICIES, TENANTS, PROMPTS, WORKERS = 6, ("a", "b"), 40, 12
 #: Longer than a few blocks, so that equal prompts share whole blocks.
 LENGTH, NEW = 40, 4
@@ -148,9 +147,8 @@ def test_nothing_crosses_policies_versions_or_tenants(
             await asyncio.gather(*(load.work() for _ in range(WORKERS)))
             return load
 
-    with serve(
-        tmp_path / "state", "--model", str(base), "--replicas", "2", "--config", str(config)
-    ) as server:
+    options = ("--replicas", "1", "--config", str(config), "--no-tinker")
+    with serve(tmp_path / "state", "--model", str(base), *options) as server:
         load = asyncio.run(main(server))
     judged = judge(adapters, load)
     print(dict(load.seen.counts), f"judged={judged}")

@@ -25,7 +25,6 @@ from midstream.client import SnapshotFailed, SnapshotPublisher, snapshot_of
 from midstream.client.decode import decode_routing_matrix
 from midstream.client.replay import RouterTap
 
-torch.set_num_threads(1)
 ATTEMPTS = 4
 # Nats, of a float32 model.
 TOLERANCE = 1e-4 if DEVICE == "cpu" else 1e-3
@@ -173,9 +172,9 @@ def test_streams_cross_swaps_and_every_token_is_what_its_label_says(
         assert {label for _, _, label in rollout.tokens} == set(models), (
             "this stream did not cross both swaps"
         )
-    # Two of each replica: one takes 2 s of a core.
+    # One of each replica: it takes 2 s of a core.
     for replica in ("replica-0", "replica-1"):
-        for rollout in [each for each in rollouts if each.replica == replica][:2]:
+        for rollout in [each for each in rollouts if each.replica == replica][:1]:
             logprobs = [logprob for _, logprob, _ in rollout.tokens]
             assert logprobs == pytest.approx(recompute(rollout, models), abs=TOLERANCE)
 
@@ -349,11 +348,15 @@ def process_of(server: Server, name: str) -> int:
     return pid
 
 
-def test_a_stop_lets_streams_finish_and_leaves_no_child(
+def test_a_stop_lets_streams_finish_and_a_restarted_server_goes_on_with_the_snapshot_of_its_ledger(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     arguments = ("--replicas", "1", "--model", str(tiny_model()), *on_device(tmp_path))
     with serve(tmp_path / "state", *arguments) as server:
+        put(server, "kept", tiny_model(seed=7))
+        with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
+            publisher.snapshots.signal("kept")
+            publisher.snapshots.wait_until_ready("kept", timeout_s=150)
         rollout = Rollout(server, [9, 9], 0, 900, "last")
         rollout.start()
         rollout.started.wait()
@@ -366,19 +369,9 @@ def test_a_stop_lets_streams_finish_and_leaves_no_child(
         assert (len(rollout.tokens), rollout.finish) == (900, "length")
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
         assert "Traceback" not in server.log.read_text()
-
-
-def test_a_restarted_server_goes_on_with_the_snapshot_of_its_ledger(
-    tmp_path: Path, tiny_model: Callable[..., Path]
-) -> None:
-    arguments = ("--replicas", "1", "--model", str(tiny_model()), *on_device(tmp_path))
-    with serve(tmp_path / "state", *arguments) as server:
-        put(server, "kept", tiny_model(seed=7))
-        with SnapshotPublisher(server.url, server.bucket.as_uri()) as publisher:
-            publisher.snapshots.signal("kept")
-            publisher.snapshots.wait_until_ready("kept", timeout_s=150)
-        server.stop(signal.SIGINT)
     with serve(tmp_path / "state", *arguments) as server:
         body = {"model": server.model, "prompt": "hello", "max_tokens": 2}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert json.loads(answer.content)["model"] == f"{server.model}@kept"
+        # As Ctrl-C in a terminal.
+        assert server.stop(signal.SIGINT) == 0

@@ -209,6 +209,7 @@ def test_workers_over_tls_pass_to_it_and_no_key_is_logged(
     assert f"session_id={sampler}:0" in log
 
 
+@pytest.mark.variant
 def test_a_stop_answers_polls_and_leaves_nothing(
     tmp_path: Path, tiny_model: Callable[..., Path], config: Path
 ) -> None:
