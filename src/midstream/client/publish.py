@@ -207,8 +207,8 @@ class SnapshotPublisher:
 
         With `optimizer` it returns before the copy, which the thread makes, also of a model with a config_dir. Until it is
         whole, nothing but these optimizers may change the weights, the model or config_dir. A change in place that torch counts
-        (`Tensor._version`) is a PublishError that names the tensor. Torch counts none through `.data`, in inference tensors or
-        by other code. What fails in the copy is raised by the next `step()`, once, and by the Publication.
+        (`Tensor._version`) is a PublishError that names the tensor. It counts none by fused optimizers, through `.data` or in
+        inference tensors. What fails in the copy is raised by the next `step()`, once, and by the Publication.
         """
         rest = self._take(identity, weights, how, copy=True)
         if self._thread is None:
