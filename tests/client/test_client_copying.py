@@ -193,6 +193,35 @@ def test_weights_that_change_before_they_are_copied_are_not_published(world: Wor
     assert len(list(world.work.glob("checkpoint-*"))) == 1
 
 
+def fused(net: Net) -> None:
+    torch.optim.AdamW([net.b], lr=1e-3, fused=True).step()
+
+
+def of_data(net: Net) -> None:
+    net.b.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [fused, of_data])
+def test_changes_that_torch_does_not_count_are_seen(
+    world: World, gate: Gate, change: Callable[[Net], None]
+) -> None:
+    net = Net()
+    with torch.no_grad():
+        # Not a number, and yet what it was.
+        net.a[0, 0] = torch.nan
+    backward(net)
+    net.b.grad = torch.ones_like(net.b)
+    version = net.b._version
+    with world.publisher() as publisher:
+        publication = publisher.begin("0", net.state_dict(), config_dir=world.config, optimizer=())
+        change(net)
+        assert net.b._version == version
+        gate.open.set()
+        with pytest.raises(PublishError, match=r"^tensor b was changed before it was copied"):
+            publication.wait(60)
+    assert world.signals == []
+
+
 @pytest.mark.parametrize("heard", ["step", "wait", "wait_copied"])
 def test_a_copy_that_fails_is_raised_in_the_trainer_once(world: World, gate: Gate, heard: str) -> None:
     net = Net()

@@ -206,9 +206,9 @@ class SnapshotPublisher:
         Waits for the publication before. Only that one's own `wait` raises its failure. The callbacks run in the thread.
 
         With `optimizer` it returns before the copy, which the thread makes, also of a model with a config_dir. Until it is
-        whole, nothing but these optimizers may change the weights, the model or config_dir. A change in place that torch counts
-        (`Tensor._version`) is a PublishError that names the tensor. It counts none by fused optimizers, through `.data` or in
-        inference tensors. What fails in the copy is raised by the next `step()`, once, and by the Publication.
+        whole, nothing but these optimizers may change the weights, the model or config_dir. A change that is seen all the same
+        is a PublishError that names the tensor: one that torch counts (`Tensor._version`), or one of the numbers that are
+        compared. What fails in the copy is raised by the next `step()`, once, and by the Publication.
         """
         rest = self._take(identity, weights, how, copy=True)
         if self._thread is None:
