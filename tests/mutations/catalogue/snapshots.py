@@ -38,8 +38,8 @@ SNAPSHOTS = (
     Mutation(
         "numbers_not_read",
         "replica/swap/source.py",
-        "        await finished(check, on_cancel=stop.set)",
-        "        assert check is not None",
+        "        await _check_finite(path, files)",
+        "        assert files is not None",
         "A number that is not finite is found before the engine has the weights.",
         ("snapshots/test_source.py",),
     ),
