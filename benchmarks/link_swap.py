@@ -17,7 +17,7 @@ Every other round has the copy made beside the training (`optimizer=()`). Report
     engine_at_start                the same when the server had started: runtime, KV and one model
     models                         engine_own over engine_at_start, in models, and the one that is in it
 
-    python link_swap.py [--rounds 5] [--write]
+    python link_swap.py [--rounds 5] [--before DIR] [--write]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hardware import provenance, write_result
 from limited_bucket import BUCKET, environment, limited_bucket
 from links import LINK_BYTES_PER_S
 from safetensors.torch import load_file
-from servers import Midstream, Model, family
+from servers import Midstream, Model, family, source_of
 from swaps import say, write_models
 
 from midstream.client import SnapshotPublisher
@@ -49,15 +49,17 @@ PARTS = ("fetch", "rebuild", "verify", "stage", "check")
 
 
 class LinkedMidstream(Midstream):
-    """Its bucket is at the other end of the link of `port_of_link`."""
+    """Its bucket is at the other end of the link of `port_of_link`. checkout: another commit of it; None: this one."""
 
     port_of_link = 0
+    checkout: Path | None = None
 
     def command(self) -> list[str]:
         return [*super().command(), "--bucket", f"s3://{BUCKET}"]
 
     def environment(self) -> dict[str, str]:
-        return environment(self.port_of_link)
+        own = {} if self.checkout is None else source_of(self.checkout)
+        return {**environment(self.port_of_link), **own}
 
 
 class Memory:
@@ -191,11 +193,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="1GB", choices=["10MB", "1GB"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--before", type=Path, help="another checkout, which is measured first and not written"
+    )
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/link-swap.json")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-link-swap-") as folder:
-        found = measured(options.model, options.rounds, Path(folder))
+    found: dict[str, Any] = {}
+    for checkout in (options.before, None) if options.before else (None,):
+        LinkedMidstream.checkout = checkout
+        with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-link-swap-") as folder:
+            found = measured(options.model, options.rounds, Path(folder))
+        say(f"{checkout or 'this checkout'}: {json.dumps(found)}")
     result = provenance(link_bytes_per_s=LINK_BYTES_PER_S, changed=0.02, rounds=options.rounds)
     result["lines"] = [found]
     if options.write:
