@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hardware import provenance, write_result
+from hardware import provenance, source_of, write_result
 from limited_bucket import BUCKET, environment, limited_bucket
 from links import LINK_BYTES_PER_S
 from safetensors.torch import load_file
-from servers import Midstream, Model, family, source_of
+from servers import Midstream, Model, family
 from swaps import say, write_models
 
 from midstream.client import SnapshotPublisher
