@@ -272,7 +272,7 @@ def test_weights_that_a_trainer_pushes_cross_the_streams_of_vllm_with_true_label
 def test_streams_that_are_kept_through_prime_rls_calls_go_on_and_every_token_is_of_its_label(
     bed: Bed, weights: Callable[[int], Path]
 ) -> None:
-    """The update is answered in the pause, and the weights are proved after it."""
+    """The update is answered in the pause, and the weights are proved in it, too, where the server can."""
     target = bed.server.bucket / "kept"
     shutil.copytree(weights(4), target)
 
@@ -281,6 +281,9 @@ def test_streams_that_are_kept_through_prime_rls_calls_go_on_and_every_token_is_
             assert http.post("/pause?mode=keep&clear_cache=false").status_code == 200
             answer = http.post("/update_weights", json={"weight_dir": str(target)})
             assert answer.status_code == 200, answer.text
+            rows = http.get("/hot_load/v1/models/hot_load").json()["replicas"]
+            proved = [row["readiness"] and row["loading_state"]["stage"] == "done" for row in rows]
+            assert all(proved) == ("frozen_check" in bed.card["features"]), rows
             assert http.post("/resume").status_code == 200
 
     ran = [Stream(random_prompt(f"kept {i}", 40), 1200, f"kept {i}", seed=i) for i in range(8)]
