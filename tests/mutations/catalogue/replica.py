@@ -5,9 +5,9 @@ from catalogue.mutation import Mutation
 REPLICA = (
     Mutation(
         "a_pause_holds_nobody",
-        "replica/replica.py",
-        "self.policies.pause(wanted.mode is not None)",
-        "self.policies.pause(False)",
+        "replica/pausing.py",
+        "self._policies.pause(wanted.mode is not None)",
+        "self._policies.pause(False)",
         "A paused deployment holds every newcomer.",
         (
             "replica/test_replica_pause.py::test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let_them_in",
