@@ -274,7 +274,7 @@ def test_others_are_answered_while_a_grammar_is_compiled(
             may_go_on.wait()
             return GrammarVerdict("refused at last", 0.0)
 
-        monkeypatch.setattr(here.replica._grammars, "verdict", slow)
+        monkeypatch.setattr(here.replica._kept.grammars, "verdict", slow)
         constrained = asyncio.create_task(ask(here, TREE))
         await begun.wait()
         assert (await ask(here)).status_code == 200
@@ -290,7 +290,7 @@ def test_the_process_ends_with_its_replica(tmp_path: Path) -> None:
 
     async def scenario(here: Running) -> None:
         assert (await ask(here, TREE)).status_code == 200
-        children.append(pid(here.replica._grammars))
+        children.append(pid(here.replica._kept.grammars))
 
     play(tmp_path, scenario)
     with pytest.raises(ProcessLookupError):
