@@ -293,8 +293,10 @@ def staged(loads: Loads, call: int = 1, snapshot: str = "v1") -> m.StageSnapshot
 
 def test_a_request_takes_over_the_load_of_its_files(loads: Loads) -> None:
     loads.begin()
+    assert (loads.stager.busy, loads.stager.awaited) == (True, False)
     request = staged(loads)
     assert loads.stager.submit(request) == []
+    assert loads.stager.awaited
     loads.work()
     [(answered, model)] = loads.stager.take()
     assert answered == request
@@ -381,6 +383,7 @@ def test_other_policies_wait_for_a_load_ahead_and_are_loaded_when_it_ends(loads:
     loads.begin()
     other = m.StageSnapshot(1, "a1", str(loads.directory), policy="other")
     assert loads.stager.submit(other) == []
+    assert loads.stager.awaited
     assert loads.stager.drop("other") == [(other, DROPPED)]
     loads.stager.submit(other)
     loads.stager.drop("")

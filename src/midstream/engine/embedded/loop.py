@@ -118,7 +118,7 @@ class EngineLoop:
     def _wait_s(self) -> float:
         if self._core.busy:
             return 0.0
-        busy = self._stager.busy or self._digest_calls or self._grammars.waiting
+        busy = self._stager.awaited or self._digest_calls or self._grammars.waiting
         return 0.001 if busy else STATS_INTERVAL_S
 
     def _handle(self, command: m.Command) -> None:

@@ -86,6 +86,12 @@ class Stager:
     def busy(self) -> bool:
         return self._running is not None
 
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for the running load to end."""
+        running = self._running
+        return running is not None and (running.request is not None or bool(self._waiting))
+
     def begin(self, message: StageAhead) -> None:
         """Load files that are being made, unless another load runs."""
         self._drop_ahead(message.policy)
