@@ -37,6 +37,14 @@ def test_the_diagrams_are_the_ones_drawn_from_the_tables(machine: Table[Any, Any
     assert machine.mermaid() in (ROOT / "docs" / "state-machines.md").read_text()
 
 
+def test_the_changelog_has_the_version_that_comes() -> None:
+    """A merge may empty a file that no other test reads."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert text.startswith("# Changelog\n")
+    assert "\n## 0.2.0" in text
+    assert 40 < len(text.partition("\n## 0.2.0")[2].splitlines()) <= 60
+
+
 def test_every_package_has_a_row_in_the_architecture() -> None:
     package = ROOT / "src" / "midstream"
     packages = [*package.iterdir(), *package.parent.iterdir()]

@@ -1,7 +1,11 @@
 """The gateway's port over TLS: the same requests, streams and refusals; an unusable certificate is said at the start."""
 
 import asyncio
+import functools
+import logging
+import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ from certificates import certificate
 from gateway_harness import Message, Peer, get, post, read_chunk, read_head, run, staged
 
 from midstream.core.errors import ConfigError
+from midstream.core.retry import Backoff
+from midstream.fleet.replicas import DeploymentReplicas
 from midstream.http.call import CallFailed, call
 from midstream.http.tls import HANDSHAKE_S, server_tls, unverified_tls
 
@@ -104,3 +110,68 @@ def test_a_call_of_the_server_itself_takes_a_certificate_for_another_name(tmp_pa
                 await call(url, "GET", "/health", None, 10.0, tls=ssl.create_default_context())
 
     run(main)
+
+
+class Door(asyncio.Protocol):
+    """Takes connections, and keeps what comes over them."""
+
+    def __init__(self, seen: list[bytes]) -> None:
+        self._seen = seen
+
+    def data_received(self, data: bytes) -> None:
+        self._seen.append(data)
+
+
+@pytest.mark.parametrize("url", ["https://localhost:{port}", "HTTPS://LOCALHOST:{port}"])
+def test_a_replica_that_is_not_trusted_gets_no_token_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    """Also when it comes after its gateway, as most do."""
+    cert, key = certificate(tmp_path)
+    seen: list[bytes] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        backoff = Backoff(first_s=0.01, last_s=0.01)
+        facts = DeploymentReplicas([("r", url.format(port=port))], token="SECRET", backoff=backoff)
+        watching = asyncio.create_task(facts.run())
+        lost = functools.partial(lines, caplog, "event stream of r lost")
+        await until(lambda: len(lost()) > 2)
+        assert {line.levelno for line in lost()} == {logging.DEBUG}
+        server = await loop.create_server(
+            lambda: Door(seen), "127.0.0.1", port, ssl=server_tls("replica", cert, key)
+        )
+        refused = functools.partial(lines, caplog, "CERTIFICATE_VERIFY_FAILED")
+        await until(lambda: len(refused()) > 2)
+        assert [line.levelno for line in refused()].count(logging.WARNING) == 1
+        assert refused()[0].levelno == logging.WARNING
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        server.close()
+
+    with caplog.at_level(logging.DEBUG, "midstream.fleet.replicas"):
+        run(main)
+    assert seen == []
+    assert "SECRET" not in caplog.text
+
+
+def test_an_https_url_is_never_called_in_the_clear() -> None:
+    async def main() -> None:
+        with pytest.raises(CallFailed, match="no certificates are given"):
+            await call("https://localhost:1", "GET", "/health", None, 1.0)
+
+    run(main)
+
+
+def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
+    return [line for line in caplog.records if text in line.getMessage()]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        # Records of the log make it true, and they wake nothing.
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -189,7 +189,7 @@ class MembershipApi:
     async def add(self, request: Request, body: ReplicaBody) -> ReplicaShown:
         deployment = self._deployment(request)
         if body.url is None:
-            raise InvalidRequest("url: is needed, http://HOST:PORT", param="url")
+            raise InvalidRequest("url: is needed, http://HOST:PORT or https://HOST:PORT", param="url")
         try:
             name = replica_name(body.url)
         except ConfigError as error:

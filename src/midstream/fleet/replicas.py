@@ -327,7 +327,7 @@ class DeploymentReplicas:
         )
 
     async def _watch(self, replica: KnownReplica) -> None:
-        failures = 0
+        failures, trusted = 0, True
         try:
             while True:
                 heard = warn = False
@@ -335,8 +335,8 @@ class DeploymentReplicas:
                     reason, heard = await self._follow(replica)
                 except CallFailed as error:
                     reason = str(error)
-                    # Nothing heals it but a person.
-                    warn = isinstance(error, NotTrusted) and not failures
+                    # Only a person can mend it, so it is said, and once.
+                    warn = trusted and isinstance(error, NotTrusted)
                     if isinstance(error.__cause__, ConnectionRefusedError):
                         self._lost(replica)
                 self._doubt(replica)
@@ -348,6 +348,7 @@ class DeploymentReplicas:
                     reason,
                     extra={"replica": replica.name},
                 )
+                trusted = heard or (trusted and not warn)
                 failures = 1 if heard else failures + 1
                 await asyncio.sleep(self._backoff.pause_s(failures))
         finally:

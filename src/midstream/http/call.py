@@ -199,6 +199,8 @@ async def _connect(
     """Raises CallFailed."""
     parts = urlsplit(url)
     secure = tls if parts.scheme == "https" else None
+    if parts.scheme == "https" and secure is None:
+        raise CallFailed(f"{url}: no certificates are given to check it against")
     port = parts.port or (443 if secure else 80)
     try:
         async with asyncio.timeout(timeout_s):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import ssl
+from urllib.parse import urlsplit
 
 from midstream.core.errors import ConfigError
 
@@ -50,7 +51,7 @@ def client_tls(ca: str | None) -> ssl.SSLContext:
 
 def tls_for(url: str, ca: str | None) -> ssl.SSLContext | None:
     """The context of a call to this URL; None for plain HTTP, which needs none. ca: as of client_tls. Raises ConfigError."""
-    return client_tls(ca) if url.startswith("https:") else None
+    return client_tls(ca) if urlsplit(url).scheme == "https" else None
 
 
 def unverified_tls() -> ssl.SSLContext:
