@@ -418,3 +418,26 @@ def test_a_copy_waits_for_what_its_devices_were_asked_before(monkeypatch: pytest
     copying._queued = _queued(tensors)
     copying.run(lambda: order.append("copied"))
     assert order == ["cuda:1 is done", "copied"]
+
+
+def test_a_change_of_any_of_many_tensors_is_seen() -> None:
+    """Also where each has few numbers among those that are compared."""
+    tensors = {str(n): torch.zeros(128, 128) for n in range(600)}
+    assert all(tensor.nbytes >= AT_ONCE_BYTES for tensor in tensors.values())
+    for changed in ("1", "599"):
+        copying = Copying(tensors, ())
+        tensors[changed].data.add_(1)
+        with pytest.raises(PublishError, match=f"^tensor {changed} was changed"):
+            copying.run(lambda: None)
+
+
+def test_a_begin_that_is_refused_keeps_neither_hooks_nor_tensors(world: World) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = net.state_dict()
+    with world.publisher() as publisher:
+        publisher.begin("0", state, config_dir=world.config, optimizer=optimizer).wait(60)
+        with pytest.raises(PublishError, match="already in the bucket"):
+            publisher.begin("0", state, config_dir=world.config, optimizer=optimizer)
+        assert hooks(optimizer) == 0
+        publisher.begin("1", state, config_dir=world.config, optimizer=optimizer).wait(60)

@@ -174,7 +174,7 @@ class Source:
             state = getattr(self.model, COMPILED, self.model).state_dict()
         if not isinstance(state, Mapping) or not all(hasattr(tensor, "detach") for tensor in state.values()):
             raise ValueError(
-                "optimizer: is for tensors of torch by name, or a model; all else is copied at once"
+                "optimizer: is for tensors of torch by name, or a model; publish all else without it"
             )
         if self.config_dir is None and not self.to_push:
             raise ValueError("optimizer: with a model, give config_dir; its own is written with its weights")

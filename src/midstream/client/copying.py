@@ -18,9 +18,9 @@ from midstream.client.errors import PublishError
 
 #: Smaller tensors are copied before `begin` returns. So a forward pass may change small buffers, as those of routers.
 AT_ONCE_BYTES = 64 * 1024
-#: Torch counts no change by fused optimizers, nor through `.data`. So this many numbers of this many tensors are compared, too.
-#: A step moves nearly all numbers in float32, and some percent in bfloat16.
-SAMPLED_NUMBERS, SAMPLED_TENSORS = 64, 256
+#: Torch counts no change by fused optimizers, nor through `.data`. So some numbers of each tensor are compared, too: so many
+#: at most, and so many of all tensors together. A step moves nearly all numbers in float32, and some percent in bfloat16.
+SAMPLED_OF_ONE, SAMPLED_OF_ALL = 64, 16_384
 
 _T = TypeVar("_T")
 
@@ -46,8 +46,8 @@ class Copying:
             for name, tensor in self.tensors.items()
             if tensor.nbytes >= AT_ONCE_BYTES and tensor.is_contiguous()
         ]
-        every = max(1, len(large) // SAMPLED_TENSORS)
-        self._samples = {name: _sample(self.tensors[name]) for name in large[::every]}
+        self._sampled = max(1, min(SAMPLED_OF_ONE, SAMPLED_OF_ALL // max(1, len(large))))
+        self._samples = {name: _sample(self.tensors[name], self._sampled) for name in large}
         self._queued = _queued(self.tensors.values())
         self._ended = Future[None]()
         #: Taken by the first who is told that the copy failed.
@@ -114,7 +114,7 @@ class Copying:
             if self.tensors[name]._version != version:
                 return name
         for name, sample in self._samples.items():
-            if not _sample(self.tensors[name]).equal(sample):
+            if not _sample(self.tensors[name], self._sampled).equal(sample):
                 return name
         return None
 
@@ -130,12 +130,12 @@ class Copying:
             self._ended.set_exception(publication.exception())
 
 
-def _sample(tensor: Any) -> Any:
-    """The bytes of some of its numbers."""
+def _sample(tensor: Any, count: int) -> Any:
+    """The bytes of about `count` of its numbers, in several columns: rows have even lengths, and the step is odd."""
     import torch
 
     flat = tensor.view(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED_NUMBERS)].clone().view(torch.uint8)
+    return flat[:: max(1, flat.numel() // count) | 1].clone().view(torch.uint8)
 
 
 def _queued(tensors: Iterable[Any]) -> list[Any]:

@@ -267,7 +267,13 @@ class SnapshotPublisher:
         if optimizer is None:
             return self._way.take(job, source, copy=copy)
         self._copying = copying = Copying(source.lent(), optimizer)
-        return self._way.take(job, replace(source, weights=copying.tensors), copy=True, copying=copying)
+        try:
+            return self._way.take(job, replace(source, weights=copying.tensors), copy=True, copying=copying)
+        except BaseException:
+            # A trainer that goes on without it keeps neither hooks nor tensors.
+            self._release()
+            copying.tensors.clear()
+            raise
 
     def _release(self) -> None:
         """Leave the optimizers of the publication before."""
