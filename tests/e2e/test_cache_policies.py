@@ -127,9 +127,12 @@ TWO_SWAPS: list[tuple[Policy, Policy, tuple[int, int, int]]] = [
     ("all", "all", ALL),
     ("new_session", "none", ONLY_OLD),
     ("none", "new_session", ONLY_OLD),
+    ("new_session", "all", ALL),
     ({"max_age": 2}, {"max_age": 2}, HIT),
     ("none", {"max_age": 1}, ALL),
     ("new_session", {"max_age": 2}, ONLY_OLD),
+    ({"max_age": 5}, "new_session", ONLY_OLD),
+    ({"max_age": 5}, "all", ALL),
 ]
 
 

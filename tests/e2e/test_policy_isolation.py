@@ -23,6 +23,8 @@ from serving import Server, serve
 from tiers import of_tier
 
 REQUESTS = of_tier(fast=100, test=200, all=10_000)
+#: With two, the requests of a policy are on either.
+REPLICAS = of_tier(fast=1, test=1, all=2)
 POLICIES, TENANTS, PROMPTS, WORKERS = 6, ("a", "b"), 40, 12
 #: Longer than a few blocks, so that equal prompts share whole blocks.
 LENGTH, NEW = 40, 4
@@ -147,7 +149,7 @@ def test_nothing_crosses_policies_versions_or_tenants(
             await asyncio.gather(*(load.work() for _ in range(WORKERS)))
             return load
 
-    options = ("--replicas", "1", "--config", str(config), "--no-tinker")
+    options = ("--replicas", str(REPLICAS), "--config", str(config), "--no-tinker")
     with serve(tmp_path / "state", "--model", str(base), *options) as server:
         load = asyncio.run(main(server))
     judged = judge(adapters, load)

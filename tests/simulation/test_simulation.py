@@ -13,12 +13,12 @@ from planted import PLANTED
 from tiers import slow, variant
 
 SIMULATE = Path(__file__).with_name("simulate.py")
-#: First and last of each block: 2 histories in the fast tier, 9 in `test`, 130 in all. `make simulate` has any number of them.
+#: First and last of each block: 2 histories in the fast tier, 9 in `test`, 200 in all. `make simulate` has any number of them.
 BLOCKS = [
     (0, 2),
     slow((2, 9)),
     variant((9, 25)),
-    *(variant((first, first + 35)) for first in range(25, 130, 35)),
+    *(variant((first, first + 35)) for first in range(25, 200, 35)),
 ]
 #: Likewise of histories in which somebody is struck in each phase of a push.
 PUSHES = [slow((0, 4)), variant((4, 46))]
