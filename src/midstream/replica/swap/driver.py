@@ -12,6 +12,7 @@ and its owner starts a new boot.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -90,14 +91,19 @@ class _Ahead:
         self._engine = engine
         self._snapshot = snapshot
         self._loop = asyncio.get_running_loop()
+        # Threads of a rebuild have none of their own.
+        self._context = contextvars.copy_context()
         self._made: deque[str] = deque()
 
     def begun(self, directory: Path) -> None:
-        self._loop.call_soon_threadsafe(self._engine.stage_ahead, self._snapshot, directory)
+        self._soon(self._engine.stage_ahead, self._snapshot, directory)
 
     def made(self, tensor: str) -> None:
         self._made.append(tensor)
-        self._loop.call_soon_threadsafe(self._tell)
+        self._soon(self._tell)
+
+    def _soon(self, call: Callable[..., object], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(call, *arguments, context=self._context)
 
     def _tell(self) -> None:
         """Several at a time, when the loop was busy."""
