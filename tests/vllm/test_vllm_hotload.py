@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_bed import BLOCK, DEADLINE_S, VENV, Bed, load, logprobs_of
+from vllm_bed import BLOCK, DEADLINE_S, Bed, load, logprobs_of, needs_staging
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
@@ -206,10 +206,7 @@ def test_streams_notice_nothing_of_weights_that_fail_or_are_given_up_while_worke
     bed: Bed, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Behind the replica's back, with calls of the kind that it makes itself."""
-    why = bed.card["why"].get("short_swap")
-    if why is not None:
-        assert VENV != ".venv-vllm", why
-        pytest.skip(why)
+    needs_staging(bed)
     bad = tmp_path / "bad"
     shutil.copytree(checkpoints["begin"], bad)
     save_file({"no.such.tensor": torch.zeros(3)}, bad / "zz.safetensors")

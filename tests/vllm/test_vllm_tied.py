@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from vllm_bed import Bed, load, logprobs_of
+from vllm_bed import Bed, load, logprobs_of, needs_staging
 from vllm_streams import Stream, random_prompt, under_way
 
 from midstream.client import SnapshotPublisher
@@ -33,6 +33,7 @@ def check(bed: Bed, checkpoint: Path, session: str) -> None:
 def test_both_ways_of_a_swap_bring_the_output_layer_that_is_tied(
     tied_bed: Bed, tied: dict[str, Path]
 ) -> None:
+    needs_staging(tied_bed)
     check(tied_bed, tied["served"], "before")
     with SnapshotPublisher(tied_bed.server.url, tied_bed.server.bucket.as_uri()) as publisher:
         for name in ("other", "served"):

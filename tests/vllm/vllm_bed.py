@@ -160,6 +160,14 @@ def skip_without_ranks(why: Mapping[str, str]) -> None:
         pytest.skip(NO_RANKS)
 
 
+def needs_staging(bed: Bed) -> None:
+    """The newest version stages; an older one may say why it does not."""
+    why = bed.card["why"].get("short_swap")
+    if why is not None:
+        assert VENV != ".venv-vllm", why
+        pytest.skip(why)
+
+
 def until(holds: Callable[[], bool], what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     end = time.monotonic() + deadline_s
     while not holds():
