@@ -18,7 +18,15 @@ from stubserver import Fake, running, until
 from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import server as server_module
-from midstream.engine.vllm.arguments import adapter_places, by_priority, command_line, environment
+from midstream.engine.vllm.arguments import (
+    WORKER,
+    adapter_places,
+    by_priority,
+    command_line,
+    data_parallel,
+    environment,
+    unheard,
+)
 from midstream.engine.vllm.server import VllmServer, VllmServerFailed
 
 # Each starts processes.
@@ -549,6 +557,15 @@ class TestArguments:
         assert by_priority(())
         assert by_priority(("--scheduling-policy", "priority"))
         assert not by_priority(("--seed", "3", "--scheduling_policy=fcfs"))
+
+    def test_it_has_several_engines_where_the_user_says_so(self) -> None:
+        assert not data_parallel(())
+        assert not data_parallel(("--data-parallel-size", "1"))
+        for args in (("--data_parallel_size=2",), ("-dp", "4"), ("-dp=2",)):
+            assert data_parallel(args)
+        assert unheard(WORKER, several=False) == ""
+        assert "the first alone" in unheard(WORKER, several=True)
+        assert "without midstream's worker extension" in unheard("", several=True)
 
     @pytest.mark.parametrize(
         ("args", "said"),

@@ -41,6 +41,8 @@ BESIDE_POLICIES = "the weights of policies are not read (--enable-lora)"
 UNFROZEN = (
     "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens"
 )
+#: Why nothing is staged in workers, nor read in them.
+ONE_ANSWERS = "of several engines (--data-parallel-size) the first alone says what its workers did"
 #: Why requests have no order.
 NO_ORDER = "vLLM runs without --scheduling-policy priority"
 #: Why a swap is not short, until the proof at the start has passed (beside.py).
@@ -90,6 +92,8 @@ MODULE = "vllm.entrypoints.openai.api_server"
 #: Opens the endpoint of token ids. Older versions have it always, and refuse the flag.
 SCALE_OUT = "enable-scale-out"
 
+#: Engines side by side, each with all weights.
+ENGINES_FLAG = "data-parallel-size"
 GPUS = "CUDA_VISIBLE_DEVICES"
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 #: The extension that midstream loads into vLLM's workers, and its directory.
@@ -156,6 +160,7 @@ ONLY = {
 #: Other spellings of a flag: short forms, and negations of flags that midstream gives.
 SAME = {
     "asc": "api-server-count",
+    "dp": ENGINES_FLAG,
     "no-disable-uvicorn-access-log": "disable-uvicorn-access-log",
     "enable-chunked-prefill": "no-enable-chunked-prefill",
 }
@@ -191,6 +196,18 @@ def adapter_places(args: Sequence[str]) -> int:
 def by_priority(args: Sequence[str]) -> bool:
     """True if a server with these further flags schedules by priority."""
     return dict(given_flags(args)).get(POLICY_FLAG, BY_PRIORITY) == BY_PRIORITY
+
+
+def data_parallel(args: Sequence[str]) -> bool:
+    """True if a server with these further flags has several engines."""
+    return dict(given_flags(args)).get(ENGINES_FLAG, "1") != "1"
+
+
+def unheard(extension: str, *, several: bool) -> str:
+    """Why nothing is learnt from all workers of a server; empty if it is. extension: that they load. several: engines."""
+    if extension not in EXTENSIONS:
+        return NO_EXTENSION
+    return ONE_ANSWERS if several else ""
 
 
 def _is_flag(arg: str) -> bool:

@@ -36,6 +36,7 @@ from midstream.engine.vllm.arguments import (
     adapter_places,
     by_priority,
     command_line,
+    data_parallel,
     environment,
     given_flags,
     is_cpu_build,
@@ -153,6 +154,8 @@ class VllmServer:
         self.on_cpu = False
         # Requests may have priorities.
         self.by_priority = False
+        # It has several engines, of which one answers for all.
+        self.data_parallel = False
         # It says which weights it has. Older versions do not.
         self.names_weights = True
 
@@ -240,7 +243,8 @@ class VllmServer:
         self.extension, self.scheduler = said.get(WORKER_FLAG) or "", said.get(SCHEDULER_FLAG) or ""
         self.adapter_places = adapter_places(args)
         self.no_adapters = "" if self.adapter_places else NO_LORA
-        self.on_cpu, self.by_priority = is_cpu_build(self._python), by_priority(args)
+        self.on_cpu = is_cpu_build(self._python)
+        self.by_priority, self.data_parallel = by_priority(args), data_parallel(args)
         own = self._settings.env
         env = environment(
             os.environ,
@@ -342,7 +346,7 @@ class VllmServer:
         self.extension = config.parallel_config.worker_extension_cls
         self.on_cpu = config.device_config.device == "cpu"
         self.adapter_places, self.no_adapters = config.adapter_places, config.no_adapters(paths)
-        self.by_priority = config.by_priority
+        self.by_priority, self.data_parallel = config.by_priority, config.parallel_config.data_parallel_size > 1
         self.scheduler = str(config.scheduler_config.scheduler_cls or "")
 
     def check_reload(self, *, experts: bool) -> None:

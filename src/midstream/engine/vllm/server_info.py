@@ -69,6 +69,7 @@ class VllmLoraConfig(msgspec.Struct, frozen=True):
 
 class ParallelConfig(msgspec.Struct, frozen=True):
     worker_extension_cls: str = ""
+    data_parallel_size: int = 1
     api_processes: int = msgspec.field(default=1, name="_api_process_count")
 
 
