@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from midstream.engine.vllm.arguments import WORKER_DIR
+from midstream.engine.vllm.arguments import SCHEDULER, WORKER_DIR
+from midstream.engine.vllm.server_info import Config
 from midstream.engine.vllm.worker_extension import midstream_vllm_scheduler as module
 
 UNPAUSED, PAUSED_ALL = "unpaused", "paused"
@@ -46,6 +48,8 @@ class Queue:
 
 class Own:
     """Of the form of vLLM's scheduler, with so many free blocks. A check is over in the step after its own."""
+
+    use_v2_model_runner = False
 
     def __init__(self, free: int = 2) -> None:
         self.policy = "priority"
@@ -146,6 +150,35 @@ def test_a_check_is_admitted_beside_all_seats_and_may_outlive_the_pause(schedule
     assert scheduler.schedule() == ["r0", "r1", "waits"]
 
 
+@pytest.mark.parametrize("checks", [1, 2, 4])
+def test_a_runner_with_slots_never_has_more_requests_than_these(
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, checks: int
+) -> None:
+    monkeypatch.setattr(Own, "use_v2_model_runner", True)
+    made = module.checking(Own)()
+    made.free = 9
+    for number in range(3):
+        made.waiting.add_request(Asked(f"r{number}", number, float(number)))
+    assert made.schedule() == ["r0", "r1", "r2"]
+    made.set_pause_state(PAUSED_ALL)
+    given = [check(f"c{number}") for number in range(checks)]
+    for asked in given:
+        made.waiting.add_request(asked)
+    assert made.schedule() == [asked.name for asked in given[:3]]
+    kept = [f"r{number}" for number in range(max(3 - checks, 0))]
+    assert [a.name for a in made.running] == kept + [a.name for a in given[:3]]
+    # Their step is not over, and no other request loses its slot for it.
+    assert made.schedule() == []
+    assert [a.name for a in made.running] == kept + [a.name for a in given[:3]]
+    assert made.max_num_active_reqs == 3
+    for asked in given[:3]:
+        made.running.remove(asked)
+    assert made.schedule() == [asked.name for asked in given[3:]]
+    made.running = [asked for asked in made.running if asked not in given]
+    made.set_pause_state(UNPAUSED)
+    assert sorted(made.schedule()) == ["r0", "r1", "r2"]
+
+
 def test_a_check_without_room_has_the_last_of_the_lowest_priority_preempted(scheduler: Any) -> None:
     assert scheduler.free == 0
     scheduler.waiting.add_request(check())
@@ -206,11 +239,37 @@ def test_the_scheduler_is_made_of_the_one_that_vllm_would_make(
             assert self.scheduler_cls is None, "it would be this one again"
             return other if diffusion else Given
 
-    config = SimpleNamespace(scheduler_config=Config(), diffusion_config={} if diffusion else None)
+    config = SimpleNamespace(
+        scheduler_config=Config(),
+        diffusion_config={} if diffusion else None,
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        kv_transfer_config=None,
+    )
     made = module.scheduler(vllm_config=config, block_size=16)
+    assert hasattr(made, "midstream_waits_for_room")
     assert isinstance(made, Given)
     assert made.free == 16
     assert config.scheduler_config.scheduler_cls == "midstream_vllm_scheduler.scheduler"
+    # One rank would wait for others that stand still, or a check for KV from elsewhere.
+    for engines, connector in ((2, None), (1, object())):
+        config.parallel_config.data_parallel_size, config.kv_transfer_config = engines, connector
+        assert type(module.scheduler(vllm_config=config, block_size=16)) in (other, Given)
+
+
+@pytest.mark.parametrize(
+    ("other", "known"),
+    [
+        ({}, True),
+        ({"scheduler_config": {"policy": "fcfs", "scheduler_cls": SCHEDULER}}, False),
+        ({"parallel_config": {"data_parallel_size": 2}}, False),
+        ({"kv_transfer_config": {"kv_connector": "any"}}, False),
+    ],
+)
+def test_an_attached_server_where_it_could_check_nothing_is_not_paused_to_find_that_out(
+    other: dict[str, Any], known: bool
+) -> None:
+    said = {"scheduler_config": {"policy": "priority", "scheduler_cls": SCHEDULER}} | other
+    assert msgspec.convert(said, Config).scheduler == (SCHEDULER if known else "")
 
 
 def test_the_module_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -552,6 +552,10 @@ class TestArguments:
         # It knows its checks by their priority, and other machines may lack its file.
         for args in (("--scheduling-policy", "fcfs"), ("--nnodes", "2")):
             assert not given(*args)
+        # Other ranks stand still when one gets a check, and a connector may let it wait.
+        for args in (("-dp", "2"), ("--kv-transfer-config", "{}"), ("--kv_offloading_size=4",)):
+            assert not given(*args)
+        assert given("--data-parallel-size", "1")
 
     def test_it_goes_by_priority_unless_the_user_says_otherwise(self) -> None:
         assert by_priority(())

@@ -102,6 +102,8 @@ WORKER = "midstream_vllm_worker.Worker"
 #: midstream's scheduler, for versions of vLLM whose files have the queue that it knows.
 SCHEDULER_FLAG, SCHEDULER = "scheduler-cls", "midstream_vllm_scheduler.scheduler"
 KNOWN_QUEUE = "kv_holding_waiting"
+#: Flags that give vLLM a connector, which may let a check wait for KV.
+CONNECTORS = ("kv-transfer", "kv-offloading")
 #: The one that a server with weight transfer has. It loads the other one, too.
 TRANSFER_WORKER = "midstream_vllm_transfer.TransferWorker"
 EXTENSIONS = (WORKER, TRANSFER_WORKER)
@@ -268,7 +270,8 @@ def command_line(
     if flags.get("distributed-executor-backend") != "ray" and "nnodes" not in flags:
         # Processes on other machines may not find them.
         ours[WORKER_FLAG] = WORKER
-        if has_known_queue(python) and by_priority(args):
+        steps_alone = not data_parallel(args) and not any(name.startswith(CONNECTORS) for name in flags)
+        if has_known_queue(python) and by_priority(args) and steps_alone:
             ours[SCHEDULER_FLAG] = SCHEDULER
     if is_cpu_build(python):
         # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.

@@ -346,8 +346,8 @@ class VllmServer:
         self.extension = config.parallel_config.worker_extension_cls
         self.on_cpu = config.device_config.device == "cpu"
         self.adapter_places, self.no_adapters = config.adapter_places, config.no_adapters(paths)
-        self.by_priority, self.data_parallel = config.by_priority, config.parallel_config.data_parallel_size > 1
-        self.scheduler = str(config.scheduler_config.scheduler_cls or "")
+        self.by_priority, self.data_parallel = config.by_priority, config.data_parallel
+        self.scheduler = config.scheduler
 
     def check_reload(self, *, experts: bool) -> None:
         """Raises VllmServerFailed when the server would compute wrongly with weights that are loaded in place."""

@@ -89,11 +89,22 @@ class Config(msgspec.Struct, frozen=True):
     lora_config: VllmLoraConfig | None = None
     structured_outputs_config: StructuredConfig = StructuredConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    kv_transfer_config: Any = None
 
     @property
     def by_priority(self) -> bool:
         """True if requests may have priorities. Otherwise vLLM refuses them."""
         return self.scheduler_config.policy == BY_PRIORITY
+
+    @property
+    def data_parallel(self) -> bool:
+        return self.parallel_config.data_parallel_size > 1
+
+    @property
+    def scheduler(self) -> str:
+        """The class that makes it; "" where that is vLLM's own, or steps aside, or does not know a check by its priority."""
+        alone = not self.data_parallel and self.kv_transfer_config is None
+        return str(self.scheduler_config.scheduler_cls or "") if alone and self.by_priority else ""
 
     @property
     def adapter_places(self) -> int:

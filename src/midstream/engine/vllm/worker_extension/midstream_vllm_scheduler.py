@@ -1,9 +1,11 @@
 """A scheduler of vLLM (--scheduler-cls) that computes midstream's checks while vLLM is paused (mode keep), and nothing else.
 
 It is vLLM's own, with other requests out of its sight for a step in a pause. They are in no step. They keep their KV, too, but
-where no block is free for a check: then vLLM preempts one that it would have to preempt at its next steps.
+where no block is free for a check: then vLLM preempts one that it would have to preempt at its next steps. vLLM's newer model
+runner has a slot for each request that runs or stands still. Where none is free there, one is preempted for a check, too.
 
-Always holds: outside such a step it does what vLLM's does.
+Always holds: outside such a step it does what vLLM's does. It is vLLM's own where ranks wait for each other in a step (data
+parallelism), and where a connector may keep a check waiting for KV.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def scheduler(**given: Any) -> Any:
     if getattr(config, "diffusion_config", None) is not None:
         # vLLM would have named it, if it had not been given ours.
         own = getattr(importlib.import_module(DIFFUSION), f"Diffusion{own.__name__}")
-    return checking(own)(**given)
+    several = config.parallel_config.data_parallel_size > 1
+    return (own if several or config.kv_transfer_config is not None else checking(own))(**given)
 
 
 def checking(own: Any) -> Any:
@@ -47,8 +50,9 @@ def checking(own: Any) -> Any:
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # Checks are admitted beside all that stand still. At the end of a pause their step may not be over.
-        self.max_num_running_reqs += self.max_num_active_reqs
+        if not _has_slots(self):
+            # Checks are admitted beside all that stand still. At the end of a pause their step may not be over.
+            self.max_num_running_reqs += self.max_num_active_reqs
 
     def count(self: Any) -> int:
         return len(_checks(self)) if self.pause_state == paused else int(unfinished(self))
@@ -57,12 +61,15 @@ def checking(own: Any) -> Any:
         checks = _checks(self) if self.pause_state == paused else []
         if not checks:
             return schedule(self, *args, **kwargs)
+        active = self.max_num_active_reqs
+        if _has_slots(self):
+            self.max_num_active_reqs = min(active, _free_slots(self, checks))
         hidden = _hide_others(self, checks, new_queue)
         self._pause_state = unpaused
         try:
             output = schedule(self, *args, **kwargs)
         finally:
-            self._pause_state = paused
+            self._pause_state, self.max_num_active_reqs = paused, active
             computed = self.running
             _show(self, hidden)
         if not computed:
@@ -112,6 +119,19 @@ def _checks(scheduler: Any) -> list[Any]:
     if scheduler.midstream_waits_for_room:
         return []
     return [r for r in (*scheduler.running, *scheduler.waiting) if r.priority == IN_PAUSE]
+
+
+def _has_slots(scheduler: Any) -> bool:
+    """Whether each running request holds a slot, of max_num_running_reqs, in a step or not."""
+    return bool(getattr(scheduler, "use_v2_model_runner", False))
+
+
+def _free_slots(scheduler: Any, checks: list[Any]) -> int:
+    """Slots for checks. As many are free as there are checks, unless other checks have them."""
+    others = [request for request in scheduler.running if request not in checks]
+    while len(others) + len(checks) > scheduler.max_num_running_reqs and _make_room(scheduler, others):
+        others = [request for request in others if request in scheduler.running]
+    return int(scheduler.max_num_running_reqs) - len(others)
 
 
 def _make_room(scheduler: Any, others: list[Any]) -> bool:
