@@ -371,6 +371,8 @@ class FakeVllm:
         self.in_group = False
         # Workers of it.
         self.ranks = 1
+        # It runs with --data-parallel-size.
+        self.engines = 1
         # What its workers stage: the number by which it is asked for, and the weights.
         self.beside: tuple[int, int] | None = None
         # Why they stage nothing; how far they say they are; a switch to what is staged fails halfway.
@@ -605,7 +607,10 @@ class FakeVllm:
         if self.cpu:
             config["device_config"] = {"device": "cpu"}
         if self.cpu or self.both:
-            config["parallel_config"] = {"worker_extension_cls": self.extension}
+            config["parallel_config"] = {
+                "worker_extension_cls": self.extension,
+                "data_parallel_size": self.engines,
+            }
         return config
 
     def _rpc(self, method: str, kwargs: dict[str, Any]) -> tuple[int, Any]:

@@ -26,8 +26,8 @@ from midstream.core.types import NEAR_TIES, GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.engine.vllm.protocol import InvalidAnswer, read_answer
-from midstream.engine.vllm.requests import unknown_feature
-from midstream.engine.vllm.sampling_proof import OneNumber, check_raw, check_sampling
+from midstream.engine.vllm.requests import unknown_feature, wants_both
+from midstream.engine.vllm.sampling_proof import OneNumber, Proved, check_raw, check_sampling
 from midstream.engine.vllm.worker_extension import midstream_vllm_numbers as numbers
 
 VOCAB = 11
@@ -479,3 +479,16 @@ async def test_a_grammar_that_the_extension_serves_has_the_raw_numbers(tmp_path:
         records = (await reading.ended()).records()
         assert {record.constrained for record in records} == {False}
         assert [r.sampling_logprob for r in records] == pytest.approx([sampling_of(1.0)] * 4, abs=1e-6)
+
+
+@in_a_loop
+async def test_numbers_under_a_grammar_that_were_not_proved_raw_are_not_given_as_raw(tmp_path: Path) -> None:
+    async with attached(tmp_path, set_up=both) as (engine, fake):
+        engine._numbers = Proved({"constrained_logprobs": "they are of what it allows"}, engine._numbers.tie)
+        greedy = asking_of("r", grammar="start: /a/", temperature=0.0)
+        assert not wants_both(greedy, engine._numbers.features)
+        reading, (request,) = await begun(engine, fake, greedy)
+        request.to_the_end()
+        assert {record.constrained for record in (await reading.ended()).records()} == {True}
+        free = asking_of("free", temperature=0.0)
+        assert wants_both(free, engine._numbers.features), "near ties do not depend on it"

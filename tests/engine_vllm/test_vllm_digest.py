@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import gc
+import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,8 @@ from vllm_helpers import asking, attached, begun, in_a_loop, swap
 from midstream.engine.base import StagingFailed
 from midstream.engine.vllm import digest as module
 from midstream.engine.vllm.arguments import WORKER_DIR
+from midstream.engine.vllm.swap import VllmRefused
+from midstream.http.call import CallFailed
 
 
 @pytest.fixture
@@ -187,6 +191,71 @@ async def test_a_server_without_the_extension_says_how_to_get_a_digest(tmp_path:
 
 
 @in_a_loop
+async def test_one_engine_of_several_does_not_say_what_all_hold(tmp_path: Path) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        fake.both, fake.engines = True, 2
+
+    async with attached(tmp_path, set_up=set_up) as (engine, _):
+        assert "the first alone" in engine._info().card.why["weights_digest"]
+        assert await engine.weights_digest() is None
+
+
+class Workers:
+    """A rank that answers one read, and no more where `fails` says how."""
+
+    def __init__(self, fails: Exception | None) -> None:
+        self.fails = fails
+        self.reads = self.loads = 0
+
+    async def ask_workers(self, _method: str, _asked: Any, _within_s: float, *, holds_up: bool) -> list[Any]:
+        assert not holds_up, "a server that hangs would be noticed later"
+        self.reads += 1
+        if self.reads == 2 and self.fails is not None:
+            raise self.fails
+        return [{"kind": "k", "digest": "1", "bytes": 4}]
+
+    async def reload(self) -> None:
+        self.loads += 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (None, ""),
+        (VllmRefused("it was half read"), "give no digest: it was half read"),
+        (CallFailed("cut"), "give no digest: cut"),
+    ],
+)
+def test_a_server_whose_second_read_fails_starts_without_digests(fails: Exception | None, why: str) -> None:
+    workers = Workers(fails)
+    found = asyncio.run(module.prove_digest(workers, "", workers.reload))  # type: ignore[arg-type]
+    assert (why in found, bool(found)) == (True, bool(why))
+    assert (workers.reads, workers.loads) == (2, 1)
+
+
+def test_a_switch_lets_go_of_the_weights_that_were_read(extension: Any) -> None:
+    spec = importlib.util.spec_from_file_location("a_worker", WORKER_DIR / "midstream_vllm_worker.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    model, worker = torch.nn.Module(), loaded.Worker()
+    for name in ("a", "b"):
+        model.register_buffer(name, torch.zeros(4))
+    worker.get_model = lambda: model
+    worker.midstream_staged = SimpleNamespace(look=lambda: None, switch=lambda: None)
+    assert worker.midstream_digest(begin=True, seconds=0.0) is None
+    old = weakref.ref(model.b)
+    model.b = torch.ones(4)
+    worker.midstream_weights("look")
+    assert old() is not None
+    worker.midstream_weights("switch")
+    gc.collect()
+    assert old() is None, "two sets of weights would lie in memory"
+    assert worker.midstream_digest(begin=False, seconds=1e9) is None
+
+
+@in_a_loop
 async def test_adapters_have_no_digest(tmp_path: Path) -> None:
     async with attached(tmp_path, places=2, set_up=gives_digests) as (engine, _):
         card = engine._info().card
@@ -210,6 +279,10 @@ async def test_steps_go_between_the_pieces_where_there_are_any(
             await wait(0)
 
         monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=noted))
+        await engine.weights_digest()
+        assert set(waits) == {1e-9}, "others may have requests there"
+        engine._attached = False
+        waits.clear()
         await engine.weights_digest()
         assert set(waits) == {0}
         await begun(engine, fake, asking())

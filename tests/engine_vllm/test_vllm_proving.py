@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fake_vllm import until, write_weights
+from fake_vllm import FakeVllm, until, write_weights
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.engine.base import EngineDied, StreamLost
@@ -140,6 +140,20 @@ def test_a_token_of_nan_fails_its_request_or_ends_the_boot(tmp_path: Path, whole
             again, (request,) = await begun(engine, fake, asking("again"))
             request.to_the_end()
             assert len((await again.ended()).records()) == 4
+
+    asyncio.run(main())
+
+
+def test_a_token_of_nan_is_judged_in_a_pause_where_checks_are_computed_in_one(tmp_path: Path) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        fake.checks_in_pause = fake.by_priority = True
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=set_up) as (engine, fake):
+            reading, (request,) = await begun(engine, fake, asking(max_tokens=9))
+            await engine.pause()
+            request.write([(0, NOT_FINITE)])
+            assert "not finite" in (await reading.ended()).errors[0]
 
     asyncio.run(main())
 

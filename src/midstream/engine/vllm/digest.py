@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from midstream.engine.vllm.arguments import EXTENSIONS, NO_EXTENSION
 from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused
 from midstream.http.call import CallFailed
 
@@ -46,7 +45,8 @@ async def read_weights(
     while None in answers and stand():
         computing = busy()
         seconds = READ_S if computing else IDLE_S
-        answers = await control.ask_workers(METHOD, {"begin": begin, "seconds": seconds}, STEP_S_MAX)
+        asked = {"begin": begin, "seconds": seconds}
+        answers = await control.ask_workers(METHOD, asked, STEP_S_MAX, holds_up=False)
         begin = False
         await asyncio.sleep(COMPUTE_S if computing else 0)
     if not stand():
@@ -64,20 +64,24 @@ async def read_weights(
     return f"vllm-{kinds.hexdigest()}:{digests.hexdigest()}"
 
 
-async def prove_digest(control: Control, extension: str, reload: Callable[[], Awaitable[None]]) -> str:
-    """Why there is no digest; empty if there is one. reload: loads the serving weights once more, and is called in any case.
+async def prove_digest(control: Control, lacks: str, reload: Callable[[], Awaitable[None]]) -> str:
+    """Why there is no digest; empty if there is one. lacks: why none is asked for; empty if it is.
 
-    Where something that is not of the weights is among what is read, two loads may differ. Raises CallFailed, and the errors of
-    reload.
+    reload: loads the serving weights once more, and is called in any case. Where something that is not of the weights is among
+    what is read, two loads may differ. Raises the errors of reload.
     """
-    if extension not in EXTENSIONS:
-        await reload()
-        return NO_EXTENSION
-    try:
-        before = await read_weights(control, lambda: True)
-    except VllmRefused as error:
-        await reload()
-        return f"its workers give no digest: {error}"
+    digests: list[str] = []
+
+    async def read() -> None:
+        nonlocal lacks
+        if lacks:
+            return
+        try:
+            digests.append(await read_weights(control, lambda: True))
+        except (VllmRefused, CallFailed) as error:
+            lacks = f"its workers give no digest: {error}"
+
+    await read()
     await reload()
-    after = await read_weights(control, lambda: True)
-    return "" if before == after else "the same weights, loaded again, have another digest"
+    await read()
+    return lacks or ("" if len(set(digests)) == 1 else "the same weights, loaded again, have another digest")

@@ -283,10 +283,13 @@ class VllmEngine(ServerLife):
             return computing and self._epochs.now == epoch
 
         try:
-            reading = read_weights(self._control, stand, lambda: bool(self._requests) and not self._paused)
-            return await self._boot.while_alive(reading)
+            return await self._boot.while_alive(read_weights(self._control, stand, self._has_steps))
         except (OtherWeights, CallFailed, VllmRefused) as error:
             raise StagingFailed(str(error)) from error
+
+    def _has_steps(self) -> bool:
+        """Whether there may be steps to compute. Of an attached server, also those of others."""
+        return not self._paused and (self._attached or bool(self._requests))
 
     async def until_computing(self) -> None:
         self._boot.check()

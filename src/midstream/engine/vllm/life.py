@@ -39,6 +39,7 @@ from midstream.engine.vllm.arguments import (
     UNFROZEN,
     UNREAD,
     UNSTAGED,
+    unheard,
     vllm_card,
 )
 from midstream.engine.vllm.beside import WorkerWeights, prove_staging
@@ -245,7 +246,8 @@ class ServerLife(Engine):
     async def _reload_and_compare(self) -> None:
         """Load the base weights once more, and find out whether their digest is the same then."""
         reload = partial(self._control.reload, self._model_dir)
-        self._no_digest = await prove_digest(self._control, self._server.extension, reload)
+        lacks = unheard(self._server.extension, several=self._server.data_parallel)
+        self._no_digest = await prove_digest(self._control, lacks, reload)
         if self._no_digest:
             logger.warning("this vLLM has no weights_digest: %s", self._no_digest)
 
@@ -367,7 +369,8 @@ class ServerLife(Engine):
         """
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         try:
-            await self._boot.while_alive(score(self._scorer(self._own), *sizes))
+            scorer = self._scorer(self._own, in_pause=not self._no_frozen_check)
+            await self._boot.while_alive(score(scorer, *sizes))
         except NotExact as error:
             self._spoilt = self._attached
             self._give_up(f"{error}; {reason}")

@@ -249,6 +249,9 @@ def wants_both(request: GenerateRequest, proved: Collection[str]) -> bool:
     """Whether a rank has to say more than a rank. proved: of NUMBERS, the features that the server has."""
     if unknown_feature(request) in proved:
         return True
+    if request.grammar is not None and "constrained_logprobs" not in proved:
+        # What would come with a near tie was not seen to be the raw number.
+        return False
     return (
         request.want_logprobs
         and request.sampling.temperature < protocol.GREEDY_BELOW

@@ -44,13 +44,17 @@ class Worker:
         """Read weights for about so long, from the first one if it is to begin. None: not all have been read."""
         if begin:
             self.midstream_reading = importlib.import_module(DIGEST).WeightsDigest(self.get_model())
-        found: dict[str, Any] | None = self.midstream_reading.go_on(seconds)
+        reading = self.midstream_reading
+        found: dict[str, Any] | None = None if reading is None else reading.go_on(seconds)
         return found
 
     def midstream_weights(self: Any, do: str, **arguments: Any) -> Any:
         """Stage weights beside those that serve, look how far that is, switch to them, or drop them."""
         if not hasattr(self, "midstream_staged"):
             self.midstream_staged = importlib.import_module(STAGED).WeightStage(self)
+        if do == "switch":
+            # A reading would keep the memory of what serves now. Nobody asks it for more.
+            self.midstream_reading = None
         return getattr(self.midstream_staged, do)(**arguments)
 
 
