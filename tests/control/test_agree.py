@@ -85,6 +85,16 @@ def test_what_counts_as_a_difference(one: SnapshotCheck, other: SnapshotCheck, w
         ([check(), check(BAD, snapshot="z")], []),
         ([check(BAD)], []),
         ([check(), check(BAD), check((-9.0, -9.0))], ["r1", "r2"]),
+        # One without a digest agrees with all, and hides no difference of the others.
+        ([check(weights=None), check(weights="k:1"), check(weights="k:2")], ["r2"]),
+        ([check(weights=None), check(weights="k:1"), check(weights="k:2"), check(weights="k:2")], ["r1"]),
+        ([check(weights="other:x"), check(weights="k:1"), check(weights="k:2")], ["r2"]),
+        ([check(weights="k:1"), check(weights="other:x"), *[check(weights="k:2")] * 2], ["r0"]),
+        # Nor does it outvote a digest that more replicas have.
+        ([check(weights="k:1"), *[check(weights="k:2")] * 2, *[check(weights=None)] * 2], ["r0"]),
+        ([check(BAD, weights=None), check(weights="k:1"), check(weights=None)], ["r0"]),
+        # Both are near enough to the first one's canary, so nobody is judged by the other's.
+        ([check((-1.0, -2.0), None), check((-1.0, -2.04), "k:1"), check((-1.0, -1.96), None)], []),
     ],
 )
 def test_the_majority_is_right(checks: list[Any], accused: list[str]) -> None:
@@ -286,6 +296,9 @@ def test_a_replica_that_found_other_bytes_before_the_ledger_knew_them_loads_agai
         ([check(weights=None), check(weights=None)], {}, []),
         # The first digest may be the wrong one.
         ([check(weights="k:w"), check(weights=None, unread=True)], {}, []),
+        # Two of a kind that differ: one of them is wrong.
+        ([check(weights=None), check(weights="k:1"), check(weights="k:2")], {}, []),
+        ([check(weights="k:1"), check(weights="other:x"), check(weights="k:2")], {}, ["other:x"]),
     ],
 )
 def test_the_ledger_learns_digests_once_every_replica_has_been_checked(

@@ -9,7 +9,7 @@ processor give equal bits; CANARY_TOLERANCE is for those that do not.
 
 Always holds:
 - A replica that differs from the ledger does not vote. Among the others the majority is right. Of equal groups, the one with
-  the earliest replica is right.
+  the earliest replica is right. No two digests of a group differ, also where they agree with one that has none.
 - A replica that is being loaded again, or is out, does not vote while another one is there that may.
 """
 
@@ -60,7 +60,7 @@ def findings(
             if snapshot != state.snapshot and report.replica not in staying:
                 continue
             why = _why(state, report, check, right)
-            if why is not None or right is not None:
+            if why is not None or right:
                 found.append(_judged(state, report, check, why))
     return [finding for finding in found if finding is not None]
 
@@ -94,6 +94,10 @@ def difference(check: SnapshotCheck, right: SnapshotCheck) -> str | None:
         # Written so that a NaN differs, too.
         if not abs(mine - theirs) <= CANARY_TOLERANCE:
             return f"the log-probability of canary token {position} is {mine:.6g} instead of {theirs:.6g}"
+    return _other_digest(check, right)
+
+
+def _other_digest(check: SnapshotCheck, right: SnapshotCheck) -> str | None:
     kind, digest = _digest(check)
     right_kind, right_digest = _digest(right)
     if None not in (digest, right_digest) and kind == right_kind and digest != right_digest:
@@ -130,9 +134,15 @@ def settled(state: DeploymentState, reports: Sequence[Reported]) -> list[Snapsho
     checks = [_known_check(state, report) for report in waiting]
     if any(check is None or check.unread or check.snapshot != state.snapshot for check in checks):
         return []
-    known = state.weights.get(state.snapshot, {})
-    found = {_digest(check)[0]: check for check in checks if check is not None and check.weights is not None}
-    return [check for kind, check in found.items() if kind not in known]
+    found: dict[str, SnapshotCheck] = {}
+    disputed = set(state.weights.get(state.snapshot, {}))
+    for check in checks:
+        if check is None or check.weights is None:
+            continue
+        kind = _digest(check)[0]
+        if found.setdefault(kind, check).weights != check.weights:
+            disputed.add(kind)
+    return [check for kind, check in found.items() if kind not in disputed]
 
 
 def _digest(check: SnapshotCheck) -> tuple[str, str | None]:
@@ -153,31 +163,52 @@ def _known_check(state: DeploymentState, report: Reported) -> SnapshotCheck | No
 
 def _right(
     voters: Sequence[tuple[Reported, SnapshotCheck]],
-) -> tuple[Reported, SnapshotCheck] | None:
-    """One of the largest group of replicas that agree, the group with the earliest replica among equals."""
-    groups: list[list[tuple[Reported, SnapshotCheck]]] = []
-    for report, check in voters:
-        for group in groups:
-            if difference(check, group[0][1]) is None:
-                group.append((report, check))
-                break
-        else:
-            groups.append([(report, check)])
-    return max(groups, key=len)[0] if groups else None
+) -> list[tuple[Reported, SnapshotCheck]]:
+    """Those by whom the others are judged: of the largest group of replicas that agree, the group with the earliest replica
+    among equals, one for the canary, and one for each kind of digest."""
+    places = {report.replica: place for place, (report, _) in enumerate(voters)}
+    best: list[tuple[Reported, SnapshotCheck]] = []
+    rank = (0, 0)
+    for first in voters:
+        group = _group(first, voters)
+        if (found := (len(group), -min(places[report.replica] for report, _ in group))) > rank:
+            best, rank = group, found
+        if len(best) == len(voters):
+            break
+    kinds = {
+        _digest(check)[0]: (report, check) for report, check in reversed(best) if check.weights is not None
+    }
+    return best[:1] + [pair for pair in kinds.values() if pair not in best[:1]]
+
+
+def _group(
+    first: tuple[Reported, SnapshotCheck], voters: Sequence[tuple[Reported, SnapshotCheck]]
+) -> list[tuple[Reported, SnapshotCheck]]:
+    """Voters with the canary of `first`, of whose digests no two differ. Those with its digest come first."""
+    alike = [pair for pair in voters if pair[0] is not first[0] and difference(pair[1], first[1]) is None]
+    digests: dict[str, str] = {}
+    group = []
+    for report, check in (first, *sorted(alike, key=lambda pair: pair[1].weights != first[1].weights)):
+        kind, digest = _digest(check)
+        if digest is None or digests.setdefault(kind, digest) == digest:
+            group.append((report, check))
+    return group
 
 
 def _why(
     state: DeploymentState,
     report: Reported,
     check: SnapshotCheck,
-    right: tuple[Reported, SnapshotCheck] | None,
+    right: Sequence[tuple[Reported, SnapshotCheck]],
 ) -> str | None:
     """What is wrong with it, if anything."""
     if (why := known_difference(state, report, check)) is not None:
         return f"{check.snapshot} is not what the ledger has under that name: {why}"
-    if right is None or (why := difference(check, right[1])) is None:
-        return None
-    return f"{check.snapshot} is not what {right[0].replica} serves under that name: {why}"
+    for place, (other, theirs) in enumerate(right):
+        why = _other_digest(check, theirs) if place else difference(check, theirs)
+        if why is not None:
+            return f"{check.snapshot} is not what {other.replica} serves under that name: {why}"
+    return None
 
 
 def _judged(

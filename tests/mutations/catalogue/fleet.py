@@ -119,8 +119,8 @@ FLEET = (
     Mutation(
         "minority_is_right",
         "fleet/agree.py",
-        "return max(groups, key=len)[0] if groups else None",
-        "return min(groups, key=len)[0] if groups else None",
+        "if (found := (len(group),",
+        "if (found := (1 + len(voters) - len(group),",
         "Of replicas that disagree the majority is right.",
         ("control/test_agree.py",),
     ),
@@ -130,6 +130,14 @@ FLEET = (
         "if any(check is None or check.unread or check.snapshot != state.snapshot for check in checks):",
         "if any(check is None or check.snapshot != state.snapshot for check in checks):",
         "The ledger learns a digest once no replica may say another one.",
+        ("control/test_agree.py",),
+    ),
+    Mutation(
+        "no_digest_hides_others",
+        "fleet/agree.py",
+        "if digest is None or digests.setdefault(kind, digest) == digest:",
+        "if True:",
+        "Of replicas whose digests differ one is wrong, also beside one without a digest.",
         ("control/test_agree.py",),
     ),
     Mutation(
