@@ -258,6 +258,65 @@ def test_nothing_waits_for_a_digest_where_requests_wait_for_the_check(tmp_path: 
     play(tmp_path, scenario, unproved())
 
 
+def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_path: Path) -> None:
+    """Else a replica with targets that fail, one after the other, would never have one."""
+    engine = unproved()
+    reads: list[str] = []
+
+    async def read() -> str | None:
+        reads.append(engine.serving)
+        await engine.digest_gate.wait()
+        return f"digest of {engine.serving}"
+
+    engine.weights_digest = read  # type: ignore[method-assign]
+
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        await until(
+            replica, lambda: replica.own.driver.check is not None and not replica.own.driver.check.unread
+        )
+        engine.digest_gate.clear()
+        replica.desire(wanted("v1", 1))
+        await at(replica, "v1", Stage.IDLE)
+        engine.refuse_stage = True
+        for generation in (2, 3):
+            replica.desire(wanted(f"v{generation}", generation))
+            await until(replica, lambda: replica.report().own.generation == generation)
+            await at(replica, "v1", Stage.ERROR)
+        engine.digest_gate.set()
+        await until(
+            replica, lambda: replica.own.driver.check is not None and not replica.own.driver.check.unread
+        )
+        assert replica.own.driver.check is not None
+        assert replica.own.driver.check.weights == "digest of v1"
+        assert reads == [BASE_SNAPSHOT, "v1"]
+
+    play(tmp_path, scenario, engine)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_digest_that_comes_later_says_whether_the_weights_are_those_of_before(
+    tmp_path: Path, differs: bool
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        driver = replica.own.driver
+        for generation, snapshot in enumerate(("v1", "v2"), start=1):
+            engine.canary[snapshot] = [-1.0]
+            engine.digests[snapshot] = snapshot if differs else "equal"
+            await until(replica, lambda: driver.check is not None and not driver.check.unread)
+            engine.digest_gate.clear()
+            replica.desire(wanted(snapshot, generation))
+            await at(replica, snapshot, Stage.IDLE)
+            if snapshot == "v2":
+                assert driver.swaps[-1].same_weights_as == "v1", "the canaries are equal"
+            engine.digest_gate.set()
+        await until(replica, lambda: driver.check is not None and not driver.check.unread)
+        swap = replica.report().own.last_swap
+        assert swap is not None
+        assert swap.same_weights_as == ("" if differs else "v1")
+
+    play(tmp_path, scenario, unproved())
+
+
 @pytest.mark.parametrize("sound", [True, False])
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
 def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(
