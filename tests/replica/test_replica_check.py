@@ -270,6 +270,9 @@ def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_p
 
     engine.weights_digest = read  # type: ignore[method-assign]
 
+    def accepted(replica: Replica, generation: int) -> Callable[[], bool]:
+        return lambda: replica.report().own.generation == generation
+
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         await until(
             replica, lambda: replica.own.driver.check is not None and not replica.own.driver.check.unread
@@ -280,7 +283,7 @@ def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_p
         engine.refuse_stage = True
         for generation in (2, 3):
             replica.desire(wanted(f"v{generation}", generation))
-            await until(replica, lambda: replica.report().own.generation == generation)
+            await until(replica, accepted(replica, generation))
             await at(replica, "v1", Stage.ERROR)
         engine.digest_gate.set()
         await until(
