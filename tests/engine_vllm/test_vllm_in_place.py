@@ -17,6 +17,7 @@ from vllm_helpers import Reading, asking, attached, begun, in_a_loop
 
 from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
+from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
 from midstream.engine.vllm import engine as engine_module
 from midstream.engine.vllm import in_place
@@ -71,8 +72,11 @@ class Bed:
 
 
 @asynccontextmanager
-async def bed(folder: Path) -> AsyncIterator[Bed]:
-    async with attached(folder, weight_transfer="gloo") as (engine, fake):
+async def bed(folder: Path, *, checks_in_pause: bool = False) -> AsyncIterator[Bed]:
+    def set_up(fake: FakeVllm) -> None:
+        fake.checks_in_pause = fake.by_priority = checks_in_pause
+
+    async with attached(folder, set_up=set_up, weight_transfer="gloo") as (engine, fake):
         yield Bed(engine, fake, folder)
 
 
@@ -389,6 +393,42 @@ async def test_the_card_says_the_backend_and_the_ranks(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=eight, weight_transfer="nccl") as (engine, _):
         card = (await engine.start()).card
         assert (card.weight_transfer, card.ranks) == ("nccl", 8)
+
+
+@pytest.mark.parametrize("checks_in_pause", [True, False])
+@pytest.mark.parametrize("paused", [True, False])
+@in_a_loop
+async def test_no_check_is_computed_with_weights_that_a_trainer_has_hold_of(
+    tmp_path: Path, paused: bool, checks_in_pause: bool
+) -> None:
+    def check(name: str) -> GenerateRequest:
+        return asking(name, max_tokens=0, prompt_records=3, urgent=True)
+
+    async with bed(tmp_path, checks_in_pause=checks_in_pause) as here:
+        await here.fence.join({"master_address": "h"}, SOON_S)
+        if paused:
+            await here.engine.pause()
+        if paused and not checks_in_pause:
+            # It would be computed after the pause. The update does not wait for that.
+            await here.fence.hold(SOON_S)
+            return
+        here.fake.hold_scores = True
+        running = Reading(here.engine, check("running"))
+        await until(lambda: len(here.fake.scores) == 1, "the check reaches the server")
+        holding = asyncio.create_task(here.fence.hold(SOON_S))
+        await until(lambda: here.fence.phase is HoldPhase.PAUSING, "the trainer is about to take hold")
+        late = Reading(here.engine, check("late"))
+        # A round trip to the server.
+        await here.engine._control.ranks()
+        assert not holding.done()
+        assert len(here.fake.scores) == 1, "a check began although a trainer takes hold"
+        here.fake.scores[0].gate.set()
+        assert (await running.ended()).errors == []
+        await holding
+        assert here.fence.phase is HoldPhase.HELD
+        await here.engine._control.ranks()
+        assert len(here.fake.scores) == 1
+        await late.stop()
 
 
 @in_a_loop

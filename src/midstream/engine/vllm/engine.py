@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
 from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.staging import Staged
-from midstream.engine.vllm.swap import Unchanged, VllmRefused, adopt, switch
+from midstream.engine.vllm.swap import NotExact, Unchanged, VllmRefused, adopt, score, switch
 from midstream.http.call import CallFailed, open_stream
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class VllmEngine(ServerLife):
         scorer = self._scorer(run.weights, in_pause=not self._no_frozen_check)
         run.scoring = len(run.request.prompt)
         try:
-            return await self._boot.while_alive(scorer.score(run.request, self._salt(run)[0]))
+            async with self._checking() if run.request.urgent else nullcontext():
+                return await self._boot.while_alive(scorer.score(run.request, self._salt(run)[0]))
         except (CallFailed, WrongWeights) as error:
             reason = f"vLLM did not score the prompt: {error}"
             await self._check_alive(reason)
@@ -182,6 +184,23 @@ class VllmEngine(ServerLife):
         if choice.not_finite and self._proving.standing is WeightsStanding.PROVED:
             await self._check_finite(reason)
         choice.ended(reason)
+
+    async def _check_finite(self, reason: str) -> None:
+        """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
+
+        Its KV cache holds others then: vLLM does not clear the blocks that it uses again. Else the request alone is to blame.
+        """
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        scorer = self._scorer(self._own, in_pause=not self._no_frozen_check)
+        try:
+            async with self._checking():
+                await self._boot.while_alive(score(scorer, *sizes))
+        except NotExact as error:
+            self._spoilt = self._attached
+            self._give_up(f"{error}; {reason}")
+            raise EngineDied(str(error)) from error
+        except (CallFailed, WrongWeights) as error:
+            await self._check_alive(str(error))
 
     def _start_task(
         self, run: VllmRequest, name: str, work: Callable[..., Awaitable[None]], *args: object
@@ -293,12 +312,21 @@ class VllmEngine(ServerLife):
 
     async def until_computing(self) -> None:
         self._boot.check()
-        await self._boot.while_alive(self._until_computing())
+        while not self._checks_go_on:
+            await self._boot.while_alive(self._computing.wait())
 
-    async def _until_computing(self) -> None:
-        still = self._fence.keeps_still or self._fence.awaits_commit
-        if not self._paused or self._no_frozen_check or still:
-            await self._computing.wait()
+    @property
+    def _checks_go_on(self) -> bool:
+        """Whether vLLM computes what is urgent, and no trainer has hold of its weights."""
+        in_pause = self._paused and not self._no_frozen_check
+        return not self._fence.has_hold and (in_pause or self._computing.is_set())
+
+    @asynccontextmanager
+    async def _checking(self) -> AsyncIterator[None]:
+        """A check is computed in it, with weights that no trainer takes apart meanwhile."""
+        await self.until_computing()
+        with self._fence.checking():
+            yield
 
     async def _renew(self) -> None:
         """Restart the server, as its weights failed their check. Raises EngineDied."""

@@ -15,7 +15,8 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,10 @@ class VllmInPlace(InPlaceWeights):
         self._timer: asyncio.TimerHandle | None = None
         # How often what is under way was given up.
         self._given_up = 0
+        # Checks that are being computed, and whether there are none.
+        self._checks = 0
+        self._unchecked = asyncio.Event()
+        self._unchecked.set()
 
     def __repr__(self) -> str:
         return f"VllmInPlace({self.backend}, {self.phase.value})"
@@ -154,6 +159,26 @@ class VllmInPlace(InPlaceWeights):
     def awaits_commit(self) -> bool:
         """Nothing but a switch has the server compute again."""
         return self.phase in (HoldPhase.UNCERTAIN, HoldPhase.WRITTEN)
+
+    @property
+    def has_hold(self) -> bool:
+        """The weights are a trainer's, or are about to be: no check may begin."""
+        return self.phase is HoldPhase.PAUSING or self.keeps_still or self.awaits_commit
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """A check is computed in it."""
+        self._checks += 1
+        self._unchecked.clear()
+        try:
+            yield
+        finally:
+            self._checks -= 1
+            if not self._checks:
+                self._unchecked.set()
+
+    async def until_unchecked(self) -> None:
+        await self._unchecked.wait()
 
     @property
     def has_written(self) -> bool:

@@ -362,22 +362,6 @@ class ServerLife(Engine):
         first = {"by_priority": server.by_priority, "in_pause": in_pause}
         return Scorer(server.url, server.headers, epochs, self._shape, name, **first)
 
-    async def _check_finite(self, reason: str) -> None:
-        """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
-
-        Its KV cache holds others then: vLLM does not clear the blocks that it uses again. Else the request alone is to blame.
-        """
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        try:
-            scorer = self._scorer(self._own, in_pause=not self._no_frozen_check)
-            await self._boot.while_alive(score(scorer, *sizes))
-        except NotExact as error:
-            self._spoilt = self._attached
-            self._give_up(f"{error}; {reason}")
-            raise EngineDied(str(error)) from error
-        except (CallFailed, WrongWeights) as error:
-            await self._check_alive(str(error))
-
     async def _check_alive(self, reason: str) -> None:
         """Raises EngineDied if the server is gone, or is no longer the one that was given its weights.
 
@@ -470,6 +454,8 @@ class ServerLife(Engine):
 
     async def _stand_still(self) -> None:
         self._computing.clear()
+        if not (self._paused and self._no_frozen_check):
+            await self._fence.until_unchecked()
         if not self._paused:
             await self._control.pause()
 
