@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -217,13 +219,54 @@ def test_other_files_than_those_that_were_read_are_not_taken_for_them(
     assert growing.complete((tmp_path / "made").rename(tmp_path / "whole"))
 
 
+def open_files(directory: Path) -> set[str]:
+    """Names of the files in `directory` that this process has open, removed ones, too."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # The directory's own descriptor is gone by now.
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(descriptor).removesuffix(" (deleted)"))
+    return {Path(path).name for path in found if path.startswith(f"{directory}/")}
+
+
+def test_files_made_again_in_place_of_removed_ones_are_others(
+    tmp_path: Path, checkpoints: dict[str, list[Path]]
+) -> None:
+    second, made = checkpoints["LlamaConfig"][1], tmp_path / "made"
+    weights = {path.name for path in second.glob("*.safetensors")}
+    growing = GrowingFiles(Making(second, made).directory)
+    shutil.rmtree(made)
+    # The system gives the number of an open inode to no other file.
+    assert open_files(made) == {"config.json", *weights}
+    shutil.copytree(second, made)
+    assert not growing.complete(made)
+    growing.drop()
+    assert open_files(made) == set()
+
+
+def test_proved_files_are_not_held_open(tmp_path: Path, checkpoints: dict[str, list[Path]]) -> None:
+    growing = GrowingFiles(Making(checkpoints["LlamaConfig"][1], tmp_path / "made").directory)
+    assert growing.complete(growing.directory)
+    assert open_files(tmp_path / "made") == set()
+
+
+def test_no_file_stays_open_when_one_of_them_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError):
+        GrowingFiles(tmp_path)
+    assert open_files(tmp_path) == set()
+
+
 def test_files_that_are_not_packed_where_they_lie_are_refused_ahead(
     tmp_path: Path, checkpoints: dict[str, list[Path]]
 ) -> None:
     serving = load_model(checkpoints["LlamaConfig"][0], SETTINGS)
     half = write(tmp_path / "half", "LlamaConfig", 1, torch.float16)
+    growing = GrowingFiles(half)
     with pytest.raises(UnsupportedModel, match="where they lie"):
-        load_ahead(serving, GrowingFiles(half), SETTINGS)
+        load_ahead(serving, growing, SETTINGS)
+    growing.drop()
 
 
 @pytest.mark.parametrize(("value", "error"), [(float("nan"), SnapshotNotFinite), (0.0, SnapshotIncompatible)])
@@ -272,7 +315,13 @@ class Loads:
         self.stager.begin(m.StageAhead(snapshot, str(self.directory)))
 
     def work(self) -> None:
-        """All jobs, and what they hand on."""
+        """All jobs, and what they hand on. None of them waits for ever."""
+        thread = threading.Thread(target=self._work, daemon=True)
+        thread.start()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+    def _work(self) -> None:
         while self.jobs or self.ahead:
             (self.jobs or self.ahead).pop(0)()
 
@@ -377,6 +426,30 @@ def test_a_newer_request_overtakes_one_that_took_over_a_load(loads: Loads) -> No
     loads.work()
     assert loads.stager.take() == [(second, "whole made")]
     assert len(loads.unwanted) == 1
+
+
+def test_a_request_for_files_made_again_is_not_given_those_that_were_removed(loads: Loads) -> None:
+    loads.begin()
+    config = loads.directory / "config.json"
+    config.unlink()
+    config.write_text("{}")
+    request = staged(loads)
+    loads.stager.submit(request)
+    loads.work()
+    assert loads.stager.take() == []
+    loads.work()
+    assert loads.stager.take() == [(request, "whole made")]
+
+
+def test_a_load_ahead_that_failed_holds_no_file_open(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(growing: GrowingFiles) -> Any:
+        raise UnsupportedModel("it is read whole")
+
+    monkeypatch.setattr(loads.stager, "_load_ahead", fails)
+    loads.begin()
+    assert open_files(loads.directory) == {"config.json"}
+    loads.work()
+    assert open_files(loads.directory) == set()
 
 
 def test_other_policies_wait_for_a_load_ahead_and_are_loaded_when_it_ends(loads: Loads) -> None:

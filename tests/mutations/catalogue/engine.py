@@ -76,6 +76,14 @@ ENGINE = (
         ("engine/test_growing_files.py",),
     ),
     Mutation(
+        "files_made_again_are_taken_for_the_removed_ones",
+        "engine/embedded/growing_files.py",
+        "self._held = opened.pop_all()",
+        "self._held = ExitStack()",
+        "A load of files that were removed is not taken for a load of those that were made in their place.",
+        ("engine/test_growing_files.py",),
+    ),
+    Mutation(
         "kernels_of_another_source",
         "midstream_kernels/prebuilt.py",
         'if manifest["source"] != source_digest(source):',

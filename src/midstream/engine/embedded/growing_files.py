@@ -2,20 +2,19 @@
 
 Always holds: a tensor may be read once the replica has named it, or once all files were proved. `whole` returns only then, so
 nothing is computed with weights of which anything is unproved. Files at another place are the same only if they are the same
-inodes.
+inodes. The files are open until that is decided: the system gives the number of an open inode to no other file.
 """
 
 from __future__ import annotations
 
 import enum
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from midstream.snapshots.layout import CONFIG_FILE
-
-#: By name: device and inode.
-Inodes = dict[str, tuple[int, int]]
 
 
 class GrowingFilesEnded(Exception):
@@ -33,7 +32,13 @@ class GrowingFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._inodes = _inodes(directory)
+        with ExitStack() as opened:
+            # By name.
+            self._states = {
+                path.name: os.fstat(opened.enter_context(path.open("rb")).fileno())
+                for path in _files(directory)
+            }
+            self._held = opened.pop_all()
         self._changed = threading.Condition()
         self._made: set[str] = set()
         self._phase = _Phase.MAKING
@@ -49,23 +54,18 @@ class GrowingFiles:
 
     def complete(self, directory: Path) -> bool:
         """Whether the whole and proved files in `directory` are those that were made. If so, all may be read."""
-        try:
-            same = _inodes(directory) == self._inodes
-        except OSError:
-            return False
         with self._changed:
-            if not same or self._phase is not _Phase.MAKING:
+            if self._phase is not _Phase.MAKING or not self._lies_in(directory):
                 return False
-            self._phase, self.directory = _Phase.WHOLE, directory
-            self._changed.notify_all()
+            self.directory = directory
+            self._end(_Phase.WHOLE)
         return True
 
     def drop(self) -> None:
         """Whoever waits gives up."""
         with self._changed:
             if self._phase is _Phase.MAKING:
-                self._phase = _Phase.DROPPED
-                self._changed.notify_all()
+                self._end(_Phase.DROPPED)
 
     def wait_for(self, tensors: Collection[str]) -> None:
         """Returns when these may be read. Raises GrowingFilesEnded."""
@@ -82,10 +82,20 @@ class GrowingFiles:
             if self._phase is _Phase.DROPPED:
                 raise GrowingFilesEnded("the files were not finished")
 
+    def _end(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._held.close()
+        self._changed.notify_all()
 
-def _inodes(directory: Path) -> Inodes:
-    found = {}
-    for path in [directory / CONFIG_FILE, *directory.glob("*.safetensors")]:
-        state = path.stat()
-        found[path.name] = (state.st_dev, state.st_ino)
-    return found
+    def _lies_in(self, directory: Path) -> bool:
+        try:
+            found = {path.name: path.stat() for path in _files(directory)}
+        except OSError:
+            return False
+        return found.keys() == self._states.keys() and all(
+            os.path.samestat(state, self._states[name]) for name, state in found.items()
+        )
+
+
+def _files(directory: Path) -> list[Path]:
+    return [directory / CONFIG_FILE, *directory.glob("*.safetensors")]

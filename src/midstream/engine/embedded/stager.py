@@ -178,4 +178,7 @@ class Stager:
             level = logging.WARNING if load.growing is None else logging.DEBUG
             logger.log(level, "staging %s failed: %s", called, error, exc_info=not known)
             result = reason(error)
+        if load.growing is not None:
+            # It may have ended before its files were whole.
+            load.growing.drop()
         self._finished.put((load, result))
