@@ -452,15 +452,31 @@ def test_a_load_ahead_that_failed_holds_no_file_open(loads: Loads, monkeypatch: 
     assert open_files(loads.directory) == set()
 
 
-def test_other_policies_wait_for_a_load_ahead_and_are_loaded_when_it_ends(loads: Loads) -> None:
+def test_other_policies_do_not_wait_for_a_load_ahead_that_nobody_has_asked_for(loads: Loads) -> None:
     loads.begin()
     other = m.StageSnapshot(1, "a1", str(loads.directory), policy="other")
     assert loads.stager.submit(other) == []
     assert loads.stager.awaited
-    assert loads.stager.drop("other") == [(other, DROPPED)]
-    loads.stager.submit(other)
-    loads.stager.drop("")
+    # Its files are never whole.
     loads.work()
     assert loads.stager.take() == []
+    loads.work()
+    assert loads.stager.take() == [(other, "whole made")]
+    # The files were proved meanwhile.
+    request = staged(loads, 2)
+    loads.stager.submit(request)
+    loads.work()
+    assert loads.stager.take() == [(request, "whole made")]
+
+
+def test_other_policies_wait_for_a_load_ahead_that_its_request_took(loads: Loads) -> None:
+    loads.begin()
+    request, other = staged(loads), m.StageSnapshot(2, "a1", str(loads.directory), policy="other")
+    loads.stager.submit(request)
+    loads.stager.submit(other)
+    loads.work()
+    [(answered, model)] = loads.stager.take()
+    assert answered == request
+    assert isinstance(model, Model)
     loads.work()
     assert loads.stager.take() == [(other, "whole made")]

@@ -14,6 +14,7 @@ from midstream.replica.replica import Replica
 from midstream.replica.swap import hints
 from midstream.replica.swap.attempts import GIVEN_UP_MAX
 from midstream.replica.swap.hints import Hints
+from midstream.snapshots.arc2.files import Making
 
 Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")
@@ -134,6 +135,29 @@ def test_a_rebuild_that_fails_ends_what_the_engine_has_read_of_it(tmp_path: Path
         replica.desire(delta("v2", 2))
         await at(replica, "v2")
         assert engine.ahead_at_stage == source.makes
+
+    play(tmp_path, scenario)
+
+
+def test_what_the_engine_has_read_of_a_refused_rebuild_ends_before_it_is_made_again(tmp_path: Path) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        made_again = asyncio.Event()
+
+        async def rebuild(desired: Desired, making: Making) -> Path:
+            making.begun(Path("/cache/v1-made"))
+            making.made("embed")
+            making.given_up()
+            await made_again.wait()
+            return Path("/cache/v1")
+
+        source.rebuild = rebuild  # type: ignore[assignment, method-assign]
+        replica.desire(delta("v1", 1))
+        await until(replica, lambda: engine.calls != [] and engine.ahead is None)
+        assert stages(replica, "v1") == ["fetching", "rebuilding"]
+        made_again.set()
+        await at(replica, "v1")
+        assert engine.calls == ["stage v1 ahead from v1-made", "stage v1 v1", "commit v1"]
+        assert engine.ahead_at_stage is None
 
     play(tmp_path, scenario)
 

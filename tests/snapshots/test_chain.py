@@ -195,6 +195,51 @@ def test_a_parent_that_went_bad_on_disk_is_replayed_from_the_bucket(world: World
     assert set(world.listed) == {"s0", "s1", "s2", "s3"}
 
 
+class Told:
+    """What a rebuild says. listed: what was read of the bucket when each thing was said."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.said: list[tuple[str, list[str]]] = []
+
+    def begun(self, directory: Path) -> None:
+        self.said.append(("begun", [*self.world.listed]))
+
+    def made(self, tensor: str) -> None:
+        pass
+
+    def given_up(self) -> None:
+        self.said.append(("given up", [*self.world.listed]))
+
+
+def test_a_rebuild_that_is_refused_is_given_up_before_the_replay(local: World) -> None:
+    fetcher = local.fetcher()
+    corrupt(local.load(fetcher, local.publish(1)))
+    chain, told = local.publish(1), Told(local)
+    local.listed.clear()
+    assert local.run(fetcher.fetch(chain)) is None
+    whole = local.run(fetcher.rebuild(chain, told))
+    assert told.said == [("begun", ["s1"]), ("given up", ["s1"])]
+    assert "s0" in local.listed
+    assert weights(whole) == weights(local.sources / "s1")
+
+
+def test_a_rebuild_that_is_refused_for_good_is_given_up_and_one_that_passes_is_not(local: World) -> None:
+    fetcher = local.fetcher()
+    local.load(fetcher, local.publish(1))
+    passes, refused = Told(local), Told(local)
+    chain = local.publish(1)
+    assert local.run(fetcher.fetch(chain)) is None
+    local.run(fetcher.rebuild(chain, passes))
+    assert [what for what, _ in passes.said] == ["begun"]
+    # Of a full snapshot that was just fetched, nothing is replayed.
+    fresh, bad = local.fetcher(), local.chain[:1] + bad_delta_on(local, 0)
+    assert local.run(fresh.fetch(bad, refetch=True)) is None
+    with pytest.raises(SnapshotCorrupt):
+        local.run(fresh.rebuild(bad, refused))
+    assert [what for what, _ in refused.said] == ["begun", "given up"]
+
+
 def test_a_full_snapshot_that_went_bad_on_disk_is_fetched_again(local: World) -> None:
     fetcher = local.fetcher()
     corrupt(local.load(fetcher, local.publish(1)))

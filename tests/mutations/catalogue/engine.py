@@ -84,6 +84,16 @@ ENGINE = (
         ("engine/test_growing_files.py",),
     ),
     Mutation(
+        "requests_wait_for_a_load_that_nobody_has_asked_for",
+        "engine/embedded/stager.py",
+        "            self._drop_ahead()\n            self._waiting",
+        "            self._waiting",
+        "No request waits for a load of files that are still being made, of whatever policy.",
+        (
+            "engine/test_growing_files.py::test_other_policies_do_not_wait_for_a_load_ahead_that_nobody_has_asked_for",
+        ),
+    ),
+    Mutation(
         "kernels_of_another_source",
         "midstream_kernels/prebuilt.py",
         'if manifest["source"] != source_digest(source):',

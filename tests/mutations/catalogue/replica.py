@@ -227,6 +227,14 @@ REPLICA = (
         ("replica/test_replica_attempts.py",),
     ),
     Mutation(
+        "head_start_of_a_refused_rebuild_goes_on",
+        "replica/swap/driver.py",
+        "        self._loop.call_soon_threadsafe(self._engine.drop_staged)",
+        "        pass",
+        "The engine gives up what it has read of a rebuild that was refused, before all is made again.",
+        ("replica/test_replica_targets.py",),
+    ),
+    Mutation(
         "open_before_the_check",
         "replica/swap/driver.py",
         "            if self._engine.proves_staged:\n                self._open()",

@@ -126,6 +126,14 @@ SNAPSHOTS = (
         ("ledger/test_ledger_sqlite.py",),
     ),
     Mutation(
+        "refused_rebuild_is_not_given_up",
+        "snapshots/store/chain.py",
+        "                making.given_up()",
+        "                pass",
+        "Who reads a rebuild while it is made learns that it was refused, before all is made again.",
+        ("snapshots/test_chain.py",),
+    ),
+    Mutation(
         "chain_longer_than_allowed",
         "ledger/signals.py",
         "if len(chain) > chain_max:",

@@ -3,7 +3,7 @@
 Always holds: one load runs at a time, in the order in which policies asked. A policy's newer request replaces its waiting one.
 The result of a load that was overtaken or dropped is thrown away. Every request gets exactly one result, and every model has
 exactly one owner. A load may begin before its request, on files that are still being made (growing_files.py). If it fails or
-does not fit its request, the request is loaded as any other.
+does not fit its request, the request is loaded as any other. No request waits for a load that nobody has asked for.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class Stager:
 
     def begin(self, message: StageAhead) -> None:
         """Load files that are being made, unless another load runs."""
-        self._drop_ahead(message.policy)
         if self._running is not None:
+            if self._running.policy == message.policy:
+                self._drop_ahead()
             return
         try:
             growing = GrowingFiles(Path(message.directory))
@@ -117,7 +118,7 @@ class Stager:
         """Load it as soon as no other load runs. Returns the result of the waiting request that this one replaces, if any."""
         before = self._waiting.pop(request.policy, None)
         if self._running is None or not self._running.takes(request):
-            self._drop_ahead(request.policy)
+            self._drop_ahead()
             self._waiting[request.policy] = request
             self._start()
         return [] if before is None else [(before, SUPERSEDED)]
@@ -152,11 +153,10 @@ class Stager:
             self._unwanted(result)
         return [] if request is None else [(request, reason or result)]
 
-    def _drop_ahead(self, policy: str) -> None:
-        """Give up a load of the policy that nobody has asked for."""
-        running = self._running
-        if running is not None and running.policy == policy and running.request is None:
-            running.drop()
+    def _drop_ahead(self) -> None:
+        """Give up a load that nobody has asked for, of whatever policy."""
+        if self._running is not None and self._running.request is None:
+            self._running.drop()
 
     def _start(self) -> None:
         if self._running is None and self._waiting:

@@ -105,6 +105,9 @@ class _Ahead:
     def _soon(self, call: Callable[..., object], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(call, *arguments, context=self._context)
 
+    def given_up(self) -> None:
+        self._loop.call_soon_threadsafe(self._engine.drop_staged)
+
     def _tell(self) -> None:
         """Several at a time, when the loop was busy."""
         tensors = [self._made.popleft() for _ in range(len(self._made))]

@@ -44,13 +44,16 @@ LARGE_PART = 16
 
 
 class Making(Protocol):
-    """Learns of a checkpoint while it is made. Worker threads call it."""
+    """Learns of a checkpoint while it is made. Any thread may call it."""
 
     def begun(self, directory: Path) -> None:
         """The checkpoint is made in `directory`. Everything but the tensors is there."""
 
     def made(self, tensor: str) -> None:
         """The tensor is in its file: its bytes have the delta's checksum, and its numbers are finite."""
+
+    def given_up(self) -> None:
+        """The checkpoint was refused, perhaps before it was begun. It may be made again, of which nothing is told."""
 
 
 class RebuildCancelled(SnapshotError):

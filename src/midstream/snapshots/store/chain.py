@@ -205,6 +205,8 @@ class ChainFetcher:
         try:
             await self._rebuild_from(chain, start, making)
         except SnapshotCorrupt as error:
+            if making is not None:
+                making.given_up()
             if start < 0 or found == self._fresh or self._cache.whole(chain) in self._refuted:
                 raise
             log.warning("%s; once more from the full snapshot %s", error, chain[0].snapshot)
