@@ -96,12 +96,13 @@ class CpuDecoder:
         self.kernels = kernels(SUFFIX[self.dtype])
         self._pieces = pieces
         self.spare = Spare() if spare is None else spare
+        made: list[torch.Tensor] = []
         try:
             with Gang(threads) as gang:
-                self._packer = Packer(self.kernels, gang, self.spare)
+                self._packer = Packer(self.kernels, gang, self.spare, made)
                 self._weights = self._copied(module, head.table(cos), head.table(sin), family, ready)
         except BaseException:
-            self.spare.put_back(self._packer.made)
+            self.spare.put_back(made)
             raise
         layers = self._weights.layers
         self.dense = tuple(isinstance(layer.feed_forward, Mlp) for layer in layers)

@@ -91,14 +91,14 @@ class HeadLayout:
 class Packer:
     """gang: does the copying, which may still run when `pack` returns. Nothing may read what was packed until it is done.
 
-    spare: where the memory comes from. made: what was taken of it.
+    spare: where the memory comes from. made: gets what was taken of it.
     """
 
-    def __init__(self, call: SimpleNamespace, gang: Gang, spare: Spare) -> None:
+    def __init__(self, call: SimpleNamespace, gang: Gang, spare: Spare, made: list[torch.Tensor]) -> None:
         self._call = call
         self._gang = gang
         self._spare = spare
-        self.made: list[torch.Tensor] = []
+        self.made = made
 
     def pack(
         self, parts: Sequence[torch.Tensor], order: torch.Tensor | None = None, experts: int = 1

@@ -26,7 +26,7 @@ from midstream.engine.embedded.loading import LoadedModel, load_ahead, load_besi
 from midstream.engine.embedded.modules import UnsupportedModel
 from midstream.engine.embedded.stager import DROPPED, SUPERSEDED, Stager
 from midstream.snapshots.layout import read_checkpoint, read_spec
-from midstream_kernels import Spare
+from midstream_kernels import Spare, decoder
 from midstream_kernels.decoder import CpuDecoder
 from midstream_kernels.memory import big
 
@@ -178,6 +178,24 @@ def test_what_is_dropped_in_the_middle_leaves_no_file_mapped_and_its_memory_to_t
     assert repr(serving.decoder.spare) == spare
     assert not growing.complete(making.directory)
     assert weights_of(load_beside(serving, second, SETTINGS)) == weights_of(load_model(second, SETTINGS))
+
+
+def test_a_load_that_gets_no_threads_says_so_and_leaves_the_kept_memory(
+    checkpoints: dict[str, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = checkpoints["Qwen2Config"]
+    serving = load_model(first, SETTINGS)
+    assert isinstance(serving.decoder, CpuDecoder)
+    load_beside(serving, second, SETTINGS).release()
+    spare = repr(serving.decoder.spare)
+
+    def refused(threads: int) -> Any:
+        raise OSError("no more threads")
+
+    monkeypatch.setattr(decoder, "Gang", refused)
+    with pytest.raises(OSError, match="no more threads"):
+        load_beside(serving, second, SETTINGS)
+    assert repr(serving.decoder.spare) == spare
 
 
 def test_memory_of_a_load_that_failed_is_kept_unless_another_model_left_its_own() -> None:
