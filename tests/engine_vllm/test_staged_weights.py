@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from midstream.engine.vllm.arguments import WORKER_DIR
+from midstream.engine.vllm.worker_extension import midstream_vllm_plan as plans
 
 LOADER = "vllm.model_executor.model_loader"
 VOCAB, WIDTH = 6, 4
@@ -99,6 +100,10 @@ def process(model: nn.Module, _config: Any = None, _device: Any = None) -> None:
 
 
 def track(model: nn.Module, loaded: set[str]) -> None:
+    """As vLLM's, it passes over modules with weights that vLLM processes."""
+    for prefix, module in model.named_modules():
+        if getattr(module, "quant_method", None) is not None:
+            loaded |= {f"{prefix}.{name}" for name, _ in module.named_parameters()}
     if missing := {name for name, _ in model.named_parameters()} - loaded:
         raise ValueError(f"not initialized: {missing}")
 
@@ -115,6 +120,23 @@ class Vllm:
         self.model.load_weights(self.files["own"].items())
         process(self.model)
         self.model.__dict__["load_weights"] = self.model.load_weights
+
+    def add(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """As if the module had had it from the beginning."""
+        setattr(module, name, parameter)
+        self.recorded[id(module)].restore_metadata[0][name] = self.to_meta(parameter)
+
+    def derives(self, name: str, derive: Any) -> Any:
+        """The method of proj has what it derives from the weight. Returns the method of what serves."""
+
+        class Deriving(Packing):
+            def process_weights_after_loading(self, layer: Any) -> None:
+                setattr(self, name, derive(layer.weight))
+                super().process_weights_after_loading(layer)
+
+        method = self.model.proj.quant_method = Deriving(keeps=False)
+        setattr(method, name, derive(self.files["own"]["proj.weight"]))
+        return method
 
     def worker(self) -> Any:
         config = SimpleNamespace(
@@ -183,7 +205,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
 
 
 @pytest.fixture
-def module() -> Any:
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "midstream_vllm_plan", plans)
     name = "loaded_staged"
     spec = importlib.util.spec_from_file_location(name, WORKER_DIR / "midstream_vllm_staged.py")
     assert spec is not None
@@ -245,10 +268,10 @@ def test_each_kind_of_module_changes_the_numbers_when_it_is_switched(staged: Any
 
 
 def test_parameters_keep_their_identity_and_modules_their_tables(
-    staged: Any, module: Any, vllm: Vllm
+    staged: Any, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embed, table = vllm.model.embed.weight, vllm.model.embed.table
-    module.SMALL = 0
+    monkeypatch.setattr(plans, "SMALL", 0)
     stage(staged, 1, "other")
     staged.switch(1)
     assert vllm.model.embed.weight is embed
@@ -258,14 +281,14 @@ def test_parameters_keep_their_identity_and_modules_their_tables(
 
 @pytest.mark.parametrize("how", ["a buffer", "an attribute"])
 def test_a_parameter_whose_memory_others_share_is_copied(
-    staged: Any, module: Any, vllm: Vllm, how: str
+    staged: Any, vllm: Vllm, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     view = vllm.model.embed.weight.data[0]
     if how == "a buffer":
         vllm.model.embed.register_buffer("first_row", view, persistent=False)
     else:
         vllm.model.embed.first_row = view
-    module.SMALL = 0
+    monkeypatch.setattr(plans, "SMALL", 0)
     stage(staged, 1, "other")
     staged.switch(1)
     assert torch.equal(view, vllm.files["other"]["embed.weight"][0])
@@ -283,9 +306,64 @@ def test_weights_that_cannot_be_loaded_change_nothing(staged: Any, vllm: Vllm) -
 
 
 def test_what_vllm_does_not_find_in_a_checkpoint_fails_the_staging(staged: Any, vllm: Vllm) -> None:
-    vllm.files["bad"] = {k: v for k, v in vllm.files["other"].items() if k != "proj.weight"}
-    look = {"phase": "failed", "why": "ValueError: not initialized: {'proj.weight'}", "kinds": []}
+    vllm.files["bad"] = {k: v for k, v in vllm.files["other"].items() if k != "norm.weight"}
+    look = {"phase": "failed", "why": "ValueError: not initialized: {'norm.weight'}", "kinds": []}
     assert stage(staged, 1, "bad") == look
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_parameter_that_no_checkpoint_has_is_not_made_of_memory_as_it_was_found(
+    staged: Any, vllm: Vllm, quantization: str | None
+) -> None:
+    """vLLM's own check passes over it, as a start has given it a number."""
+    staged._worker.model_runner.vllm_config.model_config.quantization = quantization
+    vllm.add(vllm.model.proj, "k_scale", nn.Parameter(torch.tensor(-1.0), requires_grad=False))
+    look = {"phase": "refused", "why": "proj.k_scale comes from no checkpoint", "kinds": []}
+    assert stage(staged, 1, "other") == look
+    assert float(vllm.model.proj.k_scale) == -1.0
+
+
+def test_what_vllm_derives_for_a_method_is_switched_with_the_weights(staged: Any, vllm: Vllm) -> None:
+    method = vllm.derives("scale", lambda weight: weight.detach().abs().max().reshape(1))
+    before = method.scale
+    stage(staged, 1, "other")
+    assert torch.equal(before, vllm.files["own"]["proj.weight"].abs().max().reshape(1))
+    staged.switch(1)
+    assert method.scale is before
+    assert torch.equal(before, vllm.files["other"]["proj.weight"].abs().max().reshape(1))
+
+
+@pytest.mark.parametrize(
+    "derived", [lambda weight: [float(weight[0, 0])], lambda weight: float(weight[0, 0])]
+)
+def test_what_vllm_derives_and_no_switch_brings_is_not_staged(staged: Any, vllm: Vllm, derived: Any) -> None:
+    vllm.derives("scale", derived)
+    look = stage(staged, 1, "other")
+    assert look["phase"] == "refused"
+    assert "proj.quant_method.scale" in look["why"]
+
+
+def test_a_tensor_of_a_method_that_others_look_at_is_not_staged(staged: Any, vllm: Vllm) -> None:
+    method = vllm.derives("scale", lambda weight: weight.detach().clone())
+    vllm.model.proj.seen = method.scale[0]
+    assert "others look at" in stage(staged, 1, "other")["why"]
+
+
+def test_no_object_that_a_graph_may_know_is_replaced_on_a_device(module: Any, vllm: Vllm) -> None:
+    live, twin = vllm.model.proj, copy.copy(vllm.model.proj)
+    began = dict(twin.__dict__)
+    for value, fits in ((2.5, True), ([2.5], False), (torch.ones(1), False)):
+        live.__dict__["derived"], twin.__dict__["derived"] = 1.5, value
+        plan = module.plans.planned
+        pairs, had = {".proj": (live, twin)}, {id(twin): began}
+        if fits:
+            (switched,) = [do for _, do in plan(pairs, had, on_cpu=False)][-1:]
+            switched()
+            assert live.__dict__["derived"] == 2.5
+        else:
+            with pytest.raises(module.NotStaged, match=r"proj\.derived"):
+                plan(pairs, had, on_cpu=False)
+            assert plan(pairs, had, on_cpu=True)
 
 
 def test_a_loader_that_a_reload_has_left_is_not_used(staged: Any, vllm: Vllm) -> None:

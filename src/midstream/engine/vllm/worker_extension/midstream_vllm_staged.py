@@ -31,17 +31,13 @@ import torch
 NICENESS = 1
 #: Free memory that is left beside what is staged, and the largest tensors of which a copy lies beside the first.
 SPARE_BYTES, COPIES = 256 * 2**20, 4
-#: Tensors up to this size are copied on a CPU, too. Others may look at their memory, and it takes no time.
-SMALL = 1 << 20
 #: Larger buffers that no checkpoint has are tables, which a twin shares.
 BUFFER_MAX = 1 << 16
 #: Of an instance: a loader of its own would load into the model that serves, and the mark would keep vLLM from processing.
 NOT_SHARED = ("load_weights", "_already_called_process_weights_after_loading")
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-
-
-class NotStaged(Exception):
-    """Weights cannot be staged here. vLLM may still load them in place."""
+plans = importlib.import_module("midstream_vllm_plan")
+NotStaged = plans.NotStaged
 
 
 class _Dropped(Exception):
@@ -192,7 +188,7 @@ class _Twin:
                 raise _Dropped
             process(self.root, model_config, self._device)
             _finish(self._device)
-        self._plan = self._planned()
+        self._plan = plans.planned(self.pairs, self._began, on_cpu=self._on_cpu)
 
     def kinds(self) -> set[str]:
         return {kind for kind, _ in self._plan}
@@ -231,7 +227,7 @@ class _Twin:
         for key in NOT_SHARED:
             own.pop(key, None)
         for key, value in live.__dict__.items():
-            if callable(getattr(type(value), "process_weights_after_loading", None)):
+            if plans.is_helper(value):
                 own[key] = copy.copy(value)
         own["_modules"] = {
             key: None if child is None else self._of(child, f"{name}.{key}", seen)
@@ -247,10 +243,10 @@ class _Twin:
     def _own_buffers(self, live: Any) -> dict[str, Any]:
         if not live._buffers:
             return {}
-        parameters = {_address(p) for p in live.parameters() if p.numel()}
+        parameters = {plans.address(p) for p in live.parameters() if p.numel()}
         own = {}
         for name, buffer in live._buffers.items():
-            if buffer is not None and buffer.numel() and _address(buffer) in parameters:
+            if buffer is not None and buffer.numel() and plans.address(buffer) in parameters:
                 # vLLM makes other names for the storage of a parameter anew.
                 continue
             table = (
@@ -299,83 +295,6 @@ class _Twin:
 
         return prepare
 
-    # -- steps of a switch
-
-    def _planned(self) -> list[tuple[str, Callable[[], None]]]:
-        """Raises NotStaged."""
-        shared = self._shared()
-        moved: set[int] = set()
-        plan: list[tuple[str, Callable[[], None]]] = []
-        for name, (live, twin) in self.pairs.items():
-            kind = next((part for part in reversed(name.split(".")) if part and not part.isdigit()), "model")
-            if _names(live) != _names(twin):
-                raise NotStaged(f"vLLM gave {name} other parameters than at its start")
-            for key, staged in twin._parameters.items():
-                serving = live._parameters[key]
-                if serving is None or id(serving) in moved or not serving.numel():
-                    continue
-                moved.add(id(serving))
-                _check_alike(f"{name}.{key}", serving, staged)
-                others = shared.get(_address(serving), 0) > 1
-                by_copy = not self._on_cpu or others or serving.nbytes <= SMALL
-                plan.append((kind, _moving(serving, staged, by_copy=by_copy)))
-            for key, staged in twin._buffers.items():
-                serving = live._buffers.get(key)
-                if staged is None or serving is None or staged is serving:
-                    continue
-                if key not in twin._non_persistent_buffers_set and not torch.equal(serving, staged):
-                    plan.append((kind, _moving(serving, staged, by_copy=True)))
-            plan += [(kind, do) for do in self._set_by_vllm(name, live, twin)]
-        return plan
-
-    def _shared(self) -> dict[int, int]:
-        """How many tensors of the model that serves lie in each storage."""
-        tensors = {
-            id(tensor): tensor
-            for live, _ in self.pairs.values()
-            for tensor in (*live._parameters.values(), *live._buffers.values(), *vars(live).values())
-            if isinstance(tensor, torch.Tensor) and tensor.numel()
-        }
-        counts: dict[int, int] = {}
-        for tensor in tensors.values():
-            counts[_address(tensor)] = counts.get(_address(tensor), 0) + 1
-        return counts
-
-    def _set_by_vllm(self, name: str, live: Any, twin: Any) -> Iterator[Callable[[], None]]:
-        """What vLLM has set on a twin while it processed the weights: packed weights, derived tensors, numbers."""
-        began = self._began[id(twin)]
-        for key, staged in twin.__dict__.items():
-            if key in began and (staged is began[key] or _equal_numbers(staged, began[key])):
-                continue
-            serving = live.__dict__.get(key)
-            tensors = isinstance(staged, torch.Tensor) and isinstance(serving, torch.Tensor)
-            if not tensors:
-                yield _setting(live, twin, key)
-                continue
-            _check_alike(f"{name}.{key}", serving, staged)
-            if not torch.equal(serving, staged):
-                yield _moving(serving, staged, by_copy=not self._on_cpu)
-
-
-def _moving(serving: Any, staged: Any, *, by_copy: bool) -> Callable[[], None]:
-    def copy_over() -> None:
-        serving.data.copy_(staged.data)
-
-    def exchange() -> None:
-        serving.data, staged.data = staged.data, serving.data
-
-    return copy_over if by_copy else exchange
-
-
-def _setting(live: Any, twin: Any, key: str) -> Callable[[], None]:
-    def exchange() -> None:
-        had, before = key in live.__dict__, live.__dict__.get(key)
-        live.__dict__[key] = twin.__dict__[key]
-        if had:
-            twin.__dict__[key] = before
-
-    return exchange
-
 
 def _check_all_loaded(loader: Any, model: Any, loaded: set[str] | None, *, quantized: bool) -> None:
     """As strictly as vLLM checks it at a start. Raises NotStaged, and what vLLM raises."""
@@ -384,6 +303,10 @@ def _check_all_loaded(loader: Any, model: Any, loaded: set[str] | None, *, quant
     check = getattr(loader, "track_weights_loading", None)
     if check is not None and not quantized:
         check(model, set(loaded))
+    # That check passes over modules whose weights vLLM processes. A start gives their parameters numbers, a twin does not.
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and name not in loaded:
+            raise NotStaged(f"{name} comes from no checkpoint")
 
 
 def _rebind(tensor: Any, live: Any, twin: Any) -> None:
@@ -396,28 +319,6 @@ def _rebind(tensor: Any, live: Any, twin: Any) -> None:
         bound = isinstance(value, MethodType) and value.__self__ is live
         tensor.__dict__[key] = value.__func__.__get__(twin) if bound else value
     meta.restore_layer_refs(tensor, twin)
-
-
-def _check_alike(name: str, serving: Any, staged: Any) -> None:
-    """Raises NotStaged."""
-    if (serving.shape, serving.dtype, serving.stride()) != (staged.shape, staged.dtype, staged.stride()):
-        raise NotStaged(
-            f"vLLM made {name} a {staged.dtype} of {list(staged.shape)}, and what serves is a {serving.dtype} of "
-            f"{list(serving.shape)}"
-        )
-
-
-def _names(module: Any) -> set[str]:
-    return {name for name, parameter in module._parameters.items() if parameter is not None}
-
-
-def _equal_numbers(one: Any, other: Any) -> bool:
-    numbers = (int, float, str, type(None))
-    return isinstance(one, numbers) and isinstance(other, numbers) and one == other
-
-
-def _address(tensor: Any) -> int:
-    return int(tensor.untyped_storage().data_ptr())
 
 
 def _wanted(
