@@ -12,7 +12,6 @@ and its owner starts a new boot.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from midstream.engine.base import EngineDied, Slot, StagingFailed
 from midstream.replica.gate import Door, Gate
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
+from midstream.replica.swap.ahead import Ahead
 from midstream.replica.swap.attempts import AttemptAction, AttemptPhase, Attempts
 from midstream.replica.swap.checker import Checker, NotSound, same_weights
 from midstream.replica.swap.history import SwapHistory
@@ -82,37 +82,6 @@ class SwapCallbacks:
     settled: Callable[[], None]
     death: Callable[[str], None]
     swapped: Callable[[SwapHistory], None] = lambda history: None
-
-
-class _Ahead:
-    """Has the engine read what a rebuild makes, tensor by tensor. It is the rebuild's `Making`."""
-
-    def __init__(self, engine: Slot, snapshot: str) -> None:
-        self._engine = engine
-        self._snapshot = snapshot
-        self._loop = asyncio.get_running_loop()
-        # Threads of a rebuild have none of their own.
-        self._context = contextvars.copy_context()
-        self._made: deque[str] = deque()
-
-    def begun(self, directory: Path) -> None:
-        self._soon(self._engine.stage_ahead, self._snapshot, directory)
-
-    def made(self, tensor: str) -> None:
-        self._made.append(tensor)
-        self._soon(self._tell)
-
-    def _soon(self, call: Callable[..., object], *arguments: object) -> None:
-        self._loop.call_soon_threadsafe(call, *arguments, context=self._context)
-
-    def given_up(self) -> None:
-        self._loop.call_soon_threadsafe(self._engine.drop_staged)
-
-    def _tell(self) -> None:
-        """Several at a time, when the loop was busy."""
-        tensors = [self._made.popleft() for _ in range(len(self._made))]
-        if tensors:
-            self._engine.tensors_made(tensors)
 
 
 class SwapDriver:
@@ -285,7 +254,7 @@ class SwapDriver:
         path = self._files.base_directory if base else await self._fetch(desired)
         fetched = rebuilt = self._made(SwapEvent.FETCHED if path else SwapEvent.FETCHED_DELTA)
         if path is None:
-            path = await source.rebuild(desired, _Ahead(self._engine, desired.snapshot))
+            path = await source.rebuild(desired, Ahead(self._engine, desired.snapshot))
             rebuilt = self._made(SwapEvent.REBUILT)
         if not base:
             await self._verify(path, desired)
