@@ -380,6 +380,9 @@ class FakeVllm:
         self.look = ("staged", "")
         self.torn_switch = False
         self.switches = self.drops = 0
+        # Whether they still load any weights.
+        self.busy = False
+        self.asked_busy = asyncio.Event()
         # Names that the tee does not see.
         self.unseen: list[str] = []
         #: A rank that is given other bytes than the others.
@@ -646,7 +649,10 @@ class FakeVllm:
     ) -> tuple[int, Any]:
         """What the workers stage. A switch to it loads nothing."""
         answer: Any = None
-        if do == "stage":
+        if do == "busy":
+            answer = self.busy
+            self.asked_busy.set()
+        elif do == "stage":
             self.beside = (number, int((Path(path) / "weights").read_text()))
             answer = self.no_staging
         elif self.beside is None or self.beside[0] != number:
@@ -677,6 +683,7 @@ class FakeVllm:
 
     def _reload(self, directory: Path) -> tuple[int, Any]:
         assert self.paused, "weights are loaded between steps only"
+        assert not self.busy, "vLLM has one config for all its threads"
         number = int((directory / "weights").read_text())
         self.loads += 1
         if number < 0:

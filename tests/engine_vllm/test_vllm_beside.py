@@ -14,6 +14,8 @@ from fake_vllm import FakeVllm, until, weights_of, write_weights
 from vllm_helpers import asking, attached, begun
 
 from midstream.engine.base import StagingFailed
+from midstream.engine.vllm import life
+from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.beside import CannotStage, WorkerWeights, prove_staging
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.engine.vllm.staging import Staging
@@ -80,6 +82,64 @@ def test_without_memory_the_files_are_loaded_in_place(tmp_path: Path, where: str
             await engine.commit("step-1")
             assert (fake.weights, fake.loads, fake.switches) == (1, loads + 1, 0)
             await until(lambda: fake.drops == 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["refused", "without workers"])
+def test_files_are_loaded_in_place_when_no_worker_loads_any_more(tmp_path: Path, how: str) -> None:
+    """The end of a load in a worker sets what is one for all threads of vLLM."""
+
+    async def main() -> None:
+        async with proved(tmp_path) as (engine, fake):
+            fake.busy, fake.look = True, ("refused", "it takes longer")
+            workers, directory = engine._stager.workers, write_weights(tmp_path / "step-1", 1)
+            if how == "without workers":
+                engine._stager.workers = None
+                await engine.stage("step-1", directory)
+                engine._stager.workers = workers
+
+            async def swapping() -> None:
+                if how == "refused":
+                    await engine.stage("step-1", directory)
+                await engine.commit("step-1")
+
+            swap = asyncio.create_task(swapping())
+            await asyncio.wait_for(fake.asked_busy.wait(), 60)
+            assert not [call for call in fake.calls if call.startswith("/pause")]
+            fake.busy = False
+            await swap
+            assert (fake.weights, fake.switches) == (1, 0)
+
+    asyncio.run(main())
+
+
+def test_workers_that_load_for_too_long_fail_the_snapshot_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with proved(tmp_path) as (engine, fake):
+            engine._stager.workers = WorkerWeights(engine._control, 0.2)
+            fake.busy, fake.look = True, ("staging", "")
+            with pytest.raises(StagingFailed, match=r"vllm\.load_s_max"):
+                await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+            assert (fake.weights, fake.paused) == (0, False)
+
+    asyncio.run(main())
+
+
+def test_workers_of_several_engines_stage_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def proved_before(*_: object) -> None:
+        """It may reload. The fake server does that in a pause alone, and scores nothing there."""
+
+    monkeypatch.setattr(life, "prove_reload", proved_before)
+
+    async def main() -> None:
+        async with attached(tmp_path) as (engine, fake):
+            # As of a server that midstream started.
+            engine._attached, engine._server.extension, engine._server.data_parallel = False, WORKER, True
+            assert "--data-parallel-size" in await engine._prove_loads()
+            assert engine._stager.workers is None
+            assert fake.beside is None
+            engine._attached = True
 
     asyncio.run(main())
 
@@ -210,7 +270,7 @@ class Workers:
 
     async def load(self, own: Path, *, moved: bool = False) -> list[str]:
         self.calls.append("stage")
-        if self.fault == "refuses":
+        if self.fault.startswith("refuses"):
             raise CannotStage("no memory")
         if self.fault == "cannot load its own" and not moved:
             raise StagingFailed("a tensor is missing")
@@ -230,6 +290,15 @@ class Workers:
     async def drop(self) -> None:
         self.staged = None
 
+    async def rest(self) -> None:
+        self.calls.append("rest")
+        if self.fault == "refuses and is busy":
+            raise StagingFailed("they still load")
+
+    async def digest(self) -> str:
+        odd = self.fault == "other bytes" and self.calls.count("switch") > 2
+        return f"{self.serving} {odd}"
+
     async def reload(self) -> None:
         self.calls.append("reload")
         if self.fault == "never back":
@@ -237,11 +306,13 @@ class Workers:
         self.serving = dict.fromkeys(self.KINDS, 1.0)
 
     async def score(self) -> list[float]:
+        if self.fault == "not finite" and self.serving["norm"] == 2.0:
+            raise NotExact("vLLM did not score a prompt")
         return [-self.serving["norm"], -self.serving["norm"] - self.serving["proj"] / 10]
 
 
 def prove(workers: Any) -> str:
-    return asyncio.run(prove_staging(workers, workers.score, Path("/own"), workers.reload))
+    return asyncio.run(prove_staging(workers, workers.score, Path("/own"), workers.reload, workers.digest))
 
 
 def test_a_server_that_stages_and_switches_by_every_kind_is_proved() -> None:
@@ -261,12 +332,14 @@ def test_a_server_that_stages_and_switches_by_every_kind_is_proved() -> None:
         ("switch fails", "half of it"),
         ("cannot load its own", "a tensor is missing"),
         ("inexact", "differ by 1.1"),
+        ("other bytes", "have another digest"),
+        ("not finite", "did not score"),
     ],
 )
 def test_a_server_that_fails_says_why_and_has_its_own_weights_again(fault: str, why: str) -> None:
     workers = Workers(fault)
     assert why in prove(workers)
-    assert workers.calls[-1] == "reload"
+    assert workers.calls[-2:] == ["rest", "reload"]
     assert workers.serving == {"norm": 1.0, "proj": 1.0}
 
 
@@ -277,7 +350,12 @@ def test_a_server_that_does_not_get_its_own_weights_back_is_not_used() -> None:
         workers.calls.append("reload")
 
     with pytest.raises(NotExact, match="own weights back"):
-        asyncio.run(prove_staging(workers, workers.score, Path("/own"), nothing))  # type: ignore[arg-type]
+        asyncio.run(prove_staging(workers, workers.score, Path("/own"), nothing, workers.digest))  # type: ignore[arg-type]
+
+
+def test_a_server_whose_workers_do_not_end_is_not_used_and_says_what_to_do() -> None:
+    with pytest.raises(NotExact, match=r"they still load.*vllm\.stage_weights"):
+        prove(Workers("refuses and is busy"))
 
 
 def test_numbers_that_are_not_finite_prove_nothing() -> None:
@@ -287,5 +365,5 @@ def test_numbers_that_are_not_finite_prove_nothing() -> None:
     async def score() -> list[float]:
         return next(scores, [-1.0])
 
-    why = asyncio.run(prove_staging(workers, score, Path("/own"), workers.reload))  # type: ignore[arg-type]
+    why = asyncio.run(prove_staging(workers, score, Path("/own"), workers.reload, workers.digest))  # type: ignore[arg-type]
     assert "computes other numbers" in why

@@ -22,6 +22,7 @@ from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed
 from midstream.engine.vllm import engine as engine_module
 from midstream.engine.vllm import in_place
 from midstream.engine.vllm.arguments import command_line
+from midstream.engine.vllm.beside import WorkerWeights
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.engine.vllm.in_place import HOLDS, HoldAction, HoldEvent, HoldPhase, VllmInPlace
@@ -99,6 +100,46 @@ async def test_what_was_written_is_switched_to_without_a_load(tmp_path: Path) ->
         assert labelled_right([reading])
         # The next update begins like the first.
         await here.at("uncertain")
+
+
+@in_a_loop
+async def test_workers_stage_nothing_while_a_trainer_writes(tmp_path: Path) -> None:
+    async with bed(tmp_path) as here:
+        here.engine._stager.workers = WorkerWeights(here.engine._control, SOON_S)
+        await here.at("held")
+        await here.engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+        assert here.fake.beside is None
+        here.fence.give_up("dropped")
+        await here.engine.commit("step-2")
+        assert (here.fake.weights, here.fake.switches) == (2, 0)
+
+
+@in_a_loop
+async def test_what_was_staged_before_a_trainer_wrote_is_loaded_from_its_files(tmp_path: Path) -> None:
+    async with bed(tmp_path) as here:
+        here.engine._stager.workers = WorkerWeights(here.engine._control, SOON_S)
+        await here.engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+        assert here.fake.beside is not None
+        await here.at("written")
+        loads = here.fake.loads
+        await here.engine.commit("step-2")
+        assert (here.fake.weights, here.fake.loads, here.fake.switches) == (2, loads + 1, 0)
+        assert not here.fake.paused
+
+
+@in_a_loop
+async def test_a_trainer_writes_when_no_worker_loads_any_more(tmp_path: Path) -> None:
+    async with bed(tmp_path) as here:
+        here.engine._stager.workers = WorkerWeights(here.engine._control, SOON_S)
+        here.fake.busy = True
+        holding = asyncio.create_task(here.fence.hold(SOON_S))
+        await asyncio.wait_for(here.fake.asked_busy.wait(), SOON_S)
+        assert here.fence.phase is HoldPhase.PAUSING
+        assert not here.fake.paused
+        here.fake.busy = False
+        await holding
+        assert here.fence.phase is HoldPhase.HELD
+        here.fence.give_up("dropped")
 
 
 @in_a_loop

@@ -54,6 +54,22 @@ class WorkerWeights:
         """For another snapshot. The workers hold one at a time: the last that was loaded."""
         return StagedWeights(self, next(self._numbers))
 
+    async def rest(self) -> None:
+        """Return when no worker loads any weights, as an update in place must not run beside that. Raises StagingFailed."""
+        limit = self.load_s_max
+        try:
+            async with asyncio.timeout(limit):
+                busy = await self.ask("busy", 0)
+                while any(busy):
+                    await asyncio.sleep(LOOK_S)
+                    busy = await self.ask("busy", 0)
+        except TimeoutError as error:
+            raise StagingFailed(
+                f"vLLM's workers still load other weights after {limit:g} s (vllm.load_s_max)"
+            ) from error
+        except (CallFailed, VllmRefused) as error:
+            raise StagingFailed(f"vLLM's workers do not say whether they load weights: {error}") from error
+
     async def ask(self, do: str, number: int, **arguments: Any) -> list[Any]:
         """Raises CallFailed, VllmRefused."""
         asked = {"do": do, "number": number, **arguments}
@@ -106,20 +122,30 @@ class StagedWeights:
 
 
 async def prove_staging(
-    workers: WorkerWeights, score: Score, own: Path, reload: Callable[[], Awaitable[None]]
+    workers: WorkerWeights,
+    score: Score,
+    own: Path,
+    reload: Callable[[], Awaitable[None]],
+    digest: Callable[[], Awaitable[str]],
 ) -> str:
     """Why the server cannot stage weights; "" if it can. Only before anything runs.
 
-    score: the log-probabilities of a fixed prompt. own: the files of what serves. reload: loads these in place. Raises
-    NotExact, and the errors of score and reload.
+    score: the log-probabilities of a fixed prompt. own: the files of what serves. reload: loads these in place. digest: of
+    what serves, or the same each time. Raises NotExact, and the errors of score, reload and digest.
     """
-    before = await score()
+    before, loaded = await score(), await digest()
     try:
         await _try_all(workers, score, own, before)
+        if await digest() != loaded:
+            raise CannotStage("its own weights, staged, have another digest")
         why = ""
-    except (CannotStage, StagingFailed, VllmRefused) as error:
+    except (CannotStage, StagingFailed, VllmRefused, NotExact) as error:
         why = str(error)
         logger.warning("vLLM loads weights in place, while streams stand still: %s", why)
+        try:
+            await workers.rest()
+        except StagingFailed as busy:
+            raise NotExact(f"{busy}. Start vLLM with vllm.stage_weights = false") from busy
         await reload()
     off = largest_difference(before, await score())
     if not off <= TOLERANCE:
@@ -128,7 +154,7 @@ async def prove_staging(
 
 
 async def _try_all(workers: WorkerWeights, score: Score, own: Path, before: list[float]) -> None:
-    """Raises CannotStage, StagingFailed, VllmRefused."""
+    """Raises CannotStage, StagingFailed, VllmRefused, NotExact."""
     other = workers.next()
     try:
         kinds = await other.load(own, moved=True)

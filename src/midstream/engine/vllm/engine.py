@@ -243,7 +243,8 @@ class VllmEngine(ServerLife):
         if self._fence.holds(directory):
             self._stager.loaded(snapshot, directory)
         else:
-            await self._stager.stage(snapshot, directory)
+            # In an update in place vLLM takes apart what its workers would make a twin of.
+            await self._stager.stage(snapshot, directory, in_workers=self._fence.is_free)
 
     @property
     def awaits_commit(self) -> bool:
@@ -354,6 +355,12 @@ class VllmEngine(ServerLife):
 
     async def _switch(self, snapshot: str, staged: Staged, files: str) -> int:
         """Switch, and return how many choices crossed the switch. files: as announced. Raises StagingFailed, EngineDied."""
+        # The server may be another one since, and what a trainer wrote may have changed what a switch would leave alone.
+        weights = staged.weights if self._fence.is_free else None
+        beside = weights is not None and weights.workers is self._stager.workers
+        adopts = self._fence.holds(staged.directory)
+        if not beside and not adopts:
+            await self._boot.while_alive(self._stager.rest())
         crossed = 0
         version = self._coming_version = self._epochs.version(self._epochs.now + 1, snapshot)
 
@@ -362,13 +369,12 @@ class VllmEngine(ServerLife):
             crossed = self._begin_epoch(snapshot, files)
 
         resume = not self._paused
-        if self._fence.holds(staged.directory):
+        if adopts:
             switching = adopt(self._control, version, on_switch, resume=resume)
         else:
             load: Callable[[], Awaitable[None]] = partial(self._control.reload, staged.fast)
-            # The server may be another one since.
-            if staged.weights is not None and staged.weights.workers is self._stager.workers:
-                load = staged.weights.switch
+            if weights is not None and beside:
+                load = weights.switch
             switching = switch(self._control, load, self._serving_dir, version, on_switch, resume=resume)
         try:
             await self._boot.while_alive(switching)

@@ -151,6 +151,11 @@ class VllmInPlace(InPlaceWeights):
         return f"VllmInPlace({self.backend}, {self.phase.value})"
 
     @property
+    def is_free(self) -> bool:
+        """No call of a group is under way, and nothing waits that it has written."""
+        return self.phase is HoldPhase.FREE
+
+    @property
     def keeps_still(self) -> bool:
         """Nothing is computed, and the control lock is held for that."""
         return self.phase in (HoldPhase.HELD, HoldPhase.UNCERTAIN)

@@ -26,13 +26,12 @@ from midstream.core.types import (
     ModelInfo,
     SamplingParams,
 )
-from midstream.engine.base import Engine, EngineDied
+from midstream.engine.base import Engine, EngineDied, StagingFailed
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER, Adapters
 from midstream.engine.vllm.arguments import (
     BESIDE_POLICIES,
     EXTENSIONS,
-    NO_EXTENSION,
     NO_LORA,
     ON_BASE,
     SCHEDULER,
@@ -44,7 +43,7 @@ from midstream.engine.vllm.arguments import (
 )
 from midstream.engine.vllm.beside import WorkerWeights, prove_staging
 from midstream.engine.vllm.boot import VllmBoot
-from midstream.engine.vllm.digest import prove_digest
+from midstream.engine.vllm.digest import prove_digest, read_weights
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
@@ -262,14 +261,18 @@ class ServerLife(Engine):
         await prove_reload(self._scorer(self._own), *sizes, self._reload_and_compare)
         if not self._settings.stage_weights:
             return "vllm.stage_weights is false"
-        if self._server.extension not in EXTENSIONS:
-            return NO_EXTENSION
+        if lacks := unheard(self._server.extension, several=self._server.data_parallel):
+            return lacks
         reload = partial(self._control.reload, self._model_dir)
         workers = WorkerWeights(self._control, self._settings.load_s_max)
         scoring = partial(score, self._scorer(self._own), *sizes)
-        why = await prove_staging(workers, scoring, self._model_dir, reload)
+        why = await prove_staging(workers, scoring, self._model_dir, reload, self._base_digest)
         self._stager.workers = None if why else workers
         return why
+
+    async def _base_digest(self) -> str:
+        """Before anything runs; "" if there is none."""
+        return "" if self._no_digest else await read_weights(self._control, lambda: True)
 
     async def _check_unspoilt(self) -> None:
         """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
@@ -453,6 +456,10 @@ class ServerLife(Engine):
         self._fence.ended(reason)
 
     async def _stand_still(self) -> None:
+        try:
+            await self._stager.rest()
+        except StagingFailed as error:
+            raise CallFailed(str(error)) from error
         self._computing.clear()
         if not (self._paused and self._no_frozen_check):
             await self._fence.until_unchecked()

@@ -157,10 +157,10 @@ class VllmStager:
         #: Of a server that has proved that its workers can stage.
         self.workers: WorkerWeights | None = None
 
-    async def stage(self, snapshot: str, directory: Path) -> None:
-        """Like Slot.stage."""
+    async def stage(self, snapshot: str, directory: Path, *, in_workers: bool = True) -> None:
+        """Like Slot.stage. in_workers: these may be used."""
         self.drop()
-        preparing = self._prepare(snapshot, directory)
+        preparing = self._prepare(snapshot, directory, self.workers if in_workers else None)
         mine = self._preparing = asyncio.create_task(preparing, name=f"staging {snapshot}")
         try:
             await self._while_alive(asyncio.wait((mine,)))
@@ -190,17 +190,23 @@ class VllmStager:
             self._free(self.staged)
             self.staged = None
 
-    async def _prepare(self, snapshot: str, directory: Path) -> Staged:
+    async def rest(self) -> None:
+        """Return when no worker loads weights. Raises StagingFailed."""
+        if self.workers is not None:
+            await self.workers.rest()
+
+    async def _prepare(self, snapshot: str, directory: Path, workers: WorkerWeights | None) -> Staged:
         """Raises StagingFailed, OSError."""
         check_alone(directory)
-        if self.workers is not None:
-            weights = self.workers.next()
+        if workers is not None:
+            weights = workers.next()
             try:
                 await weights.load(directory)
                 return Staged(snapshot, directory, directory, weights)
             except CannotStage as error:
                 logger.warning("vLLM loads %s in place, while streams stand still: %s", snapshot, error)
                 self._give_back(weights)
+                await workers.rest()
             except BaseException:
                 # This includes cancellation.
                 self._give_back(weights)

@@ -50,6 +50,8 @@ class WeightStage:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._attempt: _Attempt | None = None
+        # The last one that the thread was given. It does them in turn.
+        self._loading: Future[None] | None = None
         # So that one model is freed before the next one takes memory.
         self._thread = ThreadPoolExecutor(1, "staging", initializer=_stand_back)
 
@@ -66,7 +68,7 @@ class WeightStage:
         except (NotStaged, ImportError, AttributeError) as error:
             return _said(error)
         dropped = threading.Event()
-        loading = self._thread.submit(twin.load, path, moved=moved, dropped=dropped)
+        loading = self._loading = self._thread.submit(twin.load, path, moved=moved, dropped=dropped)
         self._attempt = _Attempt(number, twin, loading, dropped)
         return ""
 
@@ -85,6 +87,10 @@ class WeightStage:
             "why": why,
             "kinds": sorted(attempt.twin.kinds()) if phase == "staged" else [],
         }
+
+    def busy(self, number: int) -> bool:
+        """Whether the thread loads any weights. It sets vLLM's config then, which is one for all threads."""
+        return self._loading is not None and not self._loading.done()
 
     def switch(self, number: int, kinds: list[str] | None = None) -> None:
         """Serve what is staged; kinds: of these modules alone. Only between steps."""
