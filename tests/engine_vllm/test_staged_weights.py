@@ -320,7 +320,7 @@ def test_a_parameter_that_no_checkpoint_has_is_not_made_of_memory_as_it_was_foun
     vllm.add(vllm.model.proj, "k_scale", nn.Parameter(torch.tensor(-1.0), requires_grad=False))
     look = {"phase": "refused", "why": "proj.k_scale comes from no checkpoint", "kinds": []}
     assert stage(staged, 1, "other") == look
-    assert float(vllm.model.proj.k_scale) == -1.0
+    assert torch.equal(vllm.model.proj.get_parameter("k_scale"), torch.tensor(-1.0))
 
 
 def test_what_vllm_derives_for_a_method_is_switched_with_the_weights(staged: Any, vllm: Vllm) -> None:
