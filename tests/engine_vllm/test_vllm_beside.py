@@ -105,7 +105,9 @@ def test_files_are_loaded_in_place_when_no_worker_loads_any_more(tmp_path: Path,
                 await engine.commit("step-1")
 
             swap = asyncio.create_task(swapping())
-            await asyncio.wait_for(fake.asked_busy.wait(), 60)
+            asked = asyncio.create_task(fake.asked_busy.wait())
+            await asyncio.wait((swap, asked), return_when=asyncio.FIRST_COMPLETED)
+            assert fake.asked_busy.is_set()
             assert not [call for call in fake.calls if call.startswith("/pause")]
             fake.busy = False
             await swap

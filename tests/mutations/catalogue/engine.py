@@ -38,8 +38,8 @@ ENGINE = (
     Mutation(
         "weights_of_the_server_before",
         "engine/vllm/engine.py",
-        "if staged.weights is not None and staged.weights.workers is self._stager.workers:",
-        "if staged.weights is not None:",
+        "beside = weights is not None and weights.workers is self._stager.workers",
+        "beside = weights is not None",
         "Weights that a vLLM server had staged are loaded from their files by the server that took its place.",
         ("engine_vllm/test_vllm_beside.py",),
     ),
