@@ -215,6 +215,31 @@ def test_a_bucket_that_refuses_is_said_once_and_the_bound_stays(
     in_world(tmp_path, work)
 
 
+def test_a_run_that_reached_the_bound_while_one_was_given_up_goes_on(tmp_path: Path) -> None:
+    """No signal is taken any more, so those that are refused have full files wanted."""
+
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(CHAIN_MAX + 1):
+            await step(world, number)
+        # The files of 4, which was wanted, have left the caches of all replicas.
+        for one in world.replicas.values():
+            one.faults[Digest] = "refuse"
+        await looked(world, 1.0)
+        for one in world.replicas.values():
+            one.faults.clear()
+        await looked(world)
+        assert not any(written(world))
+        with pytest.raises(SnapshotRefused, match="at most 8 are allowed"):
+            await step(world, CHAIN_MAX + 1)
+        await looked(world, 1.0)
+        assert [name for names in written(world) for name in names] == ["8.full"]
+        assert links(await step(world, CHAIN_MAX + 1)) == ["8.full", "9"]
+        assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
+
+    in_world(tmp_path, work)
+
+
 def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways

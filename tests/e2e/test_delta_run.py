@@ -75,7 +75,8 @@ def test_a_run_goes_on_past_the_bound_of_chains(server: Server, tiny_model: Call
         # An engine that reloads what it pulled asks by the number alone, whatever the snapshot's files are by now.
         reload = {"model_path": "/nvme/local", "weight_version": str(version)}
         assert post(server, "/update_weights_from_disk", reload)["weight_version"] == str(version)
-        waits_for_full_files(server, str(version))
+        if version % REBASE == 0:
+            waits_for_full_files(server, str(version))
     found = ledger(server)
     assert max(len(row["chain"]) for row in found.values()) <= CHAIN_MAX
     whole = {name: row["full_url"] for name, row in found.items() if row["full_url"] is not None}
@@ -98,11 +99,8 @@ def test_a_run_goes_on_past_the_bound_of_chains(server: Server, tiny_model: Call
 
 
 def waits_for_full_files(server: Server, version: str) -> None:
-    """A trainer whose steps take a tenth of a second is faster than its replicas put full files into the bucket."""
-    while True:
-        row = ledger(server)[version]
-        if len(row["chain"]) < CHAIN_MAX - 1 or row["full_url"] is not None:
-            return
+    """A trainer whose steps take a tenth of a second is faster than replicas are asked for full files, once in a second."""
+    while ledger(server)[version]["full_url"] is None:
         assert server.process.poll() is None
         time.sleep(0.2)
 

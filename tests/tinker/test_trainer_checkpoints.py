@@ -238,7 +238,9 @@ def test_exported_weights_take_the_bases_place_in_the_engine(
         ids = np.array(one.tokens)
         targets = torch.from_numpy(np.array([*one.tokens[1:], list(b"nr")[one is DATA[1]]]))
         logits = {name: logits_alone(m.decoder, ids) for name, m in (("new", served), ("old", serving))}
-        found = {n: x.log_softmax(-1).gather(-1, targets[:, None])[:, 0].numpy() for n, x in logits.items()}
+        found = {
+            n: x.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].numpy() for n, x in logits.items()
+        }
         assert np.abs(found["new"] - expected).mean() < close
         assert np.abs(found["old"] - expected).mean() > 0.3
 

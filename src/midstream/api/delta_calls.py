@@ -85,12 +85,13 @@ class DeltaCallsApi:
         updates: Updates,
         url_of: UrlOf,
         chain_max: int = CHAIN_MAX,
+        rebase_after: int = 0,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._updates = updates
         self._url_of = url_of
-        self._chain_max = chain_max
+        self._chain_max, self._rebase_after = chain_max, rebase_after
 
     @serves(
         Endpoint(
@@ -174,6 +175,7 @@ class DeltaCallsApi:
         standing = len(state.desired.parents) if state.desired is not None and full is None else 0
         if standing + target - base > self._chain_max:
             # Refused before the first of them is signalled.
+            await self._ledger.want_full_files(deployment.name, self._rebase_after)
             raise SnapshotRefused(
                 f"target_version: {standing + target - base} versions would stand on one full snapshot, and at most"
                 f" {self._chain_max} may (gateway.chain_max)",

@@ -121,7 +121,7 @@ def hotload_apis(
     api = HotLoadApi(ledger, deployments, tuple(allowed_buckets), (chain_max, rebase_after), policies)
     updates = Updates(ledger, api.take)
     adapters = AdapterLoader(deployments, api.policies, updates)
-    deltas = DeltaCallsApi(ledger, deployments, updates, api.url_of, chain_max)
+    deltas = DeltaCallsApi(ledger, deployments, updates, api.url_of, chain_max, rebase_after)
     transfer = WeightTransferApi(ledger, deployments, api, updates, door or PushDoor(ledger, PushSettings()))
     return [
         api,

@@ -29,6 +29,7 @@ from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import sqlalchemy as sa
 
+from midstream.core.errors import SnapshotRefused
 from midstream.core.types import (
     Pause,
     PauseMode,
@@ -241,7 +242,16 @@ class Ledger:
                 snapshots.want_whole(db, name, result.desired.snapshot, rebase_after, self.clock.read(db))
             return result
 
-        return await self._write(accept)
+        try:
+            return await self._write(accept)
+        except SnapshotRefused:
+            await self.want_full_files(name, rebase_after)
+            raise
+
+    async def want_full_files(self, name: str, rebase_after: int) -> None:
+        """As `signal` wants them, of what is desired. For signals that are refused: where the bound of chains refuses all, none
+        that is taken would want them."""
+        await self._write(lambda db: snapshots.want_whole(db, name, None, rebase_after, self.clock.read(db)))
 
     async def new_generation(self, name: str, floor: int = 0) -> int:
         """A generation that no replica has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""

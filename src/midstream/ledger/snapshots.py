@@ -139,10 +139,10 @@ def as_desired(
     )
 
 
-def want_whole(db: sa.Connection, name: str, identity: str, after: int, now: float) -> None:
-    """As rebases.want, of a snapshot that was just signalled."""
+def want_whole(db: sa.Connection, name: str, identity: str | None, after: int, now: float) -> None:
+    """As rebases.want, of a snapshot that was just signalled, or of what is desired (None)."""
     row = deployments.find(db, name) if after else None
-    snapshot = None if row is None else find(db, row.id, identity)
+    snapshot = None if row is None else find(db, row.id, identity or row.desired_snapshot)
     if row is not None and snapshot is not None and snapshot.compression is not None:
         rebases.want(db, row.id, chain_of(snapshot), after, now)
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from midstream.api.signals import parse_hint, parse_signal, source_url
+from midstream.core.decoding import message_of
 from midstream.core.errors import ConfigError
-from midstream.http.message import Request
 from midstream.replica import app, control
 from midstream.snapshots.identity import check_identity, file_url_path, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import is_snapshot_file
@@ -107,9 +107,8 @@ ANSWERED = (
 
 def run_internal(data: bytes) -> None:
     """Bodies that gateways send replicas."""
-    request = Request(b"POST", b"/", [], {}, data, False, True)
     for decoder, what in MESSAGES:
-        read, _ = refusable(lambda d=decoder, w=what: control.decoded(request, d, w))  # type: ignore[misc]
+        read, _ = refusable(lambda d=decoder, w=what: message_of(data, d, w))  # type: ignore[misc]
         if read is not None:
             again = decoder.decode(msgspec.json.encode(read))
             check(repr(again) == repr(read), "another message when it is written again", read)
