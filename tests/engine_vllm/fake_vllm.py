@@ -650,7 +650,7 @@ class FakeVllm:
         """What the workers stage. A switch to it loads nothing."""
         answer: Any = None
         if do == "busy":
-            answer = self.busy
+            answer = "loading" if self.busy else ""
             self.asked_busy.set()
         elif do == "stage":
             self.beside = (number, int((Path(path) / "weights").read_text()))
@@ -668,7 +668,9 @@ class FakeVllm:
             self.weights, self.switches = self.beside[1], self.switches + 1
         else:
             self.beside, self.drops = None, self.drops + 1
-        return 200, {"results": [answer] * self.ranks}
+        # vLLM makes texts of all but these.
+        said = answer if answer is None or isinstance(answer, dict | list) else str(answer)
+        return 200, {"results": [said] * self.ranks}
 
     def _write(self, info: dict[str, Any]) -> tuple[int, Any]:
         """Each tensor has the number as all its bytes."""

@@ -88,9 +88,12 @@ class WeightStage:
             "kinds": sorted(attempt.twin.kinds()) if phase == "staged" else [],
         }
 
-    def busy(self, number: int) -> bool:
-        """Whether the thread loads any weights. It sets vLLM's config then, which is one for all threads."""
-        return self._loading is not None and not self._loading.done()
+    def busy(self, number: int) -> str:
+        """What the thread does, "" if nothing: it loads weights, and has set vLLM's config, which is one for all threads.
+
+        vLLM makes a text of what a worker answers, and that of False is true.
+        """
+        return "loading" if self._loading is not None and not self._loading.done() else ""
 
     def switch(self, number: int, kinds: list[str] | None = None) -> None:
         """Serve what is staged; kinds: of these modules alone. Only between steps."""
