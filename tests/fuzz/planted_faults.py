@@ -15,6 +15,7 @@ import msgspec
 from midstream.api import adapter_calls, deployments
 from midstream.client import records
 from midstream.core import http_answer
+from midstream.core.decoding import Fault
 from midstream.core.errors import ConfigError
 from midstream.engine.vllm import protocol
 from midstream.fleet import membership, subscription
@@ -73,7 +74,7 @@ def _patterns_unchecked() -> None:
 
 def _block_error_escapes() -> None:
     """A block with a field of another kind is an error of the server."""
-    messages.convert = lambda block, kind, where, param: msgspec.convert(block, kind)
+    messages.converted = lambda block, kind, where, param: msgspec.convert(block, kind)
 
 
 def _items_called_messages() -> None:
@@ -120,7 +121,7 @@ def _beginning_is_inside() -> None:
 
 def _fault_unnamed() -> None:
     """A refusal of a reward's field does not name it."""
-    bodies.at_fault = lambda error: None
+    bodies.fault = lambda error: Fault("", str(error))
 
 
 def _end_of_line_forgotten() -> None:
