@@ -100,12 +100,17 @@ def test_pushed_weights_serve_with_true_labels_and_the_numbers_of_the_same_files
     trained = tiny_model(seed=1)
     before = label_of(server)
     running = [Stream(server, seed, 3500) for seed in range(4)]
-    for stream in running:
-        stream.start()
-    for stream in running:
-        stream.started.wait()
+
+    def begin(phase: str) -> None:
+        """When the tensors are there, and nothing serves them yet: so the streams cross the switch on any machine."""
+        if phase == "loading":
+            for stream in running:
+                stream.start()
+            for stream in running:
+                stream.started.wait()
+
     with SnapshotPublisher(server.url, to="push") as publisher:
-        published = publisher.publish("pushed-1", tensors(trained))
+        published = publisher.publish("pushed-1", tensors(trained), on_phase=begin)
     assert (published.identity, published.kind) == ("pushed-1", "push")
     found = sampled(server)
     assert found is not None

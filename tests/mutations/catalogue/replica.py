@@ -228,8 +228,8 @@ REPLICA = (
     ),
     Mutation(
         "head_start_of_a_refused_rebuild_goes_on",
-        "replica/swap/driver.py",
-        "        self._loop.call_soon_threadsafe(self._engine.drop_staged)",
+        "replica/swap/ahead.py",
+        "        self._soon(self._engine.drop_staged)",
         "        pass",
         "The engine gives up what it has read of a rebuild that was refused, before all is made again.",
         ("replica/test_replica_targets.py",),
