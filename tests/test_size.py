@@ -24,7 +24,7 @@ LINES_MAX = {
     "commands": 2600,
     "core": 4815,
     "dashboard": 10,
-    "engine": 12670,
+    "engine": 12675,
     "fleet": 6025,
     "http": 2625,
     "integrations": 1235,
