@@ -3,16 +3,20 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 from gateway_harness import reconciler
 
+from midstream.api.policies import PoliciesApi
+from midstream.core.errors import NotFound, ReplicaUnavailable
 from midstream.core.served_names import ServedNames
 from midstream.fleet.desired_state import HARD, DesiredState, Running, RunningReplica, Wanted, replica_count
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.fleet.tally import GatewayReport
-from midstream.ledger import DeploymentRow, Ledger, NewDeployment, sqlite_url
+from midstream.ledger import DeploymentRow, Ledger, LedgerUnavailable, NewDeployment, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
 
 A = "accounts/local"
@@ -37,6 +41,11 @@ class Stage:
         names = ServedNames(row.model, row.name)
         self.made.append(Deployment(names, replicas, reconciler(replicas), wanted=replica_count(row)))
         return self.made[-1]
+
+    def made_policy(self, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
+        replicas = ReplicaSet(DeploymentReplicas())
+        names = ServedNames(row.model, row.name)
+        return Deployment(names, replicas, reconciler(replicas), policy=policy, of=of)
 
     async def run(self, *names: str, deployment: str = DEFAULT) -> list[str]:
         """The supervisor has these; what it is then told to have."""
@@ -245,3 +254,52 @@ def test_what_metrics_show_was_reported_before_so_it_outlives_the_process(tmp_pa
         assert [replica.name for replica in last.replicas] == ["replica-0", "replica-1"]
 
     stage(tmp_path, work)
+
+
+def test_what_the_ledger_was_not_asked_for_yet_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = f"{DEFAULT}/policies/red"
+
+    async def before(s: Stage) -> None:
+        await s.ledger.create_deployment(NewDeployment(B, f"{A}/models/m", "file:///bucket/b"))
+        await s.ledger.create_deployment(NewDeployment(policy, f"{A}/models/red", "file:///bucket"))
+
+    async def after(s: Stage) -> None:
+        s.desired_state.make_policy = s.made_policy
+        api = PoliciesApi(
+            s.ledger, s.deployments, s.desired_state.changed, never_taken, look=s.desired_state.look
+        )
+        monkeypatch.setattr(s.ledger, "changes", out_of_order)
+        s.desired_state.running(Running())
+        await s.desired_state.look_once()
+        for asked in (
+            lambda: s.deployments.get(B),
+            lambda: s.deployments.find("red", param="model"),
+            lambda: s.deployments.find("nothing", param="model"),
+        ):
+            with pytest.raises(ReplicaUnavailable, match="before the ledger was read"):
+                asked()
+        with pytest.raises(LedgerUnavailable):
+            await api.named(s.deployments.default, "red")
+        assert not s.desired_state.caught_up
+        monkeypatch.undo()
+        assert (await api.named(s.deployments.default, "red")).name == policy
+        assert s.deployments.get(B).name == B
+        assert s.deployments.find("red", param="model").name == policy
+        with pytest.raises(NotFound):
+            s.deployments.find("nothing", param="model")
+        monkeypatch.setattr(s.ledger, "changes", out_of_order)
+        with pytest.raises(NotFound):
+            s.deployments.find("nothing", param="model")
+
+    stage(tmp_path, before)
+    stage(tmp_path, after)
+
+
+async def out_of_order(_: object) -> NoReturn:
+    raise LedgerUnavailable("the ledger cannot be used now")
+
+
+async def never_taken(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("no signal was sent")

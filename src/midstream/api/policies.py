@@ -51,7 +51,10 @@ class PolicyBody(msgspec.Struct):
 
 
 class PoliciesApi:
-    """changed: takes up a change of the ledger that was made here, look: any. limits: how many policies there may be."""
+    """changed: takes up a change of the ledger that was made here. look: any, and raises LedgerUnavailable if it cannot.
+
+    limits: how many policies there may be.
+    """
 
     def __init__(
         self,
@@ -216,6 +219,9 @@ class PoliciesApi:
         with contextlib.suppress(NameTaken):
             await self._ledger.create_deployment(new, self._limits)
         await self._changed()
+        if self._deployments.known(names.deployment) is None:
+            # The ledger may not have been read.
+            await self.look()
         found = self._deployments.known(names.deployment)
         if found is None:
             raise ending(name)

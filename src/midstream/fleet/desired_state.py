@@ -10,6 +10,7 @@ Always holds:
 - A replica that is to go takes no new request from then on. It is wanted until the requests on it have ended, for at most the
   deployment's drain time.
 - A deployment's row is removed only when none of its replicas runs any more.
+- Until the ledger was read once, a name that is not known here may be there: a request for it is answered by a 503.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class DesiredState:
         self._looking = asyncio.Lock()
         # The serial of the ledger's changes up to which it was read.
         self._seen: int | None = None
+        deployments.unread = True
         # The deployments' rows. And those of policies that have something left to be done; None: its row is gone.
         self._rows: dict[str, DeploymentRow] = {}
         self._open: dict[str, DeploymentRow | None] = {}
@@ -140,11 +142,15 @@ class DesiredState:
 
     @property
     def caught_up(self) -> bool:
-        """True if every replica that should run can be used, as far as the supervisor has reported."""
-        return self._running is not None and all(
-            len(deployment.replicas.views) >= deployment.wanted
-            and all(view.usable for view in deployment.replicas.views)
-            for deployment in self._deployments
+        """True if the ledger was read, and every replica that should run can be used, as far as the supervisor has reported."""
+        return (
+            self.heard
+            and not self._deployments.unread
+            and all(
+                len(deployment.replicas.views) >= deployment.wanted
+                and all(view.usable for view in deployment.replicas.views)
+                for deployment in self._deployments
+            )
         )
 
     def wake(self) -> None:
@@ -172,16 +178,22 @@ class DesiredState:
         await self.look_once()
 
     async def look_once(self) -> None:
-        """One pass over all deployments; a change of the ledger before it is taken up when it returns."""
-        async with self._looking:
-            await self._look()
-
-    async def _look(self) -> None:
+        """Like look(). While the ledger cannot be read, the deployments that are known stay."""
         try:
-            self._take_in(await self._ledger.changes(self._seen))
+            await self.look()
         except LedgerUnavailable as error:
-            logger.warning("going on with the deployments known: %s", error)
-            return
+            logger.warning("the deployments stay as they are known: %s", error)
+
+    async def look(self) -> None:
+        """One pass over all deployments; a change of the ledger before it is taken up when it returns.
+
+        Raises LedgerUnavailable.
+        """
+        async with self._looking:
+            self._take_in(await self._ledger.changes(self._seen))
+            await self._arrange_all()
+
+    async def _arrange_all(self) -> None:
         rows = self._rows
         await self._end_policies()
         for row in rows.values():
@@ -204,6 +216,7 @@ class DesiredState:
                 if self._deployments.known(deployment.name) is None:
                     rows.pop(deployment.name, None)
         self._take_up_policies()
+        self._deployments.unread = False
         self._say(tuple(wanted))
 
     def _take_in(self, found: Changes) -> None:

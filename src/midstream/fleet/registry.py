@@ -15,7 +15,7 @@ import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from midstream.core.errors import InvalidRequest, NotFound
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
 from midstream.core.served_names import POLICY_INFIX, ServedNames, split_model
 from midstream.core.sessions import SessionsReport
@@ -160,6 +160,8 @@ class Deployments:
         self._called: dict[str, list[Deployment]] = {}
         #: Every request is for the default deployment itself.
         self.single = True
+        #: The ledger was not read yet: a name that is not known here may be there.
+        self.unread = False
         self.add(default)
 
     def __repr__(self) -> str:
@@ -239,11 +241,16 @@ class Deployments:
         return self._by_name.get(name) or self._policies.get(name)
 
     def get(self, name: str) -> Deployment:
-        """By full name, accounts/A/deployments/D. Raises NotFound."""
+        """By full name, accounts/A/deployments/D. Raises NotFound, ReplicaUnavailable."""
         found = self._by_name.get(name)
         if found is None:
-            raise NotFound(f"there is no deployment {name}", param="deployment")
+            raise self._missing(f"there is no deployment {name}", "deployment")
         return found
+
+    def _missing(self, what: str, param: str) -> MidstreamError:
+        if self.unread:
+            return ReplicaUnavailable(f"{what}, as far as is known before the ledger was read", param=param)
+        return NotFound(what, param=param)
 
     def named(self, headers: Mapping[str, str]) -> Deployment:
         """The one that the headers of a signal or a status request mean; the default one if they name none.
@@ -266,14 +273,17 @@ class Deployments:
         return None if model is None else self.find(model, param=HEADER_MODEL)
 
     def find(self, name: str, *, param: str) -> Deployment:
-        """By any of its names, in full or bare, with or without #deployment and @snapshot. Raises NotFound, InvalidRequest."""
+        """By any of its names, in full or bare, with or without #deployment and @snapshot.
+
+        Raises NotFound, InvalidRequest, and ReplicaUnavailable until the ledger was read once.
+        """
         resource, deployment, _ = split_model(name.strip())
         called = [d for d in self._called.get(resource, ()) if not (d.deleting or d.host.deleting)]
         if deployment:
             called = [d for d in called if d.names.is_on(deployment)]
         if not called:
             served = ", ".join(dict.fromkeys(d.model for d in self))
-            raise NotFound(f"{name!r} is not served here; this server has {served}", param=param)
+            raise self._missing(f"{name!r} is not served here; this server has {served}", param)
         if len(called) == 1:
             return called[0]
         if (exact := self._by_name.get(resource)) is not None:

@@ -181,7 +181,7 @@ def _publishing(
             rebase_after=spec.settings.rebase_after,
             changed=changed,
             limits=PolicyLimits(spec.settings.max_policies, spec.settings.max_policies_per_tenant),
-            look=desired_state.look_once,
+            look=desired_state.look,
             door=door,
         ),
     ]
