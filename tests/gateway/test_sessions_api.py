@@ -83,6 +83,22 @@ def test_a_session_that_is_deleted_is_closed_on_its_replica_and_new_for_every_ga
     run(main)
 
 
+def test_a_gateway_that_has_just_started_does_not_say_that_a_session_is_missing() -> None:
+    async def main() -> None:
+        async with holders(0) as made, gateway(made) as stage:
+            stage.gateway.proxy.deployments.catching_up = True
+            for method in ("GET", "DELETE"):
+                status, shown = await ask(stage, "/v1/sessions/s", method=method)
+                assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
+            status, shown = await ask(stage, "/v1/responses/resp_1")
+            assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
+            stage.gateway.proxy.deployments.catching_up = False
+            for path in ("/v1/sessions/s", "/v1/responses/resp_1"):
+                assert (await ask(stage, path))[0] == 404
+
+    run(main)
+
+
 def test_a_tenant_sees_and_closes_its_own_sessions_only() -> None:
     async def main() -> None:
         async with holders(2) as made, gateway(made, api_keys=("alice", "bob")) as stage:

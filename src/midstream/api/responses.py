@@ -19,7 +19,7 @@ from starlette.responses import Response
 from midstream.api.answers import ResponseDeleted, ResponseItems
 from midstream.api.trajectories import ask_replicas, views_of
 from midstream.core.endpoints import Endpoint, choice, number, text
-from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
+from midstream.core.errors import InvalidRequest, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
 from midstream.core.responses import ResponseAsked, ResponseFound, holder_of
 from midstream.core.scopes import SAMPLE_MEANT
@@ -110,4 +110,6 @@ class ResponsesApi:
             raise ReplicaUnavailable(
                 f"not known whether there is such a response: no answer of {', '.join(unknown)}"
             )
-        raise NotFound(f"there is no response {id!r}; it was not stored, or was deleted, dropped or lost")
+        raise self._deployments.missing(
+            f"there is no response {id!r}; it was not stored, or was deleted, dropped or lost"
+        )

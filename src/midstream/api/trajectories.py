@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from midstream.api import answers
 from midstream.core.endpoints import Endpoint, number, serves, text
-from midstream.core.errors import InvalidRequest, NotFound, ReplicaUnavailable
+from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_TENANT
 from midstream.core.scopes import SAMPLE_MEANT
 from midstream.core.session_keys import check_key
@@ -101,7 +101,7 @@ class SessionsApi:
         deployment, session = self._deployments.named(request.headers), _session(request)
         found, silent = await _ask(deployment, SessionsAsked(tenant=session[0], key=session[1]))
         if not found:
-            _not_there(session, silent)
+            raise self._not_there(session, silent)
         held = [answers.SessionOnReplica(replica=replica, **_measured([stats])) for replica, stats in found]
         return answers.SessionShown(**_shown(deployment, found), replicas=held, unreachable=silent)
 
@@ -138,7 +138,7 @@ class SessionsApi:
             if trace is not None
         ]
         if not found:
-            _not_there(session, silent)
+            raise self._not_there(session, silent)
         about = {"id": session[1], "object": "session.trace", "deployment": deployment.name}
         return answered(about | {"traces": found, "unreachable": silent})
 
@@ -161,7 +161,7 @@ class SessionsApi:
         replies, silent = await _rewarded(deployment, asked, body.replica)
         has = [replica for replica, answer in replies if answer.has]
         if not has:
-            _not_there(session, silent)
+            raise self._not_there(session, silent)
         if body.turn is not None and len(has) > 1:
             names = ", ".join(has)
             raise InvalidRequest(
@@ -172,7 +172,7 @@ class SessionsApi:
         replies, more = await _rewarded(deployment, replace(asked, look=False), body.replica)
         taken = [replica for replica, answer in replies if answer.taken]
         if not taken:
-            _not_there(session, more)
+            raise self._not_there(session, more)
         return answers.SessionReward(
             id=session[1],
             object="session.reward",
@@ -195,8 +195,15 @@ class SessionsApi:
         closed = [replica for replica, answer in replies if msgspec.json.decode(answer)["closed"]]
         known = deployment.sessions.forget(session)
         if not closed and not known:
-            _not_there(session, silent)
+            raise self._not_there(session, silent)
         return answers.SessionDeleted(session[1], "session", True, closed, silent)
+
+    def _not_there(self, session: Session, silent: Sequence[str]) -> MidstreamError:
+        if silent:
+            return ReplicaUnavailable(
+                f"not known whether there is such a session: no answer of {', '.join(silent)}"
+            )
+        return self._deployments.missing(f"no replica holds a session {session[1]!r}", "key")
 
 
 def _tenant(request: Request) -> str:
@@ -205,14 +212,6 @@ def _tenant(request: Request) -> str:
 
 def _session(request: Request) -> Session:
     return _tenant(request), check_key(request.path_params["key"], "key")
-
-
-def _not_there(session: Session, silent: Sequence[str]) -> None:
-    if silent:
-        raise ReplicaUnavailable(
-            f"not known whether there is such a session: no answer of {', '.join(silent)}"
-        )
-    raise NotFound(f"no replica holds a session {session[1]!r}", param="key")
 
 
 def views_of(deployment: Deployment) -> Sequence[ReplicaView]:

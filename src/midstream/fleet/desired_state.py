@@ -10,7 +10,7 @@ Always holds:
 - A replica that is to go takes no new request from then on. It is wanted until the requests on it have ended, for at most the
   deployment's drain time.
 - A deployment's row is removed only when none of its replicas runs any more.
-- Until the ledger was read once, a name that is not known here may be there: a request for it is answered by a 503.
+- Until the ledger was read and the supervisor was heard, what is not known here may exist: a request for it gets a 503.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class DesiredState:
         self._looking = asyncio.Lock()
         # The serial of the ledger's changes up to which it was read.
         self._seen: int | None = None
-        deployments.unread = True
+        deployments.catching_up = True
         # The deployments' rows. And those of policies that have something left to be done; None: its row is gone.
         self._rows: dict[str, DeploymentRow] = {}
         self._open: dict[str, DeploymentRow | None] = {}
@@ -143,14 +143,10 @@ class DesiredState:
     @property
     def caught_up(self) -> bool:
         """True if the ledger was read, and every replica that should run can be used, as far as the supervisor has reported."""
-        return (
-            self.heard
-            and not self._deployments.unread
-            and all(
-                len(deployment.replicas.views) >= deployment.wanted
-                and all(view.usable for view in deployment.replicas.views)
-                for deployment in self._deployments
-            )
+        return not self._deployments.catching_up and all(
+            len(deployment.replicas.views) >= deployment.wanted
+            and all(view.usable for view in deployment.replicas.views)
+            for deployment in self._deployments
         )
 
     def wake(self) -> None:
@@ -216,7 +212,7 @@ class DesiredState:
                 if self._deployments.known(deployment.name) is None:
                     rows.pop(deployment.name, None)
         self._take_up_policies()
-        self._deployments.unread = False
+        self._deployments.catching_up = not self.heard
         self._say(tuple(wanted))
 
     def _take_in(self, found: Changes) -> None:

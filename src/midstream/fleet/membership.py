@@ -247,7 +247,7 @@ class MembershipApi:
         deployment, name = self._deployment(request), str(request.path_params["replica"])
         views = (*deployment.replicas.views, *deployment.replicas.leaving)
         if name not in deployment.entries and all(view.name != name for view in views):
-            raise NotFound(f"{deployment.name} has no replica {name!r}", param="name")
+            raise self._deployments.missing(f"{deployment.name} has no replica {name!r}", "name")
         return name
 
     def _answer(self, deployment: Deployment, name: str) -> ReplicaShown:

@@ -160,8 +160,8 @@ class Deployments:
         self._called: dict[str, list[Deployment]] = {}
         #: Every request is for the default deployment itself.
         self.single = True
-        #: The ledger was not read yet: a name that is not known here may be there.
-        self.unread = False
+        #: The ledger was not read yet, or the supervisor not heard: what is not known here may exist.
+        self.catching_up = False
         self.add(default)
 
     def __repr__(self) -> str:
@@ -244,12 +244,15 @@ class Deployments:
         """By full name, accounts/A/deployments/D. Raises NotFound, ReplicaUnavailable."""
         found = self._by_name.get(name)
         if found is None:
-            raise self._missing(f"there is no deployment {name}", "deployment")
+            raise self.missing(f"there is no deployment {name}", "deployment")
         return found
 
-    def _missing(self, what: str, param: str) -> MidstreamError:
-        if self.unread:
-            return ReplicaUnavailable(f"{what}, as far as is known before the ledger was read", param=param)
+    def missing(self, what: str, param: str | None = None) -> MidstreamError:
+        """The error for something that is not known here."""
+        if self.catching_up:
+            return ReplicaUnavailable(
+                f"{what}, as far as this gateway knows, which has just started", param=param
+            )
         return NotFound(what, param=param)
 
     def named(self, headers: Mapping[str, str]) -> Deployment:
@@ -275,7 +278,7 @@ class Deployments:
     def find(self, name: str, *, param: str) -> Deployment:
         """By any of its names, in full or bare, with or without #deployment and @snapshot.
 
-        Raises NotFound, InvalidRequest, and ReplicaUnavailable until the ledger was read once.
+        Raises NotFound, InvalidRequest, and ReplicaUnavailable while the gateway is catching up.
         """
         resource, deployment, _ = split_model(name.strip())
         called = [d for d in self._called.get(resource, ()) if not (d.deleting or d.host.deleting)]
@@ -283,7 +286,7 @@ class Deployments:
             called = [d for d in called if d.names.is_on(deployment)]
         if not called:
             served = ", ".join(dict.fromkeys(d.model for d in self))
-            raise self._missing(f"{name!r} is not served here; this server has {served}", param)
+            raise self.missing(f"{name!r} is not served here; this server has {served}", param)
         if len(called) == 1:
             return called[0]
         if (exact := self._by_name.get(resource)) is not None:
