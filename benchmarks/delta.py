@@ -47,7 +47,7 @@ from safetensors.numpy import save_file
 from midstream.snapshots.arc2.blob import PIECE_BYTES, BlobEncoder, PageBuffer, adler32, decoded
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.arc2.files import read, write
-from midstream.snapshots.arc2.rebuild import rebuild, verify
+from midstream.snapshots.rebuild import rebuild, verify
 
 REFERENCE = Path(__file__).parents[1] / ".venv-fireworks" / "reference"
 LAYOUTS = {"one file": 1, "four files": 4}
@@ -321,7 +321,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.arc2.rebuild import rebuild
+from midstream.snapshots.rebuild import rebuild
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 root, what = Path(sys.argv[1]), sys.argv[2]

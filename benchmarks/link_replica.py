@@ -29,8 +29,8 @@ from limited_bucket import BUCKET, environment
 
 from midstream.core.types import Desired, SnapshotFiles
 from midstream.replica.swap.source import CachedSource
-from midstream.snapshots.deltas import apply_delta
 from midstream.snapshots.layout import read_spec
+from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.listing import list_snapshot
@@ -79,7 +79,7 @@ class Replica:
         """After `fetch`, whose delta it reads."""
         out = self._cache.root.parent / f"{self._cache.root.name}-bare"
         parent, delta = self._cache.whole(self._chain[:1]), self._cache.delta(self._chain[-1])
-        await asyncio.to_thread(apply_delta, parent, delta, out, "arc_v2")
+        await asyncio.to_thread(rebuild, parent, delta, out, "arc_v2")
 
     async def drop(self) -> None:
         await self._source.release([_desired(self._chain[:1])])

@@ -36,7 +36,7 @@ LINES_MAX = {
     "models": 255,
     "proxy": 4250,
     "replica": 16515,
-    "snapshots": 6690,
+    "snapshots": 6540,
     "transfer": 1045,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from midstream.client import SnapshotPublisher
-from midstream.snapshots.arc2.rebuild import rebuild
+from midstream.snapshots.rebuild import rebuild
 
 SWAP = {
     "fetch_ms": 4.0,

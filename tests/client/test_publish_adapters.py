@@ -14,8 +14,8 @@ from publish_world import World, listening, weights
 from midstream import cli
 from midstream.client import PublishError, SnapshotPublisher
 from midstream.commands.status import POLICY_HEADS, render
-from midstream.snapshots.arc2.rebuild import rebuild
 from midstream.snapshots.content import MANIFEST_FILE
+from midstream.snapshots.rebuild import rebuild
 
 WRITTEN = ["adapter_config.json", "adapter_model.safetensors", MANIFEST_FILE]
 

@@ -339,7 +339,7 @@ def test_files_fetched_early_during_a_rebuild_take_no_room_from_it(
     chain = local.publish(4)
     put_directory(local.bucket, "big", write_checkpoint(local.sources / "big", size=300))
     fetcher = local.fetcher(bytes_max=12_000)
-    real = chain_module.apply_delta
+    real = chain_module.rebuild
     refused: list[str] = []
 
     async def scenario() -> Path:
@@ -350,7 +350,7 @@ def test_files_fetched_early_during_a_rebuild_take_no_room_from_it(
             refused.append(str(asyncio.run_coroutine_threadsafe(early, loop).exception(60)))
             real(*args, **kwargs)
 
-        monkeypatch.setattr(chain_module, "apply_delta", hinted_meanwhile)
+        monkeypatch.setattr(chain_module, "rebuild", hinted_meanwhile)
         assert await fetcher.fetch(chain) is None
         return await fetcher.rebuild(chain)
 
@@ -367,7 +367,7 @@ def test_files_fetched_early_leave_room_for_what_a_rebuild_is_writing(
     chain = local.publish(1)
     put_directory(local.bucket, "next", write_checkpoint(local.sources / "next", seed=5))
     early = (local.sources / "next" / "model.safetensors").stat().st_size
-    real = chain_module.apply_delta
+    real = chain_module.rebuild
     refused: list[str] = []
 
     async def scenario() -> Path:
@@ -381,7 +381,7 @@ def test_files_fetched_early_leave_room_for_what_a_rebuild_is_writing(
             refused.append(str(asyncio.run_coroutine_threadsafe(hint, loop).exception(60)))
             real(*args, **kwargs)
 
-        monkeypatch.setattr(chain_module, "apply_delta", hinted_meanwhile)
+        monkeypatch.setattr(chain_module, "rebuild", hinted_meanwhile)
         assert await fetcher.fetch(chain) is None
         return await fetcher.rebuild(chain)
 
@@ -434,7 +434,7 @@ def test_a_rebuild_that_is_cancelled_leaves_the_parent_and_goes_again(
     fetcher = local.fetcher()
     local.load(fetcher, local.publish(1))
     chain = local.publish(1)
-    real = chain_module.apply_delta
+    real = chain_module.rebuild
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -446,7 +446,7 @@ def test_a_rebuild_that_is_cancelled_leaves_the_parent_and_goes_again(
                 pass
             real(*args, cancelled=cancelled, **kwargs)
 
-        monkeypatch.setattr(chain_module, "apply_delta", slow)
+        monkeypatch.setattr(chain_module, "rebuild", slow)
         assert await fetcher.fetch(chain) is None
         task = asyncio.create_task(fetcher.rebuild(chain))
         await begun.wait()
@@ -457,7 +457,7 @@ def test_a_rebuild_that_is_cancelled_leaves_the_parent_and_goes_again(
     local.run(scenario())
     assert not local.cache.whole(chain).exists()
     assert [p.name for p in local.cache_root.iterdir() if p.name.startswith((".moving", ".fetch"))] == []
-    monkeypatch.setattr(chain_module, "apply_delta", real)
+    monkeypatch.setattr(chain_module, "rebuild", real)
     local.load(fetcher, chain)
 
 

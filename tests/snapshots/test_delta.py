@@ -25,8 +25,8 @@ from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncomp
 from midstream.core.types import CompressionFormat
 from midstream.snapshots.arc2.encode import encode_delta, encode_tensors
 from midstream.snapshots.arc2.files import RebuildCancelled
-from midstream.snapshots.arc2.rebuild import rebuild, verify
 from midstream.snapshots.layout import read_file_layout, read_spec
+from midstream.snapshots.rebuild import rebuild, verify
 
 VECTORS = Path(__file__).parent / "vectors" / "arc2"
 CHECKSUMS = {
@@ -765,7 +765,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.arc2.rebuild import rebuild
+from midstream.snapshots.rebuild import rebuild
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 root = Path(sys.argv[1])
@@ -798,7 +798,7 @@ FAULTS = """
 import resource, sys
 from pathlib import Path
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.arc2.rebuild import rebuild, verify
+from midstream.snapshots.rebuild import rebuild, verify
 def faults(act):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     act()

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from midstream.core.types import CompressionFormat
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.arc2.rebuild import rebuild
 from midstream.snapshots.layout import read_file_layout
+from midstream.snapshots.rebuild import rebuild
 
 pytestmark = pytest.mark.slow
 

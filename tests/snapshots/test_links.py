@@ -18,7 +18,7 @@ from trainer_writers import write_miles
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import SnapshotFiles
 from midstream.snapshots.content import file_content
-from midstream.snapshots.deltas import apply_delta
+from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.store import chain as chain_module
 from midstream.snapshots.store import links as links_module
 from midstream.snapshots.store.cache import SnapshotCache
@@ -124,9 +124,9 @@ def test_the_parent_of_a_delta_is_held_while_it_is_read(
         if len(linked) == 1:
             with pytest.raises(BlockingIOError):
                 os.open(full / WEIGHTS, os.O_WRONLY | os.O_NONBLOCK)
-        apply_delta(parent, *args, **options)
+        rebuild(parent, *args, **options)
 
-    monkeypatch.setattr(chain_module, "apply_delta", apply)
+    monkeypatch.setattr(chain_module, "rebuild", apply)
 
     async def load() -> Path:
         assert await chains.fetch(chain) is None

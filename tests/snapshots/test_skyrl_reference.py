@@ -11,7 +11,7 @@ import pytest
 from test_delta import arrays, assert_equal, changed, checkpoint, loaded
 from trainer_writers import write_skyrl
 
-from midstream.snapshots.deltas import apply_delta
+from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.trainer_deltas.records import Lineage
 
 pytestmark = pytest.mark.variant
@@ -67,7 +67,7 @@ def test_what_its_publisher_writes_is_rebuilt_and_its_reader_takes_what_our_test
     path = tmp_path / "v0"
     for number in (1, 2):
         delta, out = tmp_path / "theirs" / f"delta-{number:08d}", tmp_path / f"out{number}"
-        apply_delta(path, delta, out, "skyrl_delta", lineage=Lineage(path.name, delta.name))
+        rebuild(path, delta, out, "skyrl_delta", lineage=Lineage(path.name, delta.name))
         assert_equal(loaded(out), versions[number])
         path = out
     # Several files, as for a large model.

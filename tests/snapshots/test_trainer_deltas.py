@@ -14,14 +14,25 @@ import numpy as np
 import pytest
 import zstandard
 from safetensors.numpy import load_file, save_file
-from test_delta import Arrays, arrays, assert_equal, changed, checkpoint, contents, edit_header, loaded
+from test_delta import (
+    Arrays,
+    Watched,
+    arrays,
+    assert_equal,
+    changed,
+    checkpoint,
+    contents,
+    edit_header,
+    loaded,
+)
 from trainer_writers import write_miles, write_skyrl
 
 from midstream.cli import main
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
 from midstream.core.types import TrainerFormat
-from midstream.snapshots.deltas import apply_delta
-from midstream.snapshots.trainer_deltas import rebuild as rebuilding
+from midstream.snapshots import rebuild as rebuild_module
+from midstream.snapshots.rebuild import rebuild
+from midstream.snapshots.trainer_deltas import overwrite
 from midstream.snapshots.trainer_deltas.records import Lineage
 
 FORMATS: tuple[TrainerFormat, ...] = ("miles_delta", "skyrl_delta")
@@ -58,11 +69,14 @@ def test_a_delta_gives_its_child_byte_for_byte_in_the_parents_files(
 ) -> None:
     needed(how["algorithm"])
     # Tensors of several pieces, and blobs of several runs of positions.
-    monkeypatch.setattr(rebuilding, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(rebuilding, "POSITIONS_HELD", 100)
+    for module in (rebuild_module, overwrite):
+        monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(overwrite, "POSITIONS_HELD", 100)
     parent, delta, new = prepared(tmp_path, form, **how)
     before = contents(tmp_path)
-    apply_delta(parent, delta, tmp_path / "out", form)
+    watched = Watched()
+    assert rebuild(parent, delta, tmp_path / "out", form, making=watched)
+    assert watched.seen == {name: array.tobytes() for name, array in new.items()}
     assert_equal(loaded(tmp_path / "out"), new)
     out = contents(tmp_path / "out")
     assert out.keys() == contents(parent).keys()
@@ -75,7 +89,7 @@ def test_a_delta_that_changes_nothing_gives_the_parent(tmp_path: Path, form: Tra
     old = arrays()
     parent = checkpoint(tmp_path / "parent", old)
     delta = WRITERS[form](tmp_path / "delta", old, old)
-    apply_delta(parent, delta, tmp_path / "out", form)
+    rebuild(parent, delta, tmp_path / "out", form)
     assert contents(tmp_path / "out") == contents(parent)
 
 
@@ -86,7 +100,7 @@ def test_one_version_stands_on_another(tmp_path: Path) -> None:
         new = changed(old, seed=version)
         directory = write_miles(tmp_path / f"weight_v{version:06d}", old, new, version)
         out = tmp_path / f"out{version}"
-        apply_delta(path, directory, out, form, lineage=Lineage(path.name, directory.name))
+        rebuild(path, directory, out, form, lineage=Lineage(path.name, directory.name))
         path, old = out, new
     assert_equal(loaded(path), old)
 
@@ -98,13 +112,13 @@ def test_a_checksum_whose_package_is_missing_says_what_to_install(
     index_of(delta, lambda said: said["metadata"].update(checksum_format="xxh3-128"))
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(SnapshotError, match=r"pip install 'midstream\[deltas\]'"):
-        apply_delta(parent, delta, tmp_path / "out", "miles_delta")
+        rebuild(parent, delta, tmp_path / "out", "miles_delta")
 
 
 def refused(root: Path, form: TrainerFormat, error: type[Exception], *words: str, **how: Any) -> None:
     before = contents(root)
     with pytest.raises(error) as caught:
-        apply_delta(root / "parent", root / "delta", root / "out", form, **how)
+        rebuild(root / "parent", root / "delta", root / "out", form, **how)
     for word in words:
         assert word in str(caught.value)
     assert contents(root) == before
@@ -234,5 +248,30 @@ def test_the_command_checks_and_applies_them_and_writes_none(
     assert main(["delta", "verify", *paths]) == 0
     assert main(["delta", "decode", *paths, "--out", str(tmp_path / "out")]) == 0
     assert_equal(loaded(tmp_path / "out"), new)
-    assert main(["delta", "verify", *paths, "--out", str(parent)]) == 2
+    assert main(["delta", "verify", *paths, "--out", str(tmp_path / "out")]) == 0
+    assert main(["delta", "verify", *paths, "--out", str(parent)]) == 1
+    assert "is not what the delta makes" in capsys.readouterr().err
+    encode = [
+        "delta",
+        "encode",
+        "--parent",
+        str(parent),
+        "--child",
+        str(parent),
+        "--out",
+        str(tmp_path / "d"),
+    ]
+    assert main([*encode, "--format", "skyrl_delta"]) == 2
     assert "is only read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_number_that_is_not_finite_is_seen_while_it_is_written(tmp_path: Path, form: TrainerFormat) -> None:
+    old = arrays()
+    new = changed(old)
+    new["layers.1.w"][3, 4] = np.nan
+    parent, delta = checkpoint(tmp_path / "parent", old), WRITERS[form](tmp_path / "delta", old, new)
+    watched = Watched()
+    assert not rebuild(parent, delta, tmp_path / "out", form, making=watched)
+    assert watched.seen.keys() == new.keys() - {"layers.1.w"}
+    assert_equal(loaded(tmp_path / "out"), new)

@@ -11,10 +11,9 @@ from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.text import size
 from midstream.snapshots.arc2.encode import encode_delta
-from midstream.snapshots.arc2.rebuild import verify
 from midstream.snapshots.delta_formats import compression_format, is_arc
-from midstream.snapshots.deltas import apply_delta, verify_delta
 from midstream.snapshots.layout import read_spec
+from midstream.snapshots.rebuild import rebuild, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +59,8 @@ def _guarded(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {path}: is not a directory")
     if options.action != "verify" and options.out.exists():
         raise ConfigError(f"--out {options.out}: exists already")
-    if not is_arc(options.format) and (
-        options.action == "encode" or (options.action == "verify" and options.out)
-    ):
-        raise ConfigError(
-            f"--format {options.format}: is only read; encode, and verify --out, take arc_v2 or arc_v1"
-        )
+    if options.action == "encode" and not is_arc(options.format):
+        raise ConfigError(f"--format {options.format}: is only read; encode takes arc_v2 or arc_v1")
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {options.threads}")
     try:
@@ -99,7 +94,7 @@ def _encode(options: argparse.Namespace, progress: _Bytes) -> str:
 
 def _decode(options: argparse.Namespace, progress: _Bytes) -> str:
     started = time.perf_counter()
-    apply_delta(
+    rebuild(
         options.parent,
         options.delta,
         options.out,
@@ -115,11 +110,14 @@ def _decode(options: argparse.Namespace, progress: _Bytes) -> str:
 
 def _verify(options: argparse.Namespace, progress: _Bytes) -> str:
     started = time.perf_counter()
-    given = (options.parent, options.delta, options.format)
-    if options.out is None:
-        verify_delta(*given, threads=options.threads, progress=progress)
-    else:
-        verify(*given, result=options.out, threads=options.threads, progress=progress)
+    verify(
+        options.parent,
+        options.delta,
+        options.format,
+        result=options.out,
+        threads=options.threads,
+        progress=progress,
+    )
     seconds = time.perf_counter() - started
     blobs = sum(path.stat().st_size for path in options.delta.glob("*.safetensors"))
     is_result = f"; {options.out} is what it makes" if options.out else ""

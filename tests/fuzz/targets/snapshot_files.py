@@ -24,9 +24,9 @@ from midstream.core.errors import ConfigError, SnapshotCorrupt, SnapshotError
 from midstream.core.types import CompressionFormat
 from midstream.engine.vllm.model import read_shape
 from midstream.snapshots.arc2.blob import MAX_WINDOW_BYTES, BlobEncoder, BlobError, decoded
-from midstream.snapshots.arc2.rebuild import rebuild, verify
 from midstream.snapshots.content import encode_manifest, parse_manifest
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE, read_checkpoint, read_file_layout
+from midstream.snapshots.rebuild import rebuild, verify
 from targets.target import Target, check, controlled, outcome
 
 VECTORS = Path(__file__).parents[2] / "snapshots" / "vectors" / "arc2"

@@ -1,4 +1,4 @@
-"""Makes a delta: the directory that turns one checkpoint into another. rebuild.py describes it.
+"""Makes a delta: the directory that turns one checkpoint into another. changes.py describes it.
 
 Always holds: `out` appears whole or not at all. Parent and child are only read. A child that differs in a name, shape or dtype
 is refused before any work. Memory holds the blobs of one shard at most.

@@ -50,7 +50,7 @@ class Making(Protocol):
         """The checkpoint is made in `directory`. Everything but the tensors is there."""
 
     def made(self, tensor: str) -> None:
-        """The tensor is in its file: its bytes have the delta's checksum, and its numbers are finite."""
+        """The tensor is in its file: its bytes have the delta's checksum, if it changed them, and its numbers are finite."""
 
     def given_up(self) -> None:
         """The checkpoint was refused, perhaps before it was begun. It may be made again, of which nothing is told."""
@@ -111,23 +111,13 @@ def run(tasks: Sequence[Callable[[], None]], threads: int | None, meter: Meter) 
         raise min(errors, key=lambda error: isinstance(error, RebuildCancelled))
 
 
-def run_largest_first(
-    tasks: Sequence[tuple[int, Callable[[Meter], None]]],
-    threads: int | None,
-    cancelled: Cancelled | None,
-    progress: Progress | None,
-) -> None:
-    """Run all tasks, each with its bytes, so that the threads end together. Raises as `run`."""
-    run_in_order(sorted(tasks, key=lambda sized: sized[0], reverse=True), threads, cancelled, progress)
-
-
 def run_in_order(
     tasks: Sequence[tuple[int, Callable[[Meter], None]]],
     threads: int | None,
     cancelled: Cancelled | None,
     progress: Progress | None,
 ) -> None:
-    """As `run_largest_first`, but begin with the first one."""
+    """Run all tasks, each with its bytes; the first one begins first. Raises as `run`."""
     meter = Meter(sum(size for size, _ in tasks), cancelled, progress)
     run([partial(task, meter) for _, task in tasks], threads, meter)
 

@@ -27,9 +27,9 @@ from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncomp
 from midstream.core.types import Content, FileContent, SnapshotFiles
 from midstream.snapshots.arc2.files import Making
 from midstream.snapshots.content import by_content
-from midstream.snapshots.deltas import apply_delta
 from midstream.snapshots.identity import directory_name
 from midstream.snapshots.messages import shown
+from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.fetch import (
     PARTS_IN_FLIGHT,
@@ -440,7 +440,7 @@ class ChainFetcher:
             delta = self._cache.delta(link)
             self._links.hold_whole(parent, chain[i - 1].snapshot)
             self._links.hold_whole(delta, link.snapshot)
-            finite = apply_delta(
+            finite = rebuild(
                 parent,
                 delta,
                 out,

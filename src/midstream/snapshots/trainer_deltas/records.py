@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotIncompatible
 from midstream.core.types import TrainerFormat
+from midstream.snapshots.changes import ChangedTensor, Encoding
 from midstream.snapshots.identity import WHOLE_SUFFIX
 from midstream.snapshots.layout import (
     INDEX_FILE,
@@ -31,8 +32,8 @@ from midstream.snapshots.layout import (
 )
 from midstream.snapshots.messages import listed, shown, shown_value
 
-Encoding = Literal["xor", "overwrite"]
-ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite")
+#: By the names that Miles has for them.
+ENCODINGS: Mapping[str, Encoding] = {"xor": "arc_v2", "overwrite": "overwrite"}
 MILES_CHECKSUMS = ("xxh3-128", "blake3", "adler32")
 SKYRL_CHECKSUMS = ("xxh3-128", "sha256")
 #: How torch names the types that safetensors files have.
@@ -52,19 +53,6 @@ _TORCH_DTYPES = {
 _VERSION_NAME = re.compile(rf"(?:weight_v|delta-)(\d{{1,18}})(?:{re.escape(WHOLE_SUFFIX)})?", re.ASCII)
 
 
-class ChangedTensor(NamedTuple):
-    """blob: where in the file its bytes lie. checksum: of the new bytes. size, dtype, shape: None where the format has none."""
-
-    file: str
-    blob: tuple[int, int]
-    encoding: Encoding
-    algorithm: str
-    checksum: str
-    size: int | None = None
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-
-
 class TrainerDelta(NamedTuple):
     """said_in: the file that says it. tensors: those that changed, by name."""
 
@@ -79,6 +67,9 @@ class Lineage(NamedTuple):
 
     parent: str = ""
     own: str = ""
+
+
+NO_LINEAGE = Lineage()
 
 
 def version_of(name: str) -> int | None:
@@ -126,7 +117,7 @@ def _read_miles(directory: Path) -> TrainerDelta:
         raise SnapshotIncompatible(
             f"{INDEX_FILE}: has no delta_encoding, so it is a full snapshot; signal it as one"
         )
-    encoding = _one_of(metadata, "delta_encoding", ENCODINGS)
+    encoding = ENCODINGS[_one_of(metadata, "delta_encoding", tuple(ENCODINGS))]
     _one_of(metadata, "compression_format", ("zstd",))
     algorithm = _one_of(metadata, "checksum_format", MILES_CHECKSUMS)
     for name, file in weight_map.items():
@@ -148,8 +139,9 @@ def _read_miles(directory: Path) -> TrainerDelta:
     )
 
 
-def _one_of(metadata: Mapping[str, Any], field: str, known: tuple[Any, ...]) -> Any:
-    if (value := metadata.get(field)) not in known:
+def _one_of(metadata: Mapping[str, Any], field: str, known: tuple[str, ...]) -> str:
+    value = metadata.get(field)
+    if not isinstance(value, str) or value not in known:
         raise SnapshotIncompatible(
             f"{INDEX_FILE}: {field} {shown_value(value)} is not supported: it must be {' or '.join(known)}"
         )
@@ -228,7 +220,7 @@ def _changed(record: _Record, layouts: Mapping[str, FileLayout]) -> ChangedTenso
     return ChangedTensor(
         record.payload_file,
         (begin, end),
-        "xor",
+        ENCODINGS["xor"],
         algorithm,
         checksum,
         record.uncompressed_num_bytes,

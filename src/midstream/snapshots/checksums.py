@@ -1,7 +1,7 @@
-"""The checksums by which trainers name the bytes of a tensor: which there are, and the packages that compute them.
+"""The checksums by which deltas name the bytes of a tensor: which there are, and the packages that compute them.
 
-Always holds: a checksum is lower-case hexadecimal text. The packages are imported when a delta needs one, so that a replica
-without such deltas needs none of them.
+Always holds: a checksum is lower-case hexadecimal text, except for ARC2's, which is decimal. The packages are imported when a
+delta needs one, so that a replica without such deltas needs none of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from midstream.core.errors import SnapshotError
 from midstream.core.extras import advice
 from midstream.snapshots.arc2.blob import adler32
+
+#: Adler-32 as ARC2 writes it.
+ARC_ADLER32 = "arc adler32"
 
 
 class Checksum(Protocol):
@@ -24,14 +28,16 @@ class Checksum(Protocol):
 
 
 class _Adler32:
-    def __init__(self) -> None:
-        self._sum = 1
+    """form: of the number."""
+
+    def __init__(self, form: str = "08x") -> None:
+        self._sum, self._form = 1, form
 
     def update(self, data: memoryview) -> None:
         self._sum = adler32(data, self._sum)
 
     def hexdigest(self) -> str:
-        return f"{self._sum:08x}"
+        return format(self._sum, self._form)
 
 
 def _of(package: str, name: str) -> Callable[[], Checksum]:
@@ -46,10 +52,11 @@ def _of(package: str, name: str) -> Callable[[], Checksum]:
     return fresh
 
 
-#: By the name that the files have for it.
+#: By the name that the files of trainers have for it.
 CHECKSUMS: Mapping[str, Callable[[], Checksum]] = {
     "xxh3-128": _of("xxhash", "xxh3_128"),
     "blake3": _of("blake3", "blake3"),
     "adler32": _Adler32,
+    ARC_ADLER32: partial(_Adler32, "d"),
     "sha256": hashlib.sha256,
 }
