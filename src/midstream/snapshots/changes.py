@@ -1,6 +1,6 @@
 """What a delta changes in its parent, as one record, whichever format it has. Pure.
 
-Always holds: a Changes names every tensor of the parent once, with the file and the place that it has there.
+Always holds: a DeltaChanges names every tensor of the parent once, with the file and the place that it has there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RebuiltTensor(NamedTuple):
     change: ChangedTensor | None
 
 
-class Changes(NamedTuple):
+class DeltaChanges(NamedTuple):
     """layouts: of the parent's weights files. not_of_result: files of the delta that say what is in it."""
 
     layouts: Mapping[str, FileLayout]
@@ -50,11 +50,11 @@ class Changes(NamedTuple):
 
 def changes_of(
     layouts: Mapping[str, FileLayout], changed: Mapping[str, ChangedTensor], *not_of_result: str
-) -> Changes:
+) -> DeltaChanges:
     """layouts: of the parent's weights files. changed: by tensor."""
     tensors = [
         RebuiltTensor(name, file, spec.dtype, layout.ranges[name], changed.get(name))
         for file, layout in layouts.items()
         for name, spec in layout.tensors.items()
     ]
-    return Changes(layouts, tensors, not_of_result)
+    return DeltaChanges(layouts, tensors, not_of_result)

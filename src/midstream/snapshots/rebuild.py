@@ -34,7 +34,7 @@ from midstream.snapshots.arc2.files import (
     run_in_order,
     write,
 )
-from midstream.snapshots.changes import ChangedTensor, Changes, RebuiltTensor
+from midstream.snapshots.changes import ChangedTensor, DeltaChanges, RebuiltTensor
 from midstream.snapshots.checksums import CHECKSUMS
 from midstream.snapshots.finite import all_finite
 from midstream.snapshots.messages import listed, shown, shown_value
@@ -115,13 +115,13 @@ def verify(
         _apply_all(_Work(parent, delta, threads, cancelled, progress), tensors, compare)
 
 
-def _changes(parent: Path, delta: Path, compression: CompressionFormat, lineage: Lineage) -> Changes:
+def _changes(parent: Path, delta: Path, compression: CompressionFormat, lineage: Lineage) -> DeltaChanges:
     if compression == "arc_v1" or compression == "arc_v2":
         return of_arc2.changes(parent, delta, compression)
     return of_trainers.changes(parent, delta, compression, lineage)
 
 
-def _comparison(changes: Changes, result: Path) -> _Sink:
+def _comparison(changes: DeltaChanges, result: Path) -> _Sink:
     tensors = checkpoint_tensors(result)
     expected = {name: spec for layout in changes.layouts.values() for name, spec in layout.tensors.items()}
     if differing := sorted(expected.keys() ^ tensors.keys()):

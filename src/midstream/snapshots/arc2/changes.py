@@ -14,13 +14,13 @@ from pathlib import Path
 from midstream.core.errors import SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing
 from midstream.core.types import ArcFormat
 from midstream.snapshots.arc2.files import weights_files
-from midstream.snapshots.changes import ChangedTensor, Changes, changes_of
+from midstream.snapshots.changes import ChangedTensor, DeltaChanges, changes_of
 from midstream.snapshots.checksums import ARC_ADLER32
 from midstream.snapshots.layout import INDEX_FILE, FileLayout, read_file_layout, read_weight_map
 from midstream.snapshots.messages import listed, shown, shown_value
 
 
-def changes(parent: Path, delta: Path, compression: ArcFormat) -> Changes:
+def changes(parent: Path, delta: Path, compression: ArcFormat) -> DeltaChanges:
     """Raises SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible."""
     layouts = weights_files(parent)
     _check_index(parent, delta)

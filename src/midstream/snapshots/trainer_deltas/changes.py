@@ -10,7 +10,7 @@ from pathlib import Path
 from midstream.core.errors import SnapshotIncompatible
 from midstream.core.types import TrainerFormat
 from midstream.snapshots.arc2.files import length, weights_files
-from midstream.snapshots.changes import ChangedTensor, Changes, changes_of
+from midstream.snapshots.changes import ChangedTensor, DeltaChanges, changes_of
 from midstream.snapshots.layout import SKYRL_MANIFEST, FileLayout
 from midstream.snapshots.messages import listed, shown, shown_value
 from midstream.snapshots.trainer_deltas.records import (
@@ -21,7 +21,7 @@ from midstream.snapshots.trainer_deltas.records import (
 )
 
 
-def changes(parent: Path, delta: Path, compression: TrainerFormat, lineage: Lineage) -> Changes:
+def changes(parent: Path, delta: Path, compression: TrainerFormat, lineage: Lineage) -> DeltaChanges:
     """lineage: names that the versions in the delta must fit. Raises the errors of arc2.changes.changes."""
     layouts = weights_files(parent)
     record = read_trainer_delta(delta, compression)
