@@ -29,7 +29,7 @@ LINES_MAX = {
     "http": 2625,
     "integrations": 1235,
     "launch": 3820,
-    "ledger": 3350,
+    "ledger": 3395,
     "midstream": 150,
     "midstream_kernels": 1775,
     "midstream_tinker": 7390,

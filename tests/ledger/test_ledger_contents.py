@@ -18,6 +18,7 @@ from midstream.ledger.schema import (
     change_counter,
     changes,
     contents,
+    machine_clock,
     policy_counts,
     rebases,
     transfer_updates,
@@ -196,10 +197,11 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
 @pytest.mark.parametrize(
     ("version", "lacked"),
     [
-        (3, (contents, weights, change_counter, changes, policy_counts, *TRANSFERS, rebases)),
-        (4, (change_counter, changes, policy_counts, *TRANSFERS, rebases)),
-        (5, (*TRANSFERS, rebases)),
-        (6, (rebases,)),
+        (3, (contents, weights, change_counter, changes, policy_counts, *TRANSFERS, rebases, machine_clock)),
+        (4, (change_counter, changes, policy_counts, *TRANSFERS, rebases, machine_clock)),
+        (5, (*TRANSFERS, rebases, machine_clock)),
+        (6, (rebases, machine_clock)),
+        (7, (machine_clock,)),
     ],
 )
 def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ledger_helpers import DEPLOYMENT, moved, on_ledger, opened, signal
 
 from midstream.core.errors import ConfigError
 from midstream.core.types import Stage
-from midstream.ledger import Ledger, LedgerUnavailable, database, schema, sqlite_url
+from midstream.ledger import Ledger, LedgerUnavailable, clock, database, schema, sqlite_url
 
 
 def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
         db.execute("UPDATE midstream_schema SET version = 99")
     db.close()
     with pytest.raises(
-        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 7"
+        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 8"
     ):
         Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
 
@@ -119,3 +120,21 @@ def test_the_file_is_in_wal_mode_with_foreign_keys_on(tmp_path: Path) -> None:
                 deployment_id=77, replica="r", boot="b", seq=0, identity="a",
                 generation=1, stage="idle", at=0.0, detail="",
             ))  # fmt: skip
+
+
+def test_a_clock_that_is_set_moves_no_deadline_in_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = sqlite_url(tmp_path / "ledger.sqlite")
+    real = time.time
+    first = Ledger(url)
+    before = first.clock()
+    assert abs(before - real()) < 60.0
+    monkeypatch.setattr(time, "time", lambda: real() - 5847.0)
+    second = Ledger(url)
+    assert before <= first.clock() <= second.clock() < before + 60.0
+    monkeypatch.setattr(clock, "boot_id", lambda: "the next start")
+    third = Ledger(url)
+    assert abs(third.clock() - time.time()) < 60.0
+    for ledger in (first, second, third):
+        ledger.close()

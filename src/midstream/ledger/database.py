@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from midstream.core.errors import ConfigError, ReplicaUnavailable
 from midstream.core.private import private_file
+from midstream.ledger.clock import machine_ahead_s
 from midstream.ledger.deployments import count_policies
 from midstream.ledger.schema import (
     COUNTED_FROM,
@@ -66,6 +67,9 @@ class Database:
         try:
             with self.engine.begin() as db:
                 version = _prepare_schema(db)
+                known = version == SCHEMA_VERSION
+                #: Of the clock of a machine whose database has none.
+                self.ahead_s = machine_ahead_s(db) if known and not self.is_server else None
         except SQLAlchemyError as error:
             self.close()
             raise ConfigError(f"ledger {self.shown}: cannot be opened: {_reason(error)}") from error

@@ -84,14 +84,21 @@ class Ledger:
     transaction was then rolled back, or the answer to its commit was lost. A method that is cancelled may still commit.
     """
 
-    def __init__(self, url: str, *, now: Callable[[], float] = time.time) -> None:
-        """Open or create. Raises ConfigError when the file is no ledger or was written by another schema version."""
+    def __init__(self, url: str, *, now: Callable[[], float] | None = None) -> None:
+        """Open or create. now: None for the machine's clock.
+
+        Raises ConfigError when the file is no ledger or was written by another schema version.
+        """
         self._database = Database(url)
         self._contents = Contents()
         #: This machine's clock: seconds since the epoch.
-        self.now = now
+        self.now = now or time.time
         #: The clock of deadlines and claims. It is right once a method of transfers was called.
-        self.clock = LedgerClock(lambda: self.now(), server=self._database.is_server)
+        self.clock = LedgerClock(
+            lambda: self.now(),
+            server=self._database.is_server,
+            ahead_s=self._database.ahead_s if now is None else None,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         #: The transaction that the thread runs, or ran last.
         self._at_work: object = None

@@ -31,9 +31,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 7
-#: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates, rebases.
-UPGRADED_FROM = (3, 4, 5, 6)
+SCHEMA_VERSION = 8
+#: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates, rebases, the clock.
+UPGRADED_FROM = (3, 4, 5, 6, 7)
 #: The first version with counts of policies.
 COUNTED_FROM = 5
 
@@ -275,6 +275,16 @@ change_counter = Table(
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("last", BigInteger, nullable=False),
     Column("forgotten", BigInteger, nullable=False),
+)
+
+#: One row, of a database without a clock of its own. ahead_s: how far the time of day was ahead of the machine's clock that
+#: cannot jump, when it was first asked for after the start `boot` of the machine.
+machine_clock = Table(
+    "machine_clock",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("boot", String(64), nullable=False),
+    Column("ahead_s", Float, nullable=False),
 )
 
 #: Names of deployments and policies, with the serial of each one's last change.
