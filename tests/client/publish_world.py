@@ -15,6 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from midstream.client import SnapshotPublisher
+from midstream.core.errors import RebasePending
 from midstream.snapshots.rebuild import rebuild
 
 SWAP = {
@@ -53,6 +54,8 @@ class World:
         self.signals: list[dict[str, Any]] = []
         self.hints: list[dict[str, Any]] = []
         self.refuse_deltas = False
+        # Answers to deltas of whose chains whole files are still to come.
+        self.rebases_pending = 0
         # This snapshot cannot be loaded.
         self.fail: str | None = None
         self.error: str | None = None
@@ -110,6 +113,10 @@ class World:
     def signal(self, body: dict[str, Any]) -> httpx.Response:
         self.signals.append(body)
         delta = body.get("incremental_snapshot_metadata")
+        if delta is not None and self.rebases_pending:
+            self.rebases_pending -= 1
+            error = RebasePending("at most 64 are allowed")
+            return httpx.Response(error.status, json=error.body(), headers=error.headers())
         if delta is not None and (
             self.refuse_deltas or delta["previous_snapshot_identity"] != self.desired or self.error
         ):

@@ -200,6 +200,20 @@ def test_a_refused_delta_is_sent_again_as_a_full_snapshot(world: World) -> None:
         assert world.desired == "1"
 
 
+def test_a_full_chain_is_waited_for_only_by_a_delta_that_was_asked_for(world: World) -> None:
+    with world.publisher() as publisher:
+        publisher.publish("0", weights(0), config_dir=world.config)
+        world.rebases_pending = 3
+        assert publisher.publish("1", weights(1), config_dir=world.config, kind="delta").kind == "delta"
+        assert world.rebases_pending == 0
+        world.rebases_pending = 3
+        # A full snapshot is there at once, and nobody says when a replica has written its own.
+        done = publisher.publish("2", weights(2), config_dir=world.config)
+        assert (done.kind, world.rebases_pending) == ("full", 2)
+        assert "503 at most 64 are allowed" in done.why
+        assert_served(world, "2", weights(2))
+
+
 def test_a_delta_that_cannot_be_is_an_error_only_when_it_was_asked_for(world: World) -> None:
     def changed(**tensors: Any) -> dict[str, Any]:
         return weights(1) | tensors

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from push_world import DEPLOYMENT, World, content, in_world
 
-from midstream.core.errors import SnapshotRefused
+from midstream.core.errors import RebasePending, SnapshotRefused
 from midstream.core.transfer import Digest, Keep
 from midstream.core.types import Desired, Stage, Transition
 from midstream.fleet.push_upkeep import LEASE_S
@@ -183,7 +183,7 @@ def test_a_gateway_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Pa
     in_world(tmp_path, work, gateways=2)
 
 
-def test_a_bucket_that_refuses_is_said_once_and_the_bound_stays(
+def test_a_bucket_that_refuses_is_said_once_and_the_bound_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -202,7 +202,7 @@ def test_a_bucket_that_refuses_is_said_once_and_the_bound_stays(
         assert state.rebase_problem.endswith("update_info.names: 'x' is none of the model's")
         said = [record.getMessage() for record in caplog.records]
         assert len([one for one in said if "is not in the bucket yet" in one]) == 1, said
-        with pytest.raises(SnapshotRefused, match="at most 8 are allowed"):
+        with pytest.raises(RebasePending, match=r"at most 8 are allowed.*is none of the model's"):
             await step(world, CHAIN_MAX + 1)
         # The bucket takes files again: the next delta is taken, and there is nothing to say.
         for one in world.replicas.values():
@@ -230,12 +230,58 @@ def test_a_run_that_reached_the_bound_while_one_was_given_up_goes_on(tmp_path: P
             one.faults.clear()
         await looked(world)
         assert not any(written(world))
-        with pytest.raises(SnapshotRefused, match="at most 8 are allowed"):
+        with pytest.raises(RebasePending, match="at most 8 are allowed"):
             await step(world, CHAIN_MAX + 1)
         await looked(world, 1.0)
         assert [name for names in written(world) for name in names] == ["8.full"]
         assert links(await step(world, CHAIN_MAX + 1)) == ["8.full", "9"]
         assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
+
+    in_world(tmp_path, work)
+
+
+def test_the_bound_refuses_for_good_where_no_whole_files_can_come(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        for number in range(CHAIN_MAX + 1):
+            await step(world, number)
+
+        async def beyond(rebase_after: int, **serving: Any) -> None:
+            delta = Signal(
+                identity="9", url="file:///bucket/9", fingerprint="9", previous="8", compression="arc_v2"
+            )
+            await gateway.ledger.signal(
+                DEPLOYMENT,
+                delta,
+                FleetReports(**serving),
+                chain_max=CHAIN_MAX,
+                rebase_after=rebase_after,
+            )
+
+        # Whole files of 4 are wanted, with which 9 begins.
+        with pytest.raises(RebasePending):
+            await beyond(AFTER)
+        for one in world.replicas.values():
+            one.faults[Digest] = "refuse"
+        await looked(world, 1.0)
+        # They are given up, as 4 is not desired. Those of 8 are, unless there are no rebases.
+        with pytest.raises(SnapshotRefused, match="at most 8 are allowed; publish a full snapshot"):
+            await beyond(0)
+        with pytest.raises(RebasePending):
+            await beyond(AFTER)
+        # What is desired now stands on nothing. So nobody makes whole files of the chain that still serves.
+        await gateway.ledger.reset_ledger(DEPLOYMENT)
+        for number in range(CHAIN_MAX + 1):
+            await step(world, number, url=f"file:///bucket/again-{number}")
+        full = await gateway.ledger.signal(
+            DEPLOYMENT, Signal(identity="x", url="file:///bucket/x", fingerprint="x")
+        )
+        for one in world.replicas.values():
+            one.faults[Digest] = "refuse"
+        await looked(world, 1.0)
+        generation = full.desired.generation
+        with pytest.raises(SnapshotRefused, match="at most 8 are allowed; publish a full snapshot"):
+            await beyond(AFTER, failed_generation=generation, serving=(("8", generation),))
 
     in_world(tmp_path, work)
 

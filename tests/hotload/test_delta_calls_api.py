@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from test_hotload_api import DEPLOYMENT, Server, failed, ready, serve, while_three_load
 
+from midstream.api.app import control_app
+from midstream.api.hotload import hotload_apis
+from midstream.proxy.metrics import GatewayMetrics
+
 MILES, SKYRL = "updates/weight_v{:06d}", "sync/delta-{:08d}"
 
 
@@ -282,6 +286,27 @@ def test_a_catch_up_over_the_bound_signals_no_version(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "target_version")
         assert "gateway.chain_max" in answer.json()["message"]
         assert [row[0] for row in await rows(server)] == ["0"]
+
+    serve(tmp_path, work)
+
+
+def test_a_catch_up_that_waits_for_whole_files_may_come_again(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        apis = hotload_apis(server.ledger, server.deployments, chain_max=2, rebase_after=1)
+        app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
+        server.http._transport.app = app  # type: ignore[attr-defined]
+        await began(server)
+        published(server, MILES, 1, 2, 3, 4)
+        body = {"source_dir": str(server.bucket / "updates"), "target_version": 1}
+        assert (await ask(server, "/pull_weights", body)).status_code == 200
+        late = await server.http.post("/pull_weights", json=body | {"target_version": 3})
+        assert (late.status_code, late.json()["success"]) == (503, False)
+        assert late.json()["error"]["code"] == "rebase_pending"
+        assert int(late.headers["retry-after"]) > 0
+        # Three would be too many on any full snapshot.
+        never = await server.http.post("/pull_weights", json=body | {"target_version": 4})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "target_version")
+        assert [row[0] for row in await rows(server)] == ["0", "1"]
 
     serve(tmp_path, work)
 

@@ -14,7 +14,7 @@ from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
 
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
-from midstream.core.types import SnapshotFiles, Stage
+from midstream.core.types import FileContent, SnapshotFiles, Stage
 from midstream.core.wires import HOT_LOAD_PATH
 from midstream.ledger import Disagreement
 from midstream.proxy.metrics import GatewayMetrics
@@ -97,6 +97,30 @@ def test_the_limit_of_a_chain_is_a_setting(tmp_path: Path) -> None:
         response = await server.signal({"identity": "x", **on("b")})
         assert response.status_code == 400
         assert "at most 1 are allowed; publish a full snapshot" in response.json()["error"]["message"]
+
+    serve(tmp_path, work)
+
+
+def test_a_signal_on_a_full_chain_may_come_again_once_whole_files_are_there(tmp_path: Path) -> None:
+    """The trainer was faster than its replicas. Nothing of the signal is wrong, so a client that heeds statuses repeats it."""
+
+    async def work(server: Server) -> None:
+        apis = hotload_apis(server.ledger, server.deployments, chain_max=1, rebase_after=1)
+        app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
+        server.http._transport.app = app  # type: ignore[attr-defined]
+        await server.signal({"identity": "a"})
+        await server.signal({"identity": "b", **on("a")})
+        response = await server.signal({"identity": "x", **on("b")})
+        assert refusal(response) == (503, "incremental_snapshot_metadata.previous_snapshot_identity")
+        assert response.json()["error"]["code"] == "rebase_pending"
+        assert int(response.headers["retry-after"]) > 0
+        [wanted] = await server.ledger.unkept_updates()
+        content = (FileContent("config.json", 2, "0" * 64),)
+        await server.ledger.settle_rebase(replace(wanted, content=content), "kept", 0.0, 1, "")
+        assert (await server.signal({"identity": "x", **on("b")})).status_code == 200
+        desired = await server.desired()
+        assert desired is not None
+        assert [link.url.rpartition("/")[2] for link in desired.files] == ["b.full", "x"]
 
     serve(tmp_path, work)
 

@@ -25,6 +25,7 @@ from midstream.core.endpoints import Endpoint, serves
 from midstream.core.errors import (
     InvalidRequest,
     MidstreamError,
+    RebasePending,
     ReplicaUnavailable,
     SnapshotCorrupt,
     SnapshotError,
@@ -135,7 +136,7 @@ class DeltaCallsApi:
             return await self._fetched(request, deployment, fields_of(info, FetchWeights))
         except UnknownField as error:
             raise UnknownField(f"update_info.{error.param}") from error
-        except InvalidRequest as error:
+        except (InvalidRequest, RebasePending) as error:
             if error.param not in FetchWeights.__struct_fields__:
                 # Of the snapshot, not of a field.
                 raise
@@ -175,11 +176,13 @@ class DeltaCallsApi:
         standing = len(state.desired.parents) if state.desired is not None and full is None else 0
         if standing + target - base > self._chain_max:
             # Refused before the first of them is signalled.
-            await self._ledger.want_full_files(deployment.name, self._rebase_after)
-            raise SnapshotRefused(
+            raise await self._ledger.chain_full(
+                deployment.name,
+                # Whole files of what is desired are of no use where these alone are too many.
+                self._rebase_after if target - base <= self._chain_max else 0,
                 f"target_version: {standing + target - base} versions would stand on one full snapshot, and at most"
                 f" {self._chain_max} may (gateway.chain_max)",
-                param="target_version",
+                "target_version",
             )
         if target == 0:
             assert state.desired is not None

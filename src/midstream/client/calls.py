@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
 from midstream.client.errors import PublishError, SignalRefused, Unanswered
-from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer
+from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer, Verdict
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer, read
 from midstream.core.retry import Backoff, Deadline
 
@@ -74,13 +74,24 @@ class _Until(httpx.SyncByteStream):
 
 
 class _ClientAttempts(CallAttempts):
-    """Attempts until a deadline. The server may ask for longer pauses, or for shorter ones. request: its method and URL."""
+    """Attempts until a deadline. The server may ask for longer pauses, or for shorter ones. request: its method and URL.
 
-    def __init__(self, request: str, deadline: Deadline, now: Callable[[], float]) -> None:
+    final: codes of errors that end the call, though a retry may cure them.
+    """
+
+    def __init__(
+        self, request: str, deadline: Deadline, now: Callable[[], float], final: Collection[str] = ()
+    ) -> None:
         super().__init__(BACKOFF)
         self._request = request
         self._deadline = deadline
         self._now = now
+        self._final = final
+
+    def verdict(self, answer: HttpAnswer) -> Verdict:
+        if self._final and answer.code in self._final:
+            return "refuse"
+        return super().verdict(answer)
 
     def pause_s(self, heard: Heard) -> float:
         asked_s = heard.asked_pause_s(self._now()) if isinstance(heard, HttpAnswer) else None
@@ -155,12 +166,14 @@ class RetryingCaller:
         deadline_s: float,
         json: Any = None,
         headers: Mapping[str, str] | None = None,
+        final: Collection[str] = (),
     ) -> CallAnswer:
         """The answer of a 2xx. Raises SignalRefused on any other final answer, Unanswered after `deadline_s`.
 
-        deadline_s: in seconds. 0 asks once, within the timeouts of the connection.
+        deadline_s: in seconds. 0 asks once, within the timeouts of the connection. final: codes of errors that are not waited
+        for, though a retry may cure them.
         """
-        answer, attempts = self._request(method, url, deadline_s, json, headers)
+        answer, attempts = self._request(method, url, deadline_s, json, headers, final)
         return CallAnswer(decoded(answer, url), attempts)
 
     def read(self, url: str, kind: type[_Kind], what: str, *, deadline_s: float) -> _Kind:
@@ -195,18 +208,28 @@ class RetryingCaller:
         return self._repeat(request, deadline, ask)[0]
 
     def _request(
-        self, method: str, url: str, deadline_s: float, json: Any, headers: Mapping[str, str] | None
+        self,
+        method: str,
+        url: str,
+        deadline_s: float,
+        json: Any,
+        headers: Mapping[str, str] | None,
+        final: Collection[str] = (),
     ) -> tuple[HttpAnswer, int]:
         deadline = self.deadline(deadline_s)
         within = deadline if self._bounded and deadline_s else None
         return self._repeat(
-            f"{method} {url}", deadline, lambda: self._ask(method, url, within, json, headers)
+            f"{method} {url}", deadline, lambda: self._ask(method, url, within, json, headers), final
         )
 
     def _repeat(
-        self, request: str, deadline: Deadline, ask: Callable[[], HttpAnswer]
+        self,
+        request: str,
+        deadline: Deadline,
+        ask: Callable[[], HttpAnswer],
+        final: Collection[str] = (),
     ) -> tuple[HttpAnswer, int]:
-        attempts = _ClientAttempts(request, deadline, self._now)
+        attempts = _ClientAttempts(request, deadline, self._now, final)
         while True:
             attempts.begin()
             heard: Heard

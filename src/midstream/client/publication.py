@@ -389,6 +389,8 @@ class ToBucket:
                 extra_fields_ignore=job.extra_fields_ignore,
                 retry_s=left_s,
                 overwrite=job.overwrite,
+                # A full snapshot needs no waiting.
+                wait_for_rebase=job.kind == "delta",
             )
 
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from midstream.client.calls import RETRY_S, CallAnswer, RetryingCaller
 from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed, Unanswered
 from midstream.client.status import Status, read_status
+from midstream.core.errors import RebasePending
 from midstream.core.headers import HEADER_OVERWRITE
 from midstream.core.wires import HOT_LOAD_PATH
 
@@ -28,6 +29,8 @@ class SignalOptions(TypedDict, total=False):
     extra_fields_ignore: top-level fields of config.json that may differ from the served model's.
     retry_s: how long the signal is retried, in seconds (300).
     overwrite: these files replace others that were served under this identity.
+    wait_for_rebase: a delta on a full chain is retried until a replica has written whole files to stand on (True). False: it
+    is refused at once.
     """
 
     previous: str | None
@@ -35,6 +38,7 @@ class SignalOptions(TypedDict, total=False):
     extra_fields_ignore: Sequence[str]
     retry_s: float
     overwrite: bool
+    wait_for_rebase: bool
 
 
 class SnapshotCalls:
@@ -73,7 +77,10 @@ class SnapshotCalls:
             body["validation"] = {"extra_fields_ignore": list(fields)}
         retry_s = options.get("retry_s", RETRY_S)
         headers = {HEADER_OVERWRITE: "1"} if options.get("overwrite") else None
-        return self._caller.call("POST", self.url, deadline_s=retry_s, json=body, headers=headers)
+        final = () if options.get("wait_for_rebase", True) else (RebasePending.code,)
+        return self._caller.call(
+            "POST", self.url, deadline_s=retry_s, json=body, headers=headers, final=final
+        )
 
     def hint(
         self, identity: str, files: Sequence[str], previous: str | None, compression: Compression

@@ -24,6 +24,7 @@
         AnotherBoot                 the boot that the request was placed on is gone
           StreamGivenUp             its weights failed their check under the request
         PolicyNotLoaded             the replica does not hold the request's policy
+      RebasePending 503             retryable: the chain of a delta is full, and its whole files are still to come
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
       SnapshotNotFinite             a number is NaN or infinite
@@ -314,6 +315,15 @@ class PolicyNotLoaded(ReplicaUnavailable):
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), HEADER_NOT_LOADED: "1"}
+
+
+class RebasePending(MidstreamError):
+    """A signal on a chain that has as many deltas as it may. It is taken once the chain begins with the whole files that a
+    replica writes."""
+
+    status = 503
+    code = "rebase_pending"
+    retry_after_s = 5
 
 
 class SnapshotError(Exception):

@@ -50,8 +50,16 @@ class HttpAnswer(NamedTuple):
     @property
     def param(self) -> str | None:
         """The field at fault, as the error in the body names it."""
+        return self._of_error("param")
+
+    @property
+    def code(self) -> str | None:
+        """Of the error in the body."""
+        return self._of_error("code")
+
+    def _of_error(self, field: str) -> str | None:
         try:
-            found = msgspec.json.decode(self.body)["error"]["param"]
+            found = msgspec.json.decode(self.body)["error"][field]
         except (*NOT_JSON, KeyError, TypeError):
             return None
         return found if isinstance(found, str) else None

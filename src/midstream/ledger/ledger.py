@@ -29,7 +29,7 @@ from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import sqlalchemy as sa
 
-from midstream.core.errors import SnapshotRefused
+from midstream.core.errors import RebasePending, SnapshotRefused
 from midstream.core.types import (
     Pause,
     PauseMode,
@@ -239,7 +239,8 @@ class Ledger:
 
         A snapshot that is only asked for again has the stronger of the two cache policies. Raises NotFound for an unknown
         deployment. Raises SnapshotRefused for an incremental snapshot that cannot be taken now (ledger/signals.py), and for
-        files that differ from those that the identity means (ledger/contents.py).
+        files that differ from those that the identity means (ledger/contents.py). Raises RebasePending for one that can be
+        taken later (`chain_full`).
         """
 
         def accept(db: sa.Connection) -> SignalResult:
@@ -251,14 +252,34 @@ class Ledger:
 
         try:
             return await self._write(accept)
-        except SnapshotRefused:
-            await self.want_full_files(name, rebase_after)
-            raise
+        except signals.ChainFull as full:
+            raise await self.chain_full(
+                name, rebase_after, str(full), signals.PREVIOUS, signal.previous
+            ) from full
 
-    async def want_full_files(self, name: str, rebase_after: int) -> None:
-        """As `signal` wants them, of what is desired. For signals that are refused: where the bound of chains refuses all, none
-        that is taken would want them."""
-        await self._write(lambda db: snapshots.want_whole(db, name, None, rebase_after, self.clock.read(db)))
+    async def chain_full(
+        self, name: str, rebase_after: int, why: str, param: str, parent: str | None = None
+    ) -> SnapshotRefused | RebasePending:
+        """The error of a signal that the bound of chains refuses: whether it is taken later, or never.
+
+        parent: what it stands on; None: what is desired. The whole files of what is desired are wanted from now on: where all
+        signals are refused, none that is taken would want them.
+        """
+
+        def look(db: sa.Connection) -> tuple[bool, str]:
+            snapshots.want_whole(db, name, None, rebase_after, self.clock.read(db))
+            row = deployments.find(db, name)
+            problem = "" if row is None else rebases.problem(db, row.id)
+            return snapshots.whole_may_come(db, name, parent, rebase_after), problem
+
+        comes, problem = await self._write(look)
+        if not comes:
+            return SnapshotRefused(f"{why}; publish a full snapshot", param=param)
+        last = f" (the last try failed: {problem})" if problem else ""
+        return RebasePending(
+            f"{why}. A replica brings whole files into the bucket, on which it can stand: signal it again then{last}",
+            param=param,
+        )
 
     async def new_generation(self, name: str, floor: int = 0) -> int:
         """A generation that no replica has seen, above `floor`, to ask a replica for the same once more. Raises NotFound."""

@@ -6,6 +6,7 @@ Owns: the rows of rebases. A replica makes the files of such a row, and brings t
 Always holds:
 - One snapshot of a deployment is wanted at a time: one whose signal came when its chain was long.
 - The identity and its own files stay what they are. What stands on the snapshot, or fetches it, begins with the whole files.
+- A signal on a full chain is refused for good only where no whole files of that chain can come any more.
 - Whole files stand for the very links that they were made from, and for no others that come to have the same name.
 """
 
@@ -96,7 +97,7 @@ def problem(db: sa.Connection, key: int) -> str:
 
 def want(db: sa.Connection, key: int, chain: Sequence[SnapshotFiles], after: int, now: float) -> None:
     """Want the whole files of `chain` if it has `after` incremental snapshots or more, and no others are wanted."""
-    if not 0 < after < len(chain) or any(link.fingerprint is None for link in chain):
+    if not _is_long(chain, after):
         return
     newest = _newest(db, key)
     if newest is not None and newest.kept == "wanted":
@@ -119,6 +120,27 @@ def want(db: sa.Connection, key: int, chain: Sequence[SnapshotFiles], after: int
     # One that was given up is wanted anew.
     db.execute(rebases.delete().where(same & (rebases.c.kept == "given up")))
     insert_new(db, rebases, {**this, **values})
+
+
+def may_come(
+    db: sa.Connection, key: int, chain: Sequence[SnapshotFiles], after: int, *, desired: bool
+) -> bool:
+    """Whether the chain may yet begin with whole files. after: as of `want`; 0: they would be of no use. desired: it is that of
+    the desired snapshot."""
+    if after == 0:
+        return False
+    newest = _newest(db, key)
+    if newest is not None and newest.kept == "wanted":
+        prefixes = (lineage(chain[: end + 1]) for end in range(1, len(chain)))
+        if newest.lineage in prefixes:
+            return True
+    # If it is not wanted yet, a later signal has it wanted.
+    return desired and _is_long(chain, after)
+
+
+def _is_long(chain: Sequence[SnapshotFiles], after: int) -> bool:
+    """Whether it has `after` incremental snapshots or more, and is known by what it stands on."""
+    return 0 < after < len(chain) and all(link.fingerprint is not None for link in chain)
 
 
 def _newest(db: sa.Connection, key: int) -> Any:

@@ -69,6 +69,10 @@ class SignalledState:
     serving: tuple[tuple[str, int], ...] = ()
 
 
+class ChainFull(Exception):
+    """As many incremental snapshots stand on a full one as may."""
+
+
 def check_full(signal: Signal, known: SnapshotRow | None) -> None:
     """Raise SnapshotRefused when the files of a signal without metadata are those of an incremental snapshot."""
     if known is None or known.kind == "full" or signal.fingerprint is None:
@@ -126,9 +130,9 @@ def parents_of(
         raise _refused(f"{signal.previous!r} stands on {signal.identity!r} itself; use a new identity")
     _check_position(parent.identity, parent_since, standing)
     if len(chain) > chain_max:
-        raise _refused(
-            f"{signal.identity!r} would be incremental snapshot number {len(chain)} on the full snapshot "
-            f"{chain[0].snapshot!r}, at most {chain_max} are allowed; publish a full snapshot"
+        raise ChainFull(
+            f"{PREVIOUS}: {signal.identity!r} would be incremental snapshot number {len(chain)} on the full snapshot "
+            f"{chain[0].snapshot!r}, at most {chain_max} are allowed"
         )
     return chain
 

@@ -147,6 +147,16 @@ def want_whole(db: sa.Connection, name: str, identity: str | None, after: int, n
         rebases.want(db, row.id, chain_of(snapshot), after, now)
 
 
+def whole_may_come(db: sa.Connection, name: str, identity: str | None, after: int) -> bool:
+    """As rebases.may_come, of the chain of a snapshot that was signalled, or of what is desired (None)."""
+    row = deployments.find(db, name)
+    snapshot = None if row is None else find(db, row.id, identity or row.desired_snapshot)
+    if row is None or snapshot is None or snapshot.compression is None:
+        return False
+    desired = snapshot.identity == row.desired_snapshot
+    return rebases.may_come(db, row.id, chain_of(snapshot), after, desired=desired)
+
+
 def unrebased(db: sa.Connection, now: float, contents: Contents) -> list[Unkept]:
     """Incremental snapshots whose whole files somebody is to bring into the bucket now."""
     found = []
