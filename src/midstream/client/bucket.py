@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from midstream.client.errors import PublishError
 from midstream.core.errors import SnapshotError
@@ -40,6 +41,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 class Bucket(abc.ABC):
     """One bucket, by its URL. Every method raises PublishError for an error of the bucket or of a local disk."""
+
+    #: Whether a look into it takes calls over a network.
+    remote: ClassVar[bool] = False
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -132,6 +136,8 @@ class LocalBucket(Bucket):
 
 class RemoteBucket(Bucket):
     """S3, Google Cloud Storage or Azure. Credentials come from the environment."""
+
+    remote = True
 
     def exists(self, identity: str) -> bool:
         with self._errors(identity):

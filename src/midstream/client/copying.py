@@ -18,9 +18,10 @@ from midstream.client.errors import PublishError
 
 #: Smaller tensors are copied before `begin` returns. So a forward pass may change small buffers, as those of routers.
 AT_ONCE_BYTES = 64 * 1024
-#: Torch counts no change by fused optimizers, nor through `.data`. So some numbers of each tensor are compared, too: so many
-#: at most, and so many of all tensors together. A step moves nearly all numbers in float32, and some percent in bfloat16.
-SAMPLED_OF_ONE, SAMPLED_OF_ALL = 64, 16_384
+#: Torch counts no change by fused optimizers, nor through `.data`. So some numbers are compared, too: so many of a tensor at
+#: most, so many of all together, and those of so many tensors. A step moves nearly all numbers in float32, and some percent in
+#: bfloat16.
+SAMPLED_OF_ONE, SAMPLED_OF_ALL, SAMPLED_TENSORS = 64, 16_384, 1_024
 
 _T = TypeVar("_T")
 
@@ -33,21 +34,11 @@ class Copying:
 
     def __init__(self, tensors: Mapping[str, Any], optimizers: Any) -> None:
         found = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        self.tensors = {
-            name: tensor.detach().clone() if tensor.nbytes < AT_ONCE_BYTES else tensor.detach()
-            for name, tensor in tensors.items()
-        }
-        # Inference tensors have no counter.
-        self._versions = {
-            name: tensor._version for name, tensor in self.tensors.items() if not tensor.is_inference()
-        }
-        large = [
-            name
-            for name, tensor in self.tensors.items()
-            if tensor.nbytes >= AT_ONCE_BYTES and tensor.is_contiguous()
-        ]
-        self._sampled = max(1, min(SAMPLED_OF_ONE, SAMPLED_OF_ALL // max(1, len(large))))
-        self._samples = {name: _sample(self.tensors[name], self._sampled) for name in large}
+        # Their memory, also if a trainer has its parameters lie elsewhere meanwhile.
+        self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._seen = _Seen(self.tensors)
+        for name in self._seen.small:
+            self.tensors[name] = self.tensors[name].clone()
         self._queued = _queued(self.tensors.values())
         self._ended = Future[None]()
         #: Taken by the first who is told that the copy failed.
@@ -77,13 +68,13 @@ class Copying:
             for event in self._queued:
                 event.synchronize()
             result = copy()
-            if (changed := self._changed()) is not None:
+            if (changed := self._seen.changed()) is not None:
                 raise PublishError(
                     f"tensor {changed} was changed before it was copied, so nothing was published; give every"
                     " optimizer that changes weights, or call wait_copied() before you change them"
                 )
         finally:
-            self.tensors.clear()
+            self.forget()
         self._ended.set_result(None)
         return result
 
@@ -108,15 +99,10 @@ class Copying:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _changed(self) -> str | None:
-        """A tensor that is not what it was."""
-        for name, version in self._versions.items():
-            if self.tensors[name]._version != version:
-                return name
-        for name, sample in self._samples.items():
-            if not _sample(self.tensors[name], self._sampled).equal(sample):
-                return name
-        return None
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self.tensors.clear()
+        self._seen.forget()
 
     def _before_step(self, *_: object) -> None:
         if self._publication is None:
@@ -130,17 +116,70 @@ class Copying:
             self._ended.set_exception(publication.exception())
 
 
-def _sample(tensor: Any, count: int) -> Any:
-    """The bytes of about `count` of its numbers, in several columns: rows have even lengths, and the step is odd."""
+class _Seen:
+    """What tensors were when a publication began. tensors: the same dict at `changed`, but for the small ones.
+
+    There may be many thousands. Then each call of torch for one of them takes time, and so do objects that Python's garbage
+    collector looks at.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+        #: The names of those that may change.
+        self.small = [name for name, tensor in tensors.items() if tensor.nbytes < AT_ONCE_BYTES]
+        # Inference tensors have no counter.
+        self._versions = [
+            None if tensor.nbytes < AT_ONCE_BYTES or tensor.is_inference() else tensor._version
+            for tensor in tensors.values()
+        ]
+        large = [
+            name
+            for name, tensor in tensors.items()
+            if tensor.nbytes >= AT_ONCE_BYTES and tensor.is_contiguous()
+        ]
+        large = large[:: max(1, -(-len(large) // SAMPLED_TENSORS))]
+        count = max(1, min(SAMPLED_OF_ONE, SAMPLED_OF_ALL // max(1, len(large))))
+        #: Views of some numbers of a tensor, by name, of each dtype and device.
+        self._views: dict[Any, dict[str, Any]] = {}
+        for name in large:
+            tensor = tensors[name]
+            # In several columns: rows have even lengths, and the step is odd.
+            step = max(1, tensor.numel() // count) | 1
+            view = tensor.as_strided((-(-tensor.numel() // step),), (step,))
+            self._views.setdefault((tensor.dtype, tensor.device), {})[name] = view
+        self._samples = {kind: _joined(views) for kind, views in self._views.items()}
+
+    def changed(self) -> str | None:
+        """A tensor that is not what it was."""
+        for (name, tensor), version in zip(self._tensors.items(), self._versions, strict=True):
+            if version is not None and tensor._version != version:
+                return name
+        for kind, views in self._views.items():
+            before, now = self._samples[kind], _joined(views)
+            if not now.equal(before):
+                at = 0
+                for name, view in views.items():
+                    size = view.numel() * view.element_size()
+                    if not now[at : at + size].equal(before[at : at + size]):
+                        return name
+                    at += size
+        return None
+
+    def forget(self) -> None:
+        self._views.clear()
+        self._samples.clear()
+
+
+def _joined(views: Mapping[str, Any]) -> Any:
+    """Their bytes, one after the other."""
     import torch
 
-    flat = tensor.view(-1)
-    return flat[:: max(1, flat.numel() // count) | 1].clone().view(torch.uint8)
+    return torch.cat([*views.values()]).view(torch.uint8)
 
 
 def _queued(tensors: Iterable[Any]) -> list[Any]:
     """Events after which the tensors of devices have the values that they were given until now."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if not devices:
         return []
     import torch

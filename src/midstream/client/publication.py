@@ -192,37 +192,39 @@ class ToBucket:
     ) -> Callable[[], Published]:
         """Takes the weights. Returns the rest of the publication. copy: tensors are copied in memory, and written with the
         rest; everything else is written at once. copying: the copy is a part of the rest. Raises PublishError, ValueError."""
-        self._bucket.check(job.identity, job.overwrite)
+        if copying is None or not self._bucket.remote:
+            # Else the upload does it. The trainer waits for no network.
+            self._bucket.check(job.identity, job.overwrite)
         job.tell("writing")
-        served = source.served
         staged = self._work.new_directory()
 
         def taken() -> _Taken:
             started = self._monotonic()
+            served = source.served
             tensors = source.copied(self._memory, beside=copying is not None) if copy else None
             if tensors is None:
                 source.write(staged)
                 self._check_whole(job.identity, staged, served)
             else:
                 write_companions(staged, source.config_dir)
-            return _Taken(tensors, self._monotonic() - started)
+            return _Taken(tensors, served, self._monotonic() - started)
 
         def held() -> _Taken:
             with self._staging(job, staged):
                 return taken() if copying is None else copying.run(taken)
 
         if copying is not None:
-            return lambda: self._run_taken(job, staged, held(), served)
+            return lambda: self._run_taken(job, staged, held())
         now = held()
-        return lambda: self._run_taken(job, staged, now, served)
+        return lambda: self._run_taken(job, staged, now)
 
-    def _run_taken(self, job: Job, staged: Path, taken: _Taken, served: CheckpointSpec | None) -> Published:
+    def _run_taken(self, job: Job, staged: Path, taken: _Taken) -> Published:
         """As `run`, where `staged` may lack the weights. Raises ValueError, too."""
         started = self._monotonic()
         if taken.tensors is not None:
             with self._staging(job, staged):
                 write_weights(staged, taken.tensors, None)
-                self._check_whole(job.identity, staged, served)
+                self._check_whole(job.identity, staged, taken.served)
         return self.run(job, staged, taken.took_s + self._monotonic() - started)
 
     @contextlib.contextmanager
@@ -395,9 +397,10 @@ class ToBucket:
 
 
 class _Taken(NamedTuple):
-    """Weights in memory; None: they are in files. took_s: what that took."""
+    """Weights in memory; None: they are in files. served: as Source.served, before. took_s: what that took."""
 
     tensors: Mapping[str, Any] | None
+    served: CheckpointSpec | None
     took_s: float
 
 

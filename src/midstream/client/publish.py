@@ -272,7 +272,7 @@ class SnapshotPublisher:
         except BaseException:
             # A trainer that goes on without it keeps neither hooks nor tensors.
             self._release()
-            copying.tensors.clear()
+            copying.forget()
             raise
 
     def _release(self) -> None:
