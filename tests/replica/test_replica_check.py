@@ -258,6 +258,42 @@ def test_nothing_waits_for_a_digest_where_requests_wait_for_the_check(tmp_path: 
     play(tmp_path, scenario, unproved())
 
 
+def test_a_replica_that_serves_the_run_does_not_wait_for_a_digest(tmp_path: Path) -> None:
+    """One that serves its first snapshot may be about to join the others, and waits. So does every second one of a fast run,
+    and one whose canary cannot tell it from the weights before."""
+    engine = FakeEngine()
+    reads: list[str] = []
+
+    async def read() -> str | None:
+        reads.append(engine.serving)
+        await engine.digest_gate.wait()
+        return f"digest of {engine.serving}"
+
+    engine.weights_digest = read  # type: ignore[method-assign]
+
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        def digest() -> str | None:
+            return None if replica.own.driver.check is None else replica.own.driver.check.weights
+
+        for number in (1, 2, 3, 4):
+            engine.canary[f"v{number}"] = [-float(number)]
+        engine.canary["v5"] = engine.canary["v4"]
+        waits = []
+        for number in (1, 2, 3, 4, 5):
+            engine.digest_gate.clear()
+            replica.desire(wanted(f"v{number}", number))
+            await until(replica, lambda: reads[-1] == engine.serving == f"v{number}")  # noqa: B023
+            waits.append(replica.report().own.stage is Stage.CHECKING)
+            if waits[-1] or number == 4:
+                engine.digest_gate.set()
+                await until(replica, lambda: digest() is not None)
+                assert digest() == f"digest of v{number}"
+            await at(replica, f"v{number}", Stage.IDLE)
+        assert waits == [True, False, True, False, True]
+
+    play(tmp_path, scenario, engine)
+
+
 def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_path: Path) -> None:
     """Else a replica with targets that fail, one after the other, would never have one."""
     engine = unproved()

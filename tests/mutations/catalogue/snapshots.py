@@ -6,8 +6,8 @@ SNAPSHOTS = (
     Mutation(
         "torn_copy_published",
         "client/copying.py",
-        "if (changed := self._changed()) is not None:",
-        "if (changed := self._changed()) is not None and False:",
+        "if (changed := self._seen.changed()) is not None:",
+        "if (changed := self._seen.changed()) is not None and False:",
         "Weights that changed while they were copied are not published.",
         ("client/test_client_copying.py::test_weights_that_change_before_they_are_copied_are_not_published",),
     ),

@@ -1,7 +1,7 @@
 """Proves what serves: a digest of the weights in the engine, and a canary, a fixed prompt whose tokens are scored.
 
 Always holds: the canary goes the way of any request, with a salt of its own, so no other request shares its KV. A check
-returns finite numbers or raises. Where requests wait for it, it does not wait for a digest.
+returns finite numbers or raises. It waits for a digest only where that tells something that is waited for.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+
+import msgspec
 
 from midstream.core.types import (
     GenerateRequest,
@@ -51,10 +53,14 @@ class Checker:
         self._policy = policy
         self._new_id = new_id
 
-    async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
+    async def check(
+        self, info: ModelInfo, snapshot: str, generation: int, *, before: SnapshotCheck | None = None
+    ) -> SnapshotCheck:
         """Checks what the engine serves now. Raises NotSound, EngineDied.
 
-        The weights of an engine that could not prove them before are not read yet: `digest` does that.
+        before: of the weights that served before, if nobody waits for the digest of these. They are read in the check if the
+        canary cannot tell them from those. Nor are weights read here of an engine that could not prove them before they
+        served: `digest` does that.
         """
         canary: tuple[float, ...] = ()
         digest: str | None = None
@@ -67,11 +73,14 @@ class Checker:
             nonlocal digest
             digest = await self.digest()
 
-        unread = not self._slot.proves_staged
+        proved = self._slot.proves_staged
+        unread = before is not None or not proved
         await all_of((score(),) if unread else (score(), read()))
-        return SnapshotCheck(
-            snapshot=snapshot, generation=generation, weights=digest, canary=canary, unread=unread
-        )
+        found = SnapshotCheck(snapshot=snapshot, generation=generation, canary=canary, unread=unread)
+        if unread and proved and same_weights(found, before):
+            unread = False
+            await read()
+        return msgspec.structs.replace(found, weights=digest, unread=unread)
 
     async def digest(self) -> str | None:
         """Of the weights that serve; None where there is none. Raises EngineDied."""

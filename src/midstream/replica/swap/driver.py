@@ -380,6 +380,15 @@ class SwapDriver:
             self._swaps[-1] = msgspec.structs.replace(self._swaps[-1], check_ms=check_ms)
         self._made(SwapEvent.CHECKED)
 
+    @property
+    def _proved_before(self) -> SnapshotCheck | None:
+        """The check of the weights before, if the digest of the next ones may come behind their check.
+
+        A boot that serves its first snapshot may be about to join the others. And of two snapshots in a row, one is read.
+        """
+        before = self._check_before
+        return None if before is None or before.unread or before.snapshot == BASE_SNAPSHOT else before
+
     def _compare(self, desired: Desired) -> Literal["ready", "unchanged"]:
         """Says if the trainer sent the weights that served before under another name. It may well send the base weights."""
         same = "" if self.check is None else same_weights(self.check, self._check_before)
@@ -443,7 +452,9 @@ class SwapDriver:
         while True:
             try:
                 async with asyncio.timeout(CHECK_S_MAX):
-                    return await self._checker.check(self.info, desired.snapshot, desired.generation)
+                    return await self._checker.check(
+                        self.info, desired.snapshot, desired.generation, before=self._proved_before
+                    )
             except TimeoutError:
                 late = f"its check did not end within {CHECK_S_MAX:g} s"
                 if self._engine.proves_staged:
