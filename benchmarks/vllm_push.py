@@ -56,7 +56,7 @@ class BareVllm(Vllm):
         )
 
     def environment(self) -> dict[str, str]:
-        return environment({}, super().environment(), str(VLLM_PYTHON), weight_transfer=BACKEND)
+        return environment({}, super().environment(), str(VLLM_PYTHON))
 
 
 class InPlaceVllm(OverVllm):
