@@ -175,7 +175,7 @@ SIGNATURES = {
     "rms_norm": "PPPSSFPI",
     "forward": "PFFFPPPSPPPPSPPSPPPPI",
     "lora": "PSSPPSPSSPSI",
-    "sample": "PSSPPPPFPPPPSPPI",
+    "sample": "PSSPPPPFPPPPSPPPPI",
 }
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from midstream.client.replay import OWN_ROUTE, RouterTap, pad_routes, router_scores
+from midstream.client.decode import SamplingMasks
+from midstream.client.replay import OWN_ROUTE, RouterTap, mask_logits, pad_routes, router_scores
 
 pytestmark = pytest.mark.fast
 
@@ -49,3 +50,19 @@ def test_padding_of_routes_is_own_route():
     assert (padded[0, 5:] == OWN_ROUTE).all()
     assert (padded[0, :5] == 1).all()
     assert (padded[1] == 1).all()
+
+
+def test_masked_logits_are_a_distribution_over_what_was_left_and_have_its_gradient():
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.5, 0.0, 1.0], [3.0, 1.0, 0.0]], requires_grad=True)
+    masks = SamplingMasks(np.array([0, 2, 1], np.int32), np.array([0, 2, 2, 3]))
+    found = (mask_logits(logits, masks) / 0.5).log_softmax(-1)
+    assert torch.allclose(found[0, [0, 2]], torch.tensor([0.0, 4.0]).log_softmax(-1))
+    assert torch.allclose(found[1], (logits[1] / 0.5).log_softmax(-1))
+    assert found[2, 1] == 0
+    (gradient,) = torch.autograd.grad(found[[0, 1, 2], [2, 0, 1]].sum(), logits)
+    assert torch.isfinite(gradient).all()
+    # What was not left is not moved, and a token that was alone moves nothing.
+    assert gradient[0, 1] == 0
+    assert (gradient[2] == 0).all()
+    with pytest.raises(ValueError, match="3 masks for the logits of 2 tokens"):
+        mask_logits(logits[:2], masks)

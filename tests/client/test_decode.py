@@ -14,7 +14,14 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from midstream.client import snapshot_of
-from midstream.client.decode import decode_routing_matrix, near_ties_of, routes_of, token_snapshots
+from midstream.client.decode import (
+    decode_routing_matrix,
+    decode_sampling_masks,
+    near_ties_of,
+    routes_of,
+    sampling_masks_of,
+    token_snapshots,
+)
 
 M = "accounts/local/models/tiny-moe"
 
@@ -62,6 +69,39 @@ def test_near_ties_are_read_per_token_and_none_are_where_nothing_is_said() -> No
     assert near_ties_of({"logprobs": {"content": entries}}) == near_ties_of(entries) == expected
     with pytest.raises(ValueError, match="near_tie of token 1 is no list of names: 'router'"):
         near_ties_of([entry(), entry(near_tie="router")])
+
+
+#: Of tokens 7, 5, 9 and 70000: alone, two of them, all of them, and two large ones.
+MASKS = [b"\0", b"\2\5\0\6\0", b"\1", b"\4\1\0\0\0\x70\x11\1\0"]
+ENCODED = [base64.b64encode(mask).decode() for mask in MASKS]
+MASKED = [7, 5, 9, 70000]
+
+
+def test_sampling_masks_are_rows_of_ids_and_an_empty_row_is_every_token() -> None:
+    sampled = [entry(token_id=t, sampling_mask=m) for t, m in zip(MASKED, ENCODED, strict=True)]
+    prompt = entry(token_id=3) | {"sampling_logprob": None}
+    for given_as in ({"logprobs": {"content": [prompt, *sampled]}}, sampled):
+        masks = sampling_masks_of(given_as)
+        assert (masks.ids.dtype, masks.offsets.dtype) == ("int32", "int64")
+        assert masks.ids.tolist() == [7, 5, 6, 1, 70000]
+        assert masks.offsets.tolist() == [0, 1, 3, 3, 5]
+        assert [masks.row(i).tolist() for i in range(4)] == [[7], [5, 6], [], [1, 70000]]
+    assert decode_sampling_masks(ENCODED, MASKED).ids.tolist() == [7, 5, 6, 1, 70000]
+    assert sampling_masks_of([prompt]).offsets.tolist() == [0]
+
+
+def test_a_token_without_its_mask_and_a_mask_of_another_token_are_errors() -> None:
+    with pytest.raises(ValueError, match="token 1 of 2 has no sampling mask: ask for return_sampling_mask"):
+        sampling_masks_of([entry(token_id=7, sampling_mask="AA=="), entry(token_id=8)])
+    for encoded, says in (
+        ("***", "token 1"),
+        ("AgUABgA=", "lacks token 9"),
+        ("CQ==", "are no sampling mask"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            decode_sampling_masks(["AA==", encoded], [1, 9])
+    with pytest.raises(ValueError, match="zip"):
+        decode_sampling_masks(["AA=="], [1, 9])
 
 
 def test_routes_are_stacked_per_token_from_a_choice_its_logprobs_or_its_entries() -> None:

@@ -153,6 +153,33 @@ def test_a_rollout_has_the_routes_of_its_tokens_where_they_are_asked_for() -> No
     assert asked == [True, None]
 
 
+def test_a_rollout_has_the_masks_of_its_tokens_where_they_are_asked_for() -> None:
+    asked: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content).get("return_sampling_mask"))
+        numbers = {"logprob": -1.0, "sampling_logprob": -1.0}
+        records = [
+            numbers | {"token_id": 4, "sampling_mask": "AA=="},
+            numbers | {"token_id": 8, "sampling_mask": "AQ=="},
+        ]
+        return httpx.Response(200, json={"choices": [choice(0, [4, 8], logprobs={"content": records})]})
+
+    with client(answer, sampling_masks=True) as rollouts:
+        [[one]] = rollouts.sample([[5]], max_tokens=2)
+    assert one.masks is not None
+    assert (one.masks.ids.tolist(), one.masks.offsets.tolist()) == ([4], [0, 1, 1])
+    with client(answer) as rollouts:
+        assert rollouts.sample([[5]], max_tokens=2)[0][0].masks is None
+    assert asked == [True, None]
+    bare = choice(0, [4, 8])
+    with (
+        client(lambda _: httpx.Response(200, json={"choices": [bare]}), sampling_masks=True) as rollouts,
+        pytest.raises(PublishError, match="has no sampling mask"),
+    ):
+        rollouts.sample([[5]], max_tokens=2)
+
+
 def test_routes_that_do_not_fit_are_no_rollout() -> None:
     bare = choice(0, [4, 8])
     wrong = routed([[0, 1], [0, 2]], [[0, 1], [0, 2]])

@@ -41,6 +41,12 @@ def route_of(place: Place) -> list[int]:
     return [(token_of(place) + i) % 251 for i in range(LAYERS * TOP_K)]
 
 
+def mask_of(place: Place) -> bytes:
+    """Alone, with the next token, or among all."""
+    token = token_of(place)
+    return (b"\0", b"\4" + struct.pack("<II", token, token + 1), b"\1")[token % 3]
+
+
 def a_turn(replica: int, number: int, parent: int, added: int, sampled: int, wide: bool) -> dict[str, Any]:
     places = [(replica, number, at) for at in range(sampled)]
     code = f"<{LAYERS * TOP_K}{'H' if wide else 'B'}"
@@ -68,6 +74,7 @@ def a_turn(replica: int, number: int, parent: int, added: int, sampled: int, wid
         "snapshots": spans,
         "kv_snapshots": [],
         "branch": None,
+        "sampling_masks": [base64.b64encode(mask_of(place)).decode() for place in places],
     }
 
 
@@ -111,7 +118,13 @@ def test_every_sampled_token_counts_once_with_its_own_numbers(trace: dict[str, A
     counted = []
     for one in sequences:
         tokens = one.token_ids
-        assert {len(one.loss_mask), len(one.logprobs), len(one.snapshots), len(one.routes)} == {len(tokens)}
+        assert {
+            len(one.loss_mask),
+            len(one.logprobs),
+            len(one.snapshots),
+            len(one.routes),
+            len(one.masks),
+        } == {len(tokens)}
         rows = expert_rows(one)
         for at, (token, counts) in enumerate(zip(tokens, one.loss_mask, strict=True)):
             if counts:
@@ -122,6 +135,7 @@ def test_every_sampled_token_counts_once_with_its_own_numbers(trace: dict[str, A
                 before = rows[at - 1]
                 assert before is not None
                 assert list(chain.from_iterable(before)) == [(token + i) % 251 for i in range(LAYERS * TOP_K)]
+                assert one.masks[at] == ([token], [token, token + 1], [])[token % 3]
             else:
                 assert one.logprobs[at] == 0.0
     assert sorted(counted) == sampled_in(trace)
@@ -314,3 +328,23 @@ def test_neither_torch_nor_numpy_is_needed_for_the_module() -> None:
     code = f"import sys; {run}; print(sorted({{'numpy', 'torch'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_records_without_masks_are_read_and_a_mask_of_another_token_is_an_error() -> None:
+    trace = a_trace([(0, 2, 3)])
+    (turn,) = trace["traces"][0]["turns"]
+    masks = turn.pop("sampling_masks")
+    (one,) = sequences_of(trace)
+    assert one.masks == [None] * 5
+    assert jsonl_records([one])[0]["sampling_masks"] is None
+    turn["sampling_masks"] = masks
+    (one,) = sequences_of(trace)
+    assert jsonl_records([one])[0]["sampling_masks"] == one.masks
+    assert one.masks[:2] == [None, None]
+    for wrong, says in (
+        ([*masks[1:], "AgUABgA="], "turn 1: a sampling mask of 2 ids"),
+        (masks[1:], "got 2 of 3"),
+    ):
+        turn["sampling_masks"] = wrong
+        with pytest.raises(ValueError, match=says):
+            sequences_of(trace)

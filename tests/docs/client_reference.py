@@ -24,7 +24,8 @@ GROUPS = {
     "Errors": "PublishError errors.SignalRefused errors.Unanswered errors.PushFailed SnapshotFailed errors.ReplicasSilent "
     "NotReadyInTime",
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
-    "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots decode.near_ties_of",
+    "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots "
+    "decode.SamplingMasks decode.sampling_masks_of decode.decode_sampling_masks decode.near_ties_of",
     "Records": "journal.read_records journal.traces_of journal.gaps_in records.sequences_of records.TrainingSequence "
     "records.TurnSpan",
     "Formats of trainers": "export.jsonl_records export.tinker_data export.tinker_datum export.verl_rows export.verl_batch "

@@ -60,6 +60,7 @@ def request(
         n=n,
         salt=salt,
         want_routes=True,
+        want_masks=True,
         prompt_records=len(prompt) if echo is None else echo,
     )
 

@@ -159,7 +159,7 @@ static void check(bool half) {
   std::vector<float> temperature(m), filters(3 * m), logprob(m), sampling(m), values(m * 5);
   std::vector<uint64_t> counters(3 * m);
   std::vector<int64_t> wanted(m, -1);
-  std::vector<int32_t> token(m), ids(m * 5);
+  std::vector<int32_t> token(m), ids(m * 5), kept_count(m), kept(m * vocab);
   std::vector<uint8_t> near(m);
   for (int64_t i = 0; i < m; ++i) {
     temperature[i] = 0.5f + 0.1f * (float)i;
@@ -168,9 +168,10 @@ static void check(bool half) {
     counters[3 * i] = 17, counters[3 * i + 2] = i;
   }
   function<void(const void *, int64_t, int64_t, const float *, const float *, const uint64_t *, const int64_t *, float,
-                int32_t *, float *, float *, uint8_t *, int64_t, int32_t *, float *, int)>("sample_" + suffix)(
+                int32_t *, float *, float *, uint8_t *, int64_t, int32_t *, float *, int32_t *, int32_t *, int)>("sample_" + suffix)(
       logits.bytes.data(), m, vocab, temperature.data(), filters.data(), counters.data(), wanted.data(), 0.0f,
-      token.data(), logprob.data(), sampling.data(), near.data(), 5, ids.data(), values.data(), 1);
+      token.data(), logprob.data(), sampling.data(), near.data(), 5, ids.data(), values.data(), kept_count.data(),
+      kept.data(), 1);
   print("tokens", said, token.data(), 4 * m);
   print("logprobs", said, logprob.data(), 4 * m);
   print("sampling", said, sampling.data(), 4 * m);

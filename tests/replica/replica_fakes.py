@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -82,6 +83,11 @@ def ids(text: str) -> tuple[int, ...]:
 RANK = 77
 
 
+def mask_at(position: int, token: int) -> bytes:
+    """Of the token and the next one at odd positions, and of the token alone at others."""
+    return b"\2" + struct.pack("<HH", token, token + 1) if position % 2 else b"\0"
+
+
 def record(
     token: int, position: int, request: GenerateRequest, snapshot: str, *, prompt: bool
 ) -> TokenRecord:
@@ -99,6 +105,7 @@ def record(
         else tuple(TopLogprob(65 + i, -0.5 - i) for i in range(request.top_logprobs)),
         near_tie=NEAR_ROUTER if position % 7 == 6 else 0,
         rank=RANK if prompt and not first else 0,
+        mask=mask_at(position, token) if request.want_masks and not prompt else None,
     )
 
 

@@ -12,7 +12,19 @@ import msgspec
 import openai
 import pytest
 from msgspec.structs import replace
-from replica_fakes import DEPLOYMENT, HE, IM_END, IM_START, MODEL, FakeEngine, Running, ids, running, sse
+from replica_fakes import (
+    DEPLOYMENT,
+    HE,
+    IM_END,
+    IM_START,
+    MODEL,
+    FakeEngine,
+    Running,
+    ids,
+    mask_at,
+    running,
+    sse,
+)
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT
 from midstream.core.headers import HEADER_BOOT
@@ -209,6 +221,57 @@ def test_the_new_logprobs_format_exactly(tmp_path: Path) -> None:
         ]
 
     play(tmp_path, FakeEngine, scenario)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_sampling_masks_stand_beside_the_numbers_of_generated_tokens_plain_and_streamed(
+    tmp_path: Path, chat: bool
+) -> None:
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": [65, 66]}
+    )
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    fields = {"model": MODEL, "max_tokens": 3, "n": 2, "seed": 1, "logprobs": True} | prompt
+
+    async def scenario(here: Running) -> None:
+        asked = fields | {"return_sampling_mask": True, "echo": not chat}
+        plain = (await here.http.post(path, json=asked)).json()["choices"]
+        at = len(here.engine.requests[-1].prompt)
+        masks = [base64.b64encode(mask_at(at + i, t)).decode() for i, t in enumerate((HE, 108, 108))]
+        echoed = 0 if chat else at
+        for choice in plain:
+            assert [e.get("sampling_mask") for e in content(choice)] == [None] * echoed + masks
+        events = sse((await here.http.post(path, json=asked | {"stream": True})).text)[:-1]
+        for choice in plain:
+            own = [c for e in events for c in e["choices"] if c["index"] == choice["index"] and c["logprobs"]]
+            assert [entry for c in own for entry in content(c)] == content(choice)
+        bare = await here.http.post(path, json=fields)
+        assert "sampling_mask" not in bare.text
+        assert not here.engine.requests[-1].want_masks
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_a_missing_mask_and_masks_without_logprobs_fail_closed(tmp_path: Path) -> None:
+    class Maskless(FakeEngine):
+        async def _events(self, request: Any) -> Any:
+            async for event in super()._events(msgspec.structs.replace(request, want_masks=False)):
+                yield event
+
+    async def scenario(here: Running) -> None:
+        answer = await ask(here, prompt="a", logprobs=True, return_sampling_mask=True)
+        assert answer.json()["error"]["message"] == "the engine returned a token without its sampling mask"
+        for logprobs in (None, False, 1):
+            answer = await ask(here, prompt="a", logprobs=logprobs, return_sampling_mask=True)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == "return_sampling_mask: requires logprobs: true"
+        # As the Fireworks SDK asks; it reads this message.
+        answer = await ask(here, prompt="a", logprobs=True, sampling_mask="parquet_v1")
+        said = answer.json()["error"]
+        assert (said["code"], answer.status_code) == ("invalid_request_error", 400)
+        assert "Extra inputs are not permitted, field: 'sampling_mask'" in said["message"]
+
+    play(tmp_path, Maskless, scenario)
 
 
 def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_there_are_none(

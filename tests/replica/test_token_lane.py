@@ -22,6 +22,11 @@ BODIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "chat": ("/v1/chat/completions", CHAT, True),
     "chat of two choices": ("/v1/chat/completions", CHAT | {"n": 2}, True),
     "chat with routes": ("/v1/chat/completions", CHAT | {"include_routing_matrix": True}, True),
+    "chat with routes and masks": (
+        "/v1/chat/completions",
+        CHAT | {"include_routing_matrix": True, "return_sampling_mask": True},
+        True,
+    ),
     "chat of a session": ("/v1/chat/completions", CHAT | {"prompt_cache_key": "s"}, True),
     "chat without logprobs": ("/v1/chat/completions", CHAT | {"logprobs": False}, False),
     "chat with alternatives": ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, False),

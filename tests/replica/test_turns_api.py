@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
+from replica_fakes import MODEL, FakeEngine, Running, ids, mask_at, running, sse
 from test_resume_pipeline import (
     CHAT,
     COMPLETIONS,
@@ -232,7 +232,7 @@ def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> 
         )
         sent = {"path": CHAT, "lost": "a", "exact": True, "state": state, "body": asked}
         rest = await there.http.post(
-            "/replica/resume", json=sent, headers={**SESSION, "x-midstream-records": "routes"}
+            "/replica/resume", json=sent, headers={**SESSION, "x-midstream-records": "masks"}
         )
         assert rest.status_code == 200, rest.text
         tokens = here.engine.requests[1].prompt + LETTERS[:5]
@@ -243,7 +243,7 @@ def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> 
         # Of the tokens that the lost replica made, nobody here knows the numbers.
         first = (await trace(there))["turns"][0]
         assert first["token_ids"] == list(LETTERS[:5])
-        assert first["logprobs"] is first["routing_matrix"] is None
+        assert first["logprobs"] is first["routing_matrix"] is first["sampling_masks"] is None
         # Writes are a token each behind the one that opens the stream.
         assert first["resumed"] == 2
         with pytest.raises(ValueError, match="lost after 2 of 5 tokens, and another one went on"):
@@ -309,6 +309,30 @@ def test_a_trace_has_every_turn_with_its_records_though_no_response_told_them(tm
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("kept", "asked", "has"),
+    [("masks", False, True), ("routes", True, True), ("routes", False, False), ("logprobs", True, False)],
+)
+def test_a_trace_has_the_masks_that_its_header_or_the_request_asks_for(
+    kept: str, asked: bool, has: bool, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with running(tmp_path, an_engine()) as here:
+            fields = {"logprobs": True, "return_sampling_mask": True} if asked else {}
+            answer = await turn(here, [USER], headers={"x-midstream-records": kept}, **fields)
+            (told,) = (await trace(here))["turns"]
+            at = len(told["added"])
+            masks = [base64.b64encode(mask_at(at + i, t)).decode() for i, t in enumerate(LETTERS)]
+            assert told["sampling_masks"] == (masks if has else None)
+            assert (told["routing_matrix"] is not None) == (kept != "logprobs")
+            said = answer["choices"][0]["logprobs"]
+            assert (said and [entry["sampling_mask"] for entry in said["content"]]) == (
+                masks if asked else None
+            )
+
+    asyncio.run(main())
+
+
 def test_a_trace_tells_what_earlier_tokens_stood_on_as_the_response_does(tmp_path: Path) -> None:
     """Preempted behind three tokens, under other weights."""
 
@@ -332,7 +356,7 @@ def test_records_nobody_knows_are_refused_by_name(tmp_path: Path) -> None:
         async with running(tmp_path, an_engine()) as here:
             body = {"model": MODEL, "messages": [USER]}
             answer = await here.http.post(CHAT, json=body, headers={**SESSION, "x-midstream-records": "all"})
-            said = "x-midstream-records: expected none, logprobs or routes, got 'all'"
+            said = "x-midstream-records: expected none, logprobs, routes or masks, got 'all'"
             assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
 
     asyncio.run(main())

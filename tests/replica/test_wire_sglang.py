@@ -59,6 +59,27 @@ def test_an_answer_has_text_ids_numbers_and_labels(tmp_path: Path) -> None:
     play(tmp_path, FakeEngine(), scenario)
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+def test_masks_come_with_the_log_probabilities_over_them(tmp_path: Path, incremental: bool) -> None:
+    async def scenario(here: Running) -> None:
+        asked: dict[str, Any] = {"return_sampling_mask": True, "incremental_streaming_output": incremental}
+        plain = (await generate(here, {"top_k": 5}, **asked)).json()["meta_info"]
+        names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
+        assert [plain[name] for name in names] == [[[HE, HE + 1], [108]], [-1.5, -2.0]]
+        assert "output_token_logprobs" not in plain
+        events = [
+            event["meta_info"]
+            for event in sse((await generate(here, {"top_k": 5}, **asked, stream=True)).text)[:-1]
+        ]
+        for name in names:
+            told = [one for event in events for one in event[name]] if incremental else events[-1][name]
+            assert told == plain[name]
+        answer = await generate(here, {"top_p": 1.0}, return_sampling_mask=True)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_sampling_mask")
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
 @pytest.mark.parametrize("start", [0, 2, 3])
 def test_prompt_tokens_are_scored_from_where_the_request_says(tmp_path: Path, start: int) -> None:
     async def scenario(here: Running) -> None:
@@ -194,7 +215,6 @@ def test_the_session_is_named_by_header_session_id_or_routing_key(tmp_path: Path
         ({"image_data": ["a"]}, "image_data"),
         ({"session_params": {"id": "a"}}, "session_params"),
         ({"token_ids_logprob": [1]}, "token_ids_logprob"),
-        ({"return_sampling_mask": True}, "return_sampling_mask"),
         ({"routed_experts_start_len": 4, "return_routed_experts": True}, "routed_experts_start_len"),
         ({"logprob_start_len": 4, "return_logprob": True}, "logprob_start_len"),
         ({"top_logprobs_num": 21, "return_logprob": True}, "top_logprobs_num"),

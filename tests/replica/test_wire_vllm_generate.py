@@ -89,6 +89,34 @@ def test_routes_have_a_row_for_every_position_but_the_last(tmp_path: Path, start
     play(tmp_path, engine, scenario)
 
 
+def test_masks_are_lists_of_ids_token_by_token(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        asked = {"n": 2, "seed": 1, "top_p": 0.9, "return_sampling_mask": True}
+        plain = (await generate(here, asked)).json()["choices"]
+        # The prompt has three tokens.
+        assert [choice["sampling_mask"] for choice in plain] == [[[HE, HE + 1], [108]]] * 2
+        events = sse((await generate(here, asked, stream=True)).text)[:-1]
+        for index in range(2):
+            told = [c for e in events for c in e["choices"] if c["index"] == index and "sampling_mask" in c]
+            assert [ids for choice in told for ids in choice["sampling_mask"]] == [[HE, HE + 1], [108]]
+            assert all(len(choice["sampling_mask"]) == len(choice["token_ids"]) for choice in told)
+        assert "sampling_mask" not in (await generate(here)).text
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
+def test_masks_of_the_whole_vocabulary_are_not_listed(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        answer = await generate(here, {"top_p": 1.0, "top_k": -1, "return_sampling_mask": True})
+        said = answer.json()["error"]
+        assert (answer.status_code, said["param"]) == (400, "sampling_params.return_sampling_mask")
+        assert "without top_k, top_p, min_p" in said["message"]
+        greedy = await generate(here, {"temperature": 0, "return_sampling_mask": True})
+        assert greedy.status_code == 200
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
 def test_a_stream_tells_the_plain_answer_token_by_token(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         asked = {"logprobs": 0, "n": 2, "seed": 1, "include_routing_matrix": True}

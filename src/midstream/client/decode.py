@@ -1,4 +1,4 @@
-"""Reads from rollout responses the MoE routes, the near ties and the snapshot of each token. Pure.
+"""Reads from rollout responses the MoE routes, the sampling mask, the near ties and the snapshot of each token. Pure.
 
 Takes plain dicts or the OpenAI SDK's objects.
 Always holds: there is one route or label per token, in order. A missing one is an error, never a guess: training on shifted
@@ -10,10 +10,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from midstream.core.masks import kept_ids
 
 RouteDtype = Literal["uint8", "uint16"]
 Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -85,6 +87,57 @@ def _check_top_k(routes: Routes, moe_layers: int | None) -> None:
             f"token {int(twice.argmax())} has an expert twice in one layer: top_k={top_k} is not the model's "
             "num_experts_per_tok"
         )
+
+
+class SamplingMasks(NamedTuple):
+    """Which tokens each draw was from, one row per token behind each other.
+
+    ids: int32, ascending within a row. offsets: int64, one more than tokens: row j is `ids[offsets[j]:offsets[j + 1]]`.
+    An empty row means every token of the vocabulary. A row of one id means that nothing else could be drawn, as in a greedy
+    draw.
+    """
+
+    ids: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+
+    def row(self, token: int) -> npt.NDArray[np.int32]:
+        """The ids of token number `token`; none where every one was left."""
+        return self.ids[self.offsets[token] : self.offsets[token + 1]]
+
+
+def decode_sampling_masks(encoded: Sequence[str], token_ids: Sequence[int]) -> SamplingMasks:
+    """The masks of as many sampled tokens.
+
+    encoded: `sampling_mask` of entries, or `sampling_masks` of a turn in a trace or a record. token_ids: those tokens.
+    Raises ValueError for what is not base64, and for a mask that lacks its token.
+    """
+    rows = []
+    for number, (text, token) in enumerate(zip(encoded, token_ids, strict=True)):
+        try:
+            ids = kept_ids(base64.b64decode(text, validate=True), token)
+        except ValueError as error:
+            raise ValueError(f"sampling mask of token {number}: {error}") from error
+        rows.append(np.asarray(() if ids is None else ids, dtype=np.int32))
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return SamplingMasks(np.concatenate([np.empty(0, np.int32), *rows]), offsets)
+
+
+def sampling_masks_of(choice: Any) -> SamplingMasks:
+    """The sampling masks of a choice's generated tokens; echoed prompt tokens are left out.
+
+    choice: as for `routes_of`, of a request with `return_sampling_mask`. log_softmax of the penalised logits divided by the
+    temperature, over a token's row alone, is its `sampling_logprob`. Raises ValueError when a token lacks its mask.
+    """
+    sampled = [entry for entry in _content(choice) if entry.get("sampling_logprob", 0.0) is not None]
+    missing = [number for number, entry in enumerate(sampled) if entry.get("sampling_mask") is None]
+    if missing:
+        raise ValueError(
+            f"token {missing[0]} of {len(sampled)} has no sampling mask: ask for return_sampling_mask"
+        )
+    return decode_sampling_masks(
+        [entry["sampling_mask"] for entry in sampled], [entry["token_id"] for entry in sampled]
+    )
 
 
 def near_ties_of(choice: Any) -> list[frozenset[str]]:

@@ -54,6 +54,7 @@ def jsonl_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]
     """One record per sequence, with all that it has: lists and numbers, ready for JSON.
 
     `routed_experts` is [tokens][layers][top_k], moved to the token that the pass read, with None where it is not known.
+    `sampling_masks` has the ids that each sampled token was drawn from, [] where that was every one, None likewise.
     """
     return [
         {
@@ -67,6 +68,7 @@ def jsonl_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]
             "logprobs": one.logprobs,
             "snapshots": one.snapshots,
             "routed_experts": expert_rows(one) if one.routes_shape else None,
+            "sampling_masks": one.masks if any(ids is not None for ids in one.masks) else None,
             "reward": one.reward,
             "rewards": one.rewards,
         }

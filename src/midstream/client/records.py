@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from midstream.core.masks import kept_ids
 from midstream.core.traces import check_trace
 
 Trace = Mapping[str, Any]
@@ -53,7 +54,9 @@ class TrainingSequence:
     the first turn's request had. token_ids: of prompts, answers and what stood between. loss_mask: 1 where the token was
     sampled, in one sequence alone. logprobs: in nats; 0.0 where loss_mask is 0.
     snapshots: of the weights that sampled the token; None where it was added. routes: expert numbers, layers x top-k in one
-    list; None where they are not known. routes_shape: [layers, top-k]. rewards: those of the session, and of the path's turns.
+    list; None where they are not known. routes_shape: [layers, top-k]. masks: the ids that a sampled token was drawn from,
+    ascending; [] where that was every one, None where they are not known. rewards: those of the session, and of the path's
+    turns.
     """
 
     session: str
@@ -67,6 +70,7 @@ class TrainingSequence:
     snapshots: list[str | None] = field(repr=False)
     routes: list[list[int] | None] = field(repr=False)
     routes_shape: list[int] | None
+    masks: list[list[int] | None] = field(repr=False)
     rewards: list[dict[str, Any]]
 
     @property
@@ -122,6 +126,7 @@ def _sequence(
     scores: list[float] = []
     snapshots: list[str | None] = []
     routes: list[list[int] | None] = []
+    masks: list[list[int] | None] = []
     spans = []
     for turn in path:
         added, sampled = turn["added"], turn["token_ids"]
@@ -133,6 +138,7 @@ def _sequence(
         scores += [0.0] * len(added) + (own or [0.0] * len(sampled))
         snapshots += [None] * len(added) + _labels(about, turn)
         routes += [None] * len(added) + _routes(about, turn)
+        masks += [None] * len(added) + _masks(about, turn)
     on_path = {turn["turn"] for turn in path}
     return TrainingSequence(
         **about,
@@ -145,6 +151,7 @@ def _sequence(
         snapshots=snapshots,
         routes=routes,
         routes_shape=next((turn["routing_matrix_shape"] for turn in path if turn["routing_matrix"]), None),
+        masks=masks,
         rewards=[dict(one) for one in rewards if one["turn"] is None or one["turn"] in on_path],
     )
 
@@ -197,6 +204,20 @@ def _routes(about: dict[str, str], turn: dict[str, Any]) -> list[list[int] | Non
             raise ValueError(f"{_turn(about, turn)}: a route of {len(raw)} bytes is no [{layers}, {top_k}]")
         # Little-endian, as all machines are that train.
         found.append(array(code, raw).tolist())
+    return found
+
+
+def _masks(about: dict[str, str], turn: dict[str, Any]) -> list[list[int] | None]:
+    given, tokens = turn.get("sampling_masks"), turn["token_ids"]
+    if given is None:
+        return [None] * len(tokens)
+    _check_count(about, turn, "sampling mask", given)
+    found: list[list[int] | None] = []
+    for encoded, token in zip(given, tokens, strict=True):
+        try:
+            found.append(list(kept_ids(base64.b64decode(encoded, validate=True), token) or ()))
+        except ValueError as error:
+            raise ValueError(f"{_turn(about, turn)}: {error}") from error
     return found
 
 

@@ -1,6 +1,6 @@
-"""Router replay: forward passes of a Hugging Face MoE model on given routes.
+"""Replay of what the engine chose: forward passes of a Hugging Face MoE model on given routes, and logits under sampling masks.
 
-Owns: the hooks on a model's routers, and the shape of a routing matrix that can be replayed.
+Owns: the hooks on a model's routers, the shape of a routing matrix that can be replayed, and masked logits.
 
 Always holds:
 - Replaying replaces which experts a token goes to, never how much each counts. Scores come from the model's own router logits
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from midstream.client.decode import SamplingMasks
 
 # In a route tensor: this position takes the model's own route.
 OWN_ROUTE = -1
@@ -120,6 +122,22 @@ def check_routes(routes: NDArray[Any], positions: int, layers: int, top_k: int, 
     if ((ordered[..., 1:] == ordered[..., :-1]) & ~own[..., 1:]).any():
         return "names an expert twice for one token and layer"
     return None
+
+
+def mask_logits(logits: Tensor, masks: SamplingMasks) -> Tensor:
+    """The logits with minus infinity for what a token was not drawn from. Divided by the temperature, their log_softmax at the
+    token is what `sampling_logprob` is; gradients reach the tokens that were left.
+
+    logits: [tokens, vocab], at the positions that gave the tokens. masks: of as many tokens. A vocabulary that is padded
+    for the trainer has further columns, which a full row would take in: cut them off first.
+    """
+    sizes = torch.from_numpy(np.diff(masks.offsets)).to(logits.device)
+    if len(sizes) != len(logits):
+        raise ValueError(f"{len(sizes)} masks for the logits of {len(logits)} tokens")
+    left = (sizes == 0).unsqueeze(1).repeat(1, logits.shape[1])
+    rows = torch.arange(len(sizes), device=logits.device).repeat_interleave(sizes)
+    left[rows, torch.from_numpy(masks.ids.astype(np.int64)).to(logits.device)] = True
+    return logits.masked_fill(~left, -torch.inf)
 
 
 def pad_sequences(sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from midstream.client.calls import RETRY_S, RetryingCaller
-from midstream.client.decode import Routes, routes_of, token_snapshots
+from midstream.client.decode import Routes, SamplingMasks, routes_of, sampling_masks_of, token_snapshots
 from midstream.client.errors import PublishError
 from midstream.client.server import check_url
 
@@ -31,7 +31,7 @@ class Rollout:
     finish_reason: "stop", "length" or another of the API. text: of the tokens, without the prompt. session: its key, if it had
     one. routes: expert numbers, an array [tokens, moe_layers, num_experts_per_tok] of uint8, or uint16 above 256 experts. Row j
     is of the pass that gave token j its logits. That pass read the token before it. None unless the client asks for routes, and
-    for an answer without tokens.
+    for an answer without tokens. masks: the tokens that each one was drawn from. None unless the client asks for them.
     """
 
     prompt_ids: list[int]
@@ -43,6 +43,7 @@ class Rollout:
     text: str
     session: str | None = None
     routes: Routes | None = field(default=None, repr=False, compare=False)
+    masks: SamplingMasks | None = field(default=None, repr=False, compare=False)
 
 
 class RolloutClient:
@@ -51,7 +52,8 @@ class RolloutClient:
     server: its URL, without /v1. model: a model or a policy; None where the server has one deployment.
     api_key: a key with the scope `sample`, where the server has keys. parallel: requests in flight.
     num_experts_per_tok: of the model's config.json. With it each rollout of an MoE model has `routes`, for router replay. A
-    dense model, or an engine without routes, then refuses the request. Raises ValueError for a number below 1, and for a
+    dense model, or an engine without routes, then refuses the request. sampling_masks: each rollout has `masks`; an engine
+    without them refuses the request. Raises ValueError for a number below 1, and for a
     server's URL with credentials or a query.
     """
 
@@ -63,6 +65,7 @@ class RolloutClient:
         api_key: str | None = None,
         parallel: int = 64,
         num_experts_per_tok: int | None = None,
+        sampling_masks: bool = False,
     ) -> None:
         if num_experts_per_tok is not None and num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok must be at least 1, got {num_experts_per_tok}")
@@ -71,6 +74,7 @@ class RolloutClient:
         self._url = server.rstrip("/") + "/v1/completions"
         self._model = {} if model is None else {"model": model}
         self._top_k = num_experts_per_tok
+        self._masks = sampling_masks
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="rollouts")
 
     def __repr__(self) -> str:
@@ -123,6 +127,7 @@ class RolloutClient:
             "logprobs": True,
             "return_token_ids": True,
             **({} if self._top_k is None else {"include_routing_matrix": True}),
+            **({"return_sampling_mask": True} if self._masks else {}),
         } | fields
         keys: Sequence[str | None] = sessions or [None] * len(prompts)
         asked = [
@@ -139,31 +144,29 @@ class RolloutClient:
             headers = headers | {"x-multi-turn-session-id": session}
         answer = self._caller.call("POST", self._url, deadline_s=RETRY_S, json=asked, headers=headers).body
         try:
-            return [_rollout(answer, choice, session, self._top_k) for choice in answer["choices"]]
+            return [self._rollout(answer, choice, session) for choice in answer["choices"]]
         except (KeyError, TypeError, ValueError) as error:
             raise PublishError(
                 f"{self._url}: answered something else than records of tokens: {error!r}"
             ) from error
 
-
-def _rollout(
-    answer: Mapping[str, Any], choice: Mapping[str, Any], session: str | None, top_k: int | None
-) -> Rollout:
-    records = choice["logprobs"]["content"]
-    ids = list(choice["token_ids"])
-    if len(records) != len(ids):
-        raise ValueError(f"{len(records)} records of {len(ids)} tokens")
-    return Rollout(
-        prompt_ids=list(choice["prompt_token_ids"]),
-        token_ids=ids,
-        logprobs=[float(one["logprob"]) for one in records],
-        sampling_logprobs=[float(one["sampling_logprob"]) for one in records],
-        snapshots=token_snapshots(answer, choice["index"]),
-        finish_reason=choice["finish_reason"],
-        text=choice["text"],
-        session=session,
-        routes=routes_of(records, top_k=top_k) if top_k is not None and records else None,
-    )
+    def _rollout(self, answer: Mapping[str, Any], choice: Mapping[str, Any], session: str | None) -> Rollout:
+        records = choice["logprobs"]["content"]
+        ids = list(choice["token_ids"])
+        if len(records) != len(ids):
+            raise ValueError(f"{len(records)} records of {len(ids)} tokens")
+        return Rollout(
+            prompt_ids=list(choice["prompt_token_ids"]),
+            token_ids=ids,
+            logprobs=[float(one["logprob"]) for one in records],
+            sampling_logprobs=[float(one["sampling_logprob"]) for one in records],
+            snapshots=token_snapshots(answer, choice["index"]),
+            finish_reason=choice["finish_reason"],
+            text=choice["text"],
+            session=session,
+            routes=routes_of(records, top_k=self._top_k) if self._top_k is not None and records else None,
+            masks=sampling_masks_of(records) if self._masks else None,
+        )
 
 
 class Labelled(Protocol):

@@ -32,8 +32,8 @@ HEADER_OVERWRITE = "x-midstream-overwrite"
 # Clients send it: what follows when a chat template rewrites an earlier answer. exact (the default): its sampled tokens stay;
 # template: it is rendered again.
 HEADER_HISTORY = "x-midstream-history"
-# Clients send it: what a session's trace keeps of each sampled token: none, logprobs or routes. A session that is named by a
-# path keeps routes if nothing else is said.
+# Clients send it: what a session's trace keeps of each sampled token: none, logprobs, routes or masks. A session that is named
+# by a path keeps routes if nothing else is said.
 HEADER_RECORDS = "x-midstream-records"
 #: "ignore": body fields that no wire knows are passed over, as the deployment's setting says. Else they are refused.
 HEADER_UNKNOWN_FIELDS = "x-midstream-unknown-fields"

@@ -17,8 +17,9 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_RECORDS
 from midstream.core.types import FinishReason
 
-#: What is kept of each token beside its id: nothing, both log-probabilities, or these and its route.
-RecordsKept = Literal["none", "logprobs", "routes"]
+#: What is kept of each token beside its id: nothing, both log-probabilities, or these, its route and the mask that its request
+#: asked for. "masks": likewise, and a mask of each token, also where no request asks for one.
+RecordsKept = Literal["none", "logprobs", "routes", "masks"]
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -45,11 +46,13 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     them.
     routing_matrix: of each sampled token, layers x top-k expert numbers in base64, of the pass that gave its logits; None
     likewise. routing_matrix_shape: [layers, top-k].
+    sampling_masks: of each sampled token, the tokens that its draw was from, in base64 of the form of core/masks.py; None
+    likewise.
     snapshots: over the sampled tokens. kv_snapshots: over all positions, which snapshot computed the KV.
     earlier_kv_snapshots: of tokens that were sampled before that KV was computed again.
     branch: why the turn continues none, as responses say it. model: without a snapshot.
     resumed: how many of the sampled tokens, from the first on, another replica sampled before it was lost. Only the response
-    has their numbers, so a turn with such tokens has neither log-probabilities nor routes here.
+    has their numbers, so a turn with such tokens has no log-probabilities, routes and masks here.
     logprob_of: "allowed": logprobs are of the tokens that the answer's grammar allowed. None: they are the raw model's.
     """
 
@@ -72,6 +75,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     branch: dict[str, Any] | None = None
     resumed: int = 0
     logprob_of: str | None = None
+    sampling_masks: list[str] | None = None
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,11 +146,15 @@ def records_kept(given: str | None, default: RecordsKept) -> RecordsKept:
     """What the header HEADER_RECORDS asks for. Raises InvalidRequest."""
     if not given:
         return default
-    for kept in ("none", "logprobs", "routes"):
+    for kept in ("none", "logprobs", "routes", "masks"):
         if given == kept:
             return kept
-    message = f"{HEADER_RECORDS}: expected none, logprobs or routes, got {given!r}"
+    message = f"{HEADER_RECORDS}: expected none, logprobs, routes or masks, got {given!r}"
     raise InvalidRequest(message, param=HEADER_RECORDS)
+
+
+def keeps_routes(kept: RecordsKept) -> bool:
+    return kept in ("routes", "masks")
 
 
 _Count = Annotated[int, Meta(ge=0)]
@@ -168,6 +176,8 @@ class _TurnRead(msgspec.Struct):
     routing_matrix_dtype: Literal["uint8", "uint16"] | None
     routing_matrix_shape: tuple[_Size, _Size] | None
     snapshots: list[Span]
+    #: Records of older servers do not have it.
+    sampling_masks: list[str] | None = None
 
 
 class _RewardRead(msgspec.Struct):

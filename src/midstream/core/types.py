@@ -58,6 +58,8 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     rank: the token's place among all by its logit, from 1. 0 where it is not known: only prompt tokens that were
         asked for with alternatives have it.
     constrained: logprob is not the raw model's, but that of the tokens that the grammar of the answer allowed.
+    mask: the tokens that limits and filters left for the draw, in the form of core/masks.py. sampling_logprob is normalised
+        over them. None when not asked for, and on prompt tokens.
     """
 
     token_id: int
@@ -69,6 +71,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     near_tie: int = 0
     rank: int = 0
     constrained: bool = False
+    mask: bytes | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +130,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     salt: bytes = b""
     want_routes: bool = False
+    want_masks: bool = False
     top_logprobs: int = 0
     prompt_records: int = 0
     want_kv_snapshots: bool = False
@@ -395,6 +399,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "cached_prompt_logprobs": "prompts reuse cached KV also when their log-probabilities are asked for",
     "grammars": "answers that match a JSON schema, and forced tool calls",
     "sampling_logprobs": "sampling_logprob under every temperature and filter, not only where it follows from logprob",
+    "sampling_masks": "the tokens that limits and filters left for each draw (return_sampling_mask)",
     "near_ties": "near_tie in token records: draws that another rounding may make differently",
     "router_ties": "near_tie names choices of routers, too",
     "constrained_logprobs": "logprob of an answer that must match a grammar is the raw model's",

@@ -70,6 +70,7 @@ class SampleRow(msgspec.Struct):
 
     position: of the token to be sampled; the first prompt token has position 0. history: prompt and generated tokens.
     mask: the tokens that the sequence's grammar and limits allow, bit i (little-endian) for token i. None allows all.
+    wants_mask: of the tokens that these and the filters leave (Sampled.masks).
     """
 
     params: SamplingParams
@@ -79,13 +80,14 @@ class SampleRow(msgspec.Struct):
     prompt_len: int
     top_logprobs: int
     mask: bytes | None = None
+    wants_mask: bool = False
 
 
 @dataclass(frozen=True)
 class Sampled:
     """One entry per row. top: the best alternatives, best first; empty when the request asked for none.
 
-    near_ties: the bits of types.NEAR_* for filters and greedy choices.
+    near_ties: the bits of types.NEAR_* for filters and greedy choices. masks: as in a TokenRecord, of rows that want one.
     """
 
     tokens: list[int]
@@ -93,7 +95,8 @@ class Sampled:
     sampling_logprobs: list[float]
     top: list[list[tuple[int, float]]]
     near_ties: list[int]
+    masks: list[bytes | None]
 
     @property
     def columns(self) -> tuple[list[Any], ...]:
-        return self.tokens, self.logprobs, self.sampling_logprobs, self.top, self.near_ties
+        return self.tokens, self.logprobs, self.sampling_logprobs, self.top, self.near_ties, self.masks

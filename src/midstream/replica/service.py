@@ -43,7 +43,7 @@ from midstream.core.session_keys import (
     named_in_headers,
     session_key,
 )
-from midstream.core.traces import RecordsKept, records_kept
+from midstream.core.traces import RecordsKept, keeps_routes, records_kept
 from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.core.versions import (
     HEADER_ADMITTED,
@@ -381,7 +381,9 @@ class Service(Surroundings):
 
         Raises InvalidRequest for what the engine refuses although its card does not say so.
         """
-        routes = records == "routes" and self.info.moe_layers > 0 and self.info.card.has("routes")
+        card = self.info.card
+        routes = keeps_routes(records) and self.info.moe_layers > 0 and card.has("routes")
+        masks = records == "masks" and card.has("sampling_masks")
         # A retry carries the same x-request-id again.
         engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
@@ -396,6 +398,7 @@ class Service(Surroundings):
                 sampling=sampling_for(checked, prompt, index, seed, self.info),
                 n=checked.n,
                 want_routes=checked.routes or routes,
+                want_masks=checked.masks or masks,
                 top_logprobs=max(checked.top_logprobs, checked.prompt_logprobs or 0),
                 prompt_records=scored_tokens(checked, prompt) if scores else 0,
                 want_kv_snapshots=checked.perf_metrics or records != "none",

@@ -6,11 +6,12 @@ template <class T>
 static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, const float *temperature,
                    const Filter *filters, const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token,
                    float *logprob, float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values,
-                   int threads) {
+                   int32_t *kept_count, int32_t *kept, int threads) {
   const Sampler<T> sampler{vocab, tie};
   parallel(threads, m, 16.0 * m * vocab, [=](int64_t i) {
     sampler.row(logits + i * vocab, temperature[i], filters[i], counters + 3 * i, wanted[i], token + i, logprob + i,
-                sampling_logprob + i, near_tie + i, n, ids + i * n, values + i * n);
+                sampling_logprob + i, near_tie + i, n, ids + i * n, values + i * n,
+                kept_count ? kept_count + i : nullptr, kept_count ? kept + i * vocab : nullptr);
   });
 }
 
@@ -51,9 +52,10 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
   }                                                                                                                    \
   void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const float *filters,     \
                      const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token, float *logprob,       \
-                     float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values, int threads) {\
+                     float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values,               \
+                     int32_t *kept_count, int32_t *kept, int threads) {                                                \
     sample<T>((const T::elem *)logits, m, vocab, temperature, (const Filter *)filters, counters, wanted, tie, token,   \
-              logprob, sampling_logprob, near_tie, n, ids, values, threads);                                           \
+              logprob, sampling_logprob, near_tie, n, ids, values, kept_count, kept, threads);                         \
   }                                                                                                                    \
   }
 

@@ -217,9 +217,11 @@ struct Sampler {
     for (int64_t p = 0; p < held; ++p) values[p] = (float)(values[p] - top - log_total);
   }
 
-  // A temperature of 0 or less is greedy. If wanted >= 0, scores that token instead of drawing one.
+  // A temperature of 0 or less is greedy. If wanted >= 0, scores that token instead of drawing one. left, if not null, gets the
+  // tokens that it was drawn from, in order of id, and left_count their number; 0 where nothing was filtered.
   void row(const elem *x, float temperature, const Filter &filter, const uint64_t *counter, int64_t wanted, int32_t *token, float *logprob,
-           float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values) const {
+           float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values, int32_t *left_count,
+           int32_t *left) const {
     static thread_local std::vector<double> chunks;
     chunks.clear();
     const float top = highest(x);
@@ -228,8 +230,10 @@ struct Sampler {
     double log_drawn = log_raw;
     int64_t picked = wanted;
     *near_tie = 0;
+    if (left_count) *left_count = 0;
     if (wanted < 0 && temperature <= 0) {
       picked = first_equal(x, top);
+      if (left_count) *left_count = 1, *left = (int32_t)picked;
       if (near_second(x, top, rounding(x, top))) *near_tie = NEAR_GREEDY;
     }
     if (wanted < 0 && temperature > 0) {
@@ -240,6 +244,10 @@ struct Sampler {
         const float slack = rounding(x, top) * inverse;
         const Border border = filtered(x, top, inverse, sum, filter, slack, kept);
         picked = draw_kept(kept, uniform(counter), &sum);
+        if (left_count) {
+          *left_count = (int32_t)kept.size();
+          for (const Candidate &c : kept) *left++ = c.id;
+        }
         // A token as heavy as one that was cut off might itself have been cut off.
         const float weight = (T::up(x[picked]) - top) * inverse;
         *near_tie = border.near;

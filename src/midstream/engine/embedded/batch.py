@@ -115,6 +115,7 @@ def sample_rows(rows: LogitRows) -> list[SampleRow]:
             prompt_len=work.seq.prompt_len,
             top_logprobs=work.seq.request.top_logprobs,
             mask=None if work.seq.matcher is None else work.seq.matcher.mask(),
+            wants_mask=work.seq.request.want_masks,
         )
         for work, _ in rows.samples
     ]

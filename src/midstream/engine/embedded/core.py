@@ -116,9 +116,8 @@ class EngineCore:
         config = self.runner.model.config
         capacity = self.pool.total * self.pool.block_size
         info = self.runner.info(min(int(config.max_position_embeddings), capacity))
-        grammars = self._constraints is not None
-        reproducible = batch_invariant(self.runner.model, self._settings)
-        card = embedded_card(grammars=grammars, reproducible=reproducible)
+        grammars, model = self._constraints is not None, self.runner.model
+        card = embedded_card(grammars=grammars, reproducible=batch_invariant(model, self._settings))
         return msgspec.structs.replace(info, grammars=grammars, card=card)
 
     def stats(self) -> EngineStats:
@@ -403,6 +402,7 @@ class EngineCore:
                 route if request.want_routes else None,
                 _alternatives(top) if (top := sampled.top[i]) else (),
                 sampled.near_ties[i] | router_tie,
+                mask=sampled.masks[i],
             )
             seq.tokens.append(record.token_id)
             seq.last_sampled = (record.logprob, epoch, route, router_tie)

@@ -7,6 +7,8 @@ Always holds:
 - A row's own parameters alone decide whether the kernel draws it, so its token does not depend on the batch.
 - `logprob` is the raw model's: float32 log-softmax of the unmodified logits. `sampling_logprob` is the log-probability under
   the distribution that the token was drawn from. Greedy draws from a point mass: its sampling logprob is 0.
+- A row's mask has the tokens that this distribution is over: its penalised logits, divided by the temperature and normalised
+  over the mask, give `sampling_logprob`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import numpy as np
 import torch
 
 from midstream.core.config import EngineSettings
-from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P
+from midstream.core.masks import ALONE, BITS, EVERY, LONG, SHORT
+from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
 from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
-from midstream_kernels import CpuSampler, KernelsUnavailable
+from midstream_kernels import CpuSampler, KeptTokens, KernelsUnavailable
 
 
 class Sampler:
@@ -40,7 +43,9 @@ class Sampler:
             return _drawn(kernel, logits, rows)
         plain = sorted(set(range(len(rows))) - set(others))
         zeros = [0.0] * len(rows)
-        merged = Sampled([0] * len(rows), zeros, [*zeros], [[] for _ in rows], [0] * len(rows))
+        merged = Sampled(
+            [0] * len(rows), zeros, [*zeros], [[] for _ in rows], [0] * len(rows), [None] * len(rows)
+        )
         parts = [(others, sample(logits[others], [rows[i] for i in others]))]
         if plain:
             parts.append((plain, _drawn(kernel, logits[plain], [rows[i] for i in plain])))
@@ -53,17 +58,27 @@ class Sampler:
     def score(self, logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Sampled:
         """The raw log-probability of a given next token per row: prompt scoring. logits: [rows, vocab]."""
         if self._kernel is not None and self._kernel.takes(logits):
-            return Sampled(*self._kernel.score(logits, targets, top_logprobs))
+            return Sampled(*self._kernel.score(logits, targets, top_logprobs), [None] * len(targets))
         return score(logits, targets, top_logprobs)
 
 
 def _drawn(kernel: CpuSampler, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    temperatures = np.array([r.params.temperature for r in rows], dtype=np.float32)
+    numbers = [(r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p) for r in rows]
+    given = np.array(numbers, dtype=np.float32)
+    temperatures, filters = given[:, 0].copy(), given[:, 1:].copy()
     temperatures[temperatures < GREEDY_BELOW] = 0.0
-    filters = np.array([(r.params.top_k, r.params.top_p, r.params.min_p) for r in rows], dtype=np.float32)
     counters = np.array([(r.params.seed & SEED_MASK, r.index, r.position) for r in rows], dtype=np.uint64)
     top, tie = [r.top_logprobs for r in rows], near_tie(logits.dtype)
-    return Sampled(*kernel.sample(logits, temperatures, filters, counters, tie, top))
+    masks: list[bytes | None] = [None] * len(rows)
+    asked = [i for i, row in enumerate(rows) if row.wants_mask]
+    if not asked:
+        return Sampled(*kernel.sample(logits, temperatures, filters, counters, tie, top), masks)
+    kept = KeptTokens(*logits.shape)
+    columns = kernel.sample(logits, temperatures, filters, counters, tie, top, kept)
+    for i in asked:
+        ids = kept.of(i)
+        masks[i] = EVERY if ids is None else mask_of(ids)
+    return Sampled(*columns, masks)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -105,6 +120,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         sampling_logprobs=sampling.tolist(),
         top=_top(raw, [r.top_logprobs for r in rows]),
         near_ties=_near_ties(scores, rounding, greedy[:, 0], borders, chosen),
+        masks=_masks(scores, probs, rows),
     )
 
 
@@ -114,7 +130,9 @@ def score(logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[i
     raw = torch.log_softmax(logits.float(), dim=-1)
     picked = torch.tensor(list(targets), device=logits.device).unsqueeze(1)
     values = raw.gather(1, picked)[:, 0].tolist()
-    return Sampled(list(targets), values, values, _top(raw, top_logprobs), [0] * len(values))
+    return Sampled(
+        list(targets), values, values, _top(raw, top_logprobs), [0] * len(values), [None] * len(values)
+    )
 
 
 def ranks_of(logits: torch.Tensor, targets: Sequence[int]) -> list[int]:
@@ -196,6 +214,50 @@ def _masked_rows(rows: Sequence[SampleRow]) -> dict[int, bytes]:
     return {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
 
 
+def _is_filtered(params: SamplingParams, vocab: int) -> bool:
+    filters = 0 < params.top_k < vocab or params.top_p < 1 or params.min_p > 0
+    return params.temperature >= GREEDY_BELOW and filters
+
+
+def _masks(scores: torch.Tensor, probs: torch.Tensor, rows: Sequence[SampleRow]) -> list[bytes | None]:
+    """Of the rows that want it, what was left. scores: behind penalties and limits. probs: what was drawn from."""
+    masks: list[bytes | None] = [None] * len(rows)
+    sets = []
+    for i, row in enumerate(rows):
+        if not row.wants_mask:
+            continue
+        if row.params.temperature < GREEDY_BELOW:
+            masks[i] = ALONE
+        elif row.mask is None and not _is_filtered(row.params, scores.shape[-1]):
+            masks[i] = EVERY
+        else:
+            sets.append(i)
+    if not sets:
+        return masks
+    filtered = torch.tensor(
+        [_is_filtered(rows[i].params, scores.shape[-1]) for i in sets], device=scores.device
+    )
+    left = torch.where(filtered.unsqueeze(1), probs[sets] > 0, scores[sets] > -torch.inf)
+    ids = left.nonzero()[:, 1].cpu().numpy()
+    ends = left.sum(dim=-1).cumsum(dim=0).tolist()
+    for i, one in zip(sets, np.split(ids, ends[:-1]), strict=True):
+        masks[i] = mask_of(one)
+    return masks
+
+
+def mask_of(ids: np.ndarray) -> bytes:
+    """The mask of the ids that were left: ascending, at least one (core/masks.py)."""
+    if len(ids) == 1:
+        return ALONE
+    last = int(ids[-1])
+    size = SHORT if last < 1 << 16 else LONG
+    if last // 8 + 1 < size * len(ids):
+        bits = np.zeros(last + 1, dtype=np.uint8)
+        bits[ids] = 1
+        return bytes([BITS]) + np.packbits(bits, bitorder="little").tobytes()
+    return bytes([size]) + ids.astype(f"<u{size}").tobytes()
+
+
 @dataclass(frozen=True)
 class Borders:
     """For rows with filters: how near the drawn token may be to what the filters cut off.
@@ -219,12 +281,7 @@ def _filtered(
     rounding: [rows], how much rounding may change the difference of two logits.
     """
     vocab = probs.shape[-1]
-    limited = [
-        i
-        for i, r in enumerate(rows)
-        if r.params.temperature >= GREEDY_BELOW
-        and (0 < r.params.top_k < vocab or r.params.top_p < 1 or r.params.min_p > 0)
-    ]
+    limited = [i for i, row in enumerate(rows) if _is_filtered(row.params, vocab)]
     if not limited:
         return probs, None
     where = torch.tensor(limited, device=probs.device)

@@ -21,6 +21,7 @@ LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
+    "sampling_masks": "vLLM's own need its newer model runner, which no CPU has, and leave no raw log-probability",
     "router_ties": "vLLM does not return what a router chose by",
     "policy_crossing": "vLLM ends a request with the adapter that it began with",
     "resident_snapshots": "a vLLM server holds one set of weights",

@@ -67,6 +67,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     #: How many of the last prompt tokens to echo; None: all of them.
     echo: int | None
     routes: bool
+    #: Each generated token has its sampling mask.
+    masks: bool
     token_ids: bool
     raw_output: bool
     perf_metrics: bool
@@ -113,8 +115,7 @@ def check(
 ) -> Checked:
     """The rules between fields. prompt_from, cumulative: as in Checked. Raises InvalidRequest."""
     kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
-    echo = _echo(body)
-    max_tokens = _max_tokens(body, kind)
+    echo, max_tokens = _echo(body), _max_tokens(body, kind)
     prompt_logprobs = None
     if body.prompt_logprobs is not None:
         prompt_logprobs, prompt_from = fields.scored_prompt(body), 0
@@ -141,6 +142,7 @@ def check(
         top_logprobs=top,
         echo=echo,
         routes=fields.ROUTES(body) != (None, None) and _routes(body, logprobs, info),
+        masks=body.return_sampling_mask is True and _masks(logprobs),
         token_ids=bool(body.return_token_ids),
         raw_output=bool(body.raw_output),
         perf_metrics=bool(body.perf_metrics_in_response),
@@ -216,6 +218,13 @@ def _routes(body: InferenceBody, logprobs: LogprobsFormat | None, info: ModelInf
         raise InvalidRequest(
             f"{param}: this model is dense; it has no mixture-of-experts layers and no routes", param=param
         )
+    return True
+
+
+def _masks(logprobs: LogprobsFormat | None) -> bool:
+    param = "return_sampling_mask"
+    if logprobs != "content":
+        raise InvalidRequest(f"{param}: requires logprobs: true", param=param)
     return True
 
 

@@ -35,6 +35,9 @@ _GRAMMARS = "constrain answers to a schema, or not with this model's tokenizer"
 REQUEST_NEEDS = (
     RequestNeed("routes", "include_routing_matrix", lambda checked, _: checked.routes, "return MoE routes"),
     RequestNeed(
+        "sampling_masks", "return_sampling_mask", lambda checked, _: checked.masks, "return sampling masks"
+    ),
+    RequestNeed(
         "prompt_logprobs",
         "echo_last",
         lambda checked, body: _scores_prompt(checked) and body.echo_last is not None,

@@ -24,13 +24,14 @@ EndReason = Literal["end", "stop", "length", "context", "tool_calls", "abort", "
 
 class ResponseHead(NamedTuple):
     """id, created (seconds since the epoch): of the response. wide_routes: the model has more than 256 experts.
-    route_shape: MoE layers and experts per token of a route."""
+    route_shape: MoE layers and experts per token of a route. vocab_size: of the model."""
 
     id: str
     created: int
     model: str
     wide_routes: bool
     route_shape: tuple[int, int] = (0, 0)
+    vocab_size: int = 0
 
 
 class TokenCounts(msgspec.Struct, frozen=True):

@@ -123,8 +123,8 @@ class Generation:
         self._service = service
         self._work = work
         self._histories = histories
-        #: Whether each token needs a route.
-        self._routes = checked.routes
+        #: Whether each token needs a route, and a sampling mask.
+        self._routes, self._masks = checked.routes, checked.masks
         is_traced = bool(histories) and histories[0].records != "none"
         #: Whether the choices keep which snapshots computed their KV.
         self._keeps_kv = checked.perf_metrics or is_traced
@@ -245,9 +245,9 @@ class Generation:
         long = self._echo or self._stages or self._continued or self._encoder.keeps
         if by_token is None or long:
             return None
-        n, routes = self.checked.n, self._routes
+        n, needs = self.checked.n, {"routes": self._routes, "masks": self._masks}
         return TokenLane(
-            self._choices, self._parts, by_token, self._resume_log, self._histories, n=n, routes=routes
+            self._choices, self._parts, by_token, self._resume_log, self._histories, n=n, **needs
         )
 
     def _at_end(self) -> Extras:
@@ -380,6 +380,8 @@ class Generation:
         for record in event.tokens:
             if self._routes and record.route is None and not replayed:
                 raise EngineFailed("the engine returned a token without its route")
+            if self._masks and record.mask is None and not replayed:
+                raise EngineFailed("the engine returned a token without its sampling mask")
             if choice.snapshot != record.snapshot or record.snapshot not in measured.labels:
                 measured.label(choice.snapshot, record.snapshot)
             new = choice.feed(record)
@@ -458,4 +460,5 @@ def _head(service: Surroundings, opening: Opening) -> ResponseHead:
         model=service.names.model,
         wide_routes=service.info.num_experts > 256,
         route_shape=(service.info.moe_layers, service.info.top_k),
+        vocab_size=service.info.vocab_size,
     )

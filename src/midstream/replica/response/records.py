@@ -1,8 +1,8 @@
-"""Token records as JSON: log-probabilities in OpenAI's two shapes, routes, labels, KV provenance.
+"""Token records as JSON: log-probabilities in OpenAI's two shapes, routes, sampling masks, labels, KV provenance.
 
 Owns: the form of a record, on any wire. Every token goes through `RecordEncoder.content`: this is the hot path.
-Always holds: every log-probability is a finite number. A route is passed on as the engine's bytes in base64, and its width is
-stated when it is not uint8.
+Always holds: every log-probability is a finite number. A route and a mask are passed on as the engine's bytes in base64, and a
+route's width is stated when it is not uint8.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class RecordEncoder(ABC):
         self._top = checked.top_logprobs
         #: Whether each token's route stands beside its log-probability.
         self._routes = checked.routes
+        #: Likewise its sampling mask.
+        self._masks = checked.masks
         self._route_dtype: str | UnsetType = "uint16" if head.wide_routes else UNSET
         self._served_names: dict[str, str] = {}
 
@@ -161,6 +163,8 @@ class RecordEncoder(ABC):
             if self._routes and record.route is not None:
                 entry.routing_matrix = b64encode(record.route).decode("ascii")
                 entry.routing_matrix_dtype = self._route_dtype
+            if self._masks and record.mask is not None:
+                entry.sampling_mask = b64encode(record.mask).decode("ascii")
             if record.near_tie:
                 entry.near_tie = NEAR_TIE_NAMES[record.near_tie]
             if record.constrained:

@@ -40,6 +40,8 @@ class Entry(msgspec.Struct):
     routing_matrix: str | UnsetType = UNSET
     #: "uint16" (little-endian) above 256 experts. Absent: uint8.
     routing_matrix_dtype: str | UnsetType = UNSET
+    #: The tokens that the draw was from: base64 of the form of core/masks.py.
+    sampling_mask: str | UnsetType = UNSET
     near_tie: tuple[str, ...] | UnsetType = UNSET
     #: "allowed": `logprob` is of the tokens that the answer's grammar allowed. Absent: it is the raw model's.
     logprob_of: str | UnsetType = UNSET

@@ -20,7 +20,7 @@ from midstream.replica.turns.history import History
 class TokenLane:
     """For a stream that no other replica began, without an echo, and without stages behind its choices.
 
-    routes: each token needs one. histories: one for each `n` choices, or none.
+    routes, masks: each token needs one. histories: one for each `n` choices, or none.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class TokenLane:
         *,
         n: int,
         routes: bool,
+        masks: bool,
     ) -> None:
         self._choices = choices
         self._begun = parts.begun
@@ -41,6 +42,7 @@ class TokenLane:
         self._histories = histories
         self._n = n
         self._routes = routes
+        self._masks = masks
 
     def data(self, event: GenerationEvent) -> bytes | None:
         """The bytes of an event that is one more token of its choice. None: it takes the long way."""
@@ -56,6 +58,8 @@ class TokenLane:
         record = tokens[0]
         # The long way says what is wrong.
         if not record.logprob >= LOGPROB_MIN or (self._routes and record.route is None):
+            return None
+        if self._masks and record.mask is None:
             return None
         choice = self._choices[index]
         offset = choice.chars

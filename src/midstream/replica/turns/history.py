@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_HISTORY
-from midstream.core.traces import RecordsKept
+from midstream.core.traces import RecordsKept, keeps_routes
 from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
@@ -84,7 +84,8 @@ def branches_of(histories: Sequence[History]) -> Branch | list[Branch | None] | 
 
 
 class _Answer:
-    """What a choice has sampled so far. A long stream keeps a few bytes a token, and routes only where they are asked for."""
+    """What a choice has sampled so far. A long stream keeps a few bytes a token, and routes and masks only where they are asked
+    for."""
 
     def __init__(self) -> None:
         self.tokens = array("I")
@@ -92,6 +93,7 @@ class _Answer:
         self.sampling_logprobs = array("d")
         self.constrained = False
         self.routes: list[bytes] = []
+        self.masks: list[bytes] = []
         #: Tokens that a replica sampled that was lost. Their numbers are not known here.
         self.replayed = 0
         self.text: list[str] = []
@@ -110,8 +112,9 @@ class _Answer:
         self.constrained = self.constrained or any(record.constrained for record in records)
         given = (record.sampling_logprob for record in records)
         self.sampling_logprobs.extend(_UNKNOWN if value is None else value for value in given)
-        if kept == "routes":
+        if keeps_routes(kept):
             self.routes += [record.route for record in records if record.route is not None]
+            self.masks += [record.mask for record in records if record.mask is not None]
 
 
 class History:
@@ -331,13 +334,13 @@ class History:
 
     def _record(self, choice: Choice, answer: _Answer, created: float) -> TurnRecord:
         none = array("d")
-        whole = len(answer.routes) == len(answer.tokens) and not answer.replayed
+        whole = 0 if answer.replayed else len(answer.tokens)
         return TurnRecord(
             choice.finish or "stop",
             created,
             none if answer.replayed else answer.logprobs,
             none if answer.replayed else answer.sampling_logprobs,
-            b"".join(answer.routes) if whole else b"",
+            b"".join(answer.routes) if len(answer.routes) == whole else b"",
             tuple(choice.spans),
             tuple(choice.kv),
             tuple(choice.earlier_kv),
@@ -345,6 +348,7 @@ class History:
             self._model,
             answer.replayed,
             answer.constrained,
+            tuple(answer.masks) if len(answer.masks) == whole else (),
         )
 
 

@@ -50,4 +50,5 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
         branch=record.branch,
         resumed=record.resumed,
         logprob_of=ALLOWED if record.constrained else None,
+        sampling_masks=[b64encode(mask).decode() for mask in record.masks] or None,
     )

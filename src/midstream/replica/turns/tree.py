@@ -44,6 +44,7 @@ SAME_WORDS_MAX = 64
 _TURN_BYTES = 512
 _KEY_BYTES = 128
 _THOUGHT_BYTES = 128
+_MASK_BYTES = 48
 
 #: Digests of thinking (`message_keys.thought_of`), each with the place of its message in the conversation.
 Thoughts = Sequence[tuple[int, str]]
@@ -131,7 +132,7 @@ class TurnRecord(NamedTuple):
     choice.Choice.
     model: the one that they are snapshots of; "": the replica's own. resumed: how many of the sampled tokens, from the first
     on, are of a replica that was lost. Their numbers, and so those of the turn, went to the client alone. constrained: as in a
-    TokenRecord.
+    TokenRecord. masks: of the sampled tokens; empty where they were not asked for.
     """
 
     finish: FinishReason
@@ -146,10 +147,12 @@ class TurnRecord(NamedTuple):
     model: str = ""
     resumed: int = 0
     constrained: bool = False
+    masks: tuple[bytes, ...] = ()
 
     @property
     def size(self) -> int:
-        return 8 * (len(self.logprobs) + len(self.sampling_logprobs)) + len(self.routes)
+        masks = sum(len(mask) for mask in self.masks) + _MASK_BYTES * len(self.masks)
+        return 8 * (len(self.logprobs) + len(self.sampling_logprobs)) + len(self.routes) + masks
 
 
 class FoundTurn(NamedTuple):

@@ -256,6 +256,8 @@ class GenerateChoice(msgspec.Struct):
     text: str | UnsetType = UNSET
     routed_experts: str | RawRoutes | None = None
     weight_versions: list[WeightVersion] | None = None
+    #: The ids that each token was drawn from.
+    sampling_mask: list[list[int]] | UnsetType = UNSET
     midstream: GenerateRecords | UnsetType = UNSET
 
 
@@ -302,6 +304,9 @@ class SglangMetaInfo(msgspec.Struct, kw_only=True):
     output_token_logprobs: Sequence[Scores] | UnsetType = UNSET
     input_top_logprobs: list[list[Scores] | None] | UnsetType = UNSET
     output_top_logprobs: Sequence[list[Scores]] | UnsetType = UNSET
+    #: The ids that each token was drawn from, and its log-probability among them.
+    output_token_sampling_mask: Sequence[list[int]] | UnsetType = UNSET
+    output_token_sampling_logprobs: Sequence[float] | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
     routed_experts_start_len: int | UnsetType = UNSET
     e2e_latency: float | UnsetType = UNSET

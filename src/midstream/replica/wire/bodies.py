@@ -40,6 +40,7 @@ class OwnFieldsOfChats(OwnFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     include_routing_matrix: bool | None = None
+    return_sampling_mask: bool | None = None
     prompt_cache_isolation_key: str | None = None
 
 
@@ -232,6 +233,7 @@ class SglangGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fi
     return_prompt_token_ids: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: NotNegative = 0
+    return_sampling_mask: bool | list[bool] | None = None
     stream: bool = False
     session_id: str | None = None
     routing_key: str | None = None
@@ -259,7 +261,6 @@ class SglangGenerateBody(OwnFields, frozen=True, kw_only=True, forbid_unknown_fi
     audio_data: Annotated[Any, Unsupported(None, [])] = None
     session_params: Annotated[Any, Unsupported(None)] = None
     token_ids_logprob: Annotated[Any, Unsupported(None, [])] = None
-    return_sampling_mask: Annotated[Any, Unsupported(None, False)] = None
     return_hidden_states: Annotated[Any, Unsupported(False)] = False
     return_flat_raw_top_logprobs: Annotated[Any, Unsupported(False)] = False
     return_indexer_topk: Annotated[Any, Unsupported(False)] = False

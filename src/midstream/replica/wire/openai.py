@@ -104,6 +104,8 @@ class OpenAIEncoder(RecordEncoder):
         else:
             drawn = b"" if isnan(sampling) else _NO_SAMPLING
         more = NEAR_TIE_JSON[record.near_tie]
+        if self._masks and record.mask is not None:
+            more = b',"sampling_mask":"%b"%b' % (b64encode(record.mask), more)
         if self._routes and record.route is not None:
             more = b',"routing_matrix":"%b"%b%b' % (b64encode(record.route), self._route_dtype_json, more)
         if record.constrained:

@@ -34,7 +34,9 @@ from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
+    check_bounded,
     completion,
+    mask_lists,
     read_sampling,
     rename,
     route_array,
@@ -79,6 +81,7 @@ class SglangDetails(msgspec.Struct, frozen=True):
     prompt_ids: bool
     routes_from: int | None
     incremental: bool
+    masks: bool
 
 
 class _Made(msgspec.Struct):
@@ -89,6 +92,8 @@ class _Made(msgspec.Struct):
     logprobs: list[Scores] = []
     tops: list[list[Scores]] = []
     sampling: list[float | None] = []
+    masks: list[list[int]] = []
+    masked: list[float] = []
     generated: int = 0
     constrained: bool = False
 
@@ -136,9 +141,12 @@ def read(data: bytes) -> Read:
         "logprobs": True,
         "top_logprobs": _shared(body.top_logprobs_num, "top_logprobs_num") if logprobs else None,
         "include_routing_matrix": body.return_routed_experts,
+        "return_sampling_mask": _shared(body.return_sampling_mask, "return_sampling_mask"),
         "user": body.routing_key,
     }
     made = completion(prompt, fields, _WIRE_NAMES)
+    if made.return_sampling_mask:
+        check_bounded(made, "return_sampling_mask")
     details = SglangDetails(
         prompt=name,
         single=not batch and (made.n or 1) == 1,
@@ -149,10 +157,11 @@ def read(data: bytes) -> Read:
         prompt_ids=body.return_prompt_token_ids,
         routes_from=routes_start,
         incremental=body.incremental_streaming_output,
+        masks=bool(made.return_sampling_mask),
     )
     starts = [] if logprobs_from is None else [logprobs_from]
     starts += [] if routes_start is None else [routes_start + 1]
-    again = bool(starts) or (logprobs and not details.incremental)
+    again = bool(starts) or ((logprobs or details.masks) and not details.incremental)
     return Read(made, details, prompt_from=min(starts, default=None), cumulative=again)
 
 
@@ -236,6 +245,9 @@ class SGLangEncoder(RecordEncoder):
         made, piece = self._made.setdefault(part.index, _Made()), part.piece
         made.text.append(piece.text)
         made.generated += len(piece.tokens)
+        if self._details.masks:
+            made.masks += mask_lists(piece.tokens, self._head.vocab_size)
+            made.masked += [finite(scored.record.sampling_logprob or 0.0) for scored in piece.tokens]
         for scored in piece.tokens:
             record = scored.record
             made.ids.append(record.token_id)
@@ -264,6 +276,9 @@ class SGLangEncoder(RecordEncoder):
             midstream.logprob_of = ALLOWED if made.constrained else UNSET
             if self._checked.top_logprobs:
                 meta.output_top_logprobs = made.tops
+        if details.masks:
+            meta.output_token_sampling_mask = made.masks
+            meta.output_token_sampling_logprobs = made.masked
         if self.seam is not UNSET:
             midstream.branches = self.seam.get("branches", UNSET)
             self.tell_seam(midstream)

@@ -1,5 +1,5 @@
-"""What wires of token ids in and token ids out have in common: sampling parameters of their own names, and routes of a whole
-sequence.
+"""What wires of token ids in and token ids out have in common: sampling parameters of their own names, routes of a whole
+sequence, and sampling masks as lists of ids.
 
 Always holds: a sampling parameter that is unknown or not supported is refused by its name on that wire. Row p of a
 sequence's routes is the route of the pass that read position p, so the last token has none.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.core.masks import kept_ids
 from midstream.core.types import TokenRecord
 from midstream.replica.request.schema import (
     CompletionBody,
@@ -122,6 +123,26 @@ def npy(array: np.ndarray) -> str:
     file = io.BytesIO()
     np.save(file, array)
     return b64encode(file.getvalue()).decode()
+
+
+def check_bounded(made: CompletionBody, name: str) -> None:
+    """Raises InvalidRequest where each sampling mask would list the whole vocabulary. name: of the field that asks."""
+    filters = made.top_p is not None and made.top_p < 1
+    filters = filters or (made.top_k or 0) > 0 or (made.min_p or 0) > 0 or made.temperature == 0
+    if not (filters or made.allowed_token_ids or made.structured_outputs):
+        message = f"{name}: nothing is masked without top_k, top_p, min_p or allowed_token_ids; leave it out"
+        raise InvalidRequest(message, param=name)
+
+
+def mask_lists(tokens: Iterable[Scored], vocab_size: int) -> list[list[int]]:
+    """The ids that each token was drawn from, ascending."""
+    found = []
+    for scored in tokens:
+        record = scored.record
+        assert record.mask is not None
+        ids = kept_ids(record.mask, record.token_id)
+        found.append(list(range(vocab_size) if ids is None else ids))
+    return found
 
 
 def weight_versions(ending: Ending) -> list[WeightVersion]:

@@ -1,8 +1,8 @@
 """vLLM's token ids in, token ids out, `POST /inference/v1/generate`, and the requests that its render paths make of a chat.
 
-Always holds: `logprobs.content` has one entry per token of `token_ids`; where `output_mode` is tokens, each names its token
-`token_id:N`. Every chunk names the snapshot of its tokens in `midstream`, and the last one of a choice has `weight_versions`
-of all of them. A stream that tells the routes of a whole sequence at its end cannot go on elsewhere.
+Always holds: `logprobs.content` and `sampling_mask` have one entry per token of `token_ids`; where `output_mode` is tokens, an
+entry names its token `token_id:N`. Every chunk names the snapshot of its tokens in `midstream`, and the last one of a choice
+has `weight_versions` of all of them. A stream that tells the routes of a whole sequence at its end cannot go on elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
+    check_bounded,
     completion,
+    mask_lists,
     npy,
     read_sampling,
     rename,
@@ -81,7 +83,8 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
     "repetition_detection": (),
 }
-_WIRE_NAMES = wire_names(_NAMES, prompt="token_ids")
+_MASKS = f"{SAMPLING}.return_sampling_mask"
+_WIRE_NAMES = wire_names(_NAMES, prompt="token_ids", return_sampling_mask=_MASKS)
 #: Fields beside `sampling_params` that are those of a completion.
 _AS_THEY_ARE = (
     *OwnFields.__struct_fields__,
@@ -97,8 +100,8 @@ _AS_THEY_ARE = (
 )
 
 
-class Routes(msgspec.Struct, frozen=True):
-    """What `sampling_params` says of routes: the clients of this path can add fields nowhere else."""
+class Columns(msgspec.Struct, frozen=True):
+    """What `sampling_params` says of routes and masks: the clients of this path can add fields nowhere else."""
 
     #: Those of the whole sequence, at its end: as a .npy file (true), or as prime-rl's object ("raw").
     return_routed_experts: bool | Literal["raw"] = False
@@ -106,6 +109,8 @@ class Routes(msgspec.Struct, frozen=True):
     routed_experts_prompt_start: NotNegative = 0
     #: That of each token, beside its log-probability.
     include_routing_matrix: bool = False
+    #: Of vLLM it is an option of the server.
+    return_sampling_mask: bool = False
 
 
 class GenerateDetails(msgspec.Struct, frozen=True):
@@ -114,7 +119,7 @@ class GenerateDetails(msgspec.Struct, frozen=True):
     text: bool
     logprobs: bool
     prompt_ids: bool
-    routes: Routes
+    columns: Columns
     stops: frozenset[int]
 
 
@@ -125,10 +130,10 @@ def read(data: bytes) -> Read:
     body = decode(data, _body)
     check_supported(body)
     own = {
-        name: body.sampling_params[name] for name in Routes.__struct_fields__ if name in body.sampling_params
+        name: body.sampling_params[name] for name in Columns.__struct_fields__ if name in body.sampling_params
     }
     given = {name: value for name, value in body.sampling_params.items() if name not in own}
-    routes = _routes({name: value for name, value in own.items() if value is not None}, len(body.token_ids))
+    columns = _columns({name: value for name, value in own.items() if value is not None}, len(body.token_ids))
     fields = read_sampling(given, _NAMES, _NEUTRAL_SAMPLING)
     logprobs, text = "top_logprobs" in fields, body.output_mode == "text"
     if text and fields.get("detokenize") is False:
@@ -136,32 +141,35 @@ def read(data: bytes) -> Read:
     if not text and not any(fields.get(name) for name in ("stop", "structured_outputs")):
         # The answer shows no text.
         fields["detokenize"] = False
-    per_token = routes.include_routing_matrix
+    per_token = columns.include_routing_matrix
     fields = {"max_tokens": TO_THE_CONTEXT} | fields | same_fields(body, _AS_THEY_ARE)
     fields["return_tokens_as_token_ids"] = not text
     fields["logprobs"] = True
-    fields["include_routing_matrix"] = per_token or bool(routes.return_routed_experts)
+    fields["include_routing_matrix"] = per_token or bool(columns.return_routed_experts)
+    fields["return_sampling_mask"] = columns.return_sampling_mask
     made = completion(body.token_ids, fields, _WIRE_NAMES)
+    if columns.return_sampling_mask:
+        check_bounded(made, _MASKS)
     stops = frozenset(made.stop_token_ids or ())
-    details = GenerateDetails(text, logprobs or per_token, bool(body.return_token_ids), routes, stops)
-    if not routes.return_routed_experts:
+    details = GenerateDetails(text, logprobs or per_token, bool(body.return_token_ids), columns, stops)
+    if not columns.return_routed_experts:
         return Read(made, details)
-    start = routes.routed_experts_prompt_start
+    start = columns.routed_experts_prompt_start
     return Read(made, details, prompt_from=start + 1, cumulative=True)
 
 
-def _routes(given: dict[str, Any], prompt_size: int) -> Routes:
+def _columns(given: dict[str, Any], prompt_size: int) -> Columns:
     try:
-        routes = convert(given, Routes)
-        if routes.routed_experts_prompt_start > prompt_size:
+        columns = convert(given, Columns)
+        if columns.routed_experts_prompt_start > prompt_size:
             name = "routed_experts_prompt_start"
             raise InvalidRequest(
                 f"{name}: must be at most {prompt_size}, the length of the prompt", param=name
             )
     except InvalidRequest as error:
-        rename(error, {name: f"{SAMPLING}.{name}" for name in Routes.__struct_fields__})
+        rename(error, {name: f"{SAMPLING}.{name}" for name in Columns.__struct_fields__})
         raise
-    return routes
+    return columns
 
 
 class GenerateEncoder(RecordEncoder):
@@ -172,8 +180,10 @@ class GenerateEncoder(RecordEncoder):
     ) -> None:
         super().__init__(checked, head, vocabulary)
         self._details = details
-        self._routes = details.routes.include_routing_matrix
-        self.keeps = bool(details.routes.return_routed_experts)
+        self._routes = details.columns.include_routing_matrix
+        # They have a place of their own in a choice.
+        self._masks = False
+        self.keeps = bool(details.columns.return_routed_experts)
         self._mode = "text" if details.text else "tokens"
 
     def event(self, part: ChoicePart, extras: Extras) -> bytes:
@@ -215,6 +225,8 @@ class GenerateEncoder(RecordEncoder):
         # The event at the end of a stream has no tokens of its own.
         if self._details.logprobs and (part.ending is None or not self._checked.stream):
             choice.logprobs = self.content(piece.tokens)
+        if self._details.columns.return_sampling_mask and (piece.tokens or not self._checked.stream):
+            choice.sampling_mask = mask_lists(piece.tokens, self._head.vocab_size)
         if part.ending is not None:
             self._tell_ending(choice, midstream, part.ending, part.prompt, extras)
         return choice
@@ -234,8 +246,8 @@ class GenerateEncoder(RecordEncoder):
             choice.stop_reason = ending.stop_token
         self.tell_kv(midstream, ending)
         midstream.perf_metrics = extras.perf_metrics
-        carrier = self._details.routes.return_routed_experts
-        start = self._details.routes.routed_experts_prompt_start
+        carrier = self._details.columns.return_routed_experts
+        start = self._details.columns.routed_experts_prompt_start
         if not carrier:
             return
         records, size = extras.prompts.get(0, ()), len(prompt.token_ids)
