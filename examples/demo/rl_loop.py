@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import torch
-from grpo import Trainer
+from grpo import Mismatch, Trainer
 from transformers import AutoTokenizer
 from two_turns import Rollout, Sampler
 
@@ -109,7 +110,7 @@ class Loop:
     trainer: Trainer
     publisher: SnapshotPublisher
     batches: list[list[Rollout]] = field(default_factory=list)
-    mismatches: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
 
     def run(self) -> None:
@@ -174,11 +175,13 @@ def pauses(done: Published) -> list[float]:
 
 
 def summary_of(loop: Loop) -> dict[str, Any]:
-    """reward_stderr: of the rise. affinity_share: of rollouts that one replica served alone. kl: means over tokens, in nats."""
+    """reward_stderr: of the rise. affinity_share: of rollouts that one replica served alone. kl: means over tokens, in nats,
+    when the trainer replays what the name says."""
     rollouts = [rollout for batch in loop.batches for rollout in batch]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     first, last = loop.batches[0], loop.batches[-1]
-    own, replayed, differ = map(torch.cat, zip(*loop.mismatches, strict=True))
+    mismatch = Mismatch(*map(torch.cat, zip(*loop.mismatches, strict=True)))
+    sizes = [size for turn in turns for size in np.diff(turn.masks.offsets).tolist()]
     paused = [pause for done in loop.published for pause in pauses(done)]
     said = sorted((one.session, [(turn.prompt, turn.tokens) for turn in one.turns]) for one in first)
     return {
@@ -194,9 +197,13 @@ def summary_of(loop: Loop) -> dict[str, Any]:
         "answers_crossed_swap": sum(len(turn.pieces) > 1 for turn in turns),
         "affinity_share": statistics.fmean(len({t.replica for t in one.turns}) == 1 for one in rollouts),
         "cached_prompt_share": sum(t.cached_tokens for t in turns) / sum(len(t.prompt) for t in turns),
-        "kl_own_routes": own.mean().item(),
-        "kl_replayed_routes": replayed.mean().item(),
-        "route_diff_share": differ.double().mean().item(),
+        "kl_neither": mismatch.neither.mean().item(),
+        "kl_routes": mismatch.routes.mean().item(),
+        "kl_masks": mismatch.masks.mean().item(),
+        "kl_routes_and_masks": mismatch.both.mean().item(),
+        "route_diff_share": mismatch.differ.double().mean().item(),
+        "mask_tokens_mean": statistics.fmean(sizes),
+        "mask_singleton_share": statistics.fmean(size == 1 for size in sizes),
         "first_rollouts_sha256": hashlib.sha256(repr(said).encode()).hexdigest(),
     }
 
@@ -223,7 +230,8 @@ def misses(found: dict[str, Any]) -> list[str]:
         "requests failed": found["failed_requests"] == 0,
         "no answer crossed a swap": found["answers_crossed_swap"] > 0 or found["steps"] < 2,
         "a session changed its replica": found["affinity_share"] == 1.0,
-        "replayed routes are no closer": found["kl_replayed_routes"] < found["kl_own_routes"],
+        "replayed routes are no closer": found["kl_routes_and_masks"] < found["kl_masks"],
+        "replayed masks are no closer": found["kl_routes_and_masks"] < found["kl_routes"],
     }
     return [name for name, holds in checks.items() if not holds]
 

@@ -15,14 +15,22 @@ from typing import Any
 import numpy as np
 import openai
 
-from midstream.client.decode import routes_of, token_snapshots
+from midstream.client.decode import SamplingMasks, routes_of, sampling_masks_of, token_snapshots
 
 SYSTEM = (
     "Each conversation names an alphabet. Answer every request with characters of it only, without spaces."
 )
 FOLLOW_UP = "Good. Now more from the same alphabet."
 ALPHABETS = ["abcdefghijklmnopqrstuvwxyz", "bcdfghjklmnpqrstvwxyz", "0123456789abcdef"]
-RECORDS = {"logprobs": True, "echo": True, "return_token_ids": True, "include_routing_matrix": True}
+RECORDS = {
+    "logprobs": True,
+    "echo": True,
+    "return_token_ids": True,
+    "include_routing_matrix": True,
+    "return_sampling_mask": True,
+}
+#: Tokens are drawn from those that make up this share of the probability.
+TOP_P = 0.95
 
 
 def messages(alphabet: str) -> list[dict[str, str]]:
@@ -37,21 +45,24 @@ def follow_up(ended: bool) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request and its answer. logprobs, snapshots: of each of `tokens`. routes: [positions, MoE layers, experts], of the
-    pass at each input position, which are those of `sequence` but the last."""
+    """One request and its answer. logprobs, snapshots: of each of `tokens`; a logprob is among those that the token was drawn
+    from, which `masks` has. routes: [positions, MoE layers, experts], of the pass at each input position, which are those of
+    `sequence` but the last."""
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
     snapshots: list[str]
     routes: np.ndarray
+    masks: SamplingMasks
     replica: str
     cached_tokens: int
     reward: float
 
     def __post_init__(self) -> None:
         inputs, count = len(self.sequence) - 1, len(self.tokens)
-        if not count or {len(self.logprobs), len(self.snapshots)} != {count} or len(self.routes) != inputs:
+        counts = {len(self.logprobs), len(self.snapshots), len(self.masks.offsets) - 1}
+        if not count or counts != {count} or len(self.routes) != inputs:
             raise ValueError(f"the records of {inputs} positions and {count} tokens do not line up")
 
     @property
@@ -118,7 +129,13 @@ class Sampler:
     def _fields(self, session: str, turn: int) -> dict[str, Any]:
         seed = random.Random(f"{session}/{turn}").getrandbits(31)
         headers = {"x-multi-turn-session-id": session}
-        sent = {"model": self._model, "max_tokens": self._budget, "temperature": 1.0, "seed": seed}
+        sent = {
+            "model": self._model,
+            "max_tokens": self._budget,
+            "temperature": 1.0,
+            "top_p": TOP_P,
+            "seed": seed,
+        }
         return {**sent, "extra_headers": headers, "extra_body": RECORDS}
 
     def _turn(self, response: Any, alphabet: str) -> Turn:
@@ -133,9 +150,10 @@ class Sampler:
         return Turn(
             prompt=ids[:begin],
             tokens=tokens,
-            logprobs=[record["logprob"] for record in records[begin:]],
+            logprobs=[record["sampling_logprob"] for record in records[begin:]],
             snapshots=token_snapshots(answer),
             routes=routes_of(records, top_k=self._top_k).astype(np.int64),
+            masks=sampling_masks_of(records),
             replica=response.headers["x-midstream-replica"],
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             # A token below 256 is a byte.

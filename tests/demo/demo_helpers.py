@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from grpo import token_logprobs
 from transformers import AutoModelForCausalLM
 from two_turns import Rollout, Turn
 
+from midstream.client.decode import SamplingMasks
 from midstream.client.replay import RouterTap
 
 
@@ -30,6 +32,8 @@ def make_turn(
         logprobs=logprobs[len(prompt) - 1 :].tolist(),
         snapshots=snapshots or ["base"] * len(tokens),
         routes=tap.taken.numpy(),
+        # Drawn from all tokens.
+        masks=SamplingMasks(np.empty(0, np.int32), np.zeros(len(tokens) + 1, np.int64)),
         replica="replica-0",
         cached_tokens=0,
         reward=reward,

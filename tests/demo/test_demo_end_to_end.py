@@ -43,11 +43,13 @@ def test_a_short_run_swaps_every_step_with_answers_in_flight_and_loses_nothing(t
     assert {kind: one["count"] for kind, one in summary["snapshots"].items()} == {"full": 1, "delta": 2}
 
 
-def test_replaying_routes_brings_the_trainer_closer_to_the_engine(three_steps):
+def test_replaying_routes_and_masks_brings_the_trainer_closer_to_the_engine(three_steps):
     _, _, summary = three_steps
-    assert 0 < summary["kl_replayed_routes"] < 0.5 * summary["kl_own_routes"]
+    assert 0 < summary["kl_routes_and_masks"] < 0.5 * summary["kl_masks"]
+    assert summary["kl_routes_and_masks"] < 0.5 * summary["kl_routes"]
     assert 0.005 < summary["route_diff_share"] < 0.3
-    assert summary["kl_own_routes"] < 0.05
+    assert summary["kl_neither"] < 0.05
+    assert 1 < summary["mask_tokens_mean"] < 264
 
 
 def test_the_exit_code_says_whether_the_checks_held_and_nothing_of_the_server_is_left(three_steps):

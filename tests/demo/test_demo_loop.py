@@ -7,14 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from grpo import Mismatch
 from rl_loop import Loop, misses, options_of, summary_of
 from two_turns import Rollout, Turn
 
 from midstream.client import PublishError
+from midstream.client.decode import SamplingMasks
 from midstream.client.publication import Published
 from midstream.client.status import ReplicaStatus, Status
 
 pytestmark = pytest.mark.fast
+
+
+#: Token 3 was alone, and token 4 was one of two.
+MASKS = SamplingMasks(np.array([3, 4, 5], np.int32), np.array([0, 1, 3]))
 
 
 class World:
@@ -47,7 +53,17 @@ class World:
             # It runs until a replica is about to switch.
             self.happened(f"near step-{step}", 1)
         turns = [
-            Turn([1, 2], [3, 4], [-1.0, -1.0], [snapshot] * 2, np.zeros((3, 1, 1)), "replica-0", 1, reward)
+            Turn(
+                [1, 2],
+                [3, 4],
+                [-1.0, -1.0],
+                [snapshot] * 2,
+                np.zeros((3, 1, 1)),
+                MASKS,
+                "replica-0",
+                1,
+                reward,
+            )
             for reward in (0.25, 0.75)
         ]
         return Rollout(f"{step}-{group}-{sample}", group, tuple(turns))
@@ -55,7 +71,8 @@ class World:
     # Trainer
     def mismatch(self, batch):
         tokens = 4 * len(batch)
-        return torch.full((tokens,), 4e-3), torch.full((tokens,), 4e-4), torch.zeros(tokens, dtype=bool)
+        kls = (torch.full((tokens,), kl) for kl in (6e-3, 5e-3, 4e-3, 4e-4))
+        return Mismatch(*kls, torch.zeros(tokens, dtype=bool))
 
     def update(self, batch):
         self.note(f"train {len(batch)}")
@@ -150,8 +167,9 @@ def test_the_summary_has_the_numbers_of_the_run_and_only_pauses_of_its_own_swaps
     }
     assert (found["answers"], found["answers_crossed_swap"], found["failed_requests"]) == (72, 0, 0)
     assert (found["affinity_share"], found["cached_prompt_share"]) == (1.0, 0.5)
-    assert found["kl_own_routes"] == pytest.approx(4e-3)
-    assert found["kl_replayed_routes"] == pytest.approx(4e-4)
+    kls = ("kl_neither", "kl_routes", "kl_masks", "kl_routes_and_masks")
+    assert [found[name] for name in kls] == pytest.approx([6e-3, 5e-3, 4e-3, 4e-4])
+    assert (found["mask_tokens_mean"], found["mask_singleton_share"]) == (1.5, 0.5)
 
 
 GOOD = {
@@ -163,8 +181,9 @@ GOOD = {
     "failed_requests": 0,
     "answers_crossed_swap": 1,
     "affinity_share": 1.0,
-    "kl_own_routes": 1e-3,
-    "kl_replayed_routes": 1e-4,
+    "kl_routes": 1e-3,
+    "kl_masks": 1e-3,
+    "kl_routes_and_masks": 1e-4,
 }
 
 
@@ -179,7 +198,8 @@ GOOD = {
         ({"failed_requests": 1}, "requests failed"),
         ({"answers_crossed_swap": 0}, "no answer crossed"),
         ({"affinity_share": 0.99}, "a session changed"),
-        ({"kl_replayed_routes": 1e-3}, "no closer"),
+        ({"kl_masks": 1e-4}, "routes are no closer"),
+        ({"kl_routes": 1e-4}, "masks are no closer"),
     ],
 )
 def test_each_check_that_does_not_hold_is_a_miss_of_its_own(changes, missed):

@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from demo_helpers import load, make_rollout, make_turn
 from grpo import Trainer, k3, token_logprobs
+
+from midstream.client.decode import SamplingMasks
 
 pytestmark = pytest.mark.fast
 
@@ -41,14 +44,14 @@ def test_replaying_a_models_own_routes_reproduces_its_logprobs_exactly(model, tr
     turn = make_turn(model, PROMPT, TOKENS)
     own, replayed = (trainer.score([turn], replay=replay)[0] for replay in (False, True))
     assert torch.equal(own[0], replayed[0])
-    assert torch.equal(own[1], replayed[1])
+    assert torch.equal(own.routes, replayed.routes)
     assert torch.allclose(own[0], torch.tensor(turn.logprobs), atol=1e-5)
 
 
 def test_replaying_other_routes_changes_the_logprobs_and_takes_those_routes(model, trainer):
     turn = rerouted(make_turn(model, PROMPT, TOKENS))
     own, replayed = (trainer.score([turn], replay=replay)[0] for replay in (False, True))
-    assert torch.equal(replayed[1], torch.from_numpy(turn.routes[turn.span]))
+    assert torch.equal(replayed.routes, torch.from_numpy(turn.routes[turn.span]))
     assert (own[0] - replayed[0]).abs().min() > 0
     assert (own[0] - replayed[0]).abs().mean() > 0.05
 
@@ -56,7 +59,7 @@ def test_replaying_other_routes_changes_the_logprobs_and_takes_those_routes(mode
 def test_turns_of_different_lengths_score_the_same_in_a_batch_as_alone(model, trainer):
     turns = [make_turn(model, PROMPT, TOKENS), make_turn(model, PROMPT[:9], TOKENS[:4])]
     together = trainer.score(turns, replay=True)
-    for turn, (scored, routes) in zip(turns, together, strict=True):
+    for turn, (scored, _, routes) in zip(turns, together, strict=True):
         assert scored.shape == (len(turn.tokens),)
         assert torch.allclose(scored, torch.tensor(turn.logprobs), atol=1e-5)
         assert torch.equal(routes, torch.from_numpy(turn.routes[turn.span]))
@@ -79,7 +82,7 @@ def test_a_turn_that_crossed_a_swap_is_scored_by_each_snapshot_over_the_kv_of_th
             token_logprobs(after.logits, ids[:, boundary + 1 :])[0],
         ]
     )[len(PROMPT) - 1 :]
-    scored, _ = trainer.score([turn], replay=False)[0]
+    scored = trainer.score([turn], replay=False)[0].plain
     assert torch.allclose(scored, expected, atol=1e-5)
     assert torch.allclose(scored[:5], torch.tensor(turn.logprobs[:5]), atol=1e-5)
     assert (scored[5:] - torch.tensor(turn.logprobs[5:])).abs().max() > 0.05
@@ -119,16 +122,39 @@ def test_routes_differ_by_set_not_by_order(model, trainer):
     turn = make_turn(model, PROMPT, TOKENS)
     swapped = turn.routes[..., ::-1].copy()
     swapped[turn.span.start + 3, 1] = (swapped[turn.span.start + 3, 1] + 1) % 8
-    differ = trainer.mismatch([make_rollout((dataclasses.replace(turn, routes=swapped),))])[2]
+    differ = trainer.mismatch([make_rollout((dataclasses.replace(turn, routes=swapped),))]).differ
     assert differ.tolist() == [number == 3 for number in range(len(TOKENS))]
 
 
 def test_replay_removes_the_mismatch_that_routes_cause(model, trainer):
     """Rollouts sampled on forced foreign routes: the trainer's own routes disagree, the replayed ones agree."""
     foreign = rerouted(make_turn(model, PROMPT, TOKENS))
-    logprobs, _ = trainer.score([foreign], replay=True)[0]
+    logprobs = trainer.score([foreign], replay=True)[0].plain
     turn = dataclasses.replace(foreign, logprobs=logprobs.tolist())
-    own, replayed, differ = trainer.mismatch([make_rollout((turn,))])
-    assert replayed.mean() < 1e-9
-    assert own.mean() > 1e-3
-    assert differ.all()
+    found = trainer.mismatch([make_rollout((turn,))])
+    assert found.both.mean() < 1e-9
+    assert found.masks.mean() > 1e-3
+    assert found.differ.all()
+
+
+def test_replay_removes_the_mismatch_that_masks_cause_and_a_token_alone_has_none(model, trainer):
+    """Each token was drawn from itself and others, but for two that were alone and one that was drawn from all."""
+    turn = make_turn(model, PROMPT, TOKENS)
+    rows = [sorted({token, 3, 200}) for token in TOKENS]
+    rows[1], rows[4], rows[7] = [TOKENS[1]], [], [TOKENS[7]]
+    ids = torch.tensor([turn.sequence[:-1]])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, turn.span]
+    sampled = [
+        (row[kept or slice(None)].log_softmax(-1)[kept.index(token) if kept else token]).item()
+        for row, kept, token in zip(logits, rows, TOKENS, strict=True)
+    ]
+    flat = np.array([token for row in rows for token in row], np.int32)
+    masks = SamplingMasks(flat, np.cumsum([0, *map(len, rows)]))
+    drawn = dataclasses.replace(turn, logprobs=sampled, masks=masks)
+    found = trainer.mismatch([make_rollout((drawn,))])
+    assert found.both.max() < 1e-9
+    assert found.both[[1, 7]].tolist() == [0.0, 0.0]
+    assert found.routes.mean() > 1e-3
+    assert torch.allclose(found.masks, found.both, atol=1e-9)
+    assert found.routes[4] < 1e-9

@@ -19,7 +19,8 @@ FIRST = [10, 11, 12]
 def entry(token: int, generated: bool = True, first: bool = False) -> dict:
     routes = base64.b64encode(bytes([token % 8, (token + 1) % 8, 3, 4])).decode()
     made = {"token_id": token, "logprob": -token / 10, "sampling_logprob": -token / 20 if generated else None}
-    return made if first else made | {"routing_matrix": routes}
+    mask = {"sampling_mask": base64.b64encode(b"\0").decode()} if generated else {}
+    return made if first else made | {"routing_matrix": routes} | mask
 
 
 def answer(prompt: list[int], tokens: list[int], **changes) -> dict:
@@ -74,7 +75,8 @@ class Server:
 def test_an_answer_across_a_swap_keeps_each_token_with_its_own_records():
     first, second = Server().sampler.rollout(0, 0, 0).turns
     assert (first.prompt, first.tokens) == (FIRST, [97, 98, END])
-    assert first.logprobs == [-9.7, -9.8, -END / 10]
+    assert first.logprobs == [-97 / 20, -98 / 20, -END / 20]
+    assert first.masks.ids.tolist() == [97, 98, END]
     assert first.snapshots == ["base", "base", "step-1"]
     assert first.pieces == [("base", 0), ("step-1", 4)]
     assert (first.cached_tokens, first.replica) == (2, "replica-1")

@@ -58,7 +58,7 @@ def test_an_update_raises_what_was_rewarded_and_lowers_the_rest(tiny_model, roll
     signs = [
         sign for group in (rollouts[:2], rollouts[2:]) for sign in advantages_of(group).flatten().tolist()
     ]
-    for turn, (logprobs, _), sign in zip(turns, after, signs, strict=True):
+    for turn, (logprobs, *_), sign in zip(turns, after, signs, strict=True):
         assert (logprobs.sum().item() - sum(turn.logprobs)) * sign > 0
 
 

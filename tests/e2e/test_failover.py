@@ -57,12 +57,13 @@ def bodies(model: str, count: int = STREAMS) -> list[tuple[str, dict[str, Any]]]
     completions, chat = "/v1/completions", "/v1/chat/completions"
     messages = [{"role": "user", "content": "Which way?"}]
     scored = {"logprobs": True, "include_routing_matrix": True, "return_token_ids": True}
+    masked = {"logprobs": True, "return_sampling_mask": True}
     kinds: list[tuple[str, dict[str, Any]]] = [
         (completions, {"prompt": "Once upon a time", **scored}),
-        (completions, {"prompt": ["abc", "de"], "n": 2, "echo": True, **scored, "top_logprobs": 2}),
-        (chat, {"messages": messages, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": True}),
+        (completions, {"prompt": ["abc", "de"], "n": 2, "top_k": 9, "echo": True, **scored, **masked, "top_logprobs": 2}),
+        (chat, {"messages": messages, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, **masked}),
         (completions, {"prompt": "Stop", "stop": ["zq", "qz"], "presence_penalty": 0.4, "perf_metrics_in_response": True}),
-        (chat, {"messages": messages, "tools": TOOLS, "tool_choice": "required", **scored}),
+        (chat, {"messages": messages, "tools": TOOLS, "tool_choice": "required", **scored, **masked}),
         (chat, {"messages": messages, "response_format": {"type": "json_schema", "json_schema": SCHEMA}}),
         (chat, {"messages": messages, "stream_options": {"include_usage": True}, "n": 2}),
         (completions, {"prompt": list(range(65, 97)), "min_p": 0.01, "raw_output": True, "echo_last": 4}),

@@ -16,12 +16,14 @@ from serving import Server, command
 from test_exact_sessions import TOOLS
 
 from midstream.client import ServerClient
+from midstream.client.decode import sampling_masks_of
 from midstream.client.errors import SignalRefused
 
 EXTRA = {
     "return_token_ids": True,
     "logprobs": True,
     "include_routing_matrix": True,
+    "return_sampling_mask": True,
     "perf_metrics_in_response": True,
 }
 
@@ -38,6 +40,7 @@ def two_turns(client: openai.OpenAI, server: Server, session: str) -> list[dict[
             tools=TOOLS,
             tool_choice=choice,  # type: ignore[arg-type]
             seed=number,
+            top_p=0.9,
             max_tokens=40,
             extra_headers=headers,
             extra_body=EXTRA,
@@ -88,6 +91,12 @@ def test_the_exports_of_a_session_have_the_numbers_of_its_responses(
     for at, (token, _, route) in sampled.items():
         assert whole[at] == token
         assert [number for layer in line["routed_experts"][at - 1] for number in layer] == route
+    kept = [sampling_masks_of(answer["choices"][0]) for answer in (first, second)]
+    rows = [one.row(number).tolist() for one in kept for number in range(len(one.offsets) - 1)]
+    assert [ids for ids in line["sampling_masks"] if ids is not None] == rows
+    assert [ids is not None for ids in line["sampling_masks"]] == [at in sampled for at in range(len(whole))]
+    assert 1 in map(len, rows)
+    assert max(map(len, rows)) > 1
     assert (line["reward"], [one["reward"] for one in line["rewards"]]) == (2.5, [0.5, 2.0])
 
     (data,) = export(server, tmp_path / "tinker", "--session", key, "--format", "tinker")
