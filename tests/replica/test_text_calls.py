@@ -79,6 +79,23 @@ def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: P
     play(tmp_path, FakeEngine(), scenario)
 
 
+def test_a_rendered_request_asks_for_the_masks_that_the_chat_asked_for(tmp_path: Path) -> None:
+    async def scenario(here: Running) -> None:
+        asked = {
+            "messages": CHAT,
+            "max_tokens": 4,
+            "logprobs": True,
+            "top_p": 0.9,
+            "return_sampling_mask": True,
+        }
+        rendered = (await here.http.post("/v1/chat/completions/render", json=asked)).json()
+        answer = (await here.http.post("/inference/v1/generate", json=rendered)).json()
+        assert len(answer["choices"][0]["sampling_mask"]) == 4
+        assert here.engine.requests[-1].want_masks
+
+    play(tmp_path, FakeEngine(), scenario)
+
+
 @pytest.mark.parametrize("field", [{"temperature": 0}, {"skip_special_tokens": False}, {"top_k": 0}])
 def test_what_is_nothing_or_false_is_rendered_too(tmp_path: Path, field: dict[str, Any]) -> None:
     async def scenario(here: Running) -> None:

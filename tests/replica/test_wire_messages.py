@@ -257,7 +257,12 @@ def test_max_tokens_is_required_but_for_counting(tmp_path: Path) -> None:
 
 def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
-        more = {"include_routing_matrix": True, "top_logprobs": 2, "perf_metrics_in_response": True}
+        more = {
+            "include_routing_matrix": True,
+            "return_sampling_mask": True,
+            "top_logprobs": 2,
+            "perf_metrics_in_response": True,
+        }
         answer = await ask(here, max_tokens=4, **RECORDS, **more, headers={"x-request-id": "r"})
         message = answer.json()
         assert answer.headers["request-id"] == "r"
@@ -280,7 +285,11 @@ def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
         assert [entry["token_id"] for entry in entries] == made
         assert [entry["logprob"] for entry in entries] == [-float(len(prompt) + i) for i in range(4)]
         assert all(
-            e["routing_matrix"] and e["sampling_logprob"] and len(e["top_logprobs"]) == 2 for e in entries
+            e["routing_matrix"]
+            and e["sampling_mask"]
+            and e["sampling_logprob"]
+            and len(e["top_logprobs"]) == 2
+            for e in entries
         )
         assert ours["kv_snapshots"] == [{"snapshot": "base", "start": 0, "end": len(prompt) + 3}]
         assert ours["perf_metrics"]["prompt-tokens"] == len(prompt)

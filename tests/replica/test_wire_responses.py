@@ -191,7 +191,12 @@ def test_a_message_is_named_by_its_place_in_the_request(at: int, place: str, par
 
 def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
-        more = {"include_routing_matrix": True, "top_logprobs": 2, "perf_metrics_in_response": True}
+        more = {
+            "include_routing_matrix": True,
+            "return_sampling_mask": True,
+            "top_logprobs": 2,
+            "perf_metrics_in_response": True,
+        }
         answer = await ask(here, max_output_tokens=4, metadata={"a": "b"}, include=INCLUDE, **RECORDS, **more)
         response = answer.json()
         assert re.fullmatch("resp_[0-9a-f]{32}_replica-0", response["id"])
@@ -217,7 +222,7 @@ def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
         entries = ours["logprobs"]["content"]
         assert [entry["logprob"] for entry in entries] == [-float(len(prompt) + i) for i in range(4)]
         assert text["logprobs"] == entries
-        assert all(entry["routing_matrix"] for entry in entries)
+        assert all(entry["routing_matrix"] and entry["sampling_mask"] for entry in entries)
         assert ours["kv_snapshots"] == [{"snapshot": "base", "start": 0, "end": len(prompt) + 3}]
         plain = (await ask(here, max_output_tokens=4)).json()
         assert set(plain["midstream"]) == {"snapshot", "snapshots"}

@@ -290,6 +290,8 @@ async def _render(
     sampling.pop("logprobs", None)
     if checked.logprobs is not None:
         sampling["logprobs"] = checked.top_logprobs or (body.logprobs if type(body.logprobs) is int else 0)
+    if checked.masks:
+        sampling["return_sampling_mask"] = True
     if checked.schema is not None:
         sampling["structured_outputs"] = {"json": checked.schema}
     prompts = await texts.prompts(body, size, headers)
