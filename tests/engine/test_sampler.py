@@ -164,12 +164,16 @@ def test_both_samplers_draw_the_same_tokens(dtype: torch.dtype, vocab: int) -> N
     assert [t[0][1] for t in scored.top] == pytest.approx(raw.max(-1).values.tolist(), abs=2e-6)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_logit_that_is_not_a_number_gives_a_logprob_that_is_not_one(bad: float) -> None:
+def test_a_logit_that_is_not_a_number_gives_a_logprob_that_is_not_one(bad: float, top_p: float) -> None:
     logits = torch.zeros((2, 300))
     logits[1, 250] = bad
     rows = [
-        SampleRow(SamplingParams(max_tokens=1, seed=1, temperature=t), 0, 0, [], 0, 0) for t in (1.0, 0.0)
+        SampleRow(
+            SamplingParams(max_tokens=1, seed=1, temperature=t, top_p=top_p), 0, 0, [], 0, 0, wants_mask=True
+        )
+        for t in (1.0, 0.0)
     ]
     for order in (rows, rows[::-1]):
         got = SAMPLER[-1].sample(logits, order)

@@ -150,7 +150,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         COMPLETIONS,
         {
             "prompt": [PROMPT, PROMPT[:3]], "n": 2, "max_tokens": 6, "return_token_ids": True,
-            "logprobs": True, "top_logprobs": 2, "include_routing_matrix": True,
+            "logprobs": True, "top_logprobs": 2, "include_routing_matrix": True, "return_sampling_mask": True,
         },
     ),
     "stops": (COMPLETIONS, {"prompt": PROMPT, "n": 2, "max_tokens": 20, "stop": ["o hello h", "lo x"]}),
@@ -166,7 +166,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "token_ids": PROMPT, "return_token_ids": True, "perf_metrics_in_response": True,
             "stream_options": {"include_usage": True},
-            "sampling_params": {"max_tokens": 9, "n": 2, "logprobs": 1, "stop": ["o hello h"], "include_routing_matrix": True},
+            "sampling_params": {
+                "max_tokens": 9, "n": 2, "logprobs": 1, "stop": ["o hello h"], "include_routing_matrix": True,
+                "top_p": 0.9, "return_sampling_mask": True,
+            },
         },
     ),
     "vllm text": (
@@ -181,7 +184,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         SGLANG,
         {
             "input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 2, "incremental_streaming_output": True,
-            "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 9, "stop": ["o hello h"]},
+            "return_prompt_token_ids": True, "return_sampling_mask": True,
+            "sampling_params": {"max_new_tokens": 9, "stop": ["o hello h"], "top_k": 5},
         },
     ),
 }  # fmt: skip

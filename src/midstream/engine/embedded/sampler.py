@@ -241,7 +241,8 @@ def _masks(scores: torch.Tensor, probs: torch.Tensor, rows: Sequence[SampleRow])
     ids = left.nonzero()[:, 1].cpu().numpy()
     ends = left.sum(dim=-1).cumsum(dim=0).tolist()
     for i, one in zip(sets, np.split(ids, ends[:-1]), strict=True):
-        masks[i] = mask_of(one)
+        # Of logits that are not finite nothing is left. They fail their request.
+        masks[i] = mask_of(one) if len(one) else None
     return masks
 
 

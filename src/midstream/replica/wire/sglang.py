@@ -228,7 +228,7 @@ class SGLangEncoder(RecordEncoder):
         return data
 
     def replayed(self, part: ChoicePart) -> None:
-        self._take(part)
+        self._take(part, replayed=True)
         self._forget(part)
 
     def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
@@ -241,11 +241,11 @@ class SGLangEncoder(RecordEncoder):
             made = self._made[part.index]
             self._made[part.index] = _Made(generated=made.generated, constrained=made.constrained)
 
-    def _take(self, part: ChoicePart) -> _Made:
+    def _take(self, part: ChoicePart, *, replayed: bool = False) -> _Made:
         made, piece = self._made.setdefault(part.index, _Made()), part.piece
         made.text.append(piece.text)
         made.generated += len(piece.tokens)
-        if self._details.masks:
+        if self._details.masks and not replayed:
             made.masks += mask_lists(piece.tokens, self._head.vocab_size)
             made.masked += [finite(scored.record.sampling_logprob or 0.0) for scored in piece.tokens]
         for scored in piece.tokens:
