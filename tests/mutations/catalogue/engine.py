@@ -182,6 +182,22 @@ ENGINE = (
         ("engine/test_core.py",),
     ),
     Mutation(
+        "mask_of_another_row",
+        "engine/embedded/core.py",
+        "mask=sampled.masks[i],",
+        "mask=sampled.masks[i - 1],",
+        "A token's sampling mask has the tokens that its own draw was from.",
+        ("engine/test_masks.py",),
+    ),
+    Mutation(
+        "mask_without_what_the_filter_cut",
+        "midstream_kernels/kernels/sample.h",
+        "*left_count = (int32_t)kept.size();",
+        "*left_count = (int32_t)std::max<size_t>(kept.size() - 1, 1);",
+        "A sampling mask has every token that the filters left.",
+        ("engine/test_masks.py",),
+    ),
+    Mutation(
         "prompt_route_of_the_next_position",
         "engine/embedded/core.py",
         "taken = None if routes is None else routes[at]",
