@@ -187,11 +187,19 @@ def test_a_set_has_the_shortest_form_and_is_read_again(ids: Any, kind: int, size
         b"\2\1\0\2\0",
         b"\0\0",
         b"\1\1",
+        b"\4\5\0\0\0\0\0\0\x80",
     ],
 )
 def test_bytes_that_are_no_mask_of_the_token_are_refused(mask: bytes) -> None:
     with pytest.raises(ValueError, match="sampling mask"):
         kept_ids(mask, 5)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**70])
+@pytest.mark.parametrize("mask", [b"\0", b"\1", b"\4\0\0\0\x80"])
+def test_a_token_that_is_no_id_has_no_mask(mask: bytes, token: int) -> None:
+    with pytest.raises(ValueError, match="no id"):
+        kept_ids(mask, token)
 
 
 def test_masks_of_requests_in_one_batch_give_a_plain_forwards_numbers(

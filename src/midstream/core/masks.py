@@ -20,11 +20,15 @@ ALONE, EVERY = b"\0", b"\1"
 SHORT, LONG, BITS = 2, 4, 8
 #: Little-endian, as all machines are that train.
 _CODES = {SHORT: "H", LONG: "I"}
+#: Ids are int32 wherever they are computed with.
+_IDS_END = 1 << 31
 _AS_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 
 def kept_ids(mask: bytes, token: int) -> Sequence[int] | None:
     """The ids that were left; None: every one. token: that was drawn. Raises ValueError for bytes that are no mask of it."""
+    if not 0 <= token < _IDS_END:
+        raise ValueError(f"a sampling mask of token {token}, which is no id")
     if mask == ALONE:
         return array("I", (token,))
     if mask == EVERY:
@@ -36,7 +40,7 @@ def kept_ids(mask: bytes, token: int) -> Sequence[int] | None:
         ids = array(_CODES[kind[0]], mask[1:])
     else:
         raise ValueError(f"{len(mask)} bytes that begin with {kind.hex() or 'nothing'} are no sampling mask")
-    if token not in ids or any(one >= other for one, other in pairwise(ids)):
+    if token not in ids or ids[-1] >= _IDS_END or any(one >= other for one, other in pairwise(ids)):
         raise ValueError(
             f"a sampling mask of {len(ids)} ids does not ascend, or lacks token {token}, which was drawn"
         )

@@ -70,7 +70,7 @@ def exported(control: int, trace: Any) -> None:
     )
     for one in sequences or ():
         size = len(one.token_ids)
-        for name in ("loss_mask", "logprobs", "snapshots", "routes"):
+        for name in ("loss_mask", "logprobs", "snapshots", "routes", "masks"):
             check(len(getattr(one, name)) == size, "a token without its entry", name, size)
         for counts, logprob, snapshot in zip(one.loss_mask, one.logprobs, one.snapshots, strict=True):
             check(counts in (0, 1) and (counts or logprob == 0.0), "a number of no token", counts, logprob)
@@ -99,6 +99,7 @@ def turn(number: int, parent: int, **more: Any) -> TracedTurn:
         "routing_matrix": ["AQI="],
         "routing_matrix_dtype": "uint8",
         "routing_matrix_shape": [1, 2],
+        "sampling_masks": ["AA=="],
         "snapshots": [Span("s", 0, 1)],
         "kv_snapshots": [Span("s", 0, 3)],
     }
@@ -108,9 +109,15 @@ def turn(number: int, parent: int, **more: Any) -> TracedTurn:
 def seeds() -> Iterator[bytes]:
     about = {"replica": "r", "boot": "b", "deployment": "d", "tenant": "", "session": "s", "tree": 1}
     reward = Reward(reward=0.5, turn=1, created=2.0, metadata={"a": 1})
-    wide = turn(2, 1, routing_matrix=["AQACAA=="], routing_matrix_dtype="uint16")
+    wide = turn(2, 1, routing_matrix=["AQACAA=="], routing_matrix_dtype="uint16", sampling_masks=["AgMABAA="])
     bare = turn(3, 1, logprobs=None, sampling_logprobs=[None], routing_matrix=None, routing_matrix_shape=None)
-    earlier = turn(4, 2, earlier_kv_snapshots=[TracedEarlierKv(1, [Span("r", 0, 1)])], branch={"reason": "x"})
+    earlier = turn(
+        4,
+        2,
+        sampling_masks=["CAg="],
+        earlier_kv_snapshots=[TracedEarlierKv(1, [Span("r", 0, 1)])],
+        branch={"reason": "x"},
+    )
     records: list[dict[str, Any]] = [
         *({"kind": "turn", "turn": one} for one in (turn(1, 0), wide, bare, earlier)),
         {"kind": "reward", "reward": reward},
