@@ -29,7 +29,7 @@ async def main(url: str, model: str, directory: str, asked: list[dict]) -> None:
         routes = said["routed_experts"]
         if routes is not None:
             routes = {**routes, "data": bytes(routes["data"]).decode()}
-        names = ("prompt_ids", "completion_ids", "completion_logprobs", "finish_reason")
+        names = ("prompt_ids", "completion_ids", "completion_logprobs", "finish_reason", "sampling_mask")
         answers.append({name: said[name] for name in names} | {"routed_experts": routes})
     print(json.dumps({"max_prompt_len": await _resolve_max_prompt_len(client, model), "answers": answers}))
 

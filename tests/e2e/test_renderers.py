@@ -22,7 +22,8 @@ def test_the_renderers_client_takes_the_answers(server: Server) -> None:
     if not (VENV / ".installed").exists():
         pytest.fail("the real renderers client is not installed in .venv-harness: run `make setup-harness`")
     routes = {"return_routed_experts": "raw", "routed_experts_prompt_start": 2}
-    asked: list[dict[str, Any]] = [{"max_tokens": 8, "seed": 1}, {"max_tokens": 8, "seed": 1, **routes}]
+    masks = {"top_p": 0.8, "return_sampling_mask": True}
+    asked: list[dict[str, Any]] = [{"max_tokens": 8, "seed": 1, **more} for more in ({}, routes, masks)]
     model = server.state_dir / "models" / "tiny-moe"
     done = subprocess.run(
         [VENV / "bin" / "python", SCRIPT, server.url, server.model, str(model), json.dumps(asked)],
@@ -34,7 +35,7 @@ def test_the_renderers_client_takes_the_answers(server: Server) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["max_prompt_len"] == 4096
-    plain, routed = said["answers"]
+    plain, routed, masked = said["answers"]
     body = {
         "prompt": plain["prompt_ids"],
         "max_tokens": 8,
@@ -51,3 +52,8 @@ def test_the_renderers_client_takes_the_answers(server: Server) -> None:
     rows = len(plain["prompt_ids"]) + len(plain["completion_ids"]) - 1 - 2
     assert (told["start"], told["shape"][0], told["dtype"]) == (2, rows, "uint8")
     assert len(base64.b64decode(told["data"])) == np.prod(told["shape"])
+    assert plain["sampling_mask"] is None
+    assert len(masked["sampling_mask"]) == len(masked["completion_ids"])
+    for ids, token in zip(masked["sampling_mask"], masked["completion_ids"], strict=True):
+        assert token in ids
+        assert ids == sorted(set(ids))
