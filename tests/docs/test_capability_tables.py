@@ -31,6 +31,7 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
             no_digest="",
             no_frozen_check="",
             no_short_swap="",
+            no_provenance="",
         ),
     ),
 }

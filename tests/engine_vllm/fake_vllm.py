@@ -30,7 +30,9 @@ from midstream.engine.vllm.arguments import SCHEDULER, WORKER
 from midstream.engine.vllm.proof import write_probe
 from midstream.engine.vllm.protocol import NOT_FINITE
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
+    ANY_AGE,
     ITSELF,
+    KV,
     MARK,
     NEAR,
     NEAR_GREEDY,
@@ -160,6 +162,10 @@ class FakeRequest:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     # Of the adapter that it began with.
     adapter: int | None = None
+    # Which epoch computed each position, and whether that has to be told.
+    kv: list[int] = field(default_factory=list)
+    untold: bool = True
+    telling: list[list[int]] = field(default_factory=list)
 
     @property
     def weights(self) -> int:
@@ -196,8 +202,25 @@ class FakeRequest:
         if self.placed:
             return
         self.placed = True
-        self.reused = self.fake.find(self.model + self.salt, self.prompt)
-        self.fake.fill(self.model + self.salt, self.prompt)
+        self.reused = self.fake.find(self.model + self.salt, self.prompt, self._asked_kv[1])
+        self.kv = [epoch for epoch in self.reused for _ in range(BLOCK)] if self.fake.tells_kv else []
+        self._compute(len(self.prompt))
+
+    @property
+    def _asked_kv(self) -> tuple[int, int]:
+        told, age_max = self.sampling.get("extra_args", {}).get(KV, (0, ANY_AGE))
+        return told, age_max
+
+    def _compute(self, end: int) -> None:
+        """All positions before `end`."""
+        new = end - len(self.kv)
+        self.untold |= bool(self.kv) and new > 0 and self.kv[-1] != self.fake.epoch
+        self.kv += [self.fake.epoch] * new
+        self.fake.fill(self.model + self.salt, [*self.prompt, *self.tokens][:end], self.kv)
+
+    def preempt(self) -> None:
+        """Its KV is gone, and computed again."""
+        self.kv, self.untold = [], True
 
     def sample(self, count: int = 1) -> list[tuple[int, float]]:
         """Tokens that the model gave and nobody was told of yet."""
@@ -205,10 +228,14 @@ class FakeRequest:
         new = []
         for _ in range(count):
             position = len(self.prompt) + len(self.tokens)
+            self._compute(position)
+            if self.fake.tells_kv and self._asked_kv[0] and self.untold:
+                starts = [i for i, e in enumerate(self.kv) if i == 0 or e != self.kv[i - 1]]
+                self.telling.append([len(self.tokens), *(n for i in starts for n in (self.kv[i], i))])
+                self.untold = False
             new.append((token_at(position, self.weights), logprob_at(position, self.weights)))
             self.tokens.append(new[-1][0])
             self.versions.append(self.fake.version)
-        self.fake.fill(self.model + self.salt, [*self.prompt, *self.tokens[:-1]])
         return new
 
     def write(self, new: Sequence[tuple[int, float]], finish: str | None = None, **more: Any) -> None:
@@ -219,7 +246,7 @@ class FakeRequest:
             "stop_reason": None,
             "token_ids": [t for t, _ in new],
             "routed_experts": self._routes() if finish else None,
-            "sampling_mask": None,
+            "sampling_mask": self._told_kv(),
             "weight_versions": self._told() if finish else None,
             "logprobs": {"content": content},
         }
@@ -289,6 +316,10 @@ class FakeRequest:
         """The connection is lost."""
         self.writer.transport.abort()
 
+    def _told_kv(self) -> list[list[int]] | None:
+        told, self.telling = self.telling, []
+        return told or None
+
     def _told(self) -> list[dict[str, Any]] | None:
         return self.lie(self._spans()) if self.fake.confirms else None
 
@@ -312,8 +343,9 @@ class FakeRequest:
 
     def scored(self) -> dict[str, Any]:
         """What a request for prompt_logprobs is answered with."""
-        # Computed anew, whatever is cached.
-        self.placed = True
+        if asked := "prompt_logprobs" in self.sampling:
+            # Computed anew, whatever is cached.
+            self.placed = True
         new = self.sample(self.sampling["max_tokens"])
         weights = self.weights
         scores: list[Any] = [None]
@@ -325,14 +357,14 @@ class FakeRequest:
             "finish_reason": "length",
             "token_ids": [t for t, _ in new],
             "routed_experts": self._routes(),
+            "sampling_mask": self._told_kv(),
             "weight_versions": self._told(),
             "logprobs": {"content": [self._scored(t, p) for t, p in new]},
         }
-        asked = "prompt_logprobs" in self.sampling
         return {
             "request_id": "x",
             "choices": [choice],
-            "usage": self._usage(0),
+            "usage": self._usage(len(self.reused) * BLOCK),
             "prompt_logprobs": scores if asked else None,
         }
 
@@ -398,6 +430,10 @@ class FakeVllm:
         self.healthy = True
         # It runs with midstream's scheduler, too, which needs the next.
         self.checks_in_pause = False
+        # Its scheduler says which weights computed KV.
+        self.tells_kv = False
+        # Streams with tokens of their own, as the proof of that has them. None: no stream has.
+        self.unasked: list[FakeRequest] | None = None
         # It runs with --scheduling-policy priority.
         self.by_priority = False
         # It runs with --enable-prompt-tokens-details.
@@ -447,19 +483,28 @@ class FakeVllm:
     def leaking(self) -> int:
         return list(self.adapters.values())[-1] if self.leaks and self.adapters else 0
 
-    def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
-        found = []
+    @property
+    def epoch(self) -> int:
+        """Of midstream's scheduler. Without it, weights are known by how many were loaded."""
+        number = self.version.partition(":")[0]
+        return int(number) if self.tells_kv and number.isdecimal() else self.loads
+
+    def find(self, salt: str, tokens: Sequence[int], age_max: int = ANY_AGE) -> list[int]:
+        """The epoch of each cached block."""
+        found: list[int] = []
         # The last token is always computed.
         for end in range(BLOCK, len(tokens), BLOCK):
-            load = self.cache.get((salt, tuple(tokens[:end])))
-            if load is None:
+            epoch = self.cache.get((salt, tuple(tokens[:end])))
+            if epoch is None or (age_max != ANY_AGE and self.epoch - epoch > age_max):
                 break
-            found.append(load)
+            found.append(epoch)
         return found
 
-    def fill(self, salt: str, tokens: Sequence[int]) -> None:
+    def fill(self, salt: str, tokens: Sequence[int], kv: Sequence[int]) -> None:
+        """kv: which epoch computed each. Of two blocks of the same tokens one stays; a real one has both."""
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
-            self.cache.setdefault((salt, tuple(tokens[:end])), self.loads)
+            if not self.tells_kv or len(set(kv[end - BLOCK : end])) == 1:
+                self.cache.setdefault((salt, tuple(tokens[:end])), kv[end - 1])
 
     async def start(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", port)
@@ -562,9 +607,7 @@ class FakeVllm:
                 self.paused = True
                 self._resumed.clear()
             case "/resume":
-                assert self.weights is not None, "resumed with half-loaded weights"
-                self.paused = False
-                self._resumed.set()
+                self._go_on()
             case "/is_paused":
                 return 200, {"is_paused": self.paused}
             case "/collective_rpc":
@@ -576,6 +619,14 @@ class FakeVllm:
             case _:
                 return self._transfer(method, path, body)
         return 200, {}
+
+    def _go_on(self) -> None:
+        assert self.weights is not None, "resumed with half-loaded weights"
+        self.paused = False
+        self._resumed.set()
+        for request in self.unasked or ():
+            if not request.over:
+                request.step()
 
     def _transfer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """What a trainer's group asks for."""
@@ -727,6 +778,9 @@ class FakeVllm:
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             )
             self.requests.append(request)
+            if self.unasked is not None:
+                self.unasked.append(request)
+                request.step()
             with contextlib.suppress(ConnectionError):
                 await reader.read()
             request.gone = True

@@ -229,6 +229,7 @@ def test_the_scheduler_is_made_of_the_one_that_vllm_would_make(
         def __init__(self, vllm_config: Any, block_size: int) -> None:
             super().__init__(block_size)
 
+    monkeypatch.syspath_prepend(str(WORKER_DIR))
     other = type("Scheduler", (), {})
     monkeypatch.setitem(sys.modules, module.DIFFUSION, SimpleNamespace(DiffusionScheduler=Given))
 

@@ -36,6 +36,22 @@ ENGINE = (
         ("engine_vllm/test_vllm_beside.py",),
     ),
     Mutation(
+        "a_block_behind_others_than_it_was_computed_over",
+        "engine/vllm/worker_extension/midstream_vllm_provenance.py",
+        "                before = until(spans, number * self._size)",
+        "                before = until(spans, number * self._size) if number == 0 else next(iter(ways))",
+        "vLLM uses a cached block only behind those that it was computed over.",
+        ("engine_vllm/test_vllm_kv_history.py",),
+    ),
+    Mutation(
+        "kv_that_is_said_to_be_of_other_weights_than_its_token",
+        "engine/vllm/labels.py",
+        "            if not first <= at < self.count or epoch != now or start >= self._prompt + at:",
+        "            if not first <= at < self.count or start >= self._prompt + at:",
+        "A choice of vLLM whose KV is said to be of other weights than its token ends with an error.",
+        ("engine_vllm/test_vllm_provenance.py",),
+    ),
+    Mutation(
         "weights_of_the_server_before",
         "engine/vllm/engine.py",
         "beside = weights is not None and weights.workers is self._stager.workers",

@@ -19,7 +19,6 @@ from midstream.core.types import ENGINE_FEATURES, EngineCard
 #: Missing features and the reasons, for docs/engines.md.
 LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
-    "kv_provenance": "vLLM does not say which weights computed a cached block, nor when it preempted a request",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "sampling_masks": "vLLM's own need its newer model runner, which no CPU has, and leave no raw log-probability",
     "router_ties": "vLLM does not return what a router chose by",
@@ -42,6 +41,8 @@ BESIDE_POLICIES = "the weights of policies are not read (--enable-lora)"
 UNFROZEN = (
     "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens"
 )
+#: Why it is unknown which weights computed KV, unless the proof at the start says otherwise.
+UNTOLD = "vLLM's scheduler was not seen to say which weights computed the KV of a request"
 #: Why nothing is staged in workers, nor read in them.
 ONE_ANSWERS = "of several engines (--data-parallel-size) the first alone says what its workers did"
 #: Why requests have no order.
@@ -62,12 +63,13 @@ def vllm_card(
     no_digest: str = UNREAD,
     no_frozen_check: str = UNFROZEN,
     no_short_swap: str = UNSTAGED,
+    no_provenance: str = UNTOLD,
 ) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
     no_digest: why it gives none of its weights; empty if it does. no_frozen_check: why it checks none in a pause.
-    no_short_swap: why its workers stage no weights; empty if they do.
+    no_short_swap: why its workers stage no weights; empty if they do. no_provenance: why it is unknown what computed KV.
     """
     why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
     why |= no_numbers
@@ -76,6 +78,7 @@ def vllm_card(
         "weights_digest": no_digest,
         "frozen_check": no_frozen_check,
         "short_swap": no_short_swap,
+        "kv_provenance": no_provenance,
     }
     why |= {feature: reason for feature, reason in lacks.items() if reason}
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})

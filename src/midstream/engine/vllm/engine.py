@@ -29,12 +29,14 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot
 from midstream.engine.vllm.arguments import ON_BASE
 from midstream.engine.vllm.digest import OtherWeights, read_weights
-from midstream.engine.vllm.life import ServerLife
+from midstream.engine.vllm.labels import ChoiceLabels
+from midstream.engine.vllm.life import Announced, ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
 from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.staging import Staged
 from midstream.engine.vllm.swap import NotExact, Unchanged, VllmRefused, adopt, score, switch
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ANY_AGE
 from midstream.http.call import CallFailed, open_stream
 
 logger = logging.getLogger(__name__)
@@ -130,17 +132,17 @@ class VllmEngine(ServerLife):
             return
         request = run.request
         salt, clean = self._salt(run)
-        epochs = run.weights.epochs
         numbers = self._numbers
         both = wants_both(request, numbers.features)
-        choice = ChoiceStream(
-            request, index, epochs, self._shape, run.put, clean=clean, prompt=prompt, both=both
-        )
+        kv = self._kv_asked(run)
+        size = len(request.prompt) + len(request.emitted_of(index))
+        told = kv is not None and bool(kv[0])
+        labels = ChoiceLabels(run.weights.epochs, size, clean=clean, told=told)
+        choice = ChoiceStream(request, index, labels, self._shape, run.put, prompt=prompt, both=both)
         choice.salt = salt
         choice.on_tokens = self._watch.token
         choice.on_error = lambda: self._ended(run, choice, None)
         run.choices[index] = choice
-        size = len(request.prompt) + len(request.emitted_of(index))
         data = protocol.body(
             request,
             index,
@@ -151,6 +153,7 @@ class VllmEngine(ServerLife):
             by_priority=self._server.by_priority,
             both=both,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,
+            kv=kv,
         )
 
         async def connect() -> None:
@@ -224,9 +227,23 @@ class VllmEngine(ServerLife):
     def _salt(self, run: VllmRequest) -> tuple[str, bool]:
         """The request's salt for vLLM, and whether all KV cached under it is of the weights that it runs under."""
         request = run.request
+        if self._tells_kv(run):
+            # The scheduler gives it none that is too old. What it gives is told.
+            return self._salts.lasting(request.salt), False
         # A resumed request may be limited to younger KV than other requests of its namespace.
         resumed = bool(request.emitted)
         return self._salts.of(request.salt, run.weights.epochs.now, request.kv_age_max, passing=resumed)
+
+    def _tells_kv(self, run: VllmRequest) -> bool:
+        """Whether vLLM says which weights computed its KV. Those of an adapter are always its own."""
+        return not self._no_provenance and run.weights.epochs is self._epochs
+
+    def _kv_asked(self, run: VllmRequest) -> tuple[int, int] | None:
+        if not self._tells_kv(run):
+            return None
+        request = run.request
+        age_max = ANY_AGE if request.kv_age_max is None else request.kv_age_max
+        return int(request.want_kv_snapshots), age_max
 
     def end_choice(self, request_id: str, index: int) -> None:
         if (run := self._requests.get(request_id)) is not None:
@@ -268,11 +285,10 @@ class VllmEngine(ServerLife):
             self._adapters.end_policy(policy)
 
     def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
-        """No KV is reported for a choice that crosses a switch, so no earlier span means other weights."""
-        self._announced = files
+        self._announced = files, tuple(overwritten)
 
     async def commit(self, snapshot: str) -> SwapTiming:
-        files, self._announced = self._announced, ""
+        announced, self._announced = self._announced, ("", ())
         async with self._control_lock:
             self._boot.check()
             staged = self._stager.staged
@@ -282,7 +298,7 @@ class VllmEngine(ServerLife):
                 await self._renew()
             started = time.perf_counter()
             try:
-                crossed = await self._switch(snapshot, staged, files)
+                crossed = await self._switch(snapshot, staged, announced)
             finally:
                 self.drop_staged()
             self._serving_dir = staged.directory
@@ -353,8 +369,8 @@ class VllmEngine(ServerLife):
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
-    async def _switch(self, snapshot: str, staged: Staged, files: str) -> int:
-        """Switch, and return how many choices crossed the switch. files: as announced. Raises StagingFailed, EngineDied."""
+    async def _switch(self, snapshot: str, staged: Staged, announced: Announced) -> int:
+        """Switch, and return how many choices crossed the switch. Raises StagingFailed, EngineDied."""
         # The server may be another one since, and what a trainer wrote may have changed what a switch would leave alone.
         weights = staged.weights if self._fence.is_free else None
         beside = weights is not None and weights.workers is self._stager.workers
@@ -366,7 +382,7 @@ class VllmEngine(ServerLife):
 
         def on_switch() -> None:
             nonlocal crossed
-            crossed = self._begin_epoch(snapshot, files)
+            crossed = self._begin_epoch(snapshot, announced)
 
         resume = not self._paused
         if adopts:
@@ -398,12 +414,12 @@ class VllmEngine(ServerLife):
         if not self._paused:
             self._computing.set()
 
-    def _begin_epoch(self, snapshot: str, files: str) -> int:
+    def _begin_epoch(self, snapshot: str, announced: Announced) -> int:
         """Begin the epoch of `snapshot`, and return how many choices continue in it.
 
         A choice without a token that may find KV that is too old now is sent again.
         """
-        self._epochs.begin(snapshot, files)
+        self._epochs.begin(snapshot, *announced)
         self._proving.switched(snapshot)
         crossed = 0
         for run in self._requests.values():

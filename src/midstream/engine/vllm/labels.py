@@ -6,16 +6,24 @@ that has arrived was sampled before the switch. Every token that arrives after `
 end of each choice vLLM says which of its weight versions sampled which token (`weight_versions`). That must be the same. Older
 versions of vLLM do not say it. With them the order of arrival is the only proof.
 
+Which weights computed the KV behind a token, vLLM's scheduler says (worker_extension/midstream_vllm_provenance.py), where it is
+midstream's and has proved it (provenance_proof.py). Without that it is known for a choice that began with nothing cached of
+other weights, until a switch.
+
 Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. A choice
 ends with an error if its labels differ from what vLLM says, never with a wrong label.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 #: Stands for the snapshot of KV when it cannot be known. No snapshot has this name.
 UNKNOWN = "?"
 
 Spans = tuple[tuple[str, int, int], ...]
+#: The epoch and the first position of each run of positions, in their order.
+KvSpans = tuple[tuple[int, int], ...]
 
 
 class Epochs:
@@ -27,6 +35,10 @@ class Epochs:
         self.now, self.snapshot = 0, snapshot
         # Of each, what its files are; "": not known.
         self._files = [""]
+        # Of each, what its KV is called: the snapshot, or another label if the name means other weights now.
+        self._labels = [snapshot]
+        #: (name, label) of each such change, in order.
+        self.renamed: list[tuple[str, str]] = []
         # vLLM says at the end of a choice which of its versions sampled which token.
         self.confirmed = True
 
@@ -44,8 +56,12 @@ class Epochs:
     def serving_version(self) -> str:
         return self.version(self.now, self.snapshot)
 
-    def begin(self, snapshot: str, files: str = "") -> None:
-        """Tokens that arrive from now on are of `snapshot`. files: see engine.base.Slot.announce."""
+    def begin(self, snapshot: str, files: str = "", overwritten: Sequence[tuple[str, str]] = ()) -> None:
+        """Tokens that arrive from now on are of `snapshot`. files, overwritten: see engine.base.Slot.announce."""
+        for name, label in overwritten:
+            self._labels = [label if known == name else known for known in self._labels]
+        self.renamed += overwritten
+        self._labels.append(snapshot)
         self._snapshots.append(snapshot)
         self._files.append(files)
         self.now, self.snapshot = self.now + 1, snapshot
@@ -55,7 +71,14 @@ class Epochs:
         self._files[-1] = files
 
     def files_of(self, epoch: int) -> str:
-        return self._files[epoch]
+        return self._files[epoch] if self._has(epoch) else ""
+
+    def label_of(self, epoch: int) -> str:
+        """What KV of the epoch is called now."""
+        return self._labels[epoch] if self._has(epoch) else UNKNOWN
+
+    def _has(self, epoch: int) -> bool:
+        return 0 <= epoch < len(self._labels)
 
 
 class OneEpoch(Epochs):
@@ -72,14 +95,24 @@ class OneEpoch(Epochs):
 class ChoiceLabels:
     """The labels given to the tokens of one choice, and what is known of the KV behind them."""
 
-    def __init__(self, epochs: Epochs, prompt: int, *, clean: bool) -> None:
-        """prompt: the number of tokens before the first generated one. clean: all KV cached for them is of this epoch."""
+    def __init__(self, epochs: Epochs, prompt: int, *, clean: bool = False, told: bool = False) -> None:
+        """prompt: the number of tokens before the first generated one. clean: all KV cached for them is of this epoch.
+
+        told: vLLM says which weights computed its KV.
+        """
         self._epochs = epochs
         self._prompt = prompt
+        self.told = told
+        #: vLLM has to say something of KV with the next token.
+        self.expects = told
+        #: What it said and nobody asked for yet: a token, and what computed the KV before it. None: it is not known.
+        self.coming: list[tuple[int, KvSpans | None]] = []
         # Spans of one epoch: the epoch and its first token.
         self._spans: list[tuple[int, int]] = []
-        # The one epoch that computed all KV; None when that is not known.
-        self._kv: int | None = epochs.now if clean else None
+        # Which epochs computed all KV; None when that is not known.
+        self._kv: KvSpans | None = ((epochs.now, 0),) if clean and not told else None
+        # How many changes of names were reported.
+        self._renamed = len(epochs.renamed)
         self.count = 0
 
     def take(self, tokens: int) -> str:
@@ -94,9 +127,40 @@ class ChoiceLabels:
         """Record that a new epoch began.
 
         From now on vLLM may preempt the choice and compute its KV again. It may also use KV that others of its salt computed
-        before or after the switch. It reports neither.
+        before or after the switch. Unless it says so, nothing is known.
         """
-        self._kv = None
+        if self.told:
+            self.expects = True
+        else:
+            self._kv = None
+
+    def hear(self, tokens: int, told: Sequence[tuple[int, KvSpans]]) -> str | None:
+        """Take what vLLM said of KV with the newest tokens, which are labelled: tokens before, and spans.
+
+        Returns how it contradicts the labels; None if it does not. The pass that gave a token is of the token's label, and
+        computed the position before it.
+        """
+        now, first = self._epochs.now, self.count - tokens
+        if self.expects and (not told or told[0][0] != first):
+            # It said nothing.
+            self.coming.append((first, None))
+        self.expects = False
+        for at, spans in told:
+            epoch, start = spans[-1]
+            if not first <= at < self.count or epoch != now or start >= self._prompt + at:
+                newest = f"tokens {first} to {self.count} of epoch {now} behind {self._prompt}"
+                return f"vLLM says {spans} of the KV before token {at}, with {newest}"
+            self.coming.append((at, spans))
+        return None
+
+    def changes(self) -> list[tuple[int, KvSpans | None]]:
+        """What was heard since this was asked for."""
+        coming, self.coming = self.coming, []
+        return coming
+
+    def computed(self, kv: KvSpans | None) -> None:
+        """A change is reported."""
+        self._kv = kv
 
     def problem(self, spans: Spans | None) -> str | None:
         """How the labels differ from what vLLM said at the end of the choice; None if they do not."""
@@ -112,11 +176,27 @@ class ChoiceLabels:
         theirs = [span for span in spans if span[1] < span[2]]
         return None if theirs == ours else f"labels {ours} were given, and vLLM says {theirs}"
 
-    def kv(self) -> Spans:
-        """The snapshots that computed the KV of all positions but the last token's, as far as they are known."""
-        end = self._prompt + max(self.count - 1, 0)
-        return ((UNKNOWN if self._kv is None else self._epochs.snapshot_of(self._kv), 0, end),)
+    def kv(self, later: int = 0) -> Spans:
+        """The snapshots that computed the KV of all positions but the last token's, as far as they are known.
+
+        later: how many of the newest tokens came behind the last one.
+        """
+        end = self._prompt + max(self.count - later - 1, 0)
+        if self._kv is None:
+            return ((UNKNOWN, 0, end),)
+        named: list[tuple[str, int]] = []
+        for epoch, start in self._kv:
+            label = self._epochs.label_of(epoch)
+            if not named or named[-1][0] != label:
+                named.append((label, start))
+        ends = [start for _, start in named[1:]] + [end]
+        return tuple([(label, start, stop) for (label, start), stop in zip(named, ends, strict=True)])
 
     def kv_files(self) -> str:
-        """What the files of that snapshot are; "": not known."""
-        return "" if self._kv is None else self._epochs.files_of(self._kv)
+        """What the files of the last one are; "": not known."""
+        return "" if self._kv is None else self._epochs.files_of(self._kv[-1][0])
+
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """The labels that changed since this was asked for."""
+        known, self._renamed = self._renamed, len(self._epochs.renamed)
+        return tuple(self._epochs.renamed[known:])

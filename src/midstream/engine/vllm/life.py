@@ -38,6 +38,7 @@ from midstream.engine.vllm.arguments import (
     UNFROZEN,
     UNREAD,
     UNSTAGED,
+    UNTOLD,
     unheard,
     vllm_card,
 )
@@ -48,6 +49,7 @@ from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
+from midstream.engine.vllm.provenance_proof import prove_provenance
 from midstream.engine.vllm.proving import Proving
 from midstream.engine.vllm.requests import ServedWeights, VllmRequest
 from midstream.engine.vllm.salts import Salts
@@ -61,6 +63,8 @@ from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
 
+#: What the files of a commit are, and which names have other weights by it (Slot.announce).
+Announced = tuple[str, tuple[tuple[str, str], ...]]
 #: The name of the model at the server.
 NAME = "midstream"
 #: For an answer to /health after a connection was lost.
@@ -87,8 +91,8 @@ class ServerLife(Engine):
     _coming_version: str | None = None
     # The KV cache of the attached server holds numbers that are not finite.
     _spoilt = False
-    # What the files of the next commit are.
-    _announced = ""
+    # Of the next commit.
+    _announced: Announced = ("", ())
     # What a boot learns of its server. vLLM 0.20 gives all alternatives the name of the sampled token.
     _names_alternatives = True
     _ranks = 1
@@ -98,6 +102,8 @@ class ServerLife(Engine):
     _numbers = Proved()
     # Why there is no digest of the weights; empty if there is one.
     _no_digest = UNREAD
+    # Why it is unknown which weights computed KV; empty if its scheduler says so.
+    _no_provenance = UNTOLD
     # Why nothing is checked in a pause; empty if weights are.
     _no_frozen_check = UNFROZEN
     # Why its workers stage no weights; empty if they do.
@@ -225,6 +231,7 @@ class ServerLife(Engine):
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         self._numbers = await prove_numbers(self._server, self._control, sizes)
         self._no_frozen_check = await self._prove_frozen_check()
+        self._no_provenance = await prove_provenance(self._server, self._control, self._epochs, sizes)
 
     async def _prove_frozen_check(self) -> str:
         """Why nothing is checked in a pause; empty if it is."""
@@ -339,6 +346,7 @@ class ServerLife(Engine):
             no_numbers=self._numbers.lacks,
             no_digest=self._no_digest,
             no_frozen_check=self._no_frozen_check,
+            no_provenance=self._no_provenance,
             no_short_swap=self._no_short_swap,
         )
         if self.in_place is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from itertools import pairwise
 from math import isfinite, nan
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -21,9 +22,11 @@ import msgspec
 from midstream.core.decoding import NOT_JSON
 from midstream.core.types import NEAR_TIES, GenerateRequest, TokenRecord, TopLogprob
 from midstream.engine.step import SUM_ROUNDING
+from midstream.engine.vllm.labels import KvSpans
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     INFINITE,
     ITSELF,
+    KV,
     MARK,
     NEAR,
     RANK_BASE,
@@ -69,7 +72,7 @@ class Chunk(msgspec.Struct, frozen=True):
     finish: vLLM's finish_reason. spans, with the last chunk: its tokens by weight version, as (version, start, end).
     routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens with reused KV.
     error: a message for the user, after which nothing useful follows. not_finite: it says that a number of the model is not.
-    done: nothing follows.
+    done: nothing follows. kv: which weights computed the KV, each time vLLM's scheduler says so: tokens before, and spans.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -80,6 +83,7 @@ class Chunk(msgspec.Struct, frozen=True):
     error: str | None = None
     done: bool = False
     not_finite: bool = False
+    kv: tuple[tuple[int, KvSpans], ...] = ()
 
 
 # The messages of vLLM. The decoder skips members that are not listed.
@@ -119,6 +123,8 @@ class _Choice(msgspec.Struct, Generic[T], frozen=True):
     finish_reason: str | None = None
     routed_experts: str | None = None
     weight_versions: tuple[_Span, ...] | None = None
+    # midstream's scheduler has other numbers in it.
+    sampling_mask: tuple[tuple[int, ...], ...] | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -168,12 +174,12 @@ def alternatives(request: GenerateRequest) -> int:
 class ChunkReader:
     """Reads chunks from the bytes of one event stream, cut anywhere.
 
-    top: `alternatives` of its request. both: the request asked for both log-probabilities.
+    top: `alternatives` of its request. both: the request asked for both log-probabilities. kv: and which weights compute KV.
     """
 
-    def __init__(self, top: int = 0, *, both: bool = False) -> None:
+    def __init__(self, top: int = 0, *, both: bool = False, kv: bool = False) -> None:
+        self._asked = {"both": both, "kv": kv}
         self._top = top
-        self._both = both
         # The parts of a line that is not complete, and their bytes.
         self._parts: list[bytes] = []
         self._held = 0
@@ -195,7 +201,7 @@ class ChunkReader:
         for line in lines:
             if line.startswith(b"data:"):
                 message = line[5:].strip()
-                chunks.append(_DONE if message == b"[DONE]" else _read(message, self._top, both=self._both))
+                chunks.append(_DONE if message == b"[DONE]" else _read(message, self._top, **self._asked))
             elif line:
                 _check_other(line)
         return chunks
@@ -208,15 +214,15 @@ def _check_other(line: bytes) -> None:
         raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
 
 
-def read_answer(data: bytes, top: int = 0, *, both: bool = False) -> Chunk:
-    """An answer that was not streamed, with one choice. top, both: as of a ChunkReader. Raises InvalidAnswer."""
-    chunk = _read(data, top, both=both)
+def read_answer(data: bytes, top: int = 0, *, both: bool = False, kv: bool = False) -> Chunk:
+    """An answer that was not streamed, with one choice. top, both, kv: as of a ChunkReader. Raises InvalidAnswer."""
+    chunk = _read(data, top, both=both, kv=kv)
     if chunk.error is None and chunk.finish is None:
         raise InvalidAnswer("no choice of the answer has ended")
     return msgspec.structs.replace(chunk, done=True)
 
 
-def _read(data: bytes, top: int, *, both: bool) -> Chunk:
+def _read(data: bytes, top: int, *, both: bool, kv: bool) -> Chunk:
     if _NAMED in data:
         data = _NAME.sub(rb'"token_id":\1', data)
     try:
@@ -242,7 +248,18 @@ def _read(data: bytes, top: int, *, both: bool) -> Chunk:
     versions = choice.weight_versions
     spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
     ended = (choice.finish_reason, spans, choice.routed_experts, cached)
-    return Chunk(tokens, *ended, lost, not_finite=lost is not None)
+    told = tuple(map(_told, choice.sampling_mask)) if kv and choice.sampling_mask else ()
+    return Chunk(tokens, *ended, lost, not_finite=lost is not None, kv=told)
+
+
+def _told(numbers: tuple[int, ...]) -> tuple[int, KvSpans]:
+    """What the worker extension wrote: tokens before, then the epoch and the first position of each span."""
+    before, *spans = numbers or (-1,)
+    starts = spans[1::2]
+    rising = all(one < other for one, other in pairwise(starts))
+    if before < 0 or not spans or len(spans) % 2 or starts[0] != 0 or not rising:
+        raise InvalidAnswer(f"{list(numbers)} do not say which weights computed KV")
+    return before, tuple(zip(spans[::2], starts, strict=True))
 
 
 def _tokens(choice: _Choice[Any], top: int, *, both: bool) -> tuple[Token, ...]:
@@ -347,6 +364,7 @@ def body(
     in_pause: bool = False,
     both: bool = False,
     tie: float = 0.0,
+    kv: tuple[int, int] | None = None,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
@@ -355,7 +373,8 @@ def body(
     max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
     by_priority: the server goes by priority; one that does not refuses them.
     in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
-    server gives them. tie: and for near ties, within this share of the largest logit.
+    server gives them. tie: and for near ties, within this share of the largest logit. kv: the value of KV, for midstream's
+    scheduler.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -367,6 +386,8 @@ def body(
         sampling["prompt_logprobs"] = prompt_logprobs
     if both:
         sampling["extra_args"] = {MARK: True, NEAR: (tie, SUM_ROUNDING)} if tie else {MARK: True}
+    if kv is not None:
+        sampling.setdefault("extra_args", {})[KV] = kv
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
     fields: dict[str, Any] = {

@@ -5,11 +5,12 @@ Always holds:
   nothing more about a choice that the replica ends, at a stop string: its labels come from the order of arrival alone.
 - A choice with routes gives its tokens when it has the routes, which is at its end.
 - A choice that is closed early is aborted: vLLM notices that the connection is gone.
+- An event begins at each token with which vLLM says that other weights computed the KV. So no token gets the KV of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from operator import attrgetter
@@ -20,7 +21,7 @@ from midstream.core.types import FinishReason, GenerateRequest, GenerationEvent,
 from midstream.engine.base import AtOnce
 from midstream.engine.request_events import RequestEvents
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.labels import ChoiceLabels, Epochs, Spans
+from midstream.engine.vllm.labels import ChoiceLabels, Epochs, KvSpans, Spans
 from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.engine.vllm.scoring import UNKNOWN_MODEL
@@ -36,6 +37,7 @@ class ServedWeights:
 
 
 _tokens_of = attrgetter("tokens")
+NONE_RENAMED: tuple[tuple[str, str], ...] = ()
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -46,18 +48,16 @@ class ChoiceStream:
         self,
         request: GenerateRequest,
         index: int,
-        epochs: Epochs,
+        labels: ChoiceLabels,
         shape: Shape,
         emit: Callable[[GenerationEvent], None],
         *,
-        clean: bool,
         prompt: tuple[TokenRecord, ...] | None,
         both: bool = False,
     ) -> None:
-        """clean: all KV cached under its salt is of the serving snapshot. prompt: records for its first event. both: vLLM was
-        asked for both log-probabilities."""
+        """prompt: records for its first event. both: vLLM was asked for both log-probabilities."""
         self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
-        self.labels = ChoiceLabels(epochs, self.prompt_size, clean=clean)
+        self.labels = labels
         self.over = False
         # The labels differ from what vLLM says.
         self.labels_wrong = False
@@ -76,7 +76,7 @@ class ChoiceStream:
         self._scored = prompt is not None
         self._sampling_logprob = sampling_logprob(request)
         self._constrained = request.grammar is not None and not both
-        self._reader = protocol.ChunkReader(protocol.alternatives(request), both=both)
+        self._reader = protocol.ChunkReader(protocol.alternatives(request), both=both, kv=labels.told)
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
         self._held: list[TokenRecord] = []
@@ -128,7 +128,8 @@ class ChoiceStream:
 
     def switched(self) -> None:
         self.labels.switched()
-        self._kv_reported = not self._request.want_kv_snapshots
+        if not self.labels.told:
+            self._kv_reported = not self._request.want_kv_snapshots
 
     def close(self) -> None:
         """Abort the choice at vLLM. No further event of it comes."""
@@ -166,6 +167,8 @@ class ChoiceStream:
                     constrained=self._constrained,
                 )
                 self._held.append(record)
+            if (chunk.kv or self.labels.expects) and not self._hear(len(chunk.tokens), chunk.kv):
+                return
         if chunk.finish is not None:
             self._finish = FINISHES.get(chunk.finish)
             self._spans = chunk.spans
@@ -177,7 +180,21 @@ class ChoiceStream:
         if chunk.done:
             self._end()
         elif self._held and self._finish is None and not self._request.want_routes:
-            self._send()
+            if self.labels.coming:
+                self._split()
+            if not self.over:
+                self._send()
+
+    def _hear(self, tokens: int, kv: Sequence[tuple[int, KvSpans]]) -> bool:
+        """What vLLM says of the KV behind the newest tokens. False if that cannot be and the request got an error."""
+        problem = self.labels.hear(tokens, kv)
+        if problem is not None:
+            self._fail_labels(problem)
+        return problem is None
+
+    def _fail_labels(self, problem: str) -> None:
+        self.labels_wrong = True
+        self.fail(problem)
 
     def _route(self, routes: str | None) -> bool:
         """Give each token its route. False if that failed and the request got an error."""
@@ -198,19 +215,38 @@ class ChoiceStream:
             return
         problem = self.labels.problem(self._spans)
         if problem is not None:
-            self.labels_wrong = True
-            self.fail(problem)
+            self._fail_labels(problem)
+            return
+        self._split()
+        if self.over:
             return
         self.over = True
         self._kv_reported = not self._request.want_kv_snapshots
         self._send()
 
-    def _send(self) -> None:
+    def _split(self) -> None:
+        """Send what is held before each change of the KV. What is behind the last one stays held."""
+        for at, kv in self.labels.changes():
+            held, later = self._held, self.labels.count - at
+            if len(held) > later:
+                self._held = held[:-later]
+                self._send(later)
+                if self.over:
+                    # The event was enough.
+                    return
+                self._held = held[-later:]
+            self.labels.computed(kv)
+            self._kv_reported = not self._request.want_kv_snapshots
+
+    def _send(self, later: int = 0) -> None:
+        """What is held. later: how many tokens have come behind it."""
         tokens, self._held = tuple(self._held), []
         prompt, self.prompt = self.prompt, None
-        kv, files = None, ""
+        kv: Spans | None = None
+        files, renamed = "", NONE_RENAMED
         if not self._kv_reported:
-            kv, files, self._kv_reported = self.labels.kv(), self.labels.kv_files(), True
+            kv, files, renamed = self.labels.kv(later), self.labels.kv_files(), self.labels.renamed()
+            self._kv_reported = True
         self._emit(
             GenerationEvent(
                 index=self._index,
@@ -220,6 +256,7 @@ class ChoiceStream:
                 finish=self._finish if self.over else None,
                 kv_snapshots=kv,
                 kv_files=files,
+                renamed=renamed,
             )
         )
 

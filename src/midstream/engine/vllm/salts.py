@@ -1,10 +1,11 @@
 """The cache_salt of each request: requests of one salt share vLLM's cached blocks. Pure.
 
-vLLM does not say how old cached KV is. So a cache namespace keeps its salt only while nothing under it can be older than a
-request allows. Then the namespace gets a new salt, and its cache begins empty.
+midstream's scheduler knows how old each block is, and is told with each request how old it may be. So a cache namespace has one
+salt (`lasting`). vLLM's own scheduler does not say how old cached KV is. With it a namespace keeps its salt only while nothing
+under it can be older than a request allows. Then it gets a new salt, and its cache begins empty (`of`).
 
-Always holds: KV found under a salt was computed since this server started, for the same namespace, and at most `age_max`
-switches ago.
+Always holds: KV found under a salt was computed since this server started, for the same namespace. Under one of `of` it was
+computed at most `age_max` switches ago.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class Salts:
         # Of each namespace, the epoch in which its salt was first used.
         self._began: OrderedDict[bytes, int] = OrderedDict()
         self._namespaces_max = namespaces_max
+
+    def lasting(self, namespace: bytes) -> str:
+        return hashlib.blake2b(self._boot + namespace, digest_size=16).hexdigest()
 
     def of(
         self, namespace: bytes, now: int, age_max: int | None, *, passing: bool = False

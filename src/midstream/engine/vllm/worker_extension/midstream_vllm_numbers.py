@@ -6,6 +6,9 @@ which place the sampled token has among the best tokens.
 
 With NEAR, too, its near ties are TIE_PLACE times what they are. Its value are the two thresholds of midstream_vllm_ties.py.
 
+KV asks the scheduler for spans of KV (midstream_vllm_provenance.py), and bounds the age of cached KV. They come in the place of
+a sampling mask, as a list of numbers: how many tokens came before, then the epoch and the first position of each span.
+
 Always holds: no true rank reaches RANK_BASE. vLLM passes ranks and ids on as they are, so nothing else in it has to know. The
 workers write this (midstream_vllm_sampler.py), and protocol.py reads it. This module imports nothing.
 """
@@ -14,6 +17,8 @@ from __future__ import annotations
 
 MARK = "midstream_sampling_logprobs"
 NEAR = "midstream_near_ties"
+#: Its value: whether spans are to be told (0 or 1), and the most switches that may lie behind cached KV (-1: any number).
+KV, ANY_AGE = "midstream_kv", -1
 RANK_BASE = 1 << 40
 ITSELF = -1
 #: The bits of infinity. Those of numbers that are not finite are no smaller.

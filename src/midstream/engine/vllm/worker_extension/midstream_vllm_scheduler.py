@@ -4,8 +4,10 @@ It is vLLM's own, with other requests out of its sight for a step in a pause. Th
 where no block is free for a check: then vLLM preempts one that it would have to preempt at its next steps. vLLM's newer model
 runner has a slot for each request that runs or stands still. Where none is free there, one is preempted for a check, too.
 
-Always holds: outside such a step it does what vLLM's does. It is vLLM's own where ranks wait for each other in a step (data
-parallelism), and where a connector may keep a check waiting for KV.
+Beside that it says which weights computed the KV of a request (midstream_vllm_provenance.py).
+
+Always holds: outside such a step it schedules what vLLM's does. It is vLLM's own where ranks wait for each other in a step
+(data parallelism), and where a connector may keep a check waiting for KV.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 IN_PAUSE = -2
 INTERFACE, QUEUES = "vllm.v1.core.sched.interface", "vllm.v1.core.sched.request_queue"
 DIFFUSION = "vllm.v1.core.sched.diffusion_scheduler"
+PROVENANCE = "midstream_vllm_provenance"
 
 
 def scheduler(**given: Any) -> Any:
@@ -28,11 +31,13 @@ def scheduler(**given: Any) -> Any:
     ours, config.scheduler_config.scheduler_cls = config.scheduler_config.scheduler_cls, None
     own = config.scheduler_config.get_scheduler_cls()
     config.scheduler_config.scheduler_cls = ours
-    if getattr(config, "diffusion_config", None) is not None:
+    diffusion = getattr(config, "diffusion_config", None) is not None
+    if diffusion:
         # vLLM would have named it, if it had not been given ours.
         own = getattr(importlib.import_module(DIFFUSION), f"Diffusion{own.__name__}")
-    several = config.parallel_config.data_parallel_size > 1
-    return (own if several or config.kv_transfer_config is not None else checking(own))(**given)
+    if config.parallel_config.data_parallel_size == 1 and config.kv_transfer_config is None:
+        own = checking(own if diffusion else importlib.import_module(PROVENANCE).telling(own))
+    return own(**given)
 
 
 def checking(own: Any) -> Any:
