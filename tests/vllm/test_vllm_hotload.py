@@ -6,17 +6,19 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from recompute import Recomputer
 from safetensors.torch import load_file, save_file
-from vllm_bed import BLOCK, DEADLINE_S, Bed, load, logprobs_of, needs_staging
+from vllm_bed import BLOCK, DEADLINE_S, VENV, Bed, load, logprobs_of, needs_staging
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
@@ -62,6 +64,45 @@ def changed(checkpoint: Path, target: Path) -> Path:
             )
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+Spans = list[tuple[str, int, int]]
+
+
+@dataclass
+class Answer:
+    """What was said to a prompt."""
+
+    ids: list[int]
+    logprobs: list[float]
+    kv: Spans
+    cached: int
+
+    TOKENS: ClassVar[int] = 8
+
+    @classmethod
+    def of(cls, bed: Bed, prompt: list[int], session: str) -> Answer:
+        """A new session goes where the prompt was last."""
+        body = {"model": bed.model, "prompt": prompt, "max_tokens": cls.TOKENS, "ignore_eos": True}
+        body |= {"logprobs": True, "perf_metrics_in_response": True}
+        headers = {"x-multi-turn-session-id": session, "x-midstream-follow-prefix": "1"}
+        with bed.http() as http:
+            answer = http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        entries = choice["logprobs"]["content"]
+        kv = [(span["snapshot"], span["start"], span["end"]) for span in choice["kv_snapshots"]]
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        ids = [*prompt, *(entry["token_id"] for entry in entries)]
+        return cls(ids, [entry["logprob"] for entry in entries], kv, cached)
+
+    def error(self, recomputer: Recomputer) -> float:
+        """By how much a number is off, at most."""
+        kv = [snapshot for snapshot, start, end in self.kv for _ in range(start, end)]
+        made, first = recomputer.passes(self.ids[:-1], kv).logprobs, len(self.ids) - len(self.logprobs)
+        there = range(first, len(self.ids))
+        off = [float(made[at - 1, self.ids[at]]) - self.logprobs[at - first] for at in there]
+        return max(map(abs, off))
 
 
 class Askers:
@@ -298,6 +339,42 @@ def test_streams_that_are_kept_through_prime_rls_calls_go_on_and_every_token_is_
             np.subtract([number for _, number, _ in stream.tokens], expected_logprobs(stream, models))
         )
         assert off.max() <= TOLERANCE, (stream.session, off.max())
+
+
+def test_answers_are_computed_over_the_kv_that_they_name_whatever_the_cache_policy(
+    bed: Bed, weights: Callable[[int], Path]
+) -> None:
+    if "kv_provenance" not in bed.card["features"]:
+        assert VENV != ".venv-vllm", bed.card["why"]
+        pytest.skip(bed.card["why"]["kv_provenance"])
+    made = {f"kv-{number}": weights(number % 4) for number in range(6)}
+    names = list(made)
+    answers: list[Answer] = []
+
+    def ask(prompt: list[int], session: str) -> tuple[int, Spans]:
+        answers.append(Answer.of(bed, prompt, session))
+        return answers[-1].cached, answers[-1].kv
+
+    found, end = CACHED, PROMPT + Answer.TOKENS - 1
+    with SnapshotPublisher(bed.server.url, bed.server.bucket.as_uri()) as publisher:
+        publisher.publish(names[0], made[names[0]], reset_prompt_cache="all")
+        oldest = random_prompt("kv oldest", PROMPT)
+        assert ask(oldest, "kv oldest") == (0, [(names[0], 0, end)])
+        policies: list[Any] = ["none", "new_session", {"max_age": 1}, {"max_age": 3}, "all"]
+        for (before, now), policy in zip(pairwise(names), policies, strict=True):
+            prompt, session = random_prompt(f"kv {now}", PROMPT), f"kv {now}"
+            assert ask(prompt, session) == (0, [(before, 0, end)])
+            publisher.publish(now, made[now], reset_prompt_cache=policy)
+            kept, anew = (found, [(before, 0, found), (now, found, end)]), (0, [(now, 0, end)])
+            assert ask(prompt, session) == (anew if policy == "all" else kept), policy
+            alike = ask(prompt, f"{session} new")
+            assert alike[1] == (anew if policy in ("all", "new_session") else kept)[1], policy
+            if policy == {"max_age": 1}:
+                # It is three swaps old.
+                assert ask(oldest, "kv oldest") == anew
+    recomputer = Recomputer(made)
+    worst = max(answer.error(recomputer) for answer in answers)
+    assert worst <= TOLERANCE
 
 
 def test_a_check_goes_before_the_requests_that_wait_in_vllm(bed: Bed) -> None:
