@@ -18,7 +18,7 @@ import pytest
 import torch
 from recompute import Recomputer
 from safetensors.torch import load_file, save_file
-from vllm_bed import BLOCK, DEADLINE_S, VENV, Bed, load, logprobs_of, needs_staging
+from vllm_bed import BLOCK, DEADLINE_S, Bed, load, logprobs_of, needs_provenance, needs_staging
 from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_way, random_prompt, under_way
 
 from midstream.client import SnapshotFailed, SnapshotPublisher
@@ -344,9 +344,7 @@ def test_streams_that_are_kept_through_prime_rls_calls_go_on_and_every_token_is_
 def test_answers_are_computed_over_the_kv_that_they_name_whatever_the_cache_policy(
     bed: Bed, weights: Callable[[int], Path]
 ) -> None:
-    if "kv_provenance" not in bed.card["features"]:
-        assert VENV != ".venv-vllm", bed.card["why"]
-        pytest.skip(bed.card["why"]["kv_provenance"])
+    needs_provenance(bed.card["why"])
     made = {f"kv-{number}": weights(number % 4) for number in range(6)}
     names = list(made)
     answers: list[Answer] = []

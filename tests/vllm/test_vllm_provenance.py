@@ -18,7 +18,7 @@ from recompute import Recomputer
 from test_vllm_sampling_numbers import Served, engine_of
 from test_vllm_sampling_numbers import snapshots as snapshots
 from tiers import of_tier, variant
-from vllm_bed import BLOCK
+from vllm_bed import BLOCK, needs_provenance
 from vllm_streams import random_prompt
 
 from midstream.core.types import GenerateRequest, SamplingParams
@@ -149,8 +149,7 @@ def test_every_record_is_borne_out_over_the_kv_that_vllm_says_it_stands_on(
 
     async def main() -> tuple[Storm, int]:
         async with engine_of(places["base"], tmp_path / "cache", BLOCKS) as served:
-            card = served.engine._info().card
-            assert card.has("kv_provenance"), card.why
+            needs_provenance(served.engine._info().card.why)
             storm, rounds = Storm(served.engine, places), 0
             while sum(len(stream.tokens) for stream in storm.streams) < TOKENS_MIN or rounds < len(POLICIES):
                 await storm.round(*POLICIES[rounds % len(POLICIES)])

@@ -168,6 +168,13 @@ def needs_staging(bed: Bed) -> None:
         pytest.skip(why)
 
 
+def needs_provenance(why: Mapping[str, str]) -> None:
+    """The newest version says which weights computed KV; an older one may say why it does not. why: of a card."""
+    if (said := why.get("kv_provenance")) is not None:
+        assert VENV != ".venv-vllm", said
+        pytest.skip(said)
+
+
 def until(holds: Callable[[], bool], what: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     end = time.monotonic() + deadline_s
     while not holds():

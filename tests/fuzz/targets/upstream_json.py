@@ -40,7 +40,7 @@ PROMPT = (5, 6, 7)
 
 
 def chunks(parts: Iterable[bytes], top: int | None) -> list[Any]:
-    reader = ChunkReader(top)
+    reader = ChunkReader(top, kv=True)
     return [chunk for part in parts for chunk in reader.feed(part)]
 
 
@@ -57,7 +57,7 @@ def run_stream(data: bytes) -> None:
 def run_answer(data: bytes) -> None:
     control, body = controlled(data)
     top = (None, 0, 3)[control % 3]
-    outcome(InvalidAnswer, lambda: read_answer(body, top))
+    outcome(InvalidAnswer, lambda: read_answer(body, top, kv=control % 2 == 0))
     records, _ = outcome(InvalidAnswer, lambda: prompt_records(body, PROMPT, 2, 2, "s"))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
     said = error_of(400, body)
