@@ -283,7 +283,7 @@ def test_a_line_that_is_no_record_is_refused_with_its_file(tmp_path: Path, line:
     folder = tmp_path / "bucket" / "records" / "d"
     folder.mkdir(parents=True)
     (folder / "r-1.jsonl").write_bytes(json.dumps(A_TURN).encode() + b"\n" + line)
-    with pytest.raises(ValueError, match=r"r-1\.jsonl: holds a line that is no record"):
+    with pytest.raises(ValueError, match=r"r-1\.jsonl: line \d+ is no record"):
         read(tmp_path)
 
 

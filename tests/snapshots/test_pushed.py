@@ -66,7 +66,7 @@ class Bucket:
         )
 
     def manifest(self, name: str) -> Content:
-        return parse_manifest(read_file(snapshot_url(self.url, name), MANIFEST_FILE))
+        return parse_manifest(read_file(snapshot_url(self.url, name), MANIFEST_FILE, bytes_max=2**20))
 
 
 class Replica:

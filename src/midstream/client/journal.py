@@ -6,7 +6,7 @@ not there yet. What was lost says so: `gaps_in` counts it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,8 @@ from midstream.core.decoding import NOT_JSON
 from midstream.snapshots.store.upload import list_files, read_file
 
 Record = dict[str, Any]
+#: Of a segment. A replica closes one at 8 MiB, and behind the batch of records that reached that.
+SEGMENT_BYTES_MAX = 2**30
 
 
 class _Head(msgspec.Struct):
@@ -60,28 +62,38 @@ class _Rewarded(msgspec.Struct):
 _Part = TypeVar("_Part", bound=msgspec.Struct)
 
 
-def read_records(url: str, *, deployment: str | None = None, seen: Container[str] = ()) -> Iterator[Record]:
+def read_records(
+    url: str,
+    *,
+    deployment: str | None = None,
+    seen: Container[str] = (),
+    on_segment: Callable[[str, bytes], None] | None = None,
+) -> Iterator[Record]:
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
     deployment: its bare name, or None for all. seen: segments that were read before. They never change, so they are not read
-    again.
+    again. on_segment: gets the path and the bytes of each segment before its records come.
 
-    Each record has its `segment` and the fields of docs/records.md. New segments may come at any time, from each replica.
+    Each record has its `segment`, its `line` there from 1 on, and the fields of docs/records.md. New segments may come at any
+    time, from each replica.
     Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
     """
     root = f"{url.rstrip('/')}/records"
     last: dict[tuple[str, str], int] = {}
     for path in list_files(root):
         if path.endswith(".jsonl") and path not in seen and deployment in (None, path.partition("/")[0]):
-            for line in read_file(root, path).splitlines():
+            data = read_file(root, path, bytes_max=SEGMENT_BYTES_MAX)
+            if on_segment is not None:
+                on_segment(path, data)
+            for number, line in enumerate(data.splitlines(), start=1):
                 try:
                     record: Record = msgspec.json.decode(line)
                     head = msgspec.convert(record, _Head)
                 except NOT_JSON as error:
-                    raise ValueError(f"{root}/{path}: holds a line that is no record: {error}") from error
+                    raise ValueError(f"{root}/{path}: line {number} is no record: {error}") from error
                 if head.n > last.get((head.replica, head.boot), 0):
                     last[head.replica, head.boot] = head.n
-                    yield {**record, "segment": path}
+                    yield {**record, "segment": path, "line": number}
 
 
 def gaps_in(records: Iterable[Record]) -> int:

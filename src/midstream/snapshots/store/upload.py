@@ -129,10 +129,19 @@ def list_files(url: str) -> list[str]:
         raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
 
 
-def read_file(url: str, path: str) -> bytes:
-    """One of `list_files`. Raises SnapshotMissing, SnapshotError."""
+def read_file(url: str, path: str, *, bytes_max: int) -> bytes:
+    """One of `list_files`. Raises SnapshotMissing, SnapshotCorrupt (larger than that, or a link out of a local bucket),
+    SnapshotError."""
+    place = parse_bucket(url)
+    if place.kind == "file" and not Path(place.path, path).resolve().is_relative_to(
+        Path(place.path).resolve()
+    ):
+        raise SnapshotCorrupt(f"{public_url(url)}: {shown(path)} leads out of the bucket")
     try:
-        return bytes(open_bucket(url).get(path).bytes())
+        found = open_bucket(url).get(path)
+        if found.meta["size"] > bytes_max:
+            raise SnapshotCorrupt(f"{public_url(url)}: {shown(path)} has more than {bytes_max} bytes")
+        return bytes(found.bytes())
     except BaseError as error:
         raise SnapshotError(f"{public_url(url)}: {shown(path)} cannot be read: {describe(error)}") from None
 
