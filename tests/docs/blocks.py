@@ -115,6 +115,11 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
         PICTURE,
         Elsewhere("e2e/test_tracing.py", "it needs a collector of traces"),
     ],
+    "docs/verify.md": [
+        NAMES,
+        Elsewhere("e2e/test_verify.py", "it needs a statement"),
+        Elsewhere("e2e/test_verify.py", "it needs records"),
+    ],
     "docs/vllm.md": [
         Elsewhere("vllm", "it needs vLLM"),
         SETTINGS,

@@ -1,0 +1,146 @@
+"""What a turn says beside what was computed, column by column. Pure.
+
+Owns: the tolerances, and the table of columns that are compared. A column more, such as a sampling mask, is an entry more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from midstream.verify.claims import Claim
+from midstream.verify.findings import TokenDifference
+from midstream.verify.jobs import Numbers
+
+#: In nats, by dtype. docs/engines.md has what rounding was measured to do: 4e-5 at most in float32, and as near ties elsewhere.
+TOLERANCES = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
+GREEDY, RAW = "greedy", "raw"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Which sampled tokens of a turn differ, by column."""
+
+    logprob: tuple[int, ...]
+    route: tuple[int, ...]
+    sampling: tuple[int, ...]
+    label: tuple[int, ...]
+
+    @property
+    def clean(self) -> bool:
+        return not (self.logprob or self.route or self.sampling or self.label)
+
+
+class Computed:
+    """The numbers of all parts of a turn, put together: a row for each sampled token."""
+
+    def __init__(self, claim: Claim, parts: Sequence[tuple[int, int, Numbers]]) -> None:
+        count = len(claim.labels)
+        self.logprobs, self.best = np.zeros(count), np.zeros(count)
+        self.routes: np.ndarray | None = None
+        self.tied = any(numbers.tied for _, _, numbers in parts)
+        for first, until, numbers in parts:
+            size = min(until, count) - first
+            self.logprobs[first:until] = numbers.logprobs[:size]
+            self.best[first:until] = numbers.best[:size]
+            if numbers.routes is not None:
+                if self.routes is None:
+                    self.routes = np.zeros((count, *numbers.routes.shape[1:]), dtype=np.int64)
+                self.routes[first:until] = numbers.routes[:size]
+
+
+def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
+    told = np.array(claim.logprobs)
+    # JSON has no infinity: the smallest number stands for it.
+    off = np.abs(np.maximum(told, -9999.0) - np.maximum(computed.logprobs, -9999.0))
+    logprob = np.flatnonzero(~(off <= tolerance * np.maximum(1.0, np.abs(told) / 100)))
+    route = np.zeros(0, dtype=np.int64)
+    if claim.routes is not None and computed.routes is not None:
+        if claim.routes.shape == computed.routes.shape:
+            differ = np.sort(claim.routes, -1) != np.sort(computed.routes, -1)
+            route = np.flatnonzero(differ.any((1, 2)))
+        else:
+            route = np.arange(len(told))
+    sampling = [*_sampling(claim, computed, tolerance)]
+    return Compared(_tuple(logprob), _tuple(route), tuple(sampling), tuple(mislabelled(claim)))
+
+
+def sampling_kind(claim: Claim) -> str | None:
+    """How a turn was drawn, where its numbers say so: greedily, or from the raw distribution. None: they do not, since a record
+    has no temperature and no filter."""
+    told = claim.turn.sampling_logprobs
+    if not told or None in told:
+        return None
+    values = np.array([value for value in told if value is not None])
+    if 2 * np.count_nonzero(values == 0) > len(values):
+        return GREEDY
+    return RAW if 2 * np.count_nonzero(np.abs(values - claim.logprobs) <= 1e-6) > len(values) else None
+
+
+def _sampling(claim: Claim, computed: Computed, tolerance: float) -> Iterator[int]:
+    told = claim.turn.sampling_logprobs
+    if not told:
+        return
+    kind = sampling_kind(claim)
+    for token, value in enumerate(told):
+        if value is None:
+            continue
+        expected = 0.0 if kind == GREEDY else computed.logprobs[token]
+        if not value <= tolerance or (kind is not None and abs(value - expected) > tolerance):
+            yield token
+
+
+def mislabelled(claim: Claim) -> Iterator[int]:
+    """Tokens whose label is not the snapshot whose pass gave their logits, as the KV says."""
+    last, first = claim.length - len(claim.labels) - 1, 0
+    for until, kv in claim.parts:
+        for token in range(first, until):
+            # All KV may have been there before the first one.
+            free = token == first and (first == 0 or len(claim.parts) > 1)
+            if not free and kv[last + token] != claim.labels[token]:
+                yield token
+        first = until
+
+
+def differences(claim: Claim, computed: Computed, found: Compared, most: int) -> tuple[TokenDifference, ...]:
+    """The first ones, in the order of tokens."""
+    listed: list[TokenDifference] = []
+    for column, (tokens, values) in _COLUMNS.items():
+        listed += [TokenDifference(at, column, *values(claim, computed, at)) for at in tokens(found)[:most]]
+    return tuple(sorted(listed, key=lambda one: one.token)[:most])
+
+
+def _label_values(claim: Claim, _: Computed, token: int) -> tuple[str, str]:
+    kv = next(kv for until, kv in claim.parts if until > token)
+    return claim.labels[token], f"KV of {kv[claim.length - len(claim.labels) - 1 + token]}"
+
+
+def _logprob_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
+    return f"{claim.logprobs[token]:.6f}", f"{computed.logprobs[token]:.6f}"
+
+
+def _sampling_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
+    told = (claim.turn.sampling_logprobs or [])[token]
+    return f"{told}", f"{computed.logprobs[token]:.6f} before temperature and filters"
+
+
+def _route_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
+    told = None if claim.routes is None else claim.routes[token].tolist()
+    made = None if computed.routes is None else computed.routes[token].tolist()
+    return f"{told}"[:120], f"{made}"[:120]
+
+
+_Values = Callable[[Claim, Computed, int], tuple[str, str]]
+#: Column: its tokens that differ, and what stands there and was computed.
+_COLUMNS: dict[str, tuple[Callable[[Compared], tuple[int, ...]], _Values]] = {
+    "snapshots": (lambda found: found.label, _label_values),
+    "logprobs": (lambda found: found.logprob, _logprob_values),
+    "sampling_logprobs": (lambda found: found.sampling, _sampling_values),
+    "routing_matrix": (lambda found: found.route, _route_values),
+}
+
+
+def _tuple(indices: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in indices)

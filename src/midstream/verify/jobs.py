@@ -1,0 +1,86 @@
+"""What is computed for a claim, and what comes back: the port between the logic and the part that computes. Pure.
+
+Owns: how a turn whose KV was computed in pieces becomes sequences of passes.
+Always holds: a job has a pass for each position, by the weights named for it, over the KV of the positions before it and its
+own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from midstream.verify.claims import Claim
+
+#: The verified whole files of a snapshot. Raises SnapshotError.
+Files = Callable[[str], Path]
+#: Hears of positions that were computed.
+OnComputed = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class PassJob:
+    """ids: all tokens; the last one is only scored. kv: the snapshot that computed each position but the last one's.
+
+    again: a position whose KV was there already, and the snapshot whose pass over it gave the logits; None: there is none.
+    first: the pass whose logits are asked for first; all passes behind it are asked for, too. top: of how many tokens the
+    likeliest ones are asked for at the pass `first`.
+    """
+
+    ids: Sequence[int]
+    kv: Sequence[str]
+    first: int
+    again: tuple[int, str] | None = None
+    top: int = 0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of the passes asked for, one row each. best: the largest log-probability. routes: [rows, layers, top_k]; None: dense.
+
+    tied: whether any router chose by less than rounding, in a row or before it. top: as asked for, the likeliest first.
+    """
+
+    logprobs: np.ndarray
+    best: np.ndarray
+    routes: np.ndarray | None
+    tied: bool
+    top: tuple[int, ...] = ()
+
+
+class Computer(ABC):
+    """Recomputes jobs. vocab: ids below it are tokens. longest: positions that a sequence may have.
+
+    routes: [layers, top_k] of the model; None: dense. dtype: of the weights, as torch names it. about: for the statement.
+    """
+
+    vocab: int
+    longest: int
+    routes: tuple[int, int] | None
+    dtype: str
+    about: dict[str, str]
+
+    @abstractmethod
+    def compute(self, jobs: Sequence[PassJob], done: OnComputed | None = None) -> list[Numbers]:
+        """In the order of the jobs. Raises SnapshotError for a snapshot that cannot be used."""
+
+
+def jobs_of(claim: Claim, tokens: Sequence[int] | None = None) -> Iterator[tuple[int, int, PassJob]]:
+    """(first token, end, job) of each part of a turn with sampled tokens. tokens: all ids, instead of those recorded."""
+    ids = claim.tokens if tokens is None else tokens
+    last = len(ids) - len(claim.labels) - 1
+    first = 0
+    for until, kv in claim.parts:
+        # Other ids than those recorded may need more KV than there is.
+        if until > first and last >= 0 and last + until <= len(kv):
+            row = last + first
+            again = None
+            # All KV was there: only the pass over the last token was of what served then.
+            if kv[row] != claim.labels[first] and (first == 0 or len(claim.parts) > 1):
+                again = row, claim.labels[first]
+            yield first, until, PassJob(ids[: last + until + 1], kv[: last + until], row, again)
+        first = until
