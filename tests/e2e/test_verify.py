@@ -341,8 +341,8 @@ def test_a_snapshot_that_was_replaced_in_the_bucket_is_named_and_no_turn_is_blam
     assert done.returncode == 1
     [finding] = check_statement((tmp_path / "out.json").read_bytes())["findings"]
     assert finding["cause"] == "other snapshot in the bucket"
-    assert finding["detail"].startswith("step-3: none of the 6 turns that name it")
-    assert "step-3: none of the 6 turns" in done.stdout
+    assert finding["detail"].startswith("step-3: none of the 8 turns that name it")
+    assert "step-3: none of the 8 turns" in done.stdout
 
 
 def test_a_snapshot_that_is_gone_and_one_that_is_damaged_are_findings(copied: Kept) -> None:

@@ -146,6 +146,9 @@ def _play(
     for session in ("a", "b", "e"):
         made.turn(session)
         made.turn(session, temperature=0)
+    # Filters, and an answer that a stop string ends.
+    made.turn("f", temperature=0.8, top_p=0.9)
+    made.turn("f", tokens=200, stop=["a", "e", "i", "o"])
     adapters.put(server, "v1", 1)
     adapters.put(server, "v2", 2)
     load(server, "v1", "team")

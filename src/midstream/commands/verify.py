@@ -281,7 +281,7 @@ def _print(options: argparse.Namespace, report: Report, statement: dict[str, Any
         f"{statement['tolerances']['logprob']:g} nats: {len(report.findings)} differences; the largest difference of a "
         f"clean turn is {report.off:.2g}; {statement['seconds']:.1f} s, {speed:.0f} positions/s"
     )
-    if unknown := report.sampling.get("unknown"):
+    if unknown := report.sampling.get("not computed"):
         print(f"{unknown} sampling_logprobs were not computed: a record has neither temperature nor filters")
     for reason, count in sorted(report.unverified.items()):
         print(f"{count} turns not verified: {plain(reason)}")

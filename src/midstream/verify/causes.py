@@ -76,7 +76,7 @@ class Detective:
         if found.route and not found.logprob:
             return _of_routes(claim, found, computed)
         if found.sampling and not found.logprob:
-            return Explained(Cause.LOGPROB, "sampling_logprob is not what this turn's numbers are drawn with")
+            return Explained(Cause.LOGPROB, "a sampling_logprob is above 0")
         trials = self._trials(claim, found, around)
         for _ in range(TRIALS_MAX // TOGETHER):
             some = list(islice(trials, TOGETHER))

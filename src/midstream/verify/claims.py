@@ -205,8 +205,14 @@ def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
     if turn.parent and (parent is None or parent.unverified == ORPHAN):
         claim.unverified = ORPHAN
         return
+    if turn.token_ids and not turn.kv_snapshots:
+        claim.unverified = "its engine says nothing of its KV"
+        return
     claim.problem = _filled(claim)
-    if turn.logprobs is None:
+    if turn.resumed:
+        # Another replica computed a part of it.
+        claim.problem, claim.unverified = None, "another replica sampled its first tokens"
+    elif turn.logprobs is None:
         claim.unverified = "it has no log-probabilities"
     elif turn.logprob_of is not None:
         claim.unverified = "its log-probabilities are of the tokens that a grammar allowed"

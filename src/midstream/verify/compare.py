@@ -16,7 +16,6 @@ from midstream.verify.jobs import Numbers
 
 #: In nats, by dtype. docs/engines.md has what rounding was measured to do: 4e-5 at most in float32, and as near ties elsewhere.
 TOLERANCES = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
-GREEDY, RAW = "greedy", "raw"
 
 
 @dataclass(frozen=True)
@@ -63,33 +62,19 @@ def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
             route = np.flatnonzero(differ.any((1, 2)))
         else:
             route = np.arange(len(told))
-    sampling = [*_sampling(claim, computed, tolerance)]
-    return Compared(_tuple(logprob), _tuple(route), tuple(sampling), tuple(mislabelled(claim)))
+    given = claim.turn.sampling_logprobs or []
+    impossible = [at for at, value in enumerate(given) if value is not None and not value <= tolerance]
+    return Compared(_tuple(logprob), _tuple(route), tuple(impossible), tuple(mislabelled(claim)))
 
 
-def sampling_kind(claim: Claim) -> str | None:
-    """How a turn was drawn, where its numbers say so: greedily, or from the raw distribution. None: they do not, since a record
-    has no temperature and no filter."""
-    told = claim.turn.sampling_logprobs
-    if not told or None in told:
-        return None
-    values = np.array([value for value in told if value is not None])
-    if 2 * np.count_nonzero(values == 0) > len(values):
-        return GREEDY
-    return RAW if 2 * np.count_nonzero(np.abs(values - claim.logprobs) <= 1e-6) > len(values) else None
-
-
-def _sampling(claim: Claim, computed: Computed, tolerance: float) -> Iterator[int]:
-    told = claim.turn.sampling_logprobs
-    if not told:
-        return
-    kind = sampling_kind(claim)
-    for token, value in enumerate(told):
-        if value is None:
-            continue
-        expected = 0.0 if kind == GREEDY else computed.logprobs[token]
-        if not value <= tolerance or (kind is not None and abs(value - expected) > tolerance):
-            yield token
+def drawn_raw(claim: Claim) -> bool:
+    """Whether a turn was drawn from the raw distribution, so that both log-probabilities of its tokens are one. A record has no
+    temperature and no filter: under those its sampling log-probabilities cannot be computed."""
+    told = claim.turn.sampling_logprobs or []
+    return bool(told) and all(
+        value is not None and abs(value - raw) <= 1e-6
+        for value, raw in zip(told, claim.logprobs, strict=True)
+    )
 
 
 def mislabelled(claim: Claim) -> Iterator[int]:
@@ -121,9 +106,9 @@ def _logprob_values(claim: Claim, computed: Computed, token: int) -> tuple[str, 
     return f"{claim.logprobs[token]:.6f}", f"{computed.logprobs[token]:.6f}"
 
 
-def _sampling_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
+def _sampling_values(claim: Claim, _: Computed, token: int) -> tuple[str, str]:
     told = (claim.turn.sampling_logprobs or [])[token]
-    return f"{told}", f"{computed.logprobs[token]:.6f} before temperature and filters"
+    return f"{told}", "at most 0"
 
 
 def _route_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.verify.causes import Detective, Explained, Neighbourhood, computable
 from midstream.verify.claims import Claim, Tree
-from midstream.verify.compare import TOLERANCES, Compared, Computed, compare, differences, sampling_kind
+from midstream.verify.compare import TOLERANCES, Compared, Computed, compare, differences, drawn_raw
 from midstream.verify.findings import TOKENS_LISTED, Cause, Finding, Place
 from midstream.verify.jobs import Computer, Numbers, PassJob, jobs_of
 
@@ -74,7 +74,8 @@ class Verifier:
         with_ties: WithTies | None = None,
     ) -> None:
         self._computer, self._missing, self._is_adapter = computer, missing, is_adapter
-        self.tolerance = TOLERANCES[computer.dtype] if tolerance is None else tolerance
+        usual = TOLERANCES.get(computer.dtype, max(TOLERANCES.values()))
+        self.tolerance = usual if tolerance is None else tolerance
         self._with_ties = with_ties
         self._detective = Detective(computer, self.tolerance)
         #: The tokens that a turn truly had, where ids were at fault; None: they are not known.
@@ -120,13 +121,13 @@ class Verifier:
                 told.setdefault(gone[0], []).append(claim)
             elif not claim.labels:
                 report.turns += 1
-            elif all(computable(self._computer, job) for _, _, job in jobs_of(claim)):
-                yield claim
+            elif claim.length - 1 > self._computer.longest:
+                report.unverified[f"it has more than {self._computer.longest} positions"] += 1
+            elif not all(computable(self._computer, job) for _, _, job in jobs_of(claim)):
+                why = f"it has ids that are no tokens of this model, which has {self._computer.vocab}"
+                report.findings.append(Finding(Cause.TOKEN_ID, claim.place, why))
             else:
-                claim.problem = (
-                    "its ids are not those of this model, or it is longer than the model's context"
-                )
-                report.findings.append(Finding(Cause.TOKEN_ID, claim.place, claim.problem))
+                yield claim
         for name, users in told.items():
             error = self._missing(name)
             cause = Cause.SNAPSHOT if isinstance(error, SnapshotCorrupt) else Cause.NO_SNAPSHOT
@@ -170,7 +171,7 @@ class Verifier:
         report.tokens += len(claim.labels)
         report.routes += 0 if claim.routes is None else len(claim.routes)
         if claim.turn.sampling_logprobs is not None:
-            report.sampling[sampling_kind(claim) or "unknown"] += len(claim.labels)
+            report.sampling["equal to logprobs" if drawn_raw(claim) else "not computed"] += len(claim.labels)
         if not found.clean:
             yield Suspect(claim, computed, found)
             return

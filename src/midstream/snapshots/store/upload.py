@@ -137,6 +137,8 @@ def read_file(url: str, path: str, *, bytes_max: int) -> bytes:
         Path(place.path).resolve()
     ):
         raise SnapshotCorrupt(f"{public_url(url)}: {shown(path)} leads out of the bucket")
+    if place.kind == "file" and Path(place.path, path).exists() and not Path(place.path, path).is_file():
+        raise SnapshotCorrupt(f"{public_url(url)}: {shown(path)} is not a regular file")
     try:
         found = open_bucket(url).get(path)
         if found.meta["size"] > bytes_max:
