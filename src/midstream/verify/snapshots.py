@@ -23,7 +23,7 @@ from midstream.core.errors import (
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, Content
 from midstream.snapshots.adapter import is_adapter
 from midstream.snapshots.content import directory_content
-from midstream.snapshots.deltas import apply_delta
+from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.identity import WHOLE_SUFFIX, check_identity, snapshot_url
 from midstream.snapshots.layout import INDEX_FILE, SKYRL_MANIFEST, read_file_layout, read_json, snapshot_files
 from midstream.snapshots.messages import shown
@@ -140,7 +140,7 @@ class BucketSnapshots:
                 out = self._scratch / f"{delta.name}-whole"
                 try:
                     lineage = Lineage(parent.rpartition("/")[2], snapshot.rpartition("/")[2])
-                    apply_delta(self.whole(parent), delta, out, compression, lineage=lineage)
+                    rebuild(self.whole(parent), delta, out, compression, lineage=lineage)
                 except (SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing) as error:
                     shutil.rmtree(out, ignore_errors=True)
                     refused = error
