@@ -23,10 +23,10 @@ from midstream.core.errors import (
 from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, Content
 from midstream.snapshots.adapter import is_adapter
 from midstream.snapshots.content import directory_content
-from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.identity import WHOLE_SUFFIX, check_identity, snapshot_url
 from midstream.snapshots.layout import INDEX_FILE, SKYRL_MANIFEST, read_file_layout, read_json, snapshot_files
 from midstream.snapshots.messages import shown
+from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.store.fetch import fetch_listed
 from midstream.snapshots.store.listing import check_inside, list_snapshot, read_manifest
 from midstream.snapshots.trainer_deltas.records import Lineage
