@@ -110,8 +110,8 @@ ENGINE = (
     Mutation(
         "staged_weights_are_not_tried",
         "engine/embedded/loading.py",
-        "    if not all(row.float().log_softmax(-1).isfinite().all() for row in logits):",
-        "    if not torch.isfinite(logits[0, 0]):",
+        "    if not (largest.float() - least.float()).isfinite().all():",
+        "    if False:",
         "Staged weights that give a log-probability that is not finite are refused.",
         ("engine/test_core.py", "engine/test_policies.py"),
     ),
