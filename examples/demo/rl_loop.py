@@ -70,11 +70,15 @@ def bucket(work: Path) -> str:
     return (work / "bucket").as_uri()
 
 
+def records(work: Path) -> str:
+    return (work / "records").as_uri()
+
+
 @contextlib.contextmanager
 def server(out: Path, work: Path, replicas: int) -> Iterator[tuple[str, str, str]]:
     """The URL, model and deployment of a server. Its processes have ended after the block, however that ends."""
     command = [*CLI, "serve", "--model", str(work / "model"), "--replicas", str(replicas), "--port", "0"]
-    command += ["--bucket", bucket(work), "--state-dir", str(work / "state")]
+    command += ["--bucket", bucket(work), "--state-dir", str(work / "state"), "--records", records(work)]
     with (out / "serve.log").open("wb") as log:
         # It has a session of its own, so that Ctrl-C reaches the demo alone.
         process = subprocess.Popen(
@@ -232,6 +236,7 @@ def misses(found: dict[str, Any]) -> list[str]:
         "a session changed its replica": found["affinity_share"] == 1.0,
         "replayed routes are no closer": found["kl_routes_and_masks"] < found["kl_masks"],
         "replayed masks are no closer": found["kl_routes_and_masks"] < found["kl_routes"],
+        "records are not what their snapshots compute": found.get("verified", "clean") == "clean",
     }
     return [name for name, holds in checks.items() if not holds]
 
@@ -259,13 +264,25 @@ def trained(options: argparse.Namespace, work: Path) -> Loop:
     return loop
 
 
+def verified(out: Path, work: Path) -> dict[str, Any]:
+    """What `midstream verify` says of all records of the run: each token's number and route, computed again."""
+    print("verifying the records of the run", flush=True)
+    verify = [*CLI, "verify", records(work), "--bucket", bucket(work), "--base", str(work / "model")]
+    done = subprocess.run([*verify, "--out", str(out / "verified.json")], check=False)
+    if done.returncode not in (0, 1):
+        return {"verified": "unreadable", "verified_tokens": 0}
+    statement = json.loads((out / "verified.json").read_text())
+    return {"verified": statement["result"], "verified_tokens": statement["verified"]["tokens"]}
+
+
 def main(options: argparse.Namespace) -> int:
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.out.absolute(), prefix="run-") as work:
         loop = trained(options, Path(work))
+        proof = verified(options.out, Path(work))
     found = {"seed": options.seed, "steps": options.steps, "seconds": time.monotonic() - began}
-    found |= summary_of(loop)
+    found |= summary_of(loop) | proof
     (options.out / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
     for name, value in found.items():
         print(f"{name:22} {value:.4g}" if isinstance(value, float) else f"{name:22} {value}")

@@ -52,10 +52,19 @@ def test_replaying_routes_and_masks_brings_the_trainer_closer_to_the_engine(thre
     assert 1 < summary["mask_tokens_mean"] < 264
 
 
+def test_its_records_are_verified_token_by_token(three_steps):
+    _, out, summary = three_steps
+    statement = json.loads((out / "verified.json").read_text())
+    assert (summary["verified"], statement["findings"], statement["not_verified"]) == ("clean", [], {})
+    assert statement["verified"]["turns"] == summary["answers"]
+    assert statement["verified"]["routes"] == summary["verified_tokens"] > 0
+    assert {f"step-{number}" for number in range(1, 3)} <= set(statement["snapshots"])
+
+
 def test_the_exit_code_says_whether_the_checks_held_and_nothing_of_the_server_is_left(three_steps):
     code, out, summary = three_steps
     assert code == (1 if misses(summary) else 0)
-    assert sorted(path.name for path in out.iterdir()) == ["serve.log", "summary.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["serve.log", "summary.json", "verified.json"]
     assert commands_naming(out) == []
 
 
