@@ -22,11 +22,12 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
         embedded_card(grammars=True, reproducible=True),
     ),
     "vllm": (
-        vllm_card("0.32.0", routes=False, by_priority=False),
+        vllm_card("0.32.0", routes=False, by_priority=False, no_full_snapshots="not proved"),
         vllm_card(
             "0.32.0",
             routes=True,
             no_policies="",
+            no_crossing="",
             no_numbers={},
             no_digest="",
             no_frozen_check="",
@@ -92,13 +93,13 @@ def test_what_is_refused_is_what_the_tables_say() -> None:
     }
     of_requests = {(need.feature, need.param) for need in REQUEST_NEEDS}
     of_signals = {(need.feature, "reset_prompt_cache") for need in signals.SIGNAL_NEEDS}
-    of_signals |= {(signals.FULL.feature, "identity")}
+    of_signals |= {(signals.FULL.feature, "identity"), (signals.BASE.feature, "policies")}
     assert told == of_requests | of_signals
 
 
 def test_what_is_not_refused_is_said_to_be_less_exact() -> None:
     _, rows = table("What is only less exact without a feature", "feature")
     # A pause needs `freeze` (tests/hotload/test_trainer_calls_api.py), and a signal's policy `policies`.
-    needs = (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS, signals.FULL)
+    needs = (*REQUEST_NEEDS, *signals.SIGNAL_NEEDS, signals.FULL, signals.BASE)
     refused = {need.feature for need in needs} | {"freeze", "policies"}
     assert {row[0].strip("`") for row in rows} == ENGINE_FEATURES.keys() - refused

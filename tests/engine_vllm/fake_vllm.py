@@ -58,6 +58,8 @@ PROBE = "check_health"
 #: What the API process answers alone, and what is asked at any time.
 OF_API_PROCESS = ("/health", "/openapi.json", "/version", "/v1/models", "/server_info", "/weight_info")
 WATCHED = (*OF_API_PROCESS, PROBE)
+#: A number of an adapter on base weights is that of the adapter and so many times that of the base.
+ON_BASE = 1000
 #: The linear maps of the model, and their shapes, where a test needs them.
 MAPS = {"self_attn.q_proj": (16, 8), "mlp.down_proj": (8, 16)}
 
@@ -160,8 +162,8 @@ class FakeRequest:
     gone: bool = False
     lie: Callable[[list[dict[str, Any]]], list[dict[str, Any]] | None] = lambda spans: spans
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    # Of the adapter that it began with.
-    adapter: int | None = None
+    # Where the files of its adapter are, as it was told when it began.
+    adapter: Path | None = None
     # Which epoch computed each position, and whether that has to be told.
     kv: list[int] = field(default_factory=list)
     untold: bool = True
@@ -172,7 +174,7 @@ class FakeRequest:
         """The number of those that compute its next token."""
         assert self.fake.weights is not None, "half-loaded weights were used"
         if self.adapter is not None:
-            return self.adapter
+            return self.fake.computing(self.model, self.adapter) + ON_BASE * self.fake.weights
         return self.fake.leaking() or self.fake.weights
 
     @property
@@ -398,6 +400,10 @@ class FakeVllm:
         self._pieces = 0
         self.adapters: dict[str, int] = {}
         self.files: dict[str, Path] = {}
+        # What its workers have; a reload of the base takes it from them, and the next request of a name has them read again.
+        self.loaded: dict[str, int] = {}
+        # Whether it knows load_inplace; it does nothing then.
+        self.in_place, self.deaf_in_place = True, False
         # What a trainer is about to write; it is in a group. None: no update is open.
         self.writing: int | None = None
         self.in_group = False
@@ -488,6 +494,12 @@ class FakeVllm:
         """Of midstream's scheduler. Without it, weights are known by how many were loaded."""
         number = self.version.partition(":")[0]
         return int(number) if self.tells_kv and number.isdecimal() else self.loads
+
+    def computing(self, name: str, files: Path) -> int:
+        """The number of the adapter that its workers have under a name. They read the files if they have none."""
+        if name not in self.loaded:
+            self.loaded[name] = self._number(files)
+        return self.loaded[name]
 
     def find(self, salt: str, tokens: Sequence[int], age_max: int = ANY_AGE) -> list[int]:
         """The epoch of each cached block."""
@@ -598,7 +610,7 @@ class FakeVllm:
             case "/server_info":
                 return 200, {"vllm_config": self._config()}
             case "/v1/load_lora_adapter":
-                return self._load(body["lora_name"], Path(body["lora_path"]))
+                return self._load(body["lora_name"], Path(body["lora_path"]), body.get("load_inplace", False))
             case "/v1/unload_lora_adapter":
                 if self.adapters.pop(body["lora_name"], None) is None:
                     return 404, {"error": {"message": "it cannot be found"}}
@@ -743,17 +755,23 @@ class FakeVllm:
             self.weights = None
             return 500, {"error": {"message": "a tensor is missing", "code": 500}}
         self.weights = number
+        self.loaded = {}
         return 200, {"results": [None]}
 
-    def _load(self, name: str, directory: Path) -> tuple[int, Any]:
-        if name in self.adapters:
+    def _load(self, name: str, directory: Path, in_place: bool) -> tuple[int, Any]:
+        if name in self.adapters and not (in_place and self.in_place):
             return 400, {"error": {"message": f"{name} has already been loaded"}}
+        assert self.paused or not in_place, "an adapter changes between steps only"
+        if not (in_place and self.deaf_in_place):
+            self.adapters[name] = self.loaded[name] = self._number(directory)
+        self.files[name] = directory
+        return 200, {}
+
+    def _number(self, directory: Path) -> int:
         config = json.loads((directory / "adapter_config.json").read_text())
         header = (directory / "adapter_model.safetensors").read_bytes().decode("latin-1")
         left_out = any(part in header for part in self.ignored)
-        self.adapters[name] = 0 if left_out else config["lora_alpha"]
-        self.files[name] = directory
-        return 200, {}
+        return 0 if left_out else int(config["lora_alpha"])
 
     async def _generate(
         self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -772,11 +790,14 @@ class FakeVllm:
             _answer(writer, 404, {"error": {"message": f"The model {body['model']} does not exist."}})
             await reader.read()
             return
-        request = FakeRequest(self, body, writer, adapter=self.adapters.get(body["model"]))
+        request = FakeRequest(self, body, writer, adapter=self.files.get(body["model"]))
         if body["stream"]:
             writer.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             )
+            if body["model"].startswith("proof-"):
+                await self._run(request)
+                return
             self.requests.append(request)
             if self.unasked is not None:
                 self.unasked.append(request)
@@ -799,6 +820,14 @@ class FakeVllm:
             gone.cancel()
             answering.cancel()
             await asyncio.gather(gone, answering, return_exceptions=True)
+
+    async def _run(self, request: FakeRequest) -> None:
+        """As vLLM does it, which waits for nobody."""
+        while not request.over:
+            await self._resumed.wait()
+            request.step()
+            await request.writer.drain()
+            await asyncio.sleep(0)
 
     async def _score(self, request: FakeRequest) -> dict[str, Any]:
         if self.hold_scores:

@@ -78,7 +78,7 @@ class Model(nn.Module):
 
     def compute(self) -> torch.Tensor:
         hidden = self.embed.weight * self.norm.weight
-        proj, head = vars(self.proj)["compute"], vars(self.head)["compute"]
+        proj, head = self.proj.compute, self.head.compute
         result: torch.Tensor = head(hidden + proj(hidden))
         return result
 
@@ -472,6 +472,30 @@ def test_a_thread_is_busy_until_its_load_has_ended_also_when_nobody_wants_it(sta
     assert staged.busy(0) == ""
 
 
+class Adapting(nn.Module):
+    """As vLLM's layers for adapters: what they are wrapped around has the weights, and they seem to have whatever it has."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("_modules", {})
+        return own[name] if name in own else getattr(own["base_layer"], name)
+
+
+def test_layers_for_adapters_stay_around_what_is_switched(staged: Any, vllm: Vllm) -> None:
+    wrapped = {name: Adapting(layer) for name, layer in vllm.model.named_children() if name != "norm"}
+    for name, layer in wrapped.items():
+        setattr(vllm.model, name, layer)
+    assert "proj.weight" not in dict(vllm.model.named_parameters())
+    assert stage(staged, 1, "other")["kinds"] == ["embed", "head", "norm", "proj"]
+    assert torch.equal(vllm.model.compute(), vllm.expected("own"))
+    staged.switch(1)
+    assert torch.equal(vllm.model.compute(), vllm.expected("other"))
+    assert {name: getattr(vllm.model, name) for name in wrapped} == wrapped
+
+
 def test_half_precision_is_not_proved_with_other_weights(staged: Any) -> None:
     staged._worker.model_runner.vllm_config.model_config.dtype = torch.float16
     assert stage(staged, 1, "own", moved=True)["phase"] == "refused"
@@ -480,7 +504,6 @@ def test_half_precision_is_not_proved_with_other_weights(staged: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda config: setattr(config, "lora_config", object()), "--enable-lora"),
         (lambda config: setattr(config.parallel_config, "enable_eplb", True), "--enable-eplb"),
         (
             lambda config: setattr(config.model_config, "word_embeddings_untied_by_checkpoint", True),

@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import LOAD, OWN, UNLOAD, FakeVllm, until, weights_of, write_adapter, write_weights
+from fake_vllm import (
+    LOAD,
+    ON_BASE,
+    OWN,
+    UNLOAD,
+    FakeVllm,
+    until,
+    weights_of,
+    write_adapter,
+    write_weights,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun
 
+from midstream.core.types import SwapTiming
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.vllm import adapters as adapters_module
 from midstream.engine.vllm.adapters import FOLDER
@@ -25,13 +36,14 @@ from midstream.snapshots.adapter import AdapterSpec, read_adapter
 _NUMBERS = itertools.count(1)
 
 
-async def publish(engine: VllmEngine, folder: Path, policy: str, number: int) -> None:
+async def publish(engine: VllmEngine, folder: Path, policy: str, number: int) -> SwapTiming:
     """An adapter of that number, whose directory is gone afterwards, as the cache's may be."""
     directory = write_adapter(folder / f"adapter-{next(_NUMBERS)}", number)
     slot = engine.slot(policy)
     await slot.stage(f"{policy}-{number}", directory)
-    await slot.commit(f"{policy}-{number}")
+    timing = await slot.commit(f"{policy}-{number}")
     shutil.rmtree(directory)
+    return timing
 
 
 def asked_for(fake: FakeVllm) -> list[str]:
@@ -66,9 +78,193 @@ def test_every_token_is_of_its_policy_and_says_so(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_swap_leaves_a_running_request_its_adapter_its_label_and_its_files(tmp_path: Path) -> None:
+def keeping(fake: FakeVllm) -> None:
+    """As a version whose running requests keep their adapter."""
+    fake.deaf_in_place = True
+
+
+def ours(engine: VllmEngine) -> None:
+    """As one that this process started, so that it was seen to load full weights under adapters."""
+    engine._no_full = ""
+
+
+def both_of(label: str) -> int:
+    """The number of the weights of a label: of an adapter, and of the base that it stands on."""
+    adapter, _, base = label.partition("@")
+    return int(adapter.rpartition("-")[2]) + ON_BASE * int(base.rpartition("-")[2] or 0)
+
+
+def test_running_requests_cross_a_swap_of_their_policy_and_no_others_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            assert (await engine.start()).card.has("policy_crossing")
+            await publish(engine, tmp_path, "red", 1)
+            await publish(engine, tmp_path, "blue", 5)
+            readings, requests = {}, {}
+            for policy in ("red", "blue", ""):
+                asked = asking(policy or "own", policy=policy, max_tokens=9, want_kv_snapshots=True)
+                readings[policy], (requests[policy],) = await begun(engine, fake, asked)
+                requests[policy].step(1, 1)
+            await until(lambda: all(len(reading.records()) == 2 for reading in readings.values()))
+            for number in (2, 3):
+                timing = await publish(engine, tmp_path, "red", number)
+                assert timing.streams_crossed == 1
+                for request in requests.values():
+                    request.step(1, 1)
+                await until(lambda n=number: all(len(r.records()) == 2 * n for r in readings.values()))
+            for policy, reading in readings.items():
+                requests[policy].to_the_end()
+                await reading.ended()
+                assert reading.errors == []
+            expected = ["red-1"] * 2 + ["red-2"] * 2 + ["red-3"] * 5
+            assert readings["red"].labels() == expected
+            assert [weights_of(r) for r in readings["red"].records()] == [both_of(name) for name in expected]
+            assert {(r.snapshot, weights_of(r)) for r in readings["blue"].records()} == {("blue-5", 5)}
+            assert {(r.snapshot, weights_of(r)) for r in readings[""].records()} == {("base", 0)}
+            known = {name: reading.events[-1].kv_snapshots for name, reading in readings.items()}
+            assert known["red"] == (("?", 0, 11),)
+            assert known["blue"] == (("blue-5", 0, 11),)
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_vllm_refuses_in_the_pause_leaves_streams_the_one_before(tmp_path: Path) -> None:
     async def main() -> None:
         async with attached(tmp_path, places=3) as (engine, fake):
+            await publish(engine, tmp_path, "red", 1)
+            reading, (request,) = await begun(engine, fake, asking(policy="red", max_tokens=6))
+            request.step(1, 1)
+            await until(lambda: len(reading.records()) == 2)
+            slot = engine.slot("red")
+            await slot.stage("red-2", write_adapter(tmp_path / "second", 2))
+            fake.fault(LOAD, "refuse")
+            with pytest.raises(StagingFailed, match="made up by the test"):
+                await slot.commit("red-2")
+            assert not fake.paused
+            # Whatever vLLM reads again is what it had.
+            fake.loaded = {}
+            request.to_the_end()
+            await reading.ended()
+            assert [(r.snapshot, weights_of(r)) for r in reading.records()] == [("red-1", 1)] * 6
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["done-close", "close", "odd"])
+def test_a_crossing_that_leaves_open_what_streams_compute_with_ends_the_boot(
+    tmp_path: Path, how: str
+) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=3) as (engine, fake):
+            await publish(engine, tmp_path, "red", 1)
+            reading, (request,) = await begun(engine, fake, asking(policy="red", max_tokens=6))
+            request.step(1, 1)
+            await until(lambda: len(reading.records()) == 2)
+            slot = engine.slot("red")
+            await slot.stage("red-2", write_adapter(tmp_path / "second", 2))
+            fake.fault("/update_weight_version" if how == "odd" else LOAD, "refuse" if how == "odd" else how)
+            with pytest.raises(EngineDied, match="in doubt"):
+                await slot.commit("red-2")
+            await reading.ended()
+            assert reading.died is not None
+            assert reading.labels() == ["red-1"] * 2
+
+    asyncio.run(main())
+
+
+def test_full_weights_are_switched_under_policies_and_labels_name_both(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            ours(engine)
+            await publish(engine, tmp_path, "red", 1)
+            readings, requests = {}, {}
+            for policy in ("red", ""):
+                asked = asking(policy or "own", range(20), policy=policy, max_tokens=6, salt=policy.encode())
+                readings[policy], (requests[policy],) = await begun(engine, fake, asked)
+                requests[policy].step(1, 1)
+            await until(lambda: all(len(reading.records()) == 2 for reading in readings.values()))
+            await engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+            assert (await engine.commit("step-2")).streams_crossed == 2
+            for policy, reading in readings.items():
+                requests[policy].to_the_end()
+                await reading.ended()
+                assert reading.errors == []
+            assert readings["red"].labels() == ["red-1"] * 2 + ["red-1@step-2"] * 4
+            assert [weights_of(r) for r in readings["red"].records()] == [1] * 2 + [2001] * 4
+            assert readings[""].labels() == ["base"] * 2 + ["step-2"] * 4
+            # What comes now, and what is loaded now, stands on it.
+            await publish(engine, tmp_path, "blue", 5)
+            for policy, label in (("red", "red-1@step-2"), ("blue", "blue-5@step-2")):
+                asked = asking(f"late {policy}", range(20), policy=policy, salt=policy.encode(), kv_age_max=0)
+                reading, (request,) = await begun(engine, fake, asked)
+                request.to_the_end()
+                await reading.ended()
+                assert request.reused == []
+                assert {(r.snapshot, weights_of(r)) for r in reading.records()} == {(label, both_of(label))}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["its files are read", "vLLM loads it"])
+def test_an_adapter_that_is_staged_while_the_base_is_switched_has_a_label_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            ours(engine)
+            gate = threading.Event()
+            if where == "vLLM loads it":
+                fake.gates[LOAD] = loads = asyncio.Event()
+                gate.set()
+            else:
+
+                def read_late(*arguments: Any) -> AdapterSpec:
+                    assert gate.wait(60)
+                    return read_adapter(*arguments)
+
+                monkeypatch.setattr(adapters_module, "read_adapter", read_late)
+            staging = asyncio.create_task(publish(engine, tmp_path, "red", 1))
+            await until(lambda: engine._adapters is not None and engine._adapters._coming)
+            await engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+            await engine.commit("step-2")
+            gate.set()
+            if where == "vLLM loads it":
+                loads.set()
+            await staging
+            reading, (request,) = await begun(engine, fake, asking(policy="red"))
+            request.to_the_end()
+            await reading.ended()
+            assert [(r.snapshot, weights_of(r)) for r in reading.records()] == [("red-1@step-2", 2001)] * 4
+
+    asyncio.run(main())
+
+
+def test_after_full_weights_that_failed_their_check_the_next_ones_begin_with_a_new_boot(
+    tmp_path: Path,
+) -> None:
+    """A server that was only restarted would have none of its adapters."""
+
+    async def main() -> None:
+        async with attached(tmp_path, places=4, kind=VllmEngine) as (engine, fake):
+            ours(engine)
+            await publish(engine, tmp_path, "red", 1)
+            await engine.stage("bad", write_weights(tmp_path / "bad", 2))
+            await engine.commit("bad")
+            engine.settle("bad", sound=False)
+            # As one that this process started.
+            engine._attached = False
+            await engine.stage("good", write_weights(tmp_path / "good", 3))
+            with pytest.raises(EngineDied):
+                await engine.commit("good")
+            assert fake.weights == 2
+
+    asyncio.run(main())
+
+
+def test_a_swap_leaves_a_running_request_its_adapter_its_label_and_its_files(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=3, set_up=keeping) as (engine, fake):
+            assert not (await engine.start()).card.has("policy_crossing")
             await publish(engine, tmp_path, "red", 1)
             old, (running,) = await begun(engine, fake, asking("old", policy="red", max_tokens=6, n=1))
             running.step(2)
@@ -147,7 +343,7 @@ def test_a_swap_waits_while_requests_run_under_as_many_adapters_as_vllm_computes
     caplog.set_level("INFO")
 
     async def main() -> None:
-        async with attached(tmp_path, places=3) as (engine, fake):
+        async with attached(tmp_path, places=3, set_up=keeping) as (engine, fake):
             for policy in ("red", "blue"):
                 await publish(engine, tmp_path, policy, 1)
             old, (running,) = await begun(engine, fake, asking("old", policy="red"))
@@ -321,8 +517,8 @@ class TestTheProofAtTheStart:
                 card = (await engine.start()).card
                 assert card.has("policies")
                 assert not card.has("full_snapshots")
-                assert not card.has("policy_crossing")
-                assert "--enable-lora" in card.why["full_snapshots"]
+                assert card.has("policy_crossing")
+                assert "which midstream starts itself" in card.why["full_snapshots"]
                 assert fake.adapters == {}
                 assert not (tmp_path / "cache" / FOLDER).exists()
                 with pytest.raises(StagingFailed, match="no full weights"):
@@ -403,7 +599,9 @@ class TestTheProofAtTheStart:
 
 POLICIES = ("red", "blue")
 OPS = st.lists(
-    st.tuples(st.sampled_from(("ask", "swap", "serve", "end")), st.sampled_from(POLICIES), st.integers(0, 2)),
+    st.tuples(
+        st.sampled_from(("ask", "swap", "serve", "end", "full")), st.sampled_from(POLICIES), st.integers(0, 2)
+    ),
     min_size=4,
     max_size=24,
 )
@@ -418,6 +616,7 @@ def test_in_any_order_of_events_numbers_are_those_of_the_label(
 ) -> None:
     async def main() -> None:
         async with attached(tmp_path / str(next(_NUMBERS)), places=3) as (engine, fake):
+            ours(engine)
             readings: list[Reading] = []
             staging: list[asyncio.Task[Any]] = []
             serving: set[str] = set()
@@ -438,10 +637,16 @@ def test_in_any_order_of_events_numbers_are_those_of_the_label(
                 elif op == "end" and policy in serving and all(task.done() for task in staging):
                     engine.end_policy(policy)
                     serving.discard(policy)
+                elif op == "full":
+                    number = next(versions)
+                    await engine.stage(f"step-{number}", write_weights(tmp_path / f"step-{number}", number))
+                    await engine.commit(f"step-{number}")
                 elif op == "serve":
+                    await until(lambda: not fake.paused)
                     live = [r for r in fake.requests if not r.over and not r.gone]
                     for request in live[which : which + 2]:
                         request.step(1)
+            await until(lambda: not fake.paused)
             for request in fake.requests:
                 if not request.over:
                     request.to_the_end()
@@ -449,10 +654,8 @@ def test_in_any_order_of_events_numbers_are_those_of_the_label(
             for reading in readings:
                 assert reading.errors == []
                 records = [record for index in range(2) for record in reading.records(index)]
-                labels = {record.snapshot for record in records}
-                assert len(labels) == 1
-                number = int(labels.pop().rpartition("-")[2])
-                assert {weights_of(record) for record in records} == {number}
+                assert len({record.snapshot.partition("-")[0] for record in records}) == 1
+                assert [weights_of(record) for record in records] == [both_of(r.snapshot) for r in records]
             await settled(fake, len(serving))
 
     asyncio.run(main())

@@ -14,7 +14,7 @@ from fake_vllm import FakeVllm, until, weights_of, write_weights
 from vllm_helpers import asking, attached, begun
 
 from midstream.engine.base import StagingFailed
-from midstream.engine.vllm import life
+from midstream.engine.vllm import server_proofs
 from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.beside import CannotStage, WorkerWeights, prove_staging
 from midstream.engine.vllm.engine import VllmEngine
@@ -132,7 +132,7 @@ def test_workers_of_several_engines_stage_nothing(tmp_path: Path, monkeypatch: p
     async def proved_before(*_: object) -> None:
         """It may reload. The fake server does that in a pause alone, and scores nothing there."""
 
-    monkeypatch.setattr(life, "prove_reload", proved_before)
+    monkeypatch.setattr(server_proofs, "prove_reload", proved_before)
 
     async def main() -> None:
         async with attached(tmp_path) as (engine, fake):

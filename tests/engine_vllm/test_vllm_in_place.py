@@ -19,8 +19,7 @@ from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
-from midstream.engine.vllm import engine as engine_module
-from midstream.engine.vllm import in_place
+from midstream.engine.vllm import in_place, life
 from midstream.engine.vllm.arguments import command_line
 from midstream.engine.vllm.beside import WorkerWeights
 from midstream.engine.vllm.boot import VllmBoot
@@ -310,7 +309,7 @@ async def test_a_call_of_a_group_that_is_over_by_the_time_the_server_is_free_doe
 async def test_a_pause_does_not_wait_for_a_trainer_and_outlives_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(life, "LOOK_S", 0.01)
     async with bed(tmp_path) as here:
         await here.fence.join({}, SOON_S)
         gate = here.fake.gates["/pause"] = asyncio.Event()

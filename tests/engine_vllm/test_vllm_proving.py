@@ -188,7 +188,7 @@ def test_a_server_of_our_own_is_started_anew_within_the_switch(
             engine.settle("step-1", sound=False)
             # As one that this process started, and whose reloads are proved already.
             monkeypatch.setattr(engine, "_attached", False)
-            monkeypatch.setattr("midstream.engine.vllm.life.prove_reload", proved)
+            monkeypatch.setattr("midstream.engine.vllm.server_proofs.prove_reload", proved)
             starts: list[str] = []
             start = engine._server.start
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from midstream.core.types import GenerateRequest, TokenRecord
 from midstream.engine.vllm.arguments import WORKER, WORKER_DIR, command_line, environment
-from midstream.engine.vllm.swap import NotExact, prove_reload
+from midstream.engine.vllm.swap import NotExact, prove_reload, score
 
 
 class Experts:
@@ -170,7 +171,7 @@ class Server:
 @pytest.mark.parametrize(("reloaded", "proved"), [(-2.0, True), (-2.3, False), (math.nan, False)])
 def test_a_vllm_whose_reload_changes_the_numbers_is_not_used(reloaded: float, proved: bool) -> None:
     server: Any = Server(reloaded)
-    proof = prove_reload(server, 264, 2048, server.reload)
+    proof = prove_reload(partial(score, server, 264, 2048), server.reload)
     if proved:
         asyncio.run(proof)
     else:

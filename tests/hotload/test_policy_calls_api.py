@@ -18,6 +18,7 @@ from test_hotload_api import DEPLOYMENT, Server, write_adapter
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
 from midstream.core.served_names import POLICY_INFIX
+from midstream.core.types import EngineCard
 from midstream.core.wires import HOT_LOAD_PATH
 from midstream.ledger import NewDeployment
 from midstream.proxy.metrics import GatewayMetrics
@@ -396,5 +397,65 @@ def test_a_policy_that_is_being_ended_is_not_made_or_frozen(tmp_path: Path, body
         await server.ledger.update_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red", deleting=True)
         answer = await server.http.post(POLICIES, json={"policy": "red", **body})
         assert refused(answer) == (409, "policy"), answer.text
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("fate", "own_base", "expected"),
+    [
+        (None, False, (409, "policies")),
+        ("refuse", False, (409, "policies")),
+        ("keep", False, (400, "policies")),
+        ("rebase", False, 200),
+        ("end", False, 200),
+        (None, True, 200),
+        ("keep", True, 200),
+        ("rebase", True, (400, "policies")),
+        ("refuse", True, (409, "policies")),
+        ("end", True, 200),
+    ],
+)
+def test_full_weights_say_what_becomes_of_policies_that_the_engine_allows(
+    tmp_path: Path, fate: str | None, own_base: bool, expected: int | tuple[int, str]
+) -> None:
+    """Without a word they keep their base, or nothing changes for them."""
+
+    async def work(server: PolicyServer) -> None:
+        features = tuple(name for name in EngineCard().features if own_base or name != "policy_base")
+        server.report(0, card=EngineCard(features=features))
+        write_adapter(server, "v1")
+        assert (await server.signal({"identity": "v1", "policy": "red"})).status_code == 200
+        answer = await server.signal({"identity": "a"} | ({} if fate is None else {"policies": fate}))
+        assert (answer.status_code if expected == 200 else refused(answer)) == expected, answer.text
+        await server.changed()
+        listed = (await server.http.get(POLICIES)).json()["policies"]
+        assert [policy["state"] for policy in listed] == ([] if fate == "end" else ["READY"])
+
+    serve(tmp_path, work)
+
+
+def test_full_weights_wait_for_an_engines_word_while_there_are_policies(tmp_path: Path) -> None:
+    """One that has no base for policies would compute them on the new weights."""
+
+    async def work(server: PolicyServer) -> None:
+        assert (await server.signal({"identity": "a"})).status_code == 200
+        write_adapter(server, "v1")
+        assert (await server.signal({"identity": "v1", "policy": "red"})).status_code == 200
+        for asked in ({}, {"policies": "keep"}):
+            answer = await server.signal({"identity": "b", **asked})
+            assert answer.status_code == 503
+            assert "whether its engine keeps a base" in answer.text
+        assert (await server.signal({"identity": "b", "policies": "end"})).status_code == 200
+
+    serve(tmp_path, work)
+
+
+def test_a_policys_own_snapshot_says_nothing_of_others(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        write_adapter(server, "v1")
+        answer = await server.signal({"identity": "v1", "policy": "red", "policies": "end"})
+        assert refused(answer) == (400, "policies")
+        assert server.policies == []
 
     serve(tmp_path, work)

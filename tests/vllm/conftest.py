@@ -12,12 +12,11 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 import version_results
+from dense_models import write_dense
 from vllm_bed import PYTHON, REPLICAS, REQUIRED, Bed, installed, vllm_bed
 
 #: The version of vLLM whose outcomes are recorded; nothing is recorded without it.
@@ -80,28 +79,6 @@ def vllm_python() -> Path:
     """The Python that has vLLM."""
     needs_vllm()
     return PYTHON
-
-
-def write_dense(directory: Path, seed: int, *, tied: bool) -> Path:
-    """A model without experts, in float32. tied: its output layer is that of the embeddings."""
-    from midstream.models.tiny_moe import VOCAB_SIZE, build_tokenizer
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        initializer_range=0.08,
-        tie_word_embeddings=tied,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,9 @@ class Bed:
     def card(self) -> dict[str, Any]:
         """The engine's."""
         with self.http() as http:
-            [model] = http.get("/v1/models").json()["data"]
+            models = http.get("/v1/models").json()["data"]
+        # Policies are listed, too.
+        model = next(model for model in models if model["id"] == self.model)
         found: dict[str, Any] = model["midstream"]["engine"]
         return found
 

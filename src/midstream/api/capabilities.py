@@ -17,7 +17,7 @@ from midstream.api.signals import SignalBody
 from midstream.core.engine_words import engine_name, in_order, refusal
 from midstream.core.errors import SnapshotRefused
 from midstream.core.reports import ReplicaReport, Reported
-from midstream.core.types import ENGINE_FEATURES, EngineCard
+from midstream.core.types import ENGINE_FEATURES, EngineCard, PolicyFate
 
 
 class SignalNeed(NamedTuple):
@@ -34,6 +34,8 @@ SIGNAL_NEEDS = (_MAX_AGE, _POLICY)
 # What the field policy needs, and what a signal without it.
 _SEVERAL = SignalNeed("policies", "serve adapters; serve a merged checkpoint in a deployment of its own")
 FULL = SignalNeed("full_snapshots", "take full weights; signal a policy")
+# What `keep` of the field policies needs, and what `rebase` excludes.
+BASE = SignalNeed("policy_base", "keep another base for policies; signal rebase, end or refuse")
 
 
 def check_signal(signal: SignalBody, reports: Iterable[Reported | None]) -> None:
@@ -49,6 +51,33 @@ def check_signal(signal: SignalBody, reports: Iterable[Reported | None]) -> None
         for param, need in needs:
             if not card.has(need.feature):
                 raise SnapshotRefused(refusal(param, card, need.feature, need.words), param=param)
+        if card.has("policies"):
+            _check_fate(signal.policies, card)
+
+
+def _check_fate(fate: PolicyFate | None, card: EngineCard) -> None:
+    """Raises SnapshotRefused."""
+    if fate == "keep" and not card.has(BASE.feature):
+        raise SnapshotRefused(refusal("policies", card, BASE.feature, BASE.words), param="policies")
+    if fate == "rebase" and card.has(BASE.feature):
+        raise SnapshotRefused(
+            f"policies: this deployment's engine ({engine_name(card)}) computes policies on the weights of the start "
+            f"(feature {BASE.feature}); signal keep, end or refuse",
+            param="policies",
+        )
+
+
+def fate_of_policies(signal: SignalBody, reports: Iterable[Reported | None]) -> PolicyFate | None:
+    """What becomes of policies under full weights. A signal that does not say changes nothing for them.
+
+    None: they are to keep their base, and no replica has said yet whether its engine can do that."""
+    if signal.policies not in (None, "keep"):
+        return signal.policies
+    cards = _cards(reports)
+    if not cards:
+        return None
+    kept = all(card.has(BASE.feature) for card in cards if card.has("policies"))
+    return "keep" if kept else "refuse"
 
 
 def _need(signal: SignalBody) -> SignalNeed | None:

@@ -24,7 +24,7 @@ from midstream.api import ledger_view
 from midstream.api.adapter_calls import AdapterCallsApi, AdapterLoader
 from midstream.api.addons import AddonsApi
 from midstream.api.answers import DeploymentLedger, HintTaken, HotLoadStatus, LedgerReset, SignalTaken
-from midstream.api.capabilities import check_signal
+from midstream.api.capabilities import check_signal, fate_of_policies
 from midstream.api.delta_calls import DeltaCallsApi
 from midstream.api.deployments import lies_in
 from midstream.api.policies import PoliciesApi, ending
@@ -54,7 +54,7 @@ from midstream.core.errors import (
 )
 from midstream.core.reports import Reported
 from midstream.core.scopes import CHANGE_ONE, PUBLISH, READ_ONE, READ_SIGNALS, SIGNAL, forbidden
-from midstream.core.types import BASE_SNAPSHOT, Content, Hint, SnapshotFiles
+from midstream.core.types import BASE_SNAPSHOT, Content, Hint, PolicyFate, SnapshotFiles
 from midstream.core.wires import HOT_LOAD_PATH
 from midstream.fleet.access import grant_of
 from midstream.fleet.push import PushDoor
@@ -192,6 +192,8 @@ class HotLoadApi:
         """Make the snapshot the desired one. request: its key must have the scope. place: where it lies, if not under its
         identity; with one, the identity may be empty. parents: as in Signal. Raises MidstreamError."""
         check_signal(body, (view.report for view in deployment.replicas.views))
+        if deployment.policy and body.policies is not None:
+            raise SnapshotRefused(f"policies: {deployment.name} is one of them", param="policies")
         url, bucket = await self.url_of(request, deployment, body.identity, place)
         # A signal names the snapshot beside its place, other calls name the place alone.
         named = "identity" if place is None or place.param == SOURCE_URL_HEADER else place.param
@@ -254,6 +256,7 @@ class HotLoadApi:
             max_cache_age=body.max_cache_age,
             ignore_config=body.ignore_config,
             parents=parents,
+            policies=self._fate(deployment, body),
         )
         if state.snapshot == BASE_SNAPSHOT:
             # It writes down which boots serve the base weights. A gateway that has just begun has not heard them yet.
@@ -270,6 +273,13 @@ class HotLoadApi:
         )
         deployment.signalled(result.desired)
         return result
+
+    def _fate(self, deployment: Deployment, body: SignalBody) -> PolicyFate:
+        """What becomes of its policies. Raises ReplicaUnavailable."""
+        fate = fate_of_policies(body, (view.report for view in deployment.replicas.views))
+        if fate is None and not deployment.policy and self._deployments.policy_count(deployment):
+            raise ReplicaUnavailable("no replica has said yet whether its engine keeps a base for policies")
+        return fate or "keep"
 
     @Endpoint(
         "POST",

@@ -16,7 +16,7 @@ from midstream.core.decoding import fault
 from midstream.core.endpoints import Parameter
 from midstream.core.errors import InvalidRequest, SnapshotRefused, UnknownField
 from midstream.core.headers import HEADER_OVERWRITE
-from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, ResetPromptCache
+from midstream.core.types import BASE_SNAPSHOT, CompressionFormat, PolicyFate, ResetPromptCache
 from midstream.http.bodies import json_object
 from midstream.snapshots.delta_formats import check_checksum_format, compression_format, is_arc
 from midstream.snapshots.identity import check_identity
@@ -58,6 +58,8 @@ class SignalBody(msgspec.Struct, frozen=True):
     validation: Validation | None = None
     # Whose snapshot it is; None: the deployment's own.
     policy: str | None = None
+    # What becomes of the deployment's policies; None: they keep their base, or the signal is refused while there are any.
+    policies: PolicyFate | None = None
 
     @classmethod
     def read(cls, body: bytes) -> SignalBody:
@@ -146,6 +148,8 @@ def parse_signal(body: bytes) -> SignalBody:
     age = signal.max_cache_age
     if age is not None and not 0 <= age <= MAX_AGE_MAX:
         raise _invalid("reset_prompt_cache.max_age", f"must be from 0 to {MAX_AGE_MAX}, got {age}")
+    if signal.policy is not None and signal.policies is not None:
+        raise _invalid("policies", "goes with full weights; a policy's snapshot changes nothing for others")
     if signal.validation is not None:
         for name in signal.validation.extra_fields_ignore or ():
             if not name or len(name) > 256 or not name.isprintable():

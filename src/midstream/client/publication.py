@@ -25,6 +25,7 @@ from midstream.client.snapshot_calls import Compression, ResetPromptCache, Snaps
 from midstream.client.status import ReplicaStatus, Status
 from midstream.client.weights import TensorCopy, write_weights
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
+from midstream.core.types import PolicyFate
 from midstream.snapshots.adapter import check_adapter_files, is_adapter
 from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.arc2.files import weights_files
@@ -106,6 +107,7 @@ class Job:
     overwrite: bool = False
     reset_prompt_cache: ResetPromptCache = "all"
     extra_fields_ignore: Sequence[str] = ()
+    policies: PolicyFate | None = None
     timeout_s: float = 300.0
     on_status: Callable[[Status], None] | None = None
     on_phase: Callable[[Phase], None] | None = None
@@ -389,6 +391,7 @@ class ToBucket:
                 previous=previous,
                 compression=self._compression,
                 extra_fields_ignore=job.extra_fields_ignore,
+                policies=job.policies,
                 retry_s=left_s,
                 overwrite=job.overwrite,
                 # A full snapshot needs no waiting.

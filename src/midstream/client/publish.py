@@ -38,6 +38,7 @@ from midstream.client.server import ServerClient
 from midstream.client.snapshot_calls import Compression, ResetPromptCache
 from midstream.client.status import Status
 from midstream.client.weights import Cast
+from midstream.core.types import PolicyFate
 from midstream.snapshots.identity import check_identity
 
 Way = Literal["files", "push"]
@@ -50,6 +51,7 @@ OF_FILES = {
     "kind": "a push sends all tensors",
     "overwrite": "a push replaces no files; give the weights another name",
     "extra_fields_ignore": "a push sends no config.json",
+    "policies": "the calls of a push do not say it",
 }
 
 
@@ -63,14 +65,15 @@ class How(TypedDict, total=False):
     kind: None means a delta when the server can load it and it is smaller, else full. "delta" is a PublishError if it cannot
     be. overwrite: a snapshot of this name in the bucket is replaced, and the name means the new files for the server too.
     reset_prompt_cache: "all" (default), "new_session", "none", a bool, or {"max_age": k}. extra_fields_ignore: top-level fields
-    of config.json that may differ from the served model's. timeout_s: of the signal with what it asks before,
-    and again of the wait, in seconds (300).
+    of config.json that may differ from the served model's. policies: "keep", "rebase", "end" or "refuse": what becomes of the
+    deployment's policies; without it they keep their base, or a server that cannot do that refuses. timeout_s: of the signal
+    with what it asks before, and again of the wait, in seconds (300).
     on_status: called with each answer while waiting. on_phase: called as each phase begins.
     optimizer: for `begin`, a torch.optim.Optimizer or several, all that change the weights: the copy is made while the next
     step computes, and `optimizer.step()` waits for it. With () call Publication.wait_copied() before the weights change.
 
-    A push takes neither config_dir, adapter, kind, overwrite, extra_fields_ignore nor {"max_age": k}. There, timeout_s is the
-    time until all is sent, and again until it is served.
+    A push takes neither config_dir, adapter, kind, overwrite, extra_fields_ignore, policies nor {"max_age": k}. There,
+    timeout_s is the time until all is sent, and again until it is served.
     """
 
     model: Any
@@ -81,6 +84,7 @@ class How(TypedDict, total=False):
     overwrite: bool
     reset_prompt_cache: ResetPromptCache
     extra_fields_ignore: Sequence[str]
+    policies: PolicyFate | None
     timeout_s: float
     on_status: Callable[[Status], None] | None
     on_phase: Callable[[Phase], None] | None

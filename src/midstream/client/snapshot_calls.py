@@ -14,6 +14,7 @@ from midstream.client.errors import NotReadyInTime, PublishError, SnapshotFailed
 from midstream.client.status import Status, read_status
 from midstream.core.errors import RebasePending
 from midstream.core.headers import HEADER_OVERWRITE
+from midstream.core.types import PolicyFate
 from midstream.core.wires import HOT_LOAD_PATH
 
 HINT_TIMEOUT_S = 5.0
@@ -31,6 +32,7 @@ class SignalOptions(TypedDict, total=False):
     overwrite: these files replace others that were served under this identity.
     wait_for_rebase: a delta on a full chain is retried until a replica has written whole files to stand on (True). False: it
     is refused at once.
+    policies: with full weights, what becomes of the deployment's policies: "keep", "rebase", "end" or "refuse".
     """
 
     previous: str | None
@@ -39,6 +41,7 @@ class SignalOptions(TypedDict, total=False):
     retry_s: float
     overwrite: bool
     wait_for_rebase: bool
+    policies: PolicyFate | None
 
 
 class SnapshotCalls:
@@ -73,6 +76,8 @@ class SnapshotCalls:
             body["incremental_snapshot_metadata"] = delta_metadata(
                 previous, options.get("compression", "arc_v2")
             )
+        if (fate := options.get("policies")) is not None:
+            body["policies"] = fate
         if fields:
             body["validation"] = {"extra_fields_ignore": list(fields)}
         retry_s = options.get("retry_s", RETRY_S)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from midstream.client import SnapshotPublisher
@@ -23,6 +23,7 @@ from midstream.commands.common import (
 from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError
 from midstream.core.text import seconds, size
+from midstream.core.types import PolicyFate
 
 WORK_DIR = ".midstream/publish"
 POLICIES = ("all", "new_session", "none")
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FIELD",
         help="of config.json, may differ from the served model's; may be repeated",
+    )
+    parser.add_argument(
+        "--policies",
+        choices=get_args(PolicyFate),
+        help="what becomes of the deployment's policies under full weights",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a snapshot of this name")
     parser.add_argument(
@@ -142,6 +148,7 @@ def _publish(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             reset_prompt_cache=options.reset,
             extra_fields_ignore=options.ignore_config,
+            policies=options.policies,
             timeout_s=options.timeout,
             on_status=lambda status: line.often(f"{_DOING['loading']}: {status}"),
             on_phase=lambda phase: line.show(_DOING[phase]),

@@ -291,7 +291,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_ca: str | None = None
     # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
     snapshot_cache: Size | None = None
-    # How long an async swap waits for requests that are pinned to the serving snapshot.
+    # How long an async swap waits for requests that are pinned to the serving snapshot, and with vLLM for those of policies
+    # that it ends.
     pin_drain_s: Annotated[float, Meta(ge=0, le=86400, description="must be 0 to 86400 seconds")] = 60.0
     # Snapshots that stay loaded in each replica, the serving one included, and each policy's. With 1, a swap waits for pins.
     resident_snapshots: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1

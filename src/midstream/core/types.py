@@ -258,6 +258,9 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     reload: grows when the replica is to load again what it serves already.
     seen: the generation in the report that the sender judged by. A lower generation than the accepted one counts only where the
         sender has seen that; otherwise it was sent before, and came late. None: the sender does not say.
+    stands_on: of a policy, the signal of full weights that was the deployment's newest when this was signalled. An engine that
+        has no other base for it (feature `policy_base`) loads it once it serves that signal's snapshot, or a newer one's.
+    ends_before: of full weights: policies that stand on an older signal than this have been ended, and see nothing of them.
     peers: addresses of other replicas of the deployment, which may have pushed files that the bucket does not have. The last
         message counts, also for a fetch that has begun.
     """
@@ -281,6 +284,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     made: float = 0.0
     seen: int | None = None
+    stands_on: int = 0
+    ends_before: int = 0
     peers: tuple[str, ...] = ()
 
     @property
@@ -299,6 +304,9 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PauseMode = Literal["abort", "wait", "keep"]
+#: What becomes of a deployment's policies when it gets full weights: they stand on the weights of the start, or go on with the
+#: new ones, or are ended; or the weights are refused while there are any.
+PolicyFate = Literal["keep", "rebase", "end", "refuse"]
 
 
 class Pause(msgspec.Struct, frozen=True):
@@ -416,6 +424,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "frozen_check": "a snapshot that comes in such a pause is proved in the pause, not after it",
     "full_snapshots": "snapshots of full weights, loaded while streams run",
     "policies": "LoRA adapters, many at once, each a policy of its own",
+    "policy_base": "policies keep the weights of the start as their base, whatever full weights serve",
     "policy_crossing": "streams that cross a swap of their policy and continue with the new adapter",
     "resident_snapshots": "snapshots that have served stay loaded, for requests that ask for them",
     "short_swap": "a pause that does not grow with the model at a swap",

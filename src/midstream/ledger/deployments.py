@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from midstream.core.errors import ConfigError, Conflict, NotFound
 from midstream.core.served_names import POLICY_INFIX
-from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, TransitionType
+from midstream.core.types import BASE_SNAPSHOT, Pause, PauseMode, PolicyFate, TransitionType
 from midstream.ledger.changes import mark
 from midstream.ledger.records import DeploymentChange, DeploymentRow, NewDeployment, from_row
 from midstream.ledger.schema import (
@@ -40,6 +40,8 @@ FROZEN = "frozen"
 TENANT = "_tenant"
 #: Of a deployment: when its newest policy was made.
 _POLICY_MADE = "_policy_made"
+#: Of a policy: the deployment's generation at its last signal. Of a deployment: that of its last signal that ended policies.
+STANDS_ON, ENDS_BEFORE = "_stands_on", "_ends_before"
 #: The scope of a count of all policies.
 _ALL = ""
 _OF_A_DEPLOYMENT = (transitions, deaths, disagreements, contents, weights, rebases, snapshots)
@@ -115,6 +117,47 @@ def check_takes(row: Any) -> None:
         raise Conflict(f"{policy!r} is being ended; make it again once it is gone", param="policy")
     if row.fields.get(FROZEN):
         raise Conflict(f"policy {policy!r} is frozen: it takes no snapshot", param="policy")
+
+
+def decide_policies(db: sa.Connection, row: Any, fate: PolicyFate, generation: int) -> dict[str, Any]:
+    """What becomes of the policies of a deployment that gets full weights, and on what the snapshot of a policy stands.
+
+    row: of the signalled one. Returns fields for it. Raises Conflict."""
+    host, policy, _ = row.name.partition(POLICY_INFIX)
+    if policy:
+        return {STANDS_ON: find(db, host).generation}
+    if fate == "keep" or (fate == "rebase" and row.transition == "ASYNC"):
+        return {}
+    prefix = f"{row.name}{POLICY_INFIX}"
+    own = deployments.c.name.startswith(prefix, autoescape=True) & ~deployments.c.deleting
+    names = db.execute(sa.select(deployments.c.name).where(own).order_by(deployments.c.name)).scalars().all()
+    if fate == "end":
+        for name in names:
+            mark(db, name)
+        db.execute(deployments.update().where(own).values(deleting=True))
+        return {ENDS_BEFORE: generation}
+    if names:
+        first = names[0].removeprefix(prefix)
+        why = (
+            "a SYNC deployment cannot rebase them"
+            if fate == "rebase"
+            else "signal rebase, so that they go on with the new ones, or end"
+        )
+        raise Conflict(
+            f"policies: {len(names)} stand on the weights that serve, {first} among them: {why}",
+            param="policies",
+        )
+    return {}
+
+
+def stands_on(row: Any) -> int:
+    """Of a policy's target. row: the policy's."""
+    return int(row.fields.get(STANDS_ON, 0))
+
+
+def ends_before(row: Any) -> int:
+    """Of a target of full weights. row: its deployment's."""
+    return int(row.fields.get(ENDS_BEFORE, 0))
 
 
 def one(db: sa.Connection, name: str) -> DeploymentRow:

@@ -17,6 +17,7 @@ from midstream.core.types import (
     Content,
     Desired,
     Pause,
+    PolicyFate,
     ResetPromptCache,
     SnapshotFiles,
     Stage,
@@ -83,7 +84,7 @@ class Signal:
     previous: the snapshot that an incremental one is a difference to; None for a full one. sizes: of the files in the bucket,
     in bytes; None when unknown. content: the files by their manifest. overwrite: the identity means these files from now on,
     whatever it meant before. parents: the chain under an incremental snapshot of another policy, which this one takes over as
-    it is.
+    it is. policies: what becomes of the deployment's policies.
 
     identity: "": the ledger gives it one, `update-GENERATION-DIRECTORY`; a desired snapshot of this url with these files keeps
     its own. url: "": the identity's place in the deployment's bucket, and the directory of such a name is `push`.
@@ -102,6 +103,7 @@ class Signal:
     content: Content | None = None
     overwrite: bool = False
     parents: tuple[SnapshotFiles, ...] = ()
+    policies: PolicyFate = "keep"
 
 
 @dataclass(frozen=True)

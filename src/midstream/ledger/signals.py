@@ -235,6 +235,7 @@ def accept(
             return SignalResult(_desired(db, known, row, contents), changed=False)
         # No replica may have loaded it under the first signal.
         signal = _at_least(signal, known)
+    fields = deployments.decide_policies(db, row, signal.policies, generation)
     values = _values(signal, parents) | {"signalled_at": now, "generation": generation}
     if not same_files:
         values |= {"since_generation": generation, "ready_order": None}
@@ -244,7 +245,7 @@ def accept(
     else:
         db.execute(snapshots.update().where(snapshots.c.id == known.id).values(values))
     meant.store(db)
-    db.execute(_desire(row, signal, generation, fleet.boots, now))
+    db.execute(_desire(row, signal, generation, fleet.boots, now, fields))
     stored = find(db, row.id, signal.identity)
     return SignalResult(_desired(db, stored, deployments.find(db, name), contents), changed=True)
 
@@ -401,14 +402,26 @@ def _values(signal: Signal, parents: tuple[SnapshotFiles, ...]) -> dict[str, Any
     }
 
 
-def _desire(row: Any, signal: Signal, generation: int, boots: tuple[str, ...], now: float) -> sa.Update:
+def _desire(
+    row: Any,
+    signal: Signal,
+    generation: int,
+    boots: tuple[str, ...],
+    now: float,
+    fields: Mapping[str, Any],
+) -> sa.Update:
+    """fields: further ones of the deployment's row."""
+    if row.first_signalled_at is None:
+        fields = {**fields, _FIRST_BOOTS: list(boots)}
     values: dict[str, Any] = {
         "desired_snapshot": signal.identity,
         "generation": generation,
         "last_generation": generation,
     }
     if row.first_signalled_at is None:
-        values |= {"first_signalled_at": now, "fields": {**row.fields, _FIRST_BOOTS: list(boots)}}
+        values["first_signalled_at"] = now
+    if fields:
+        values["fields"] = {**row.fields, **fields}
     if signal.reset_prompt_cache != "none":
         values[f"reset_{signal.reset_prompt_cache}_generation"] = generation
     return deployments_table.update().where(deployments_table.c.id == row.id).values(values)

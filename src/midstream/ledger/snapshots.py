@@ -136,6 +136,8 @@ def as_desired(
         parents=tuple(parents),
         max_cache_age=row.max_cache_age,
         ignore_config=tuple(row.ignore_config),
+        stands_on=deployments.stands_on(deployment),
+        ends_before=deployments.ends_before(deployment),
     )
 
 
@@ -182,6 +184,7 @@ def base_desired(deployment: Any) -> Desired:
         generation=generation,
         signalled=generation,
         transition=deployment.transition,
+        ends_before=deployments.ends_before(deployment),
     )
 
 

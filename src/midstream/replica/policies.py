@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from midstream.core.errors import Overloaded, PolicyNotLoaded
 from midstream.core.reports import PolicyReport
 from midstream.core.types import Desired, Hint, ModelInfo
+from midstream.replica.based import OneBase
 from midstream.replica.gate import Door
 from midstream.replica.policy import PolicyParts, ServedPolicy, besides, deployments_own
 from midstream.replica.service import Service
@@ -55,7 +56,9 @@ class ServedPolicies:
 
     def __init__(self, parts: PolicyParts) -> None:
         self._parts = parts
-        self.own = ServedPolicy("", 0.0, parts, deployments_own(parts))
+        drain_s = parts.bounds.pin_drain_s
+        self._base = OneBase(lambda: self.own.driver.machine, lambda: self.everyone[1:], self.end, drain_s)
+        self.own = ServedPolicy("", 0.0, parts, deployments_own(parts, self._base.of_base, self._base.moved))
         self.own.begin()
         self._numbers = itertools.count(1)
         self._uses = itertools.count(1)
@@ -87,6 +90,11 @@ class ServedPolicies:
         """Inside all gates."""
         return sum(policy.gate.inside for policy in self.everyone)
 
+    def start(self, info: ModelInfo) -> None:
+        """A boot's engine runs."""
+        self._base.begin(info)
+        self.own.start(info)
+
     def desire(self, desired: Desired, info: ModelInfo) -> None:
         """Of another policy than the own. info: of the engine."""
         name, made = desired.policy, desired.made
@@ -101,7 +109,10 @@ class ServedPolicies:
         if policy is None:
             self._make_room(name)
             seq = self._seqs.pop((name, made), 0)
-            policy = ServedPolicy(name, made, self._parts, besides(self._parts, name, next(self._numbers)))
+            number = next(self._numbers)
+            policy = ServedPolicy(
+                name, made, self._parts, besides(self._parts, name, number, self._base.of_policy)
+            )
             self._others[name] = policy
             policy.gate.pause(self._paused)
             policy.begin(seq)

@@ -33,6 +33,7 @@ from midstream.replica.swap.hints import Hints
 from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import TRANSITIONS_KEPT, SwapMachine
+from midstream.replica.swap.ties import Ties
 from midstream.replica.text.chat import TextModel
 from midstream.replica.turns.tree import BYTES_MAX
 
@@ -83,7 +84,8 @@ class PolicyParts:
 @dataclass(frozen=True)
 class Terms:
     """What differs between policies. key: what the engine calls it. unsound: the refusal while weights that failed their check
-    serve. transitions_reported, swaps_reported: stage changes and timings that a report has."""
+    serve. transitions_reported, swaps_reported: stage changes and timings that a report has. ties: to others. moved: it made a
+    step."""
 
     names: ServedNames
     key: str
@@ -93,16 +95,19 @@ class Terms:
     unsound: type[ReplicaUnavailable]
     transitions_reported: int
     swaps_reported: int
+    ties: Ties
+    moved: Callable[[], None] = lambda: None
 
 
-def deployments_own(parts: PolicyParts) -> Terms:
+def deployments_own(parts: PolicyParts, ties: Ties, moved: Callable[[], None]) -> Terms:
     residency = parts.bounds.residency
+    reported = TRANSITIONS_KEPT, SWAPS_REPORTED
     return Terms(
-        parts.names, "", parts.engine, parts.files, residency, AnotherBoot, TRANSITIONS_KEPT, SWAPS_REPORTED
+        parts.names, "", parts.engine, parts.files, residency, AnotherBoot, *reported, ties=ties, moved=moved
     )
 
 
-def besides(parts: PolicyParts, name: str, number: int) -> Terms:
+def besides(parts: PolicyParts, name: str, number: int, ties: Ties) -> Terms:
     """number: never the same twice in a replica's life. One of an old name is another policy for the engine, too."""
     key = f"{name}#{number}"
     names = ServedNames(f"{parts.names.account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
@@ -110,9 +115,8 @@ def besides(parts: PolicyParts, name: str, number: int) -> Terms:
     files = replace(parts.files, source=source, hints=Hints(source.prefetch))
     residency = Residency(parts.bounds.residency.snapshots)
     # Weights of a policy that failed their check say nothing of the whole replica.
-    return Terms(
-        names, key, parts.engine.slot(key), files, residency, PolicyNotLoaded, TRANSITIONS_REPORTED, 1
-    )
+    slot, reported = parts.engine.slot(key), (TRANSITIONS_REPORTED, 1)
+    return Terms(names, key, slot, files, residency, PolicyNotLoaded, *reported, ties=ties)
 
 
 class ServedPolicy:
@@ -146,6 +150,11 @@ class ServedPolicy:
         return f"ServedPolicy({self.name!r}, {self.driver.machine!r}, {self.gate!r})"
 
     @property
+    def stands_on(self) -> int:
+        accepted = self.driver.machine.accepted
+        return 0 if accepted is None else accepted.stands_on
+
+    @property
     def serves(self) -> bool:
         return self.driver.machine.serving != BASE_SNAPSHOT
 
@@ -160,7 +169,11 @@ class ServedPolicy:
             checker=self._checker,
             monotonic=parts.outside.monotonic,
             callbacks=SwapCallbacks(
-                self._moved, parts.on_settled, lambda reason: parts.died(boot, reason), parts.on_swapped
+                self._moved,
+                parts.on_settled,
+                lambda reason: parts.died(boot, reason),
+                parts.on_swapped,
+                self._terms.ties,
             ),
         )
 
@@ -202,6 +215,7 @@ class ServedPolicy:
     def _moved(self) -> None:
         if self.driver.machine.stage is Stage.CHECKING:
             self.unused_since = self._parts.outside.monotonic()
+        self._terms.moved()
         self._parts.on_change()
 
     @contextmanager

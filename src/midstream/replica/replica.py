@@ -205,7 +205,7 @@ class Replica:
         """Start the engine on the base weights and open the gate. Raises what the engine's start raises, and NotSound."""
         info = await self._engine.start()
         own = self.own
-        own.start(info)
+        self.policies.start(info)
         await own.prove_base(info)
         own.drive()
         self._down = None

@@ -3,8 +3,9 @@
 Owns: of each policy the version that serves and the one that is to; the files of each version; the count of versions that
 requests may run under.
 Always holds:
-- One name stands for one set of numbers. So no KV that vLLM cached under it is stale, and its tokens have one label.
-- A request ends under the version that it began with.
+- New requests of a version name what no version before it was named. So they find no KV of another adapter.
+- The base may be switched under all versions. Then each begins an epoch, and its labels name both.
+- A request ends under the name that it began with. The adapter of that name changes in a pause alone, with its epoch.
 - Requests run under no more versions than vLLM computes in one step (--max-loras), so none waits for another one's adapter.
 - The files of a version stay until no request runs under it: vLLM may read them again.
 """
@@ -26,7 +27,7 @@ from typing import Any
 from midstream.core.errors import SnapshotError
 from midstream.core.types import SwapTiming
 from midstream.engine.base import Slot, StagingFailed
-from midstream.engine.vllm.labels import OneEpoch
+from midstream.engine.vllm.labels import AdapterEpochs, Epochs
 from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.swap import Control, VllmRefused
 from midstream.http.call import CallFailed
@@ -53,6 +54,7 @@ class Version:
     snapshot: str
     weights: ServedWeights
     files: Path
+    epochs: AdapterEpochs
     named: bool = False
     loading: bool = False
     loaded: bool = False
@@ -69,9 +71,27 @@ class Proven:
     places: int
 
 
-class Adapters:
-    """The adapters of one boot. base_version: vLLM's name of the base weights. background: runs tasks that no caller awaits.
+@dataclass(frozen=True)
+class Crossing:
+    """The adapter of a policy takes the place of those that its requests run under.
 
+    weights: the names of these. load: in a pause. back: loads what they had, if vLLM refuses the new one. moved: vLLM has it.
+    """
+
+    weights: Collection[ServedWeights]
+    load: Callable[[], Awaitable[None]]
+    back: Callable[[], Awaitable[None]]
+    moved: Callable[[], None]
+
+
+#: Makes it, and says how long nothing was computed, in ms, and how many choices crossed. Raises StagingFailed, EngineDied.
+Cross = Callable[[Crossing], Awaitable[tuple[float, int]]]
+
+
+class Adapters:
+    """The adapters of one boot. base: what they stand on. background: runs tasks that no caller awaits.
+
+    cross: None where requests keep the adapter that they began with.
     check_alive: takes a reason for doubt, and raises EngineDied if the server is gone.
     """
 
@@ -80,14 +100,16 @@ class Adapters:
         control: Control,
         proven: Proven,
         folder: Path,
-        base_version: str,
+        base: Epochs,
         check_alive: Callable[[str], Awaitable[None]],
         background: Callable[[Coroutine[Any, Any, None]], None],
+        cross: Cross | None = None,
     ) -> None:
+        self._cross = cross
         self._control = control
-        self._proven = proven
+        self.proven = proven
         self._folder = folder
-        self._base_version = base_version
+        self._base = base
         self._check_alive = check_alive
         self._background = background
         self._serving: dict[str, Version] = {}
@@ -100,7 +122,7 @@ class Adapters:
         self._boot = secrets.token_hex(4)
 
     def __repr__(self) -> str:
-        return f"Adapters({len(self._serving)} serve, {len(self._placed)} of {self._proven.places} places)"
+        return f"Adapters({len(self._serving)} serve, {len(self._placed)} of {self.proven.places} places)"
 
     def begin(self, policy: str) -> Version | None:
         """The version for a request that begins, until `end`. None: the policy serves nothing."""
@@ -116,7 +138,7 @@ class Adapters:
     async def stage(self, policy: str, snapshot: str, directory: Path) -> None:
         """Like Slot.stage. The caller ends it with the boot."""
         self.drop_staged(policy)
-        others, places = ({*self._serving} | {*self._coming}) - {policy}, self._proven.places
+        others, places = ({*self._serving} | {*self._coming}) - {policy}, self.proven.places
         if len(others) >= places - 1:
             raise StagingFailed(
                 f"vLLM computes {places} adapters in a step (--max-loras). That is room for {places - 1} policies and a swap "
@@ -140,18 +162,58 @@ class Adapters:
         if (version := self._coming.get(policy)) is not None:
             self._give_up(version)
 
-    def commit(self, policy: str, snapshot: str, files: str = "") -> SwapTiming:
-        new = self._coming.get(policy)
-        if new is None or new.snapshot != snapshot or not new.loaded:
-            raise StagingFailed(f"snapshot {snapshot!r} is not staged")
+    async def commit(self, policy: str, snapshot: str, files: str = "") -> SwapTiming:
+        new = self._staged(policy, snapshot)
+        pause_ms, crossed = 0.0, 0
+        # Those that crossed before still run under the names that they began with.
+        running = [v for v in self._placed if v.policy == policy and v is not new and v.requests]
+        if running and self._cross is not None:
+            pause_ms, crossed = await self._cross(self._crossing(running, new))
+            new = self._staged(policy, snapshot)
         del self._coming[policy]
-        new.weights.epochs.announced(files)
+        if new.epochs.snapshot == snapshot:
+            # Else its base counts, too.
+            new.epochs.announced(files)
         old = self._serving.get(policy)
         self._serving[policy] = new
         if old is not None:
             self._retire(old)
-        # Nothing stood still: vLLM read the adapter when it was staged. And running requests keep their own.
-        return SwapTiming(snapshot=snapshot, pause_ms=0.0, streams_crossed=0)
+        # Where nothing crossed, nothing stood still: vLLM read the adapter when it was staged.
+        return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
+
+    def _staged(self, policy: str, snapshot: str) -> Version:
+        """Raises StagingFailed."""
+        new = self._coming.get(policy)
+        if new is None or new.snapshot != snapshot or not new.loaded:
+            raise StagingFailed(f"snapshot {snapshot!r} is not staged")
+        return new
+
+    def _crossing(self, running: Sequence[Version], new: Version) -> Crossing:
+        async def load() -> None:
+            for version in running:
+                try:
+                    # vLLM may read the files of a name again, so they lie where they lay.
+                    await finished(_exchange, version.files, new.files)
+                except OSError as error:
+                    raise VllmRefused(f"the adapter's files cannot be read: {error}") from error
+                await self._control.load_adapter(version.weights.name, version.files, in_place=True)
+
+        async def back() -> None:
+            for version in running:
+                try:
+                    other = await finished(_put_back, version.files)
+                except OSError as error:
+                    raise CallFailed(f"the files of an adapter before are gone: {error}") from error
+                if other:
+                    await self._control.load_adapter(version.weights.name, version.files, in_place=True)
+
+        def moved() -> None:
+            for version in running:
+                version.epochs.moved(new.snapshot)
+                # At once, as the next swap puts others there.
+                shutil.rmtree(_before(version.files), ignore_errors=True)
+
+        return Crossing([version.weights for version in running], load, back, moved)
 
     def end_policy(self, policy: str) -> None:
         self.drop_staged(policy)
@@ -160,22 +222,27 @@ class Adapters:
 
     def _new(self, policy: str, snapshot: str) -> Version:
         name = f"{policy}@{next(self._numbers)}.{self._boot}"
-        weights = ServedWeights(name, OneEpoch(snapshot, self._base_version))
-        return Version(policy, snapshot, weights, self._folder / name)
+        epochs = AdapterEpochs(snapshot, self._base)
+        return Version(policy, snapshot, ServedWeights(name, epochs), self._folder / name, epochs)
+
+    def rebased(self) -> None:
+        """The base has begun an epoch, which all of its requests cross."""
+        for version in {*self._placed, *self._coming.values(), *self._serving.values()}:
+            version.epochs.moved()
 
     def _check(self, directory: Path) -> None:
         """Raises StagingFailed for what vLLM would take and then leave out."""
         try:
-            spec = read_adapter(directory, self._proven.base)
+            spec = read_adapter(directory, self.proven.base)
         except SnapshotError as error:
             raise StagingFailed(str(error)) from error
-        check_kinds(spec, self._proven.kinds)
+        check_kinds(spec, self.proven.kinds)
 
     async def _place(self, new: Version) -> None:
         """Wait until a further version may run."""
         # It may have been dropped while its files were read.
         self._check_wanted(new)
-        while len(self._placed) >= self._proven.places:
+        while len(self._placed) >= self.proven.places:
             logger.info(
                 "%s waits: requests run under %d adapters (--max-loras)", new.weights.name, len(self._placed)
             )
@@ -273,7 +340,7 @@ class AdapterSlot(Slot):
 
     async def commit(self, snapshot: str) -> SwapTiming:
         files, self._announced = self._announced, ""
-        return self._adapters().commit(self._policy, snapshot, files)
+        return await self._adapters().commit(self._policy, snapshot, files)
 
 
 def kind_of(module: str) -> str:
@@ -303,6 +370,27 @@ def check_kinds(spec: AdapterSpec, kinds: Collection[str]) -> None:
             raise StagingFailed(f"{shown(module)}: this vLLM was not seen to apply an adapter there")
     if spec.copies:
         raise StagingFailed(f"tensor {shown(next(iter(spec.copies)))}: vLLM takes no tensors of the base")
+
+
+def _before(files: Path) -> Path:
+    """Where the files lie that others have taken the place of."""
+    return files.with_name(f"{files.name}.before")
+
+
+def _exchange(files: Path, new: Path) -> None:
+    """Raises OSError."""
+    shutil.rmtree(_before(files), ignore_errors=True)
+    files.rename(_before(files))
+    _link(new, files)
+
+
+def _put_back(files: Path) -> bool:
+    """Whether there were others in their place. Raises OSError."""
+    if not _before(files).exists():
+        return False
+    shutil.rmtree(files, ignore_errors=True)
+    _before(files).rename(files)
+    return True
 
 
 def _link(source: Path, target: Path) -> None:

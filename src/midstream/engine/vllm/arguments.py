@@ -22,7 +22,7 @@ LACKS = {
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "sampling_masks": "vLLM's own need its newer model runner, which no CPU has, and leave no raw log-probability",
     "router_ties": "vLLM does not return what a router chose by",
-    "policy_crossing": "vLLM ends a request with the adapter that it began with",
+    "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",
 }
 
@@ -34,23 +34,27 @@ NUMBERS = ("sampling_logprobs", "near_ties", "constrained_logprobs")
 UNPROVED = dict.fromkeys(
     NUMBERS, "vLLM was not seen to return the raw and the sampling log-probability of a token"
 )
-#: Why there is no digest of the weights, unless the proof at the start says otherwise, and none beside policies.
+#: Why streams of a policy do not cross its swaps, unless the proof at the start says otherwise.
+UNCROSSED = "vLLM was not seen to give a running request another adapter in a pause"
+#: Why there is no digest of the weights, unless the proof at the start says otherwise.
 UNREAD = "vLLM was not seen to give equal digests of equal weights"
-BESIDE_POLICIES = "the weights of policies are not read (--enable-lora)"
 #: Why weights are checked behind a pause, unless the proof at the start says otherwise.
 UNFROZEN = (
     "while vLLM is paused it computes nothing, so the proof comes after the pause, before any of its tokens"
 )
 #: Why it is unknown which weights computed KV, unless the proof at the start says otherwise.
 UNTOLD = "vLLM's scheduler was not seen to say which weights computed the KV of a request"
+UNTOLD_BESIDE = "beside policies (`--enable-lora`) the server's versions are those of adapters, too"
 #: Why nothing is staged in workers, nor read in them.
 ONE_ANSWERS = "of several engines (--data-parallel-size) the first alone says what its workers did"
 #: Why requests have no order.
 NO_ORDER = "vLLM runs without --scheduling-policy priority"
 #: Why a swap is not short, until the proof at the start has passed (beside.py).
 UNSTAGED = "vLLM was not seen to load weights beside those that serve"
-#: Why there are no snapshots of full weights beside policies.
-ON_BASE = "policies stand on the weights that vLLM began with (--enable-lora)"
+#: Why weights are not loaded in place, nor beside those that serve, in a server that this process did not start.
+NOT_OURS = "the proof needs a server without other requests, which midstream starts itself"
+#: Why a trainer writes no weights in place beside policies.
+BESIDE_POLICIES = "vLLM would have to take adapters off while a trainer writes (--enable-lora)"
 
 
 def vllm_card(
@@ -59,6 +63,8 @@ def vllm_card(
     routes: bool,
     by_priority: bool = True,
     no_policies: str = NO_LORA,
+    no_crossing: str = UNCROSSED,
+    no_full_snapshots: str = "",
     no_numbers: Mapping[str, str] = UNPROVED,
     no_digest: str = UNREAD,
     no_frozen_check: str = UNFROZEN,
@@ -67,13 +73,17 @@ def vllm_card(
 ) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
-    no_policies: why it serves none; empty if it does. no_numbers: those of NUMBERS that it lacks, with the reasons.
+    no_policies: why it serves none; empty if it does. no_crossing: why their streams keep an adapter; empty if
+    they cross its swaps. no_full_snapshots: why it takes none; empty if it does.
+    no_numbers: those of NUMBERS that it lacks, with the reasons.
     no_digest: why it gives none of its weights; empty if it does. no_frozen_check: why it checks none in a pause.
     no_short_swap: why its workers stage no weights; empty if they do. no_provenance: why it is unknown what computed KV.
     """
-    why = {"policies": no_policies} if no_policies else {"full_snapshots": ON_BASE}
-    why |= no_numbers
+    why = dict(no_numbers)
     lacks = {
+        "policies": no_policies,
+        "policy_crossing": no_policies or no_crossing,
+        "full_snapshots": no_full_snapshots,
         "priorities": "" if by_priority else NO_ORDER,
         "weights_digest": no_digest,
         "frozen_check": no_frozen_check,
@@ -239,7 +249,7 @@ def check_weight_transfer(backend: str, args: Sequence[str]) -> None:
         raise ConfigError(f"vllm.weight_transfer: {backend} cannot be used: {why}")
     given = {name for name, _ in given_flags(args)} if backend else set()
     if LORA_FLAG in given:
-        raise ConfigError(f"vllm.weight_transfer: {ON_BASE}")
+        raise ConfigError(f"vllm.weight_transfer: {BESIDE_POLICIES}")
     if WORKER_FLAG in given:
         raise ConfigError(f"vllm.args: --{WORKER_FLAG} cannot be given with vllm.weight_transfer: {_OURS}")
 

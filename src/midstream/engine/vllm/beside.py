@@ -23,6 +23,7 @@ from midstream.engine.vllm.swap import (
     TOLERANCE,
     Control,
     NotExact,
+    Score,
     VllmRefused,
     largest_difference,
 )
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 METHOD = "midstream_weights"
 #: The workers answer between two steps, so they are not asked more often.
 LOOK_S = 0.1
-
-Score = Callable[[], Awaitable[list[float]]]
 
 
 class CannotStage(Exception):

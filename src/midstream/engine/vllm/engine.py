@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,8 +27,7 @@ from midstream.core.types import (
 )
 from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.adapters import Adapters, AdapterSlot
-from midstream.engine.vllm.arguments import ON_BASE
+from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
 from midstream.engine.vllm.digest import OtherWeights, read_weights
 from midstream.engine.vllm.labels import ChoiceLabels
 from midstream.engine.vllm.life import Announced, ServerLife
@@ -42,8 +42,6 @@ from midstream.http.call import CallFailed, open_stream
 logger = logging.getLogger(__name__)
 
 CONNECT_S_MAX = 30.0
-#: A pause that waits for a switch looks so often whether an update has stopped the server meanwhile.
-LOOK_S = 1.0
 
 
 class VllmEngine(ServerLife):
@@ -255,8 +253,8 @@ class VllmEngine(ServerLife):
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self._boot.check()
-        if self._adapters is not None:
-            raise StagingFailed(f"vLLM takes no full weights here: {ON_BASE}")
+        if self._no_full:
+            raise StagingFailed(f"vLLM takes no full weights beside policies here: {self._no_full}")
         if self._fence.holds(directory):
             self._stager.loaded(snapshot, directory)
         else:
@@ -353,7 +351,10 @@ class VllmEngine(ServerLife):
         if self._attached:
             self._spoilt = True
             self._give_up("weights failed their check, and this process cannot restart vLLM")
-            self._boot.check()
+        elif self._adapters is not None:
+            # A new boot has them loaded again.
+            self._give_up("weights failed their check, and vLLM's policies go with it")
+        self._boot.check()
         if self._watcher is not None:
             self._watcher.cancel()
         self._boot.cancel_tasks()
@@ -378,7 +379,7 @@ class VllmEngine(ServerLife):
         if not beside and not adopts:
             await self._boot.while_alive(self._stager.rest())
         crossed = 0
-        version = self._coming_version = self._epochs.version(self._epochs.now + 1, snapshot)
+        version = self._coming_version = self._epochs.next_version(snapshot)
 
         def on_switch() -> None:
             nonlocal crossed
@@ -391,7 +392,13 @@ class VllmEngine(ServerLife):
             load: Callable[[], Awaitable[None]] = partial(self._control.reload, staged.fast)
             if weights is not None and beside:
                 load = weights.switch
-            switching = switch(self._control, load, self._serving_dir, version, on_switch, resume=resume)
+            back = partial(self._control.reload, self._serving_dir)
+            switching = switch(self._control, load, back, version, on_switch, resume=resume)
+        await self._carry_out(switching, snapshot)
+        return crossed
+
+    async def _carry_out(self, switching: Coroutine[Any, Any, None], what: str) -> None:
+        """Raises StagingFailed if what served serves on, EngineDied."""
         try:
             await self._boot.while_alive(switching)
             self._switched()
@@ -399,14 +406,34 @@ class VllmEngine(ServerLife):
             self._switched()
             raise StagingFailed(str(error)) from error
         except (CallFailed, VllmRefused, asyncio.CancelledError) as error:
-            reason = f"the switch to {snapshot} left vLLM in doubt: {str(error) or 'cancelled'}"
+            reason = f"the switch to {what} left vLLM in doubt: {str(error) or 'cancelled'}"
             self._give_up(reason)
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise EngineDied(reason) from error
         finally:
             self._coming_version = None
-        return crossed
+
+    async def _cross(self, crossing: Crossing) -> tuple[float, int]:
+        """As adapters.Cross has it."""
+        async with self._control_lock:
+            self._boot.check()
+            started = time.perf_counter()
+            crossed = 0
+            version = self._coming_version = self._epochs.next_version(self._epochs.snapshot)
+
+            def on_switch() -> None:
+                nonlocal crossed
+                self._epochs.switched()
+                crossing.moved()
+                crossed = self._cross_all(
+                    [r for r in self._requests.values() if r.weights in crossing.weights]
+                )
+
+            resume = not self._paused
+            switching = switch(self._control, crossing.load, crossing.back, version, on_switch, resume=resume)
+            await self._carry_out(switching, "another adapter")
+            return (time.perf_counter() - started) * 1e3, crossed
 
     def _switched(self) -> None:
         """Whatever a trainer wrote is either what serves, or is gone."""
@@ -415,14 +442,20 @@ class VllmEngine(ServerLife):
             self._computing.set()
 
     def _begin_epoch(self, snapshot: str, announced: Announced) -> int:
-        """Begin the epoch of `snapshot`, and return how many choices continue in it.
+        """Begin the epoch of `snapshot`, and return how many choices continue in it."""
+        self._epochs.begin(snapshot, *announced)
+        if self._adapters is not None:
+            self._adapters.rebased()
+        self._proving.switched(snapshot)
+        return self._cross_all(list(self._requests.values()))
+
+    def _cross_all(self, runs: Sequence[VllmRequest]) -> int:
+        """How many of their choices continue in the epoch that has begun.
 
         A choice without a token that may find KV that is too old now is sent again.
         """
-        self._epochs.begin(snapshot, *announced)
-        self._proving.switched(snapshot)
         crossed = 0
-        for run in self._requests.values():
+        for run in runs:
             for index, choice in tuple(run.choices.items()):
                 if choice.over:
                     continue
@@ -434,52 +467,6 @@ class VllmEngine(ServerLife):
                 else:
                     choice.switched()
         return crossed
-
-    async def pause(self) -> None:
-        await self._set_paused(True)
-
-    async def resume(self) -> None:
-        await self._set_paused(False)
-
-    async def _set_paused(self, paused: bool) -> None:
-        while not await self._locks():
-            if self._fence.keeps_still:
-                # Whatever ends that heeds it.
-                self._paused = paused
-                return
-        try:
-            await self._call_paused(paused)
-        finally:
-            self._control_lock.release()
-
-    async def _locks(self) -> bool:
-        """Whether the control lock was taken. Not while tensors come: a trainer may be slow. Raises EngineDied."""
-        self._boot.check()
-        if self._fence.keeps_still:
-            return False
-        try:
-            async with asyncio.timeout(LOOK_S):
-                return await self._control_lock.acquire()
-        except TimeoutError:
-            return False
-
-    async def _call_paused(self, paused: bool) -> None:
-        """With the control lock."""
-        self._boot.check()
-        if self._fence.has_written:
-            # The switch to it resumes the server, unless it is paused then.
-            self._paused = paused
-            return
-        try:
-            await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
-        except (CallFailed, VllmRefused) as error:
-            self._end_boot(str(error))
-            raise EngineDied(str(error)) from error
-        self._paused = paused
-        if paused:
-            self._computing.clear()
-        else:
-            self._computing.set()
 
     def stats(self) -> EngineStats:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]

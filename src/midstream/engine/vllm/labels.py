@@ -10,13 +10,17 @@ Which weights computed the KV behind a token, vLLM's scheduler says (worker_exte
 midstream's and has proved it (provenance_proof.py). Without that it is known for a choice that began with nothing cached of
 other weights, until a switch.
 
-Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. A choice
-ends with an error if its labels differ from what vLLM says, never with a wrong label.
+Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. Every switch
+gives the server another version, whatever it switches: so a choice has a version for each token, also of switches that are none
+of its own. Where vLLM says what computed KV, a version is an epoch: such a server switches no adapters. A choice ends with an
+error if its labels differ from what vLLM says, never with a wrong label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from midstream.core.types import BASE_SNAPSHOT
 
 #: Stands for the snapshot of KV when it cannot be known. No snapshot has this name.
 UNKNOWN = "?"
@@ -26,19 +30,29 @@ Spans = tuple[tuple[str, int, int], ...]
 KvSpans = tuple[tuple[int, int], ...]
 
 
-class Epochs:
-    """The loads of weights since the server started, in order. The last one serves."""
+class ServerVersion:
+    """What vLLM calls what serves. switches: of whatever weights, since the server started."""
 
     def __init__(self, snapshot: str) -> None:
+        self.switches = 0
+        self.name = f"0:{snapshot}"
+
+
+class Epochs:
+    """The loads of weights since the server started, in order. The last one serves. first: the number of the first one."""
+
+    def __init__(self, snapshot: str, server: ServerVersion | None = None, first: int = 0) -> None:
+        self._first = first
         self._snapshots = [snapshot]
         # The one that serves, and its snapshot.
-        self.now, self.snapshot = 0, snapshot
+        self.now, self.snapshot = first, snapshot
         # Of each, what its files are; "": not known.
         self._files = [""]
         # Of each, what its KV is called: the snapshot, or another label if the name means other weights now.
         self._labels = [snapshot]
         #: (name, label) of each such change, in order.
         self.renamed: list[tuple[str, str]] = []
+        self.server = server or ServerVersion(snapshot)
         # vLLM says at the end of a choice which of its versions sampled which token.
         self.confirmed = True
 
@@ -46,50 +60,68 @@ class Epochs:
         return f"Epochs({self.now}: {self.snapshot})"
 
     def snapshot_of(self, epoch: int) -> str:
-        return self._snapshots[epoch]
+        return self._snapshots[epoch - self._first]
 
-    def version(self, epoch: int, snapshot: str) -> str:
-        """The name that vLLM is given for the weights."""
-        return f"{epoch}:{snapshot}"
+    def next_version(self, snapshot: str) -> str:
+        """The name that vLLM is given at the next switch."""
+        return f"{self.server.switches + 1}:{snapshot}"
 
     @property
     def serving_version(self) -> str:
-        return self.version(self.now, self.snapshot)
+        return self.server.name
 
     def begin(self, snapshot: str, files: str = "", overwritten: Sequence[tuple[str, str]] = ()) -> None:
         """Tokens that arrive from now on are of `snapshot`. files, overwritten: see engine.base.Slot.announce."""
         for name, label in overwritten:
             self._labels = [label if known == name else known for known in self._labels]
         self.renamed += overwritten
-        self._labels.append(snapshot)
-        self._snapshots.append(snapshot)
-        self._files.append(files)
-        self.now, self.snapshot = self.now + 1, snapshot
+        self._enter(snapshot, files)
+        self.switched()
+
+    def switched(self) -> None:
+        """The server has another version now. The weights of these epochs may be the same."""
+        self.server.name = self.next_version(self.snapshot)
+        self.server.switches += 1
 
     def announced(self, files: str) -> None:
         """What the files of the snapshot that serves are, before anything is computed with it."""
         self._files[-1] = files
 
     def files_of(self, epoch: int) -> str:
-        return self._files[epoch] if self._has(epoch) else ""
+        return self._files[epoch - self._first] if self._has(epoch) else ""
 
     def label_of(self, epoch: int) -> str:
         """What KV of the epoch is called now."""
-        return self._labels[epoch] if self._has(epoch) else UNKNOWN
+        return self._labels[epoch - self._first] if self._has(epoch) else UNKNOWN
 
     def _has(self, epoch: int) -> bool:
-        return 0 <= epoch < len(self._labels)
+        return self._first <= epoch <= self.now
+
+    def _enter(self, snapshot: str, files: str = "") -> None:
+        self._labels.append(snapshot)
+        self._snapshots.append(snapshot)
+        self._files.append(files)
+        self.now, self.snapshot = self.now + 1, snapshot
 
 
-class OneEpoch(Epochs):
-    """The epoch of an adapter, which never changes. version: vLLM's name of the base weights that it stands on."""
+class AdapterEpochs(Epochs):
+    """What requests under one adapter's name compute with. base: the epochs of the weights that it stands on."""
 
-    def __init__(self, snapshot: str, version: str) -> None:
-        super().__init__(snapshot)
-        self._version = version
+    def __init__(self, adapter: str, base: Epochs) -> None:
+        # No epoch of an earlier adapter of the policy has a greater number.
+        super().__init__(label_on(adapter, base.snapshot), base.server, base.server.switches)
+        self._adapter, self._base = adapter, base
+        self.confirmed = base.confirmed
 
-    def version(self, epoch: int, snapshot: str) -> str:
-        return self._version
+    def moved(self, adapter: str = "") -> None:
+        """The base, or the adapter, is another one now."""
+        self._adapter = adapter or self._adapter
+        self._enter(label_on(self._adapter, self._base.snapshot))
+
+
+def label_on(adapter: str, base: str) -> str:
+    """The label of a policy's token: both computed it. An adapter of the weights of the start has its own name alone."""
+    return adapter if base == BASE_SNAPSHOT else f"{adapter}@{base}"
 
 
 class ChoiceLabels:
@@ -107,8 +139,8 @@ class ChoiceLabels:
         self.expects = told
         #: What it said and nobody asked for yet: a token, and what computed the KV before it. None: it is not known.
         self.coming: list[tuple[int, KvSpans | None]] = []
-        # Spans of one epoch: the epoch and its first token.
-        self._spans: list[tuple[int, int]] = []
+        # Spans of one version of the server: the version, and the first token.
+        self._spans: list[tuple[str, int]] = []
         # Which epochs computed all KV; None when that is not known.
         self._kv: KvSpans | None = ((epochs.now, 0),) if clean and not told else None
         # How many changes of names were reported.
@@ -117,9 +149,9 @@ class ChoiceLabels:
 
     def take(self, tokens: int) -> str:
         """Label the tokens that arrived. Returns their snapshot."""
-        epochs = self._epochs
-        if not self._spans or self._spans[-1][0] != epochs.now:
-            self._spans.append((epochs.now, self.count))
+        epochs, version = self._epochs, self._epochs.server.name
+        if not self._spans or self._spans[-1][0] != version:
+            self._spans.append((version, self.count))
         self.count += tokens
         return epochs.snapshot
 
@@ -165,10 +197,7 @@ class ChoiceLabels:
     def problem(self, spans: Spans | None) -> str | None:
         """How the labels differ from what vLLM said at the end of the choice; None if they do not."""
         epochs, ends = self._epochs, [start for _, start in self._spans[1:]] + [self.count]
-        ours = [
-            (epochs.version(epoch, epochs.snapshot_of(epoch)), start, end)
-            for (epoch, start), end in zip(self._spans, ends, strict=False)
-        ]
+        ours = [(version, start, end) for (version, start), end in zip(self._spans, ends, strict=False)]
         if spans is None:
             # Without a switch, vLLM's silence leaves no doubt. Nor does that of a version that never says it.
             unproved = "vLLM did not say which weights sampled a choice that crossed a switch"

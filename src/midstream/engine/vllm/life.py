@@ -14,7 +14,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,38 +25,38 @@ from midstream.core.types import (
     ModelInfo,
     SamplingParams,
 )
-from midstream.engine.base import Engine, EngineDied, StagingFailed
+from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.adapters import FOLDER, Adapters
+from midstream.engine.vllm.adapters import FOLDER
 from midstream.engine.vllm.arguments import (
-    BESIDE_POLICIES,
     EXTENSIONS,
-    NO_LORA,
-    ON_BASE,
     SCHEDULER,
+    UNCROSSED,
     UNFROZEN,
-    UNREAD,
-    UNSTAGED,
     UNTOLD,
-    unheard,
+    UNTOLD_BESIDE,
     vllm_card,
 )
-from midstream.engine.vllm.beside import WorkerWeights, prove_staging
 from midstream.engine.vllm.boot import VllmBoot
-from midstream.engine.vllm.digest import prove_digest, read_weights
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
-from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.provenance_proof import prove_provenance
 from midstream.engine.vllm.proving import Proving
-from midstream.engine.vllm.requests import ServedWeights, VllmRequest
+from midstream.engine.vllm.requests import VllmRequest
 from midstream.engine.vllm.salts import Salts
 from midstream.engine.vllm.sampling_proof import Proved, prove_numbers
-from midstream.engine.vllm.scoring import Scorer, WrongWeights
+from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.server import VllmServer, VllmServerFailed
+from midstream.engine.vllm.server_proofs import LoadsFail, ServerProofs
 from midstream.engine.vllm.staging import Staging, VllmStager
-from midstream.engine.vllm.swap import Control, NotExact, VllmRefused, proof_prompt, prove_reload, score
+from midstream.engine.vllm.swap import (
+    Control,
+    NotExact,
+    VllmRefused,
+    proof_prompt,
+    score,
+)
 from midstream.engine.vllm.watch import POLL_S, PendingWork, Watch
 from midstream.http.call import CallFailed, call
 
@@ -77,13 +76,15 @@ STEP_TOKENS = 8192
 FIRST_S_MAX = 300.0
 #: For the prompt that is scored in a pause at the start.
 FROZEN_S_MAX = 60.0
+#: A pause that waits for a switch looks so often whether an update has stopped the server meanwhile.
+LOOK_S = 1.0
 #: Instead of a version: the server's KV cache holds numbers that are not finite.
 SPOILT = "not finite"
 #: A server that raises one of these while it starts cannot serve.
 START_ERRORS = (VllmServerFailed, CallFailed, VllmRefused, NotExact, WrongWeights)
 
 
-class ServerLife(Engine):
+class ServerLife(ServerProofs):
     """url: of a running server to attach to, instead of starting one. cache_dir: of the replica."""
 
     _paused = False
@@ -96,18 +97,11 @@ class ServerLife(Engine):
     # What a boot learns of its server. vLLM 0.20 gives all alternatives the name of the sampled token.
     _names_alternatives = True
     _ranks = 1
-    # None: it serves no policies, and the reason follows.
-    _adapters: Adapters | None = None
-    _no_policies = NO_LORA
     _numbers = Proved()
-    # Why there is no digest of the weights; empty if there is one.
-    _no_digest = UNREAD
     # Why it is unknown which weights computed KV; empty if its scheduler says so.
     _no_provenance = UNTOLD
     # Why nothing is checked in a pause; empty if weights are.
     _no_frozen_check = UNFROZEN
-    # Why its workers stage no weights; empty if they do.
-    _no_short_swap = UNSTAGED
     _death: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
@@ -194,6 +188,12 @@ class ServerLife(Engine):
             await self._take_over()
         except BaseException as error:
             await self._server.close()
+            if isinstance(error, LoadsFail):
+                # Nothing is loaded in the next one, which serves policies on its own weights.
+                self._loads_fail = str(error)
+                logger.warning("vLLM is started once more, without snapshots of full weights: %s", error)
+                await self._launch()
+                return
             if isinstance(error, START_ERRORS):
                 raise EngineDied(str(error)) from error
             raise
@@ -224,14 +224,16 @@ class ServerLife(Engine):
             await self._control.resume()
         await self._hear()
         self._no_policies = self._server.no_adapters
+        self._no_crossing = UNCROSSED
         self._adapters = None if self._no_policies else await self._prove_adapters()
+        self._no_full = ""
         self._no_short_swap = await self._prove_loads()
-        if self._adapters is not None:
-            self._no_digest = BESIDE_POLICIES
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         self._numbers = await prove_numbers(self._server, self._control, sizes)
         self._no_frozen_check = await self._prove_frozen_check()
-        self._no_provenance = await prove_provenance(self._server, self._control, self._epochs, sizes)
+        self._no_provenance = UNTOLD_BESIDE
+        if self._adapters is None:
+            self._no_provenance = await prove_provenance(self._server, self._control, self._epochs, sizes)
 
     async def _prove_frozen_check(self) -> str:
         """Why nothing is checked in a pause; empty if it is."""
@@ -248,38 +250,6 @@ class ServerLife(Engine):
         finally:
             await self._control.resume()
         return ""
-
-    async def _reload_and_compare(self) -> None:
-        """Load the base weights once more, and find out whether their digest is the same then."""
-        reload = partial(self._control.reload, self._model_dir)
-        lacks = unheard(self._server.extension, several=self._server.data_parallel)
-        self._no_digest = await prove_digest(self._control, lacks, reload)
-        if self._no_digest:
-            logger.warning("this vLLM has no weights_digest: %s", self._no_digest)
-
-    async def _prove_loads(self) -> str:
-        """Why no weights can be staged in the workers; "" if they can. Raises NotExact."""
-        self._stager.workers = None
-        if self._attached:
-            return "the proof needs a server without other requests, which midstream starts itself"
-        if self._adapters is not None:
-            return ON_BASE
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        await prove_reload(self._scorer(self._own), *sizes, self._reload_and_compare)
-        if not self._settings.stage_weights:
-            return "vllm.stage_weights is false"
-        if lacks := unheard(self._server.extension, several=self._server.data_parallel):
-            return lacks
-        reload = partial(self._control.reload, self._model_dir)
-        workers = WorkerWeights(self._control, self._settings.load_s_max)
-        scoring = partial(score, self._scorer(self._own), *sizes)
-        why = await prove_staging(workers, scoring, self._model_dir, reload, self._base_digest)
-        self._stager.workers = None if why else workers
-        return why
-
-    async def _base_digest(self) -> str:
-        """Before anything runs; "" if there is none."""
-        return "" if self._no_digest else await read_weights(self._control, lambda: True)
 
     async def _check_unspoilt(self) -> None:
         """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
@@ -318,24 +288,6 @@ class ServerLife(Engine):
                 "--enable-prompt-tokens-details"
             )
 
-    async def _prove_adapters(self) -> Adapters | None:
-        """None: the server serves, but no adapters."""
-        self._server.check_adapters(experts=bool(self._shape.moe_layers))
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        proof = Proof(self._server, self._control, self._scorer, sizes, self._adapter_dir)
-        try:
-            proven = await proof.run(self._model_dir, self._own)
-        except NoAdapters as error:
-            self._no_policies = str(error)
-            logger.warning("vLLM serves no policies: %s", error)
-            return None
-        own = (self._epochs.serving_version, self._check_alive, self._boot.in_background)
-        return Adapters(self._control, proven, self._adapter_dir, *own)
-
-    @property
-    def _own(self) -> ServedWeights:
-        return ServedWeights(self._server.served_name, self._epochs)
-
     def _info(self) -> ModelInfo:
         shape, server = self._shape, self._server
         card = vllm_card(
@@ -343,6 +295,8 @@ class ServerLife(Engine):
             routes=server.returns_routes,
             by_priority=server.by_priority,
             no_policies=self._no_policies,
+            no_crossing=self._no_crossing,
+            no_full_snapshots=self._no_full,
             no_numbers=self._numbers.lacks,
             no_digest=self._no_digest,
             no_frozen_check=self._no_frozen_check,
@@ -367,11 +321,6 @@ class ServerLife(Engine):
     async def close(self) -> None:
         await self._stop()
         self._staging.close()
-
-    def _scorer(self, weights: ServedWeights, *, in_pause: bool = False) -> Scorer:
-        server, epochs, name = self._server, weights.epochs, weights.name
-        first = {"by_priority": server.by_priority, "in_pause": in_pause}
-        return Scorer(server.url, server.headers, epochs, self._shape, name, **first)
 
     async def _check_alive(self, reason: str) -> None:
         """Raises EngineDied if the server is gone, or is no longer the one that was given its weights.
@@ -462,6 +411,52 @@ class ServerLife(Engine):
             run.fail(EngineDied(reason))
         self._boot.end(reason)
         self._fence.ended(reason)
+
+    async def pause(self) -> None:
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        await self._set_paused(False)
+
+    async def _set_paused(self, paused: bool) -> None:
+        while not await self._locks():
+            if self._fence.keeps_still:
+                # Whatever ends that heeds it.
+                self._paused = paused
+                return
+        try:
+            await self._call_paused(paused)
+        finally:
+            self._control_lock.release()
+
+    async def _locks(self) -> bool:
+        """Whether the control lock was taken. Not while tensors come: a trainer may be slow. Raises EngineDied."""
+        self._boot.check()
+        if self._fence.keeps_still:
+            return False
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._control_lock.acquire()
+        except TimeoutError:
+            return False
+
+    async def _call_paused(self, paused: bool) -> None:
+        """With the control lock."""
+        self._boot.check()
+        if self._fence.has_written:
+            # The switch to it resumes the server, unless it is paused then.
+            self._paused = paused
+            return
+        try:
+            await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
+        except (CallFailed, VllmRefused) as error:
+            self._end_boot(str(error))
+            raise EngineDied(str(error)) from error
+        self._paused = paused
+        if paused:
+            self._computing.clear()
+        else:
+            self._computing.set()
 
     async def _stand_still(self) -> None:
         try:

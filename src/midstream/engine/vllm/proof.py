@@ -4,6 +4,9 @@ For each kind of linear map in the model's layers an adapter of this kind alone 
 With an adapter in each of vLLM's places, the base weights must give the numbers that they gave before, also in steps that they
 share with an adapter. vLLM's kernels for a CPU would fail this without midstream's worker extension.
 
+A request that runs is given another adapter in a pause. Its tokens before must be those of the first one, the next one must not
+be, and vLLM must say that the weights changed between them.
+
 Always holds: no adapter of the proof is left at the server, and none of its files.
 """
 
@@ -18,17 +21,19 @@ import random
 import secrets
 import shutil
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from midstream.core.errors import SnapshotError
-from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Proven, adaptable
+from midstream.engine.vllm.arguments import UNCROSSED
+from midstream.engine.vllm.crossing_proof import CROSSING, CrossingProof, asked
 from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.scoring import ANSWER_S_MAX, Scorer
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, VllmRefused, proof_prompt, score
+from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, Score, VllmRefused, score
 from midstream.http.call import CallFailed, call
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from midstream.snapshots.layout import file_header, read_spec
@@ -101,6 +106,45 @@ class Proof:
             await self._clean_up()
         return Proven(base, frozenset(proven), self._server.adapter_places)
 
+    @asynccontextmanager
+    async def beside(self, proven: Proven, own: ServedWeights) -> AsyncIterator[Score]:
+        """Within, an adapter is loaded. What the base weights and what this adapter on them say of a prompt.
+
+        So whatever is proved of loads holds for both. Raises VllmRefused, CallFailed.
+        """
+        module = adaptable(proven.base)[min(proven.kinds)]
+        name = await self._load(module, proven.base.tensors[f"{module}.weight"].shape)
+
+        async def scores() -> list[float]:
+            return [*await self._score(own), *await self._score(ServedWeights(name, own.epochs))]
+
+        try:
+            yield scores
+        finally:
+            await self._clean_up()
+
+    async def why_not_crossed(self, proven: Proven, own: ServedWeights) -> str:
+        """Why a running request does not continue with another adapter; "" if it does. Raises NotExact, CallFailed."""
+        module = adaptable(proven.base)[min(proven.kinds)]
+        shape = proven.base.tensors[f"{module}.weight"].shape
+        try:
+            name, other = await self._load(module, shape), await self._load(module, shape, "another")
+            for count in CROSSING:
+                files = (self._folder / name, self._folder / other)
+                proof = CrossingProof(
+                    self._server, self._control, own, name, other, files, self._greedy, self._score
+                )
+                request = asked(self._vocab_size, self._context, count, f"crossing-{name}")
+                # Else all of its tokens had been sampled when it was to stand still. The first name is another one now.
+                if (why := await proof.why_not(request)) is not None:
+                    return why
+                await self._control.load_adapter(name, files[0], in_place=True)
+            return UNCROSSED
+        except VllmRefused as error:
+            return str(error)
+        finally:
+            await self._clean_up()
+
     async def _compare(self, own: ServedWeights, before: list[float], greedy: list[protocol.Token]) -> None:
         """Raises NotExact unless the base weights give what they gave before."""
         alone = _differences(before, await self._score(own)) + _drift(
@@ -123,10 +167,10 @@ class Proof:
                     "without --enable-lora, or on a CPU with midstream's worker extension"
                 )
 
-    async def _load(self, module: str, shape: tuple[int, ...]) -> str:
+    async def _load(self, module: str, shape: tuple[int, ...], which: str = "") -> str:
         name = f"proof-{self._mark}-{next(self._numbers)}"
         directory = self._folder / name
-        await asyncio.to_thread(write_probe, directory, module, shape)
+        await asyncio.to_thread(write_probe, directory, module, shape, which)
         await self._control.load_adapter(name, directory)
         self._loaded.append(name)
         return name
@@ -135,14 +179,7 @@ class Proof:
         return await score(self._scorer(weights), self._vocab_size, self._context)
 
     async def _greedy(self, name: str, count: int) -> list[protocol.Token]:
-        prompt = proof_prompt(self._vocab_size, max(2, self._context - count))
-        count = max(1, min(count, self._context - len(prompt)))
-        request = GenerateRequest(
-            request_id=name,
-            prompt=prompt,
-            sampling=SamplingParams(max_tokens=count, temperature=0.0),
-            want_logprobs=True,
-        )
+        request = asked(self._vocab_size, self._context, count, name)
         data = protocol.body(request, 0, model=name, salt=secrets.token_hex(16), stream=False)
         answer = await call(self._server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._server.headers)
         if answer.status != 200:
@@ -158,6 +195,7 @@ class Proof:
                 await self._control.unload_adapter(name)
             except (CallFailed, VllmRefused) as error:
                 logger.warning("%s: vLLM keeps its name: %s", name, error)
+        self._loaded = []
         await finished(shutil.rmtree, self._folder, True)
 
 
@@ -178,10 +216,10 @@ def _drift(a: list[protocol.Token], b: list[protocol.Token]) -> list[float]:
     return _differences(*([token.logprob for token in tokens[: same + 1]] for tokens in (a, b)))
 
 
-def write_probe(directory: Path, module: str, shape: tuple[int, ...]) -> None:
-    """An adapter of rank 1 of one map, strong enough to be seen in any model. shape: (outputs, inputs)."""
+def write_probe(directory: Path, module: str, shape: tuple[int, ...], which: str = "") -> None:
+    """An adapter of rank 1 of one map, strong enough to be seen in any model. shape: (outputs, inputs). which: of several."""
     outputs, inputs = shape
-    signs = random.Random(module)
+    signs = random.Random(module + which)
     a = array("f", (signs.choice((-1.0, 1.0)) / math.sqrt(inputs) for _ in range(inputs)))
     b = array("f", (signs.choice((-STRENGTH, STRENGTH)) for _ in range(outputs)))
     sides = (("A", (1, inputs), a.tobytes()), ("B", (outputs, 1), b.tobytes()))
@@ -189,7 +227,8 @@ def write_probe(directory: Path, module: str, shape: tuple[int, ...]) -> None:
         (f"base_model.model.{module}.lora_{side}.weight", "F32", shape, len(data))
         for side, shape, data in sides
     )
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module.rsplit(".", 1)[-1]]}
+    alpha = 2 if which else 1
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": alpha, "target_modules": [module.rsplit(".", 1)[-1]]}
     directory.mkdir(parents=True)
     (directory / ADAPTER_WEIGHTS_FILE).write_bytes(header + b"".join(data for _, _, data in sides))
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))

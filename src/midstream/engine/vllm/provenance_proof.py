@@ -51,7 +51,7 @@ async def prove_provenance(
         _expect("a new prompt", await asking.once(), (0, ((now, 0),)))
         try:
             if await _prove_crossing(asking, control, epochs) == now:
-                await _name(control, epochs.version(other, "proof"))
+                await _name(control, f"{other}:proof")
             cached, told = await asking.once()
             kv: KvSpans = ((now, 0), (other, cached)) if cached else ((other, 0),)
             _expect(f"{cached} cached tokens", (cached, told), (cached, kv))
@@ -72,7 +72,7 @@ async def _prove_crossing(asking: _Asking, control: Control, epochs: Epochs) -> 
         stream = await asking.begin()
         try:
             await stream.until_told(1)
-            await _name(control, epochs.version(now, "proof"))
+            await _name(control, f"{now}:proof")
             await stream.until_told(2)
         finally:
             stream.close()

@@ -68,13 +68,14 @@ class Scorer:
             in_pause=self._in_pause,
         )
         for _ in range(TRIES):
-            epoch = self._epochs.now
+            version = self._epochs.serving_version
             answer = await call(self._url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._headers)
             if answer.status == UNKNOWN_MODEL:
                 raise CallFailed(protocol.error_of(answer.status, answer.body))
             if answer.status != 200:
                 return protocol.error_of(answer.status, answer.body)
-            if self._epochs.now == epoch:
+            # A switch of other weights changes it, too.
+            if self._epochs.serving_version == version:
                 return self._records(request, answer.body, first)
         return f"weights were switched {TRIES} times while the prompt was scored"
 

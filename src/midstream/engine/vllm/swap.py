@@ -36,13 +36,15 @@ class NotExact(Exception):
     """vLLM computes other numbers than it should."""
 
 
-async def prove_reload(
-    scorer: Scorer, vocab_size: int, context: int, reload: Callable[[], Awaitable[None]]
-) -> None:
-    """reload: loads the serving weights once more. Raises NotExact, and the errors of scorer and reload."""
-    before = await score(scorer, vocab_size, context)
+#: The log-probabilities of a fixed prompt, under one set of weights or several.
+Score = Callable[[], Awaitable[list[float]]]
+
+
+async def prove_reload(scores: Score, reload: Callable[[], Awaitable[None]]) -> None:
+    """reload: loads the serving weights once more. Raises NotExact, and the errors of both."""
+    before = await scores()
     await reload()
-    after = await score(scorer, vocab_size, context)
+    after = await scores()
     off = largest_difference(before, after)
     if not off <= TOLERANCE:
         raise NotExact(
@@ -172,9 +174,14 @@ class Control:
         if self._versions:
             await self._post("/update_weight_version", {"new_version": version}, CALL_S_MAX)
 
-    async def load_adapter(self, name: str, directory: Path) -> None:
-        """vLLM reads the files of `directory` between two steps, and perhaps again later."""
-        body = {"lora_name": name, "lora_path": str(directory)}
+    async def load_adapter(self, name: str, directory: Path, *, in_place: bool = False) -> None:
+        """vLLM reads the files of `directory` between two steps, and perhaps again later.
+
+        in_place: it has other files of this name, under which requests may run. Only in a pause.
+        """
+        body: dict[str, Any] = {"lora_name": name, "lora_path": str(directory)}
+        if in_place:
+            body["load_inplace"] = True
         await self._load("/v1/load_lora_adapter", body, directory, STEP_S_MAX)
 
     async def unload_adapter(self, name: str) -> None:
@@ -235,7 +242,7 @@ async def adopt(
 async def switch(
     control: Control,
     load: Callable[[], Awaitable[None]],
-    old: Path,
+    back: Callable[[], Awaitable[None]],
     version: str,
     on_switch: Callable[[], None],
     *,
@@ -243,7 +250,7 @@ async def switch(
 ) -> None:
     """Have `load` bring new weights, between two steps.
 
-    old: the files of what serves.
+    back: loads what served, after vLLM has refused the new weights.
     on_switch: called when everything that was sampled before has arrived. Nothing is sampled until it returns.
     resume: whether steps continue after the switch. Raises Unchanged. After CallFailed and VllmRefused the server is in doubt.
     """
@@ -251,9 +258,9 @@ async def switch(
     try:
         await load()
     except VllmRefused as error:
-        logger.warning("vLLM could not load new weights; going back to %s: %s", old, error)
+        logger.warning("vLLM could not load new weights; going back to those before: %s", error)
         # The weights are half unloaded, so the next step would fail.
-        await control.reload(old)
+        await back()
         if resume:
             await control.resume()
         raise Unchanged(f"vLLM could not load the snapshot: {error}") from error

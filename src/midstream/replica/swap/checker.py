@@ -66,8 +66,11 @@ class Checker:
         digest: str | None = None
 
         async def score() -> None:
-            nonlocal canary
-            canary = await self._canary(info)
+            nonlocal canary, snapshot
+            label, canary = await self._canary(info)
+            if self._policy:
+                # It names the base, too, where that is not the weights of the start.
+                snapshot = label
 
         async def read() -> None:
             nonlocal digest
@@ -90,7 +93,8 @@ class Checker:
             log.warning("the weights could not be read for a digest: %s", error)
             return None
 
-    async def _canary(self, info: ModelInfo) -> tuple[float, ...]:
+    async def _canary(self, info: ModelInfo) -> tuple[str, tuple[float, ...]]:
+        """What computed it, and the log-probabilities."""
         prompt = canary_prompt(info, CANARY_TOKENS_OF_POLICY if self._policy else CANARY_TOKENS)
         request = GenerateRequest(
             request_id=CANARY_PREFIX + self._new_id(),
@@ -112,7 +116,7 @@ class Checker:
         for position, logprob in enumerate(logprobs, start=1):
             if not math.isfinite(logprob):
                 raise ScoresNotFinite(f"the log-probability of canary token {position} is {logprob}")
-        return logprobs
+        return records[-1].snapshot, logprobs
 
 
 def same_weights(found: SnapshotCheck, before: SnapshotCheck | None) -> str:

@@ -41,6 +41,7 @@ from midstream.replica.swap.history import SwapHistory
 from midstream.replica.swap.meanings import Meanings
 from midstream.replica.swap.source import Files
 from midstream.replica.swap.table import SwapEvent, SwapMachine
+from midstream.replica.swap.ties import NO_TIES, Ties
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +77,13 @@ class Entrance:
 @dataclass(frozen=True)
 class SwapCallbacks:
     """What the driver calls. change: after every change of the report. settled: as each attempt ends. death: why
-    the engine is gone. swapped: how each attempt went."""
+    the engine is gone. swapped: how each attempt went. ties: to other policies."""
 
     change: Callable[[], None]
     settled: Callable[[], None]
     death: Callable[[str], None]
     swapped: Callable[[SwapHistory], None] = lambda history: None
+    ties: Ties = NO_TIES
 
 
 class SwapDriver:
@@ -109,6 +111,7 @@ class SwapDriver:
             callbacks.death,
         )
         self._on_swapped = callbacks.swapped
+        self._ties = callbacks.ties
         self._attempts = Attempts(machine, proved=engine.proves_staged)
         self._attempt: asyncio.Task[None] | None = None
         #: Of the attempt in work.
@@ -260,11 +263,13 @@ class SwapDriver:
             await self._verify(path, desired)
         contents = () if base else await source.contents(desired)
         verified = self._made(SwapEvent.VERIFIED)
+        await self._ties.before_stage(desired)
         await self._engine.stage(desired.snapshot, path)
         await source.check_unchanged()
         self._begin_quiet(desired)
         staged = self._made(SwapEvent.STAGED)
         await self._wait_for_turn()
+        await self._ties.before_switch(desired)
         # A target may be let go with other fields than it came with.
         timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
         done = msgspec.structs.replace(
@@ -333,7 +338,9 @@ class SwapDriver:
             self._stop_reading()
             timing = await self._engine.commit(desired.snapshot)
             self.meanings.switched()
-            self._namespaces.commit(self.machine.reset_of(desired), desired.max_cache_age)
+            reset = self.machine.reset_of(desired)
+            self._namespaces.commit(reset, desired.max_cache_age)
+            self._ties.switched(desired, reset)
             if self._engine.proves_staged:
                 self._open()
             return timing

@@ -154,6 +154,12 @@ class SwapMachine:
         """The generation of the signal that asked for what serves. 0: the base weights of the start."""
         return self.loaded.signalled if self.loaded else 0
 
+    @property
+    def answers(self) -> int:
+        """The generation of the newest signal that asked for what serves, also if it served already."""
+        serves = self.stage is Stage.IDLE and self.target is not None
+        return self.target.signalled if serves and self.target is not None else self.signalled
+
     def reset_of(self, desired: Desired) -> ResetPromptCache:
         """The policy of a switch to it."""
         return (

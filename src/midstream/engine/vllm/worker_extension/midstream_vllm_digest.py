@@ -51,7 +51,12 @@ class WeightsDigest:
         return {"kind": self._kind_of_all(), "digest": self._whole.hexdigest(), "bytes": self._bytes}
 
     def _all(self, model: Any) -> Iterator[torch.Tensor]:
-        packed = {name: layer for name, layer in model.named_modules() if hasattr(layer, "cpu_linear")}
+        # A layer for adapters says that it has whatever the one has that it is wrapped around.
+        packed = {
+            name: layer
+            for name, layer in model.named_modules()
+            if hasattr(layer, "cpu_linear") and "base_layer" not in layer._modules
+        }
         for name, layer in sorted(packed.items()):
             yield from self._of_packed(name, layer)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -134,15 +134,14 @@ class _Attempt(NamedTuple):
 class _Twin:
     """A model beside the one that serves, for its weights alone: no step runs it.
 
-    pairs: its modules with those that serve.
+    pairs: its modules with those that serve. It has none of the layers that vLLM wraps around modules for adapters: the
+    weights lie in what these wrap, by the names of a checkpoint.
     """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         runner = worker.model_runner
         model, config = runner.get_model(), runner.vllm_config
-        if config.lora_config is not None:
-            raise NotStaged("vLLM runs with --enable-lora")
         if config.parallel_config.enable_eplb:
             raise NotStaged("vLLM moves experts between its ranks (--enable-eplb)")
         if getattr(config.model_config, "word_embeddings_untied_by_checkpoint", False):
@@ -226,6 +225,7 @@ class _Twin:
 
     def _of(self, live: Any, name: str, seen: dict[int, Any]) -> Any:
         """The twin of a module, with those below it."""
+        live = _unwrapped(live)
         found = seen.get(id(live))
         if found is not None:
             return found
@@ -303,6 +303,12 @@ class _Twin:
             twin._parameters[name] = made
 
         return prepare
+
+
+def _unwrapped(module: Any) -> Any:
+    """What a layer for adapters (BaseLayerWithLoRA) is wrapped around, or the module itself."""
+    inner = module._modules.get("base_layer")
+    return module if inner is None else _unwrapped(inner)
 
 
 def _check_all_loaded(loader: Any, model: Any, loaded: set[str] | None, *, quantized: bool) -> None:

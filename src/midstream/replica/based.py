@@ -1,0 +1,116 @@
+"""Policies on an engine that has no base for them but the weights that serve (without the feature `policy_base`).
+
+Owns: what a policy's swap waits for, and what becomes of policies when the deployment's own weights are switched.
+Always holds:
+- A policy's snapshot is loaded once the weights serve that it stands on, or newer ones.
+- Before a switch to weights that ended policies, none of their requests runs. They have `drain_s` to end by themselves.
+- The other policies cross the switch. Their cached KV is reused as its signal says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from midstream.core.types import Desired, ModelInfo, ResetPromptCache
+from midstream.engine.base import StagingFailed
+from midstream.replica.namespaces import Namespaces
+from midstream.replica.swap.table import SwapMachine
+from midstream.replica.swap.ties import Ties
+
+log = logging.getLogger(__name__)
+
+
+class AnotherPolicy(Protocol):
+    """A policy besides the deployment's own, of which requests may be left after its end."""
+
+    name: str
+    made: float
+    users: int
+    namespaces: Namespaces
+
+    @property
+    def stands_on(self) -> int: ...
+
+    async def left(self) -> None: ...
+
+    def abort(self, ids: tuple[str, ...] | None, *, held: bool) -> int: ...
+
+
+class OneBase:
+    """own: the swap machine of the deployment's own weights. others: those that are held, and ended ones with requests left.
+
+    end: ends a policy, by its name and when it was made.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[], SwapMachine],
+        others: Callable[[], Sequence[AnotherPolicy]],
+        end: Callable[[str, float], bool],
+        drain_s: float,
+    ) -> None:
+        self._own, self._others, self._end, self._drain_s = own, others, end, drain_s
+        self._moved = asyncio.Event()
+        self._applies = False
+
+    def begin(self, info: ModelInfo) -> None:
+        """A boot's engine runs."""
+        self._applies = not info.card.has("policy_base")
+
+    def moved(self) -> None:
+        """The deployment's own weights have made a step."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    @property
+    def of_policy(self) -> Ties:
+        return Ties(before_stage=self._base_serves)
+
+    @property
+    def of_base(self) -> Ties:
+        return Ties(before_stage=self._end_old, before_switch=self._old_are_gone, switched=self._crossed)
+
+    async def _base_serves(self, desired: Desired) -> None:
+        while self._applies and self._own().answers < desired.stands_on:
+            log.info(
+                "%s of policy %s waits for the weights that it stands on", desired.snapshot, desired.policy
+            )
+            await self._moved.wait()
+        loaded = self._own().loaded
+        if self._applies and loaded is not None and desired.stands_on < loaded.ends_before:
+            raise StagingFailed(
+                f"policies were ended with the weights before {loaded.snapshot}, and this is one"
+            )
+
+    async def _end_old(self, desired: Desired) -> None:
+        """A gateway says so, too. It may not have said it yet."""
+        if self._applies:
+            for policy in self._old(desired):
+                self._end(policy.name, policy.made)
+
+    async def _old_are_gone(self, desired: Desired) -> None:
+        # A late message may have brought one back.
+        await self._end_old(desired)
+        running = [policy for policy in self._old(desired) if policy.users] if self._applies else []
+        if not running:
+            return
+        log.info("the switch to %s waits for requests of %d policies", desired.snapshot, len(running))
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await asyncio.gather(*(policy.left() for policy in running))
+        except TimeoutError:
+            ended = sum(policy.abort(None, held=True) for policy in running)
+            log.warning("%d requests of policies were ended for the switch to %s", ended, desired.snapshot)
+            await asyncio.gather(*(policy.left() for policy in running))
+
+    def _crossed(self, desired: Desired, reset: ResetPromptCache) -> None:
+        if self._applies:
+            for policy in self._others():
+                ages = (policy.namespaces.kv_age_max, desired.max_cache_age)
+                policy.namespaces.commit(reset, min((age for age in ages if age is not None), default=None))
+
+    def _old(self, desired: Desired) -> list[AnotherPolicy]:
+        return [policy for policy in self._others() if policy.stands_on < desired.ends_before]

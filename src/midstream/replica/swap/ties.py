@@ -1,0 +1,27 @@
+"""What the swap of one policy has to do with the other policies of its replica. Pure.
+
+Always holds: a swap without ties waits for nothing, and nothing follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from midstream.core.types import Desired, ResetPromptCache
+
+
+async def _nothing(_desired: Desired) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Ties:
+    """before_stage, before_switch: are waited for. switched: the engine has switched, and what its cache policy comes to."""
+
+    before_stage: Callable[[Desired], Awaitable[None]] = _nothing
+    before_switch: Callable[[Desired], Awaitable[None]] = _nothing
+    switched: Callable[[Desired, ResetPromptCache], None] = lambda desired, reset: None
+
+
+NO_TIES = Ties()
