@@ -24,7 +24,7 @@ LINES_MAX = {
     "commands": 2895,
     "core": 4910,
     "dashboard": 10,
-    "engine": 13850,
+    "engine": 13900,
     "fleet": 6050,
     "http": 2625,
     "integrations": 1235,

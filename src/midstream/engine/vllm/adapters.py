@@ -19,7 +19,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,10 +166,10 @@ class Adapters:
     async def commit(self, policy: str, snapshot: str, files: str = "") -> SwapTiming:
         new = self._staged(policy, snapshot)
         pause_ms, crossed = 0.0, 0
-        # Those that crossed before still run under the names that they began with.
-        running = [v for v in self._placed if v.policy == policy and v is not new and v.requests]
+        running = self._running(policy, new)
         if running and self._cross is not None:
-            pause_ms, crossed = await self._cross(self._crossing(running, new))
+            with self._kept(running):
+                pause_ms, crossed = await self._cross(self._crossing(running, new))
             new = self._staged(policy, snapshot)
         del self._coming[policy]
         if new.epochs.snapshot == snapshot:
@@ -180,6 +181,24 @@ class Adapters:
             self._retire(old)
         # Where nothing crossed, nothing stood still: vLLM read the adapter when it was staged.
         return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
+
+    def _running(self, policy: str, new: Version) -> list[Version]:
+        """What requests of the policy run under, or may before `new` serves; empty if none runs."""
+        # Those that crossed before still run under the names that they began with.
+        running = [v for v in self._placed if v.policy == policy and v is not new and v.requests]
+        serving = self._serving.get(policy)
+        return [*running, serving] if running and serving is not None and serving not in running else running
+
+    @contextmanager
+    def _kept(self, versions: Sequence[Version]) -> Iterator[None]:
+        """Within, vLLM has them and their files, also if their last requests end."""
+        for version in versions:
+            version.requests += 1
+        try:
+            yield
+        finally:
+            for version in versions:
+                self.end(version)
 
     def _staged(self, policy: str, snapshot: str) -> Version:
         """Raises StagingFailed."""

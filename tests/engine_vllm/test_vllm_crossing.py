@@ -1,0 +1,89 @@
+"""Swaps of a policy of VllmEngine under running requests: what ends or begins in the pause, and what is cached behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from fake_vllm import UNLOAD, FakeRequest, FakeVllm, until, weights_of, write_adapter
+from test_vllm_adapters import both_of, publish
+from vllm_helpers import Reading, asking, attached, begun
+
+from midstream.core.types import SwapTiming
+from midstream.engine.vllm.engine import VllmEngine
+
+PAUSE = "/pause"
+
+
+async def one_under_each(
+    engine: VllmEngine, fake: FakeVllm, folder: Path
+) -> list[tuple[Reading, FakeRequest]]:
+    """Two requests, of which the first has crossed a swap: they run under two names."""
+    found = []
+    for number in (1, 2):
+        await publish(engine, folder, "red", number)
+        reading, (request,) = await begun(engine, fake, asking(f"r{number}", policy="red", max_tokens=6))
+        request.step(1)
+        found.append((reading, request))
+    return found
+
+
+async def in_pause(
+    engine: VllmEngine, fake: FakeVllm, folder: Path
+) -> tuple[asyncio.Task[SwapTiming], asyncio.Event]:
+    """A swap that has begun. It goes on once the event is set."""
+    gate = fake.gates[PAUSE] = asyncio.Event()
+    swapping = asyncio.create_task(publish(engine, folder, "red", 3))
+    await until(lambda: PAUSE not in fake.gates, "vLLM is told to pause")
+    return swapping, gate
+
+
+def test_a_request_that_ends_before_vllm_stands_still_does_not_end_the_swap(tmp_path: Path) -> None:
+    """It was the last one under its name."""
+
+    async def main() -> None:
+        async with attached(tmp_path, places=6) as (engine, fake):
+            (old, ending), (new, running) = await one_under_each(engine, fake, tmp_path)
+            swapping, gate = await in_pause(engine, fake, tmp_path)
+            ending.to_the_end()
+            await old.ended()
+            # Its name would be unloaded, and its files removed, meanwhile.
+            await engine.slot("green").stage("green-1", write_adapter(tmp_path / "green-1", 7))
+            gate.set()
+            await swapping
+            running.to_the_end()
+            await new.ended()
+            for reading in (old, new):
+                assert reading.errors == []
+                assert [weights_of(r) for r in reading.records()] == [
+                    both_of(name) for name in reading.labels()
+                ]
+            assert new.labels() == ["red-2"] + ["red-3"] * 5
+            # Its name and its files are gone now.
+            await until(lambda: fake.calls.count(UNLOAD) == 2)
+            assert not fake.files[ending.model].exists()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_begins_before_vllm_stands_still_crosses_the_swap(tmp_path: Path) -> None:
+    """It is the only one under its name."""
+
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            (old, _), (new, ending) = await one_under_each(engine, fake, tmp_path)
+            ending.to_the_end()
+            await new.ended()
+            swapping, gate = await in_pause(engine, fake, tmp_path)
+            late, (begins,) = await begun(engine, fake, asking("late", policy="red", max_tokens=6))
+            begins.step(1)
+            await until(lambda: late.labels() == ["red-2"])
+            gate.set()
+            assert (await swapping).streams_crossed == 2
+            begins.to_the_end()
+            await late.ended()
+            assert late.labels() == ["red-2"] + ["red-3"] * 5
+            assert [weights_of(r) for r in late.records()] == [both_of(name) for name in late.labels()]
+            await old.stop()
+
+    asyncio.run(main())
