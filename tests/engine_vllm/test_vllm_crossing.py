@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from fake_vllm import UNLOAD, FakeRequest, FakeVllm, until, weights_of, write_adapter
-from test_vllm_adapters import both_of, publish
+from fake_vllm import UNLOAD, FakeRequest, FakeVllm, until, weights_of, write_adapter, write_weights
+from test_vllm_adapters import both_of, ours, publish
 from vllm_helpers import Reading, asking, attached, begun
 
 from midstream.core.types import SwapTiming
@@ -85,5 +85,37 @@ def test_a_request_that_begins_before_vllm_stands_still_crosses_the_swap(tmp_pat
             assert late.labels() == ["red-2"] + ["red-3"] * 5
             assert [weights_of(r) for r in late.records()] == [both_of(name) for name in late.labels()]
             await old.stop()
+
+    asyncio.run(main())
+
+
+def test_kv_of_the_base_before_is_not_found_after_a_swap_that_a_request_crossed(tmp_path: Path) -> None:
+    """One that waits for its first token, and bounds the age of cached KV."""
+
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            ours(engine)
+
+            async def asked(name: str) -> tuple[Reading, FakeRequest]:
+                more = {"policy": "red", "salt": b"s", "kv_age_max": 0, "want_kv_snapshots": True}
+                reading, requests = await begun(engine, fake, asking(name, range(20), **more))
+                return reading, requests[0]
+
+            await publish(engine, tmp_path, "red", 1)
+            waiting, _ = await asked("waits")
+            await publish(engine, tmp_path, "red", 2)
+            await until(lambda: len(fake.requests) == 2, "it is sent again")
+            fake.requests[-1].to_the_end()
+            await waiting.ended()
+            for label in ("red-2", "red-2@step-2"):
+                if label != "red-2":
+                    await engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+                    await engine.commit("step-2")
+                reading, request = await asked(label)
+                request.to_the_end()
+                await reading.ended()
+                assert request.reused == []
+                assert reading.labels() == [label] * 4
+                assert reading.events[-1].kv_snapshots == ((label, 0, 23),)
 
     asyncio.run(main())

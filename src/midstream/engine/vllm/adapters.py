@@ -231,6 +231,8 @@ class Adapters:
                 version.epochs.moved(new.snapshot)
                 # At once, as the next swap puts others there.
                 shutil.rmtree(_before(version.files), ignore_errors=True)
+            # So its KV is not taken for that of a later epoch.
+            new.epochs.moved()
 
         return Crossing([version.weights for version in running], load, back, moved)
 
