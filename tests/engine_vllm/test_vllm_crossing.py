@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from fake_vllm import UNLOAD, FakeRequest, FakeVllm, until, weights_of, write_adapter, write_weights
 from test_vllm_adapters import both_of, ours, publish
-from vllm_helpers import Reading, asking, attached, begun
+from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import SwapTiming
 from midstream.engine.vllm.engine import VllmEngine
@@ -117,5 +118,38 @@ def test_kv_of_the_base_before_is_not_found_after_a_swap_that_a_request_crossed(
                 assert request.reused == []
                 assert reading.labels() == [label] * 4
                 assert reading.events[-1].kv_snapshots == ((label, 0, 23),)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("which", ["adapter", "base"])
+def test_kv_of_what_is_overwritten_under_a_request_loses_its_name(tmp_path: Path, which: str) -> None:
+    """The name and its label mean other weights now."""
+
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            ours(engine)
+            await swap(engine, tmp_path, 1)
+            await publish(engine, tmp_path, "red", 1)
+            asked = asking(policy="red", max_tokens=6, want_kv_snapshots=True)
+            reading, (request,) = await begun(engine, fake, asked)
+            request.step(1, 1)
+            await until(lambda: len(reading.records()) == 2)
+            assert reading.events[0].kv_snapshots == (("red-1@step-1", 0, 3),)
+            if which == "base":
+                await engine.stage("step-1", write_weights(tmp_path / "again", 2))
+                engine.announce("other", [("step-1", "step-1@1")])
+                await engine.commit("step-1")
+            else:
+                slot = engine.slot("red")
+                await slot.stage("red-1", write_adapter(tmp_path / "again", 2))
+                slot.announce("other", [("red-1", "red-1@1")])
+                await slot.commit("red-1")
+            request.to_the_end()
+            await reading.ended()
+            assert set(reading.labels()) == {"red-1@step-1"}
+            renamed = [pair for event in reading.events for pair in event.renamed]
+            assert renamed == [("red-1@step-1", "?")]
+            assert next(event for event in reading.events if event.renamed).kv_snapshots == (("?", 0, 5),)
 
     asyncio.run(main())

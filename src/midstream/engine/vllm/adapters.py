@@ -163,13 +163,16 @@ class Adapters:
         if (version := self._coming.get(policy)) is not None:
             self._give_up(version)
 
-    async def commit(self, policy: str, snapshot: str, files: str = "") -> SwapTiming:
+    async def commit(
+        self, policy: str, snapshot: str, files: str = "", overwritten: Collection[str] = ()
+    ) -> SwapTiming:
+        """files: what its files are. overwritten: names that mean other adapters by it."""
         new = self._staged(policy, snapshot)
         pause_ms, crossed = 0.0, 0
         running = self._running(policy, new)
         if running and self._cross is not None:
             with self._kept(running):
-                pause_ms, crossed = await self._cross(self._crossing(running, new))
+                pause_ms, crossed = await self._cross(self._crossing(running, new, overwritten))
             new = self._staged(policy, snapshot)
         del self._coming[policy]
         if new.epochs.snapshot == snapshot:
@@ -207,7 +210,7 @@ class Adapters:
             raise StagingFailed(f"snapshot {snapshot!r} is not staged")
         return new
 
-    def _crossing(self, running: Sequence[Version], new: Version) -> Crossing:
+    def _crossing(self, running: Sequence[Version], new: Version, overwritten: Collection[str]) -> Crossing:
         async def load() -> None:
             for version in running:
                 try:
@@ -228,6 +231,7 @@ class Adapters:
 
         def moved() -> None:
             for version in running:
+                version.epochs.overwrite(adapters=overwritten)
                 version.epochs.moved(new.snapshot)
                 # At once, as the next swap puts others there.
                 shutil.rmtree(_before(version.files), ignore_errors=True)
@@ -246,9 +250,10 @@ class Adapters:
         epochs = AdapterEpochs(snapshot, self._base)
         return Version(policy, snapshot, ServedWeights(name, epochs), self._folder / name, epochs)
 
-    def rebased(self) -> None:
-        """The base has begun an epoch, which all of its requests cross."""
+    def rebased(self, overwritten: Collection[str] = ()) -> None:
+        """The base has begun an epoch, which all of its requests cross. overwritten: names that mean other weights by it."""
         for version in {*self._placed, *self._coming.values(), *self._serving.values()}:
+            version.epochs.overwrite(bases=overwritten)
             version.epochs.moved()
 
     def _check(self, directory: Path) -> None:
@@ -342,7 +347,7 @@ class AdapterSlot(Slot):
         self._while_alive = while_alive
         # Of the boot in which something was staged.
         self._staged_in: Adapters | None = None
-        self._announced = ""
+        self._announced: tuple[str, Collection[str]] = "", ()
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self._staged_in = adapters = self._adapters()
@@ -356,12 +361,11 @@ class AdapterSlot(Slot):
         await self._computing()
 
     def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
-        """Requests keep the adapter that they began with, so no earlier span means another one."""
-        self._announced = files
+        self._announced = files, tuple(name for name, _ in overwritten)
 
     async def commit(self, snapshot: str) -> SwapTiming:
-        files, self._announced = self._announced, ""
-        return await self._adapters().commit(self._policy, snapshot, files)
+        announced, self._announced = self._announced, ("", ())
+        return await self._adapters().commit(self._policy, snapshot, *announced)
 
 
 def kind_of(module: str) -> str:

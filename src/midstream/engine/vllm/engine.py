@@ -445,7 +445,7 @@ class VllmEngine(ServerLife):
         """Begin the epoch of `snapshot`, and return how many choices continue in it."""
         self._epochs.begin(snapshot, *announced)
         if self._adapters is not None:
-            self._adapters.rebased()
+            self._adapters.rebased([name for name, _ in announced[1]])
         self._proving.switched(snapshot)
         return self._cross_all(list(self._requests.values()))
 

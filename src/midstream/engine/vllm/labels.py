@@ -18,7 +18,7 @@ error if its labels differ from what vLLM says, never with a wrong label.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from midstream.core.types import BASE_SNAPSHOT
 
@@ -112,6 +112,14 @@ class AdapterEpochs(Epochs):
         super().__init__(label_on(adapter, base.snapshot), base.server, base.server.switches)
         self._adapter, self._base = adapter, base
         self.confirmed = base.confirmed
+
+    def overwrite(self, adapters: Collection[str] = (), bases: Collection[str] = ()) -> None:
+        """These names mean other weights from now on, so earlier KV of their labels has no name."""
+        for label in dict.fromkeys(self._snapshots):
+            adapter, _, base = label.partition("@")
+            if adapter in adapters or (base or BASE_SNAPSHOT) in bases:
+                self._labels = [UNKNOWN if known == label else known for known in self._labels]
+                self.renamed.append((label, UNKNOWN))
 
     def moved(self, adapter: str = "") -> None:
         """The base, or the adapter, is another one now."""
