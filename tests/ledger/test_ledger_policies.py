@@ -66,6 +66,22 @@ def test_full_weights_end_the_policies_of_their_deployment_alone(url: str) -> No
     on_ledger(url, work)
 
 
+def test_weights_that_are_desired_already_end_policies_and_no_later_ones(url: str) -> None:
+    async def work(ledger: Ledger) -> None:
+        await make(ledger, "red")
+        await signal(ledger, "a", policies="rebase")
+        result = await signal(ledger, "a", policies="end")
+        assert await ended(ledger) == ["red"]
+        assert result.changed
+        assert result.desired.ends_before == result.desired.generation
+        # As a client that got no answer.
+        await make(ledger, "blue")
+        assert not (await signal(ledger, "a", policies="end")).changed
+        assert await ended(ledger) == ["red"]
+
+    on_ledger(url, work)
+
+
 def test_a_policys_snapshot_says_which_weights_it_stands_on(url: str) -> None:
     async def work(ledger: Ledger) -> None:
         await make(ledger, "red")

@@ -231,7 +231,9 @@ def accept(
         == (signal.fingerprint, signal.compression, parents)
     )
     if same_files and row.desired_snapshot == signal.identity:
-        if not failed and tuple(known.ignore_config) == signal.ignore_config:
+        # Asked for once more, it ends no policies that were made since.
+        ends = signal.policies == "end" and deployments.ends_before(row) < row.generation
+        if not failed and not ends and tuple(known.ignore_config) == signal.ignore_config:
             return SignalResult(_desired(db, known, row, contents), changed=False)
         # No replica may have loaded it under the first signal.
         signal = _at_least(signal, known)
