@@ -98,8 +98,10 @@ def test_kv_of_the_base_before_is_not_found_after_a_swap_that_a_request_crossed(
             ours(engine)
 
             async def asked(name: str) -> tuple[Reading, FakeRequest]:
-                more = {"policy": "red", "salt": b"s", "kv_age_max": 0, "want_kv_snapshots": True}
-                reading, requests = await begun(engine, fake, asking(name, range(20), **more))
+                request = asking(
+                    name, range(20), policy="red", salt=b"s", kv_age_max=0, want_kv_snapshots=True
+                )
+                reading, requests = await begun(engine, fake, request)
                 return reading, requests[0]
 
             await publish(engine, tmp_path, "red", 1)

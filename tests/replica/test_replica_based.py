@@ -127,3 +127,43 @@ async def test_policies_that_cross_keep_as_much_cached_kv_as_the_signal_says(
             # The bound of the policy's own signal holds on.
             assert engine.requests[-1].kv_age_max == 1
         assert (salts[0] == salts[1]) is kept
+
+
+@in_a_loop
+async def test_full_weights_wait_for_the_requests_that_are_pinned_to_a_policys_snapshot(
+    tmp_path: Path,
+) -> None:
+    engine = one_base()
+    async with running(tmp_path, engine) as here:
+        await desire_red(here, "red-1", stands_on=0)
+        await here.until(lambda: reds(here) == ["red-1"])
+        pinned = {"midstream": {"snapshot": "red-1"}}
+        stream = await sampling(here, **pinned)
+        await desire(here, "step-1", 1)
+        await here.until(lambda: not here.replica.report().others[0].pinnable)
+        assert (serving(here), engine.switches) == (BASE_SNAPSHOT, [])
+        refused = await here.http.post("/v1/completions", json=SAMPLE | pinned, headers=UNDER)
+        assert refused.status_code == 409
+        engine.allow(6)
+        await here.until(lambda: serving(here) == "step-1")
+        assert labels((await stream).text) == ["red-1"] * 6
+        # They may be pinned again, also if the switch fails.
+        await here.until(lambda: here.replica.report().others[0].pinnable)
+
+
+@in_a_loop
+async def test_full_weights_that_are_given_up_while_they_wait_let_requests_be_pinned_again(
+    tmp_path: Path,
+) -> None:
+    engine = one_base()
+    async with running(tmp_path, engine) as here:
+        await desire_red(here, "red-1", stands_on=0)
+        await here.until(lambda: reds(here) == ["red-1"])
+        stream = await sampling(here, midstream={"snapshot": "red-1"})
+        await desire(here, "step-1", 1)
+        await here.until(lambda: not here.replica.report().others[0].pinnable)
+        await desire(here, BASE_SNAPSHOT, 2)
+        await here.until(lambda: here.replica.report().others[0].pinnable)
+        engine.allow(6)
+        assert labels((await stream).text) == ["red-1"] * 6
+        assert engine.switches == []

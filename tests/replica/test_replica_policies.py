@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
+from typing import Any
 
 import httpx
 from replica_fakes import FakeEngine, Running, record, running, sse
@@ -97,11 +98,12 @@ def reported(here: Running) -> dict[float, str]:
     return {policy.made: policy.snapshot for policy in here.replica.report().others}
 
 
-async def sampling(here: Running) -> asyncio.Task[httpx.Response]:
+async def sampling(here: Running, **fields: Any) -> asyncio.Task[httpx.Response]:
     """A stream that has given two tokens and waits for more to be allowed."""
     here.engine.allow(2)
     known = len(here.engine.requests)
-    task = asyncio.create_task(here.http.post("/v1/completions", json=SAMPLE, headers=UNDER))
+    body = SAMPLE | fields
+    task = asyncio.create_task(here.http.post("/v1/completions", json=body, headers=UNDER))
     await here.engine.until(
         lambda: (
             len(here.engine.requests) > known

@@ -4,7 +4,8 @@ Owns: what a policy's swap waits for, and what becomes of policies when the depl
 Always holds:
 - A policy's snapshot is loaded once the weights serve that it stands on, or newer ones.
 - Before a switch to weights that ended policies, none of their requests runs. They have `drain_s` to end by themselves.
-- The other policies cross the switch. Their cached KV is reused as its signal says.
+- The other policies cross the switch, except for requests that are pinned: a switch waits for these as the policy's own does.
+  Their cached KV is reused as its signal says.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 from midstream.core.types import Desired, ModelInfo, ResetPromptCache
 from midstream.engine.base import StagingFailed
 from midstream.replica.namespaces import Namespaces
+from midstream.replica.pins import Pins
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.swap.ties import Ties
 
@@ -30,6 +32,7 @@ class AnotherPolicy(Protocol):
     made: float
     users: int
     namespaces: Namespaces
+    pins: Pins
 
     @property
     def stands_on(self) -> int: ...
@@ -55,6 +58,8 @@ class OneBase:
         self._own, self._others, self._end, self._drain_s = own, others, end, drain_s
         self._moved = asyncio.Event()
         self._applies = False
+        # What pinned requests of policies are waited for.
+        self._coming: str | None = None
 
     def begin(self, info: ModelInfo) -> None:
         """A boot's engine runs."""
@@ -71,7 +76,7 @@ class OneBase:
 
     @property
     def of_base(self) -> Ties:
-        return Ties(before_stage=self._end_old, before_switch=self._old_are_gone, switched=self._crossed)
+        return Ties(self._end_old, self._make_way, self._crossed, self._reopen)
 
     async def _base_serves(self, desired: Desired) -> None:
         while self._applies and self._own().answers < desired.stands_on:
@@ -90,6 +95,24 @@ class OneBase:
         if self._applies:
             for policy in self._old(desired):
                 self._end(policy.name, policy.made)
+
+    async def _make_way(self, desired: Desired) -> None:
+        await self._old_are_gone(desired)
+        if self._applies and not self._own().same_files(desired):
+            self._coming = desired.snapshot
+            ended = await asyncio.gather(*(policy.pins.end(desired) for policy in self._others()))
+            if any(ended):
+                log.warning(
+                    "%d pinned requests of policies were ended for the switch to %s",
+                    sum(ended),
+                    desired.snapshot,
+                )
+
+    def _reopen(self) -> None:
+        coming, self._coming = self._coming, None
+        for policy in self._others():
+            if coming is not None and policy.pins.coming == coming:
+                policy.pins.reopen()
 
     async def _old_are_gone(self, desired: Desired) -> None:
         # A late message may have brought one back.

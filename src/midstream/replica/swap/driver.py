@@ -269,9 +269,12 @@ class SwapDriver:
         self._begin_quiet(desired)
         staged = self._made(SwapEvent.STAGED)
         await self._wait_for_turn()
-        await self._ties.before_switch(desired)
-        # A target may be let go with other fields than it came with.
-        timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
+        try:
+            await self._ties.before_switch(desired)
+            # A target may be let go with other fields than it came with.
+            timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
+        finally:
+            self._ties.over()
         done = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,

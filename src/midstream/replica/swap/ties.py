@@ -17,11 +17,15 @@ async def _nothing(_desired: Desired) -> None:
 
 @dataclass(frozen=True)
 class Ties:
-    """before_stage, before_switch: are waited for. switched: the engine has switched, and what its cache policy comes to."""
+    """before_stage, before_switch: are waited for. switched: the engine has switched, and what its cache policy comes to.
+
+    over: of each before_switch that began, also if the engine did not switch.
+    """
 
     before_stage: Callable[[Desired], Awaitable[None]] = _nothing
     before_switch: Callable[[Desired], Awaitable[None]] = _nothing
     switched: Callable[[Desired, ResetPromptCache], None] = lambda desired, reset: None
+    over: Callable[[], None] = lambda: None
 
 
 NO_TIES = Ties()
