@@ -263,6 +263,11 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"
 END = chunk(choices=[], usage=USAGE, snapshot="two") + "data: [DONE]\n\n"
 
 
+def test_a_label_of_an_adapter_and_its_base_names_both() -> None:
+    talk, _ = conversation(chunk("a", "red-1") + chunk("b", "red-1@step-5") + "data: [DONE]\n\n")
+    assert talk.ask("hi", lambda _: None).snapshots == ["red-1", "red-1@step-5"]
+
+
 def test_an_answer_that_crosses_a_swap_names_both_snapshots() -> None:
     talk, asked = conversation(chunk("a") + chunk("b") + chunk("c", "two") + END)
     pieces: list[str] = []

@@ -148,8 +148,9 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _take(answer: ChatAnswer, event: dict[str, Any], on_text: Callable[[str], None]) -> None:
-    snapshot = event.get("model", "").rpartition("@")[2]
-    if "@" in event.get("model", "") and snapshot not in answer.snapshots[-1:]:
+    # A snapshot may name an adapter and its base: ADAPTER@BASE.
+    _, at, snapshot = event.get("model", "").partition("@")
+    if at and snapshot not in answer.snapshots[-1:]:
         answer.snapshots.append(snapshot)
     if (usage := event.get("usage")) is not None:
         answer.prompt_tokens, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]

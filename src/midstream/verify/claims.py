@@ -218,6 +218,9 @@ def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
         claim.unverified = "its log-probabilities are of the tokens that a grammar allowed"
     elif any(name == UNKNOWN_KV for name in claim.snapshots):
         claim.unverified = "its engine does not say what computed its KV"
+    elif any(GENERATION in label for label in claim.labels):
+        # A token is never renamed: it is of both.
+        claim.unverified = "it is of adapters on swapped full weights, which are not computed"
     elif any(GENERATION in name for name in claim.snapshots):
         claim.unverified = "files that it names were overwritten"
 
