@@ -219,7 +219,6 @@ def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
     elif any(name == UNKNOWN_KV for name in claim.snapshots):
         claim.unverified = "its engine does not say what computed its KV"
     elif any(GENERATION in label for label in claim.labels):
-        # A token is never renamed: it is of both.
         claim.unverified = "it is of adapters on swapped full weights, which are not computed"
     elif any(GENERATION in name for name in claim.snapshots):
         claim.unverified = "files that it names were overwritten"
