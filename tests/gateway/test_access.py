@@ -518,6 +518,26 @@ def test_a_key_for_a_deployment_that_is_not_there_is_told_so() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("kind", ["full", "trainer", "sample:other", "operate:gone"])
+def test_a_gateway_that_has_just_started_blames_no_key_and_names_no_other_deployment(kind: str) -> None:
+    gone = f"{A}/deployments/gone"
+
+    async def main() -> None:
+        async with world() as here:
+            here.stage.gateway.proxy.deployments.catching_up = True
+            for path, headers in (
+                (f"/v1/{A}/models/gone-model", ""),
+                ("/v1/models/gone-model", ""),
+                ("/v1/sessions/s", f"fireworks-deployment: {gone}\r\n"),
+                ("/v1/sessions/s", "fireworks-model: gone-model\r\n"),
+            ):
+                answer = await here.ask(kind, "GET", path, headers=headers)
+                assert (answer.status, answer.error["code"]) == (503, "replica_unavailable"), path
+                assert kind in ("full", "trainer") or "default" not in answer.error["message"]
+
+    run(main)
+
+
 def test_the_replica_of_the_keys_own_deployment_serves_it() -> None:
     async def main() -> None:
         async with world() as here:

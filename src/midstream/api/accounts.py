@@ -45,6 +45,8 @@ class AccountsApi:
         account = self._check_account(request)
         name = f"{account}/models/{request.path_params['model']}"
         names = self._names(request)
+        if name not in names and self._deployments.catching_up:
+            raise self._deployments.missing(f"there is no model {name}")
         if name not in names and not grant_of(request).everywhere(SCOPES):
             raise forbidden(SCOPES, f"model {request.path_params['model']!r}")
         if name not in names:

@@ -196,7 +196,7 @@ class AddonsApi:
             self._check_account(request)
             found = known()
             if not found:
-                raise NotFound(f"there is no deployed model {name!r}", param="model")
+                raise self._deployments.missing(f"there is no deployed model {name!r}", "model")
             return found[0]
 
         return meant(self._deployments, grant_of(request), scopes, find, None, name)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from midstream.core.endpoints import Endpoint
-from midstream.core.errors import Forbidden, InvalidRequest, NotFound
+from midstream.core.errors import Forbidden, InvalidRequest, NotFound, ReplicaUnavailable
 from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL, HEADER_SCOPES, HEADER_TENANT
 from midstream.core.scopes import EVERYTHING, NOTHING, Grant, ScopeNeed, forbidden, parse_grant
 from midstream.fleet.registry import Deployment, Deployments
@@ -78,7 +78,7 @@ def meant(
     """The deployment that `find` finds, where the key may use it. deployment, model: what the request calls it, if anything.
 
     Raises Forbidden, and NotFound for a deployment that the key may use and that is not there; what `find` raises, for a key
-    that is for every one.
+    that is for every one. ReplicaUnavailable while the gateway is catching up.
     """
     if grant.everywhere(scopes):
         return find()
@@ -92,6 +92,8 @@ def meant(
         raise forbidden(scopes, resource)
     try:
         found = find()
+    except ReplicaUnavailable:
+        raise ReplicaUnavailable(f"{resource} is not known to this gateway, which has just started") from None
     except (NotFound, InvalidRequest):
         if deployment is not None and grant.allows(scopes, deployment.strip().partition("@")[0]):
             raise NotFound(f"{resource} is not served here", param=HEADER_DEPLOYMENT) from None
