@@ -155,3 +155,26 @@ def test_kv_of_what_is_overwritten_under_a_request_loses_its_name(tmp_path: Path
             assert next(event for event in reading.events if event.renamed).kv_snapshots == (("?", 0, 5),)
 
     asyncio.run(main())
+
+
+def test_swaps_of_other_policies_leave_a_prompt_its_scores(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=4) as (engine, fake):
+            await publish(engine, tmp_path, "red", 1)
+            await publish(engine, tmp_path, "blue", 1)
+            stream, _ = await begun(engine, fake, asking("blue", policy="blue"))
+            fake.hold_scores = True
+            reading = Reading(engine, asking("red", policy="red", prompt_records=3, max_tokens=0))
+            await until(lambda: fake.scores, "the prompt is at vLLM")
+            for number in (2, 3):
+                await publish(engine, tmp_path, "blue", number)
+            fake.hold_scores = False
+            fake.scores[0].gate.set()
+            await reading.ended()
+            assert reading.errors == []
+            records = [record for event in reading.events for record in event.prompt or ()]
+            assert [(r.snapshot, weights_of(r)) for r in records[1:]] == [("red-1", 1)] * 2
+            assert len(fake.scores) == 1, "it is not computed again"
+            await stream.stop()
+
+    asyncio.run(main())

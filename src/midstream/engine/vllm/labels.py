@@ -70,6 +70,11 @@ class Epochs:
     def serving_version(self) -> str:
         return self.server.name
 
+    def versions_since(self, switches: int) -> Collection[str]:
+        """What the server has been called since so many switches, none of which began an epoch of the base."""
+        snapshot = self.server.name.partition(":")[2]
+        return [f"{number}:{snapshot}" for number in range(switches, self.server.switches + 1)]
+
     def begin(self, snapshot: str, files: str = "", overwritten: Sequence[tuple[str, str]] = ()) -> None:
         """Tokens that arrive from now on are of `snapshot`. files, overwritten: see engine.base.Slot.announce."""
         for name, label in overwritten:

@@ -5,6 +5,8 @@ Always holds: all records are of one snapshot. A prompt is computed again if its
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from midstream.core.types import GenerateRequest, TokenRecord
@@ -68,18 +70,19 @@ class Scorer:
             in_pause=self._in_pause,
         )
         for _ in range(TRIES):
-            version = self._epochs.serving_version
+            epoch, switches = self._epochs.now, self._epochs.server.switches
             answer = await call(self._url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._headers)
             if answer.status == UNKNOWN_MODEL:
                 raise CallFailed(protocol.error_of(answer.status, answer.body))
             if answer.status != 200:
                 return protocol.error_of(answer.status, answer.body)
-            # A switch of other weights changes it, too.
-            if self._epochs.serving_version == version:
-                return self._records(request, answer.body, first)
+            if self._epochs.now == epoch:
+                return self._records(request, answer.body, first, self._epochs.versions_since(switches))
         return f"weights were switched {TRIES} times while the prompt was scored"
 
-    def _records(self, request: GenerateRequest, answer: bytes, first: int) -> tuple[TokenRecord, ...] | str:
+    def _records(
+        self, request: GenerateRequest, answer: bytes, first: int, versions: Collection[str]
+    ) -> tuple[TokenRecord, ...] | str:
         snapshot = self._epochs.snapshot
         try:
             records = protocol.prompt_records(
@@ -88,7 +91,7 @@ class Scorer:
             chunk = protocol.read_answer(answer, protocol.alternatives(request))
             if chunk.error is not None:
                 return chunk.error
-            self._check(chunk.spans)
+            self._check(chunk.spans, versions)
             if not request.want_routes:
                 return records
             if chunk.routes is None:
@@ -104,9 +107,10 @@ class Scorer:
             *(replace(r, route=route) for r, route in zip(records[unrouted:], routes, strict=False)),
         )
 
-    def _check(self, spans: Spans | None) -> None:
-        """spans: the weight versions of the token behind the prompt; None when vLLM does not report them."""
-        ours = self._epochs.serving_version
-        wrong = [version for version, _, _ in spans or () if version != ours]
+    def _check(self, spans: Spans | None, versions: Collection[str]) -> None:
+        """spans: the weight versions of the token behind the prompt; None when vLLM does not report them. versions: those of
+        its epoch that the server has had meanwhile."""
+        wrong = [version for version, _, _ in spans or () if version not in versions]
         if wrong:
+            ours = self._epochs.serving_version
             raise WrongWeights(f"its scores are of weights {wrong[0]!r}, and {ours!r} serve")
