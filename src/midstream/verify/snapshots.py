@@ -31,8 +31,8 @@ from midstream.snapshots.store.fetch import fetch_listed
 from midstream.snapshots.store.listing import check_inside, list_snapshot, read_manifest
 from midstream.snapshots.trainer_deltas.records import Lineage
 
-#: Links of a chain of deltas.
-CHAIN_MAX = 1000
+#: Links of a chain of deltas. Servers have no longer ones than 64 links, and each is some calls deep.
+CHAIN_MAX = 128
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 #: Hears what is being done.
@@ -62,6 +62,10 @@ class BucketSnapshots:
         self._own: dict[str, Path] = {}
         self._refused: dict[str, SnapshotError] = {}
         self._rebuilding: list[str] = []
+        #: Delta and parent, of rebuilds that failed.
+        self._misfits: dict[tuple[str, str], SnapshotError] = {}
+        #: Deltas that were refused while others were being rebuilt. They may stand on one of those.
+        self._early: set[str] = set()
         #: Of each snapshot that was used, what the bucket has.
         self.contents: dict[str, Content] = {}
         #: Of a delta, what it stands on.
@@ -79,8 +83,16 @@ class BucketSnapshots:
                 self._whole[snapshot] = self._make(snapshot)
             except SnapshotError as error:
                 self._refused[snapshot] = error
+                if not self._rebuilding:
+                    self._forget_early()
                 raise
+            self._forget_early()
         return self._whole[snapshot]
+
+    def _forget_early(self) -> None:
+        for name in self._early:
+            self._refused.pop(name, None)
+        self._early.clear()
 
     def refused(self, snapshot: str) -> SnapshotError | None:
         """Why it cannot be used."""
@@ -132,28 +144,40 @@ class BucketSnapshots:
             return self.whole(snapshot + WHOLE_SUFFIX)
         self._rebuilding.append(snapshot)
         try:
-            refused: SnapshotError | None = None
-            for parent in self._candidates(snapshot):
-                if self.refused(parent) is not None:
-                    continue
-                self._said(f"rebuilding {shown(snapshot)} on {shown(parent)}")
-                out = self._scratch / f"{delta.name}-whole"
-                try:
-                    lineage = Lineage(parent.rpartition("/")[2], snapshot.rpartition("/")[2])
-                    rebuild(self.whole(parent), delta, out, compression, lineage=lineage)
-                except (SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing) as error:
-                    shutil.rmtree(out, ignore_errors=True)
-                    refused = error
-                    continue
-                self.stands_on[snapshot] = parent
-                return out
+            known = -1
+            # What was refused before others became whole may stand on one of them.
+            while known < len(self._whole):
+                known = len(self._whole)
+                for parent in self._candidates(snapshot):
+                    if (snapshot, parent) in self._misfits or self.refused(parent) is not None:
+                        continue
+                    out = self._on(parent, snapshot, delta, compression)
+                    if out is not None:
+                        return out
         finally:
             self._rebuilding.pop()
-        told = "" if refused is None else f" ({refused})"
+        if self._rebuilding:
+            self._early.add(snapshot)
+        refused = [error for (delta_of, _), error in self._misfits.items() if delta_of == snapshot]
+        told = f" ({refused[-1]})" if refused else ""
         raise SnapshotMissing(
             f"{shown(snapshot)}: is a delta, and stands on none of the snapshots known here; name its parent: "
             f"--parent {shown(snapshot)}=IDENTITY{told}"
         )
+
+    def _on(self, parent: str, snapshot: str, delta: Path, compression: CompressionFormat) -> Path | None:
+        """The snapshot's whole files; None if it does not stand on `parent`."""
+        self._said(f"rebuilding {shown(snapshot)} on {shown(parent)}")
+        out = self._scratch / f"{delta.name}-whole"
+        try:
+            lineage = Lineage(parent.rpartition("/")[2], snapshot.rpartition("/")[2])
+            rebuild(self.whole(parent), delta, out, compression, lineage=lineage)
+        except (SnapshotCorrupt, SnapshotIncompatible, SnapshotMissing) as error:
+            shutil.rmtree(out, ignore_errors=True)
+            self._misfits[snapshot, parent] = error
+            return None
+        self.stands_on[snapshot] = parent
+        return out
 
     def _candidates(self, snapshot: str) -> Iterator[str]:
         """What a delta may stand on, the likeliest first: what served before it."""
