@@ -61,7 +61,7 @@ class Neighbourhood:
 
 
 def computable(computer: Computer, job: PassJob) -> bool:
-    return len(job.ids) <= computer.longest and min(job.ids) >= 0 and max(job.ids) < computer.vocab
+    return len(job.ids) - 1 <= computer.longest and min(job.ids) >= 0 and max(job.ids) < computer.vocab
 
 
 class Detective:

@@ -98,7 +98,8 @@ class PagedComputer(Computer):
         model = self._loaded.first
         self._decoder = model.decoder
         self.vocab = int(model.config.vocab_size)
-        self.longest = min(int(model.config.max_position_embeddings), settings.kv_cache_tokens)
+        self._blocks = settings.kv_cache_tokens // BLOCK
+        self.longest = min(int(model.config.max_position_embeddings), self._blocks * BLOCK)
         layers = model.decoder.moe_layers
         self.routes = (layers, model.decoder.top_k) if layers else None
         dtypes = (dtype for _, dtype in model.shapes.values() if dtype.is_floating_point)
@@ -109,7 +110,6 @@ class PagedComputer(Computer):
             "dtype": self.dtype,
             "device": settings.device,
         }
-        self._blocks = settings.kv_cache_tokens // BLOCK
         self._cache: Any = model.decoder.new_cache((self._blocks + 1) * BLOCK)
         self._step_tokens = max(BLOCK, min(STEP_TOKENS, STEP_LOGITS // self.vocab))
 
