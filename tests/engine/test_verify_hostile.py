@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from midstream.cli import main
 from midstream.core.config import EngineSettings
 from midstream.verify.claims import gather
+from midstream.verify.findings import Cause
 from midstream.verify.jobs import Computer, Numbers, OnComputed, PassJob
 from midstream.verify.paged import PagedComputer
+from midstream.verify.plain import PlainComputer
 from midstream.verify.verifier import Report, Verifier
 
 PROMPT = [3, 4, 5]
@@ -67,6 +73,21 @@ def verified(turn: dict[str, Any], computer: Computer, **more: Any) -> Report:
     return Verifier(computer, lambda _: None, lambda _: False, **more).verify(found.trees)
 
 
+def test_a_huge_number_is_no_log_probability() -> None:
+    assert verified(turn([-5.0, -5.0]), Fixed()).clean
+    for told in (-9999.0, -1e12, 1e12, -1e300):
+        [finding] = verified(turn([-5.0, told]), Fixed()).findings
+        assert [one.token for one in finding.tokens] == [1], told
+
+
+def test_a_token_without_a_token_before_it_is_no_record() -> None:
+    """No pass gave its logits, so nothing would be computed of its turn."""
+    report = verified(turn([-1.0, -1.0, -1.0], added=()), Fixed())
+    [finding] = report.findings
+    assert "no token before it" in finding.detail
+    assert report.turns == 0
+
+
 def test_a_turn_that_fills_the_cache_to_its_last_position_is_verified(
     tiny_model: Callable[..., Path],
 ) -> None:
@@ -87,3 +108,53 @@ def test_a_turn_that_fills_the_cache_to_its_last_position_is_verified(
         report = verified(longer, computer)
         assert (report.clean, report.tokens) == (True, 0)
         assert sum(report.unverified.values()) == 1
+
+
+def test_routes_of_a_model_without_experts_are_found() -> None:
+    given = {"routing_matrix": ["AAE="] * 2, "routing_matrix_dtype": "uint8", "routing_matrix_shape": [1, 2]}
+    [finding] = verified(turn([-5.0, -5.0], **given), Fixed()).findings
+    assert finding.cause == Cause.ROUTE
+    assert finding.count == 2
+
+
+def test_routes_to_experts_that_a_model_lacks_are_found_where_a_router_was_tied(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """The second look replays the recorded routes."""
+    model = tiny_model()
+    plain = PlainComputer(lambda _: model, "base")
+    assert plain.routes is not None
+    [own] = plain.compute([PassJob([*PROMPT, 7, 7], ["base"] * 4, 2)])
+    assert own.routes is not None
+    told = own.routes.astype(np.uint8)
+    told[1] = 255
+    rows = [base64.b64encode(row.tobytes()).decode() for row in told]
+    given = {
+        "routing_matrix": rows,
+        "routing_matrix_dtype": "uint8",
+        "routing_matrix_shape": [*plain.routes],
+    }
+    tied = Fixed(routes=own.routes[0], tied=True)
+    [finding] = verified(turn(own.logprobs.tolist(), **given), tied, with_ties=plain.with_ties).findings
+    assert finding.count == 2
+
+
+def test_spans_of_a_small_record_make_no_large_lists() -> None:
+    wide = [{"snapshot": "base", "start": 0, "end": 2**22}]
+    earlier = [{"tokens": 0, "kv_snapshots": wide} for _ in range(8)]
+    tracemalloc.start()
+    found = gather([record(turn([-5.0], earlier_kv_snapshots=earlier))], [])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    [claim] = found.trees[0].claims.values()
+    assert claim.problem is not None
+    assert most < 2**26
+
+
+@pytest.mark.parametrize("seed", [str(2**64), str(-(2**64))])
+def test_a_seed_that_no_statement_can_hold_is_refused_at_once(
+    seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["verify", str(tmp_path), "--bucket", tmp_path.as_uri(), "--sample", "1", "--seed", seed]
+    assert main(options) == 2
+    assert "--seed must be" in capsys.readouterr().err

@@ -36,6 +36,8 @@ from midstream.verify.verifier import Report, Verifier, WithTies, used
 #: Findings that are printed; the statement has more.
 SHOWN = 50
 KEY_BYTES_MAX = 2**16
+#: JSON has no larger integers.
+SEED_END = 2**63
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +132,8 @@ def _checked(options: argparse.Namespace) -> bytes | None:
     for name in ("sample", "kv_tokens"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if abs(options.seed) >= SEED_END:
+        raise ConfigError(f"--seed must be of less than 64 bits, got {options.seed}")
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise ConfigError(f"--tolerance must be a number above 0, got {options.tolerance}")
     if options.base is not None and not (options.base / "config.json").is_file():

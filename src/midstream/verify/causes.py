@@ -183,7 +183,8 @@ class Detective:
 def _of_routes(claim: Claim, found: Compared, computed: Computed) -> Explained:
     told, made = claim.routes, computed.routes
     assert told is not None
-    assert made is not None
+    if made is None:
+        return Explained(Cause.ROUTE, "it has routes, and the model has no experts")
     if told.shape != made.shape:
         return Explained(
             Cause.ROUTE,

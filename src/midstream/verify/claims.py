@@ -1,8 +1,8 @@
 """Records as claims: what each turn says of its tokens, in the tree that it stands in. Pure but for reading the bucket.
 
 Owns: which records are one tree, the tokens before a turn, and what contradicts itself before anything is computed.
-Always holds: a span makes no list of more than POSITIONS_MAX. A claim whose lengths contradict each other has a `problem`, and
-is not computed as it stands.
+Always holds: the spans of a turn make no lists of more than POSITIONS_MAX together. A claim whose lengths contradict each other
+has a `problem`, and is not computed as it stands.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from midstream.verify.findings import Cause, Finding, Place
 #: What the engine says where it does not know what computed the KV, and what a name whose files were overwritten becomes.
 UNKNOWN_KV, GENERATION = "?", "@"
 ORPHAN = "a turn before it is not in the records"
-#: Of one conversation. Spans say it, so it is bounded before a list is made of them.
-POSITIONS_MAX = 2**22
+#: Of one turn's spans, and how many more than it has tokens. Few bytes say it, so it is bounded before a list is made.
+POSITIONS_MAX, BEYOND_MAX = 2**22, 2**18
 
 
 class Segment(NamedTuple):
@@ -221,7 +221,7 @@ def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
     elif any(GENERATION in label for label in claim.labels):
         claim.unverified = "it is of adapters on swapped full weights, which are not computed"
     elif any(GENERATION in name for name in claim.snapshots):
-        claim.unverified = "files that it names were overwritten"
+        claim.unverified = "it names overwritten files, or a policy over other full weights than the base"
 
 
 def _filled(claim: Claim) -> str | None:
@@ -239,20 +239,22 @@ def _filled(claim: Claim) -> str | None:
     problem = None
     if len({*sizes.values()}) > 1:
         problem = ", ".join(f"{size} {name}" for name, size in sizes.items())
-    labels = _spread(turn.snapshots)
+    labels = _spread(turn.snapshots, 2 * max(sizes["token_ids"], len(turn.logprobs or ())) + 64)
     if labels is None:
-        return f"its snapshots leave a gap or overlap: {_told(turn.snapshots)}"
+        return f"its snapshots leave a gap, overlap, or go on behind its tokens: {_told(turn.snapshots)}"
     claim.labels = labels
     if turn.routing_matrix is not None:
         claim.routes = _routes(turn)
         if claim.routes is None:
             return problem or "its routes do not fill [tokens, layers, top_k]"
-    parts, first = [], 0
+    parts, first, left = [], 0, POSITIONS_MAX
     earlier = [(one.tokens, one.kv_snapshots) for one in turn.earlier_kv_snapshots]
     for until, spans in (*earlier, (len(labels), turn.kv_snapshots)):
-        kv = _spread(spans)
+        kv = _spread(spans, min(left, claim.length + BEYOND_MAX))
         if kv is None or not first <= until <= len(labels):
-            return problem or f"its kv_snapshots leave a gap or overlap: {_told(spans)}"
+            told = f"its kv_snapshots leave a gap, overlap, or go on behind its tokens: {_told(spans)}"
+            return problem or told
+        left -= len(kv)
         parts.append(KvPart(until, kv))
         first = until
     claim.parts = tuple(parts)
@@ -264,6 +266,8 @@ def _kv_problem(claim: Claim) -> str | None:
     needed = claim.length - 1
     if not claim.labels:
         return None
+    if claim.length == len(claim.labels):
+        return "its first sampled token has no token before it"
     if claim.position_end != needed:
         off = claim.position_end - needed
         more = f"{abs(off)} {'more' if off > 0 else 'fewer'}"
@@ -277,11 +281,11 @@ def _told(spans: Sequence[Span]) -> str:
     return f"{[[span.snapshot, span.start, span.end] for span in spans[:4]]}"
 
 
-def _spread(spans: Sequence[Span]) -> tuple[str, ...] | None:
-    """The snapshot of each position; None unless the spans stand one behind the other."""
+def _spread(spans: Sequence[Span], most: int) -> tuple[str, ...] | None:
+    """The snapshot of each position; None unless the spans stand one behind the other, for `most` positions at most."""
     found: list[str] = []
     for span in spans:
-        if span.start != len(found) or not span.start < span.end <= POSITIONS_MAX:
+        if span.start != len(found) or not span.start < span.end <= most:
             return None
         found += [span.snapshot] * (span.end - span.start)
     return tuple(found)

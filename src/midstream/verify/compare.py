@@ -16,6 +16,8 @@ from midstream.verify.jobs import Numbers
 
 #: In nats, by dtype. docs/engines.md has what rounding was measured to do: 4e-5 at most in float32, and as near ties elsewhere.
 TOLERANCES = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
+#: What stands in JSON for minus infinity.
+LOGPROB_MIN = -9999.0
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,12 @@ class Computed:
 
 
 def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
-    told = np.array(claim.logprobs)
-    # JSON has no infinity: the smallest number stands for it.
-    off = np.abs(np.maximum(told, -9999.0) - np.maximum(computed.logprobs, -9999.0))
+    told = np.maximum(np.array(claim.logprobs), LOGPROB_MIN)
+    off = np.abs(told - np.maximum(computed.logprobs, LOGPROB_MIN))
     logprob = np.flatnonzero(~(off <= tolerance * np.maximum(1.0, np.abs(told) / 100)))
     route = np.zeros(0, dtype=np.int64)
-    if claim.routes is not None and computed.routes is not None:
-        if claim.routes.shape == computed.routes.shape:
+    if claim.routes is not None:
+        if computed.routes is not None and claim.routes.shape == computed.routes.shape:
             differ = np.sort(claim.routes, -1) != np.sort(computed.routes, -1)
             route = np.flatnonzero(differ.any((1, 2)))
         else:

@@ -46,6 +46,7 @@ class PlainComputer(Computer):
         made = self._recomputer.passes([0], [first])
         if made.routes.size:
             self.routes = (made.routes.shape[1], made.routes.shape[2])
+        self._experts = self._recomputer.experts
 
     def compute(self, jobs: Sequence[PassJob], done: OnComputed | None = None) -> list[Numbers]:
         numbers = []
@@ -61,6 +62,8 @@ class PlainComputer(Computer):
 
         told: routes [rows, layers, top_k] that a record has, which are taken.
         """
+        if told.max(initial=0) >= self._experts:
+            return None
         again = {} if job.again is None else {job.again[0]: job.again[1]}
         forced = torch.full((len(job.ids) - 1, *told.shape[1:]), OWN_ROUTE)
         forced[job.first :] = torch.from_numpy(told)

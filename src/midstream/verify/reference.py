@@ -117,6 +117,11 @@ class Recomputer:
     def snapshots(self) -> list[str]:
         return [*self._checkpoints]
 
+    @property
+    def experts(self) -> int:
+        """How many the routers of the last passes choose from; 0: dense."""
+        return min((logits.shape[-1] for _, logits, _ in self._noted), default=0)
+
     def add(self, checkpoints: Mapping[str, Path]) -> None:
         self._checkpoints |= checkpoints
         for directory in checkpoints.values():
