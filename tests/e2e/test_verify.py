@@ -91,6 +91,7 @@ def test_clean_records_are_clean_and_the_signed_statement_says_what_was_verified
     told = statement["verified"]
     assert (told["turns"], told["tokens"]) == (len(turns), sum(len(turn["token_ids"]) for turn in turns))
     assert told["routes"] == told["tokens"]
+    assert told["sampling_masks"] == sum(len(turn["sampling_masks"] or ()) for turn in turns) == 12
     assert told["largest_difference"] < 1e-4
     assert told["positions_computed"] < sum(kv["end"] for turn in turns for kv in turn["kv_snapshots"])
     assert statement["snapshots"]["step-3"]["stands_on"] == "step-2"

@@ -147,7 +147,7 @@ def _play(
         made.turn(session)
         made.turn(session, temperature=0)
     # Filters, and an answer that a stop string ends.
-    made.turn("f", temperature=0.8, top_p=0.9)
+    made.turn("f", temperature=0.8, top_p=0.9, logprobs=True, return_sampling_mask=True)
     made.turn("f", tokens=200, stop=["a", "e", "i", "o"])
     adapters.put(server, "v1", 1)
     adapters.put(server, "v2", 2)

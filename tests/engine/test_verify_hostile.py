@@ -158,3 +158,51 @@ def test_a_seed_that_no_statement_can_hold_is_refused_at_once(
     options = ["verify", str(tmp_path), "--bucket", tmp_path.as_uri(), "--sample", "1", "--seed", seed]
     assert main(options) == 2
     assert "--seed must be" in capsys.readouterr().err
+
+
+def mask(*raw: int) -> str:
+    return base64.b64encode(bytes(raw)).decode()
+
+
+#: Of the token 7: alone, every one, ids of two and of four bytes, bits.
+TRUE_MASKS = (mask(0), mask(1), mask(2, 7, 0, 9, 0), mask(4, 7, 0, 0, 0, 255, 0, 0, 0), mask(8, 0b11000001))
+#: No mask, no base64, without the token, beyond the vocabulary of 256, descending, of any size.
+WRONG_MASKS = (
+    mask(),
+    mask(3),
+    "!",
+    mask(2, 8, 0, 9, 0),
+    mask(8, 0b01111111),
+    mask(2, 7, 0, 0, 1),
+    mask(2, 9, 0, 7, 0),
+    base64.b64encode(b"\x08" + b"\xff" * 2000).decode(),
+)
+
+
+def test_a_mask_is_of_its_token_and_of_the_vocabulary() -> None:
+    size = len(TRUE_MASKS)
+    drawn: list[float | None] = [0.0, *[-0.5] * (size - 1)]
+    said = {"sampling_masks": list(TRUE_MASKS), "sampling_logprobs": drawn}
+    report = verified(turn([-5.0] * size, **said), Fixed())
+    assert (report.findings, report.masks) == ([], size)
+    for wrong in WRONG_MASKS:
+        planted = {**said, "sampling_masks": [*TRUE_MASKS[:3], wrong, TRUE_MASKS[4]]}
+        # Also where nothing is computed of the turn.
+        for more in ({}, {"logprobs": None}, {"logprob_of": "allowed"}):
+            [finding] = verified(turn([-5.0] * size, **planted) | more, Fixed()).findings
+            assert (finding.cause, [one.token for one in finding.tokens]) == (Cause.MASK, [3]), wrong
+
+
+def test_a_token_that_was_alone_was_certain() -> None:
+    for drawn, wrong in ((0.0, []), (None, []), (-0.01, [1]), (-5.0, [1])):
+        said = {"sampling_masks": [mask(1), mask(0)], "sampling_logprobs": [-5.0, drawn]}
+        found = verified(turn([-5.0, -5.0], **said), Fixed()).findings
+        assert [one.token for finding in found for one in finding.tokens] == wrong, drawn
+        assert {finding.cause for finding in found} <= {Cause.MASK}
+
+
+def test_a_turn_with_a_mask_too_few_contradicts_itself_and_other_faults_are_told_once() -> None:
+    [finding] = verified(turn([-5.0, -5.0], sampling_masks=[mask(1)]), Fixed()).findings
+    assert "1 sampling_masks" in finding.detail
+    [finding] = verified(turn([-5.0, -4.0], sampling_masks=[mask(1), mask(3)]), Fixed()).findings
+    assert finding.cause == Cause.LOGPROB

@@ -232,6 +232,7 @@ def _filled(claim: Claim) -> str | None:
         "token_ids": len(turn.token_ids),
         "logprobs": None if turn.logprobs is None else len(turn.logprobs),
         "sampling_logprobs": None if turn.sampling_logprobs is None else len(turn.sampling_logprobs),
+        "sampling_masks": None if turn.sampling_masks is None else len(turn.sampling_masks),
         "routing_matrix": None if turn.routing_matrix is None else len(turn.routing_matrix),
         "snapshots": turn.snapshots[-1].end if turn.snapshots else 0,
     }

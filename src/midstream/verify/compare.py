@@ -1,21 +1,25 @@
 """What a turn says beside what was computed, column by column. Pure.
 
-Owns: the tolerances, and the table of columns that are compared. A column more, such as a sampling mask, is an entry more.
+Owns: the tolerances, and the table of columns that are compared. Sampling masks are looked at without what was computed.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from midstream.core.masks import kept_ids
 from midstream.verify.claims import Claim
 from midstream.verify.findings import TokenDifference
 from midstream.verify.jobs import Numbers
 
 #: In nats, by dtype. docs/engines.md has what rounding was measured to do: 4e-5 at most in float32, and as near ties elsewhere.
 TOLERANCES = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
+#: How far from 0 rounding may move the sampling log-probability of a token that was drawn from itself alone.
+ALONE_OFF = 1e-4
 #: What stands in JSON for minus infinity.
 LOGPROB_MIN = -9999.0
 
@@ -76,6 +80,36 @@ def drawn_raw(claim: Claim) -> bool:
         value is not None and abs(value - raw) <= 1e-6
         for value, raw in zip(told, claim.logprobs, strict=True)
     )
+
+
+def wrong_masks(claim: Claim, vocab: int) -> Iterator[TokenDifference]:
+    """Masks that no draw of their token was from. vocab: ids below it are tokens."""
+    turn = claim.turn
+    sampled = turn.sampling_logprobs or [None] * len(turn.token_ids)
+    for at, (mask, token, logprob) in enumerate(
+        zip(turn.sampling_masks or (), turn.token_ids, sampled, strict=False)
+    ):
+        why = _wrong_mask(mask, token, logprob, vocab)
+        if why is not None:
+            yield TokenDifference(at, "sampling_masks", mask[:40], why)
+
+
+def _wrong_mask(mask: str, token: int, logprob: float | None, vocab: int) -> str | None:
+    # No form of the vocabulary's ids is as long.
+    if len(mask) > 6 * vocab + 8:
+        return f"at most {6 * vocab + 8} characters"
+    try:
+        ids = kept_ids(b64decode(mask, validate=True), token)
+    except ValueError as error:
+        return str(error)
+    if ids is None:
+        return None
+    if ids[-1] >= vocab:
+        return f"ids below {vocab}"
+    # Whatever the temperature was.
+    if len(ids) == 1 and logprob is not None and abs(logprob) > ALONE_OFF:
+        return f"the token alone, whose sampling_logprob is 0, not {logprob:.6f}"
+    return None
 
 
 def mislabelled(claim: Claim) -> Iterator[int]:

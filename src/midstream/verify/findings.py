@@ -23,7 +23,6 @@ class Cause(StrEnum):
     OTHER_CHOICE = "other choice's ids"
     ADAPTER = "other adapter version"
     OTHER_SESSION = "other session's turn"
-    # For records that have sampling masks.
     MASK = "wrong mask id"
     TOKEN_ID = "wrong token id"
     REPEATED_TURN = "repeated turn"

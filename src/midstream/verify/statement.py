@@ -61,6 +61,7 @@ def statement_body(
             "turns": report.turns,
             "tokens": report.tokens,
             "routes": report.routes,
+            "sampling_masks": report.masks,
             "positions_computed": report.positions,
             "largest_difference": report.off,
             "explained_by_router_ties": report.ties,

@@ -17,7 +17,15 @@ import numpy as np
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.verify.causes import Detective, Explained, Neighbourhood, computable
 from midstream.verify.claims import Claim, Tree
-from midstream.verify.compare import TOLERANCES, Compared, Computed, compare, differences, drawn_raw
+from midstream.verify.compare import (
+    TOLERANCES,
+    Compared,
+    Computed,
+    compare,
+    differences,
+    drawn_raw,
+    wrong_masks,
+)
 from midstream.verify.findings import TOKENS_LISTED, Cause, Finding, Place
 from midstream.verify.jobs import Computer, Numbers, PassJob, jobs_of
 
@@ -44,7 +52,7 @@ class Suspect:
 @dataclass
 class Report:
     """tokens: sampled tokens whose numbers were computed. positions: all that were computed for them. unverified: turns, by the
-    reason. off: the largest difference of a log-probability in turns that are clean."""
+    reason. masks: that were looked at. off: the largest difference of a log-probability in turns that are clean."""
 
     findings: list[Finding] = field(default_factory=list)
     turns: int = 0
@@ -53,6 +61,7 @@ class Report:
     off: float = 0.0
     ties: int = 0
     routes: int = 0
+    masks: int = 0
     sampling: Counter[str] = field(default_factory=Counter)
     unverified: Counter[str] = field(default_factory=Counter)
 
@@ -101,7 +110,18 @@ class Verifier:
         around = _Neighbours(trees, self._usable, self._is_adapter)
         broken = [claim for claim in chosen if claim.problem is not None]
         report.findings += self._explained(suspects, broken, wanted, around)
+        report.findings += [*self._wrong_masks(chosen, report)]
         return report
+
+    def _wrong_masks(self, claims: Iterable[Claim], report: Report) -> Iterator[Finding]:
+        """Also of turns that are not computed. A turn that differs is told once: wrong ids are not in their masks."""
+        told = {finding.place for finding in report.findings}
+        for claim in claims:
+            report.masks += len(claim.turn.sampling_masks or ())
+            wrong = [] if claim.place in told else [*wrong_masks(claim, self._computer.vocab)]
+            if wrong:
+                detail = f"the mask of token {wrong[0].token} is of no draw of it"
+                yield Finding(Cause.MASK, claim.place, detail, tuple(wrong[:TOKENS_LISTED]), len(wrong))
 
     def _usable(self, snapshot: str) -> bool:
         return self._missing(snapshot) is None
