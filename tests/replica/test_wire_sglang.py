@@ -237,3 +237,27 @@ def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: s
         assert not here.engine.requests
 
     play(tmp_path, FakeEngine(), scenario)
+
+
+@pytest.mark.parametrize("path", [PATH, "/inference/v1/generate"])
+def test_more_ids_than_an_answer_lists_end_the_request_and_name_the_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A set that a filter hardly bounds has the whole vocabulary, of each token."""
+    monkeypatch.setattr("midstream.replica.wire.tokenwires.LISTED_MAX", 2)
+
+    async def scenario(here: Running) -> None:
+        if path == PATH:
+            field, prompt = "return_sampling_mask", {"input_ids": PROMPT, "return_sampling_mask": True}
+            body = prompt | {"sampling_params": {"top_k": 5, "max_new_tokens": 2}}
+        else:
+            field = "sampling_params.return_sampling_mask"
+            asked = {"top_k": 5, "max_tokens": 2, "return_sampling_mask": True}
+            body = {"token_ids": PROMPT, "sampling_params": asked}
+        answer = await here.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        streamed = await here.http.post(path, json=body | {"stream": True})
+        errors = [event["error"] for event in sse(streamed.text) if "error" in event]
+        assert [error["param"] for error in errors] == [field]
+
+    play(tmp_path, FakeEngine(), scenario)

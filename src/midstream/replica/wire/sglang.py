@@ -34,9 +34,9 @@ from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
+    MaskLists,
     check_bounded,
     completion,
-    mask_lists,
     read_sampling,
     rename,
     route_array,
@@ -221,6 +221,7 @@ class SGLangEncoder(RecordEncoder):
         self._details = details
         self.keeps = details.routes_from is not None
         self._made: dict[int, _Made] = {}
+        self._lists = MaskLists(head.vocab_size, "return_sampling_mask")
 
     def event(self, part: ChoicePart, extras: Extras) -> bytes:
         data = sse_event(self._answer(part, extras))
@@ -246,7 +247,7 @@ class SGLangEncoder(RecordEncoder):
         made.text.append(piece.text)
         made.generated += len(piece.tokens)
         if self._details.masks and not replayed:
-            made.masks += mask_lists(piece.tokens, self._head.vocab_size)
+            made.masks += self._lists.of(piece.tokens)
             made.masked += [finite(scored.record.sampling_logprob or 0.0) for scored in piece.tokens]
         for scored in piece.tokens:
             record = scored.record

@@ -125,6 +125,10 @@ def npy(array: np.ndarray) -> str:
     return b64encode(file.getvalue()).decode()
 
 
+#: Ids in the sampling masks of one answer. A list takes 36 bytes for each, where a mask has two, or one bit.
+LISTED_MAX = 2**22
+
+
 def check_bounded(made: CompletionBody, name: str) -> None:
     """Raises InvalidRequest where each sampling mask would list the whole vocabulary. name: of the field that asks."""
     filters = made.top_p is not None and made.top_p < 1
@@ -134,15 +138,28 @@ def check_bounded(made: CompletionBody, name: str) -> None:
         raise InvalidRequest(message, param=name)
 
 
-def mask_lists(tokens: Iterable[Scored], vocab_size: int) -> list[list[int]]:
-    """The ids that each token was drawn from, ascending."""
-    found = []
-    for scored in tokens:
-        record = scored.record
-        assert record.mask is not None
-        ids = kept_ids(record.mask, record.token_id)
-        found.append(list(range(vocab_size) if ids is None else ids))
-    return found
+class MaskLists:
+    """The sampling masks of one answer as lists of ids. name: of the field that asks."""
+
+    def __init__(self, vocab_size: int, name: str) -> None:
+        self._vocab_size, self._name, self._left = vocab_size, name, LISTED_MAX
+
+    def of(self, tokens: Iterable[Scored]) -> list[list[int]]:
+        """The ids that each token was drawn from, ascending. Raises InvalidRequest."""
+        found = []
+        for scored in tokens:
+            record = scored.record
+            assert record.mask is not None
+            ids = kept_ids(record.mask, record.token_id) or range(self._vocab_size)
+            self._left -= len(ids)
+            if self._left < 0:
+                raise InvalidRequest(
+                    f"{self._name}: the masks have more than {LISTED_MAX} ids, which are not listed here: "
+                    "filter more, or ask another endpoint, which has them as bytes",
+                    param=self._name,
+                )
+            found.append(list(ids))
+        return found
 
 
 def weight_versions(ending: Ending) -> list[WeightVersion]:

@@ -46,9 +46,9 @@ from midstream.replica.wire.tokenwires import (
     SAME_NAMES,
     SAMPLING,
     TO_THE_CONTEXT,
+    MaskLists,
     check_bounded,
     completion,
-    mask_lists,
     npy,
     read_sampling,
     rename,
@@ -182,7 +182,7 @@ class GenerateEncoder(RecordEncoder):
         self._details = details
         self._routes = details.columns.include_routing_matrix
         # They have a place of their own in a choice.
-        self._masks = False
+        self._masks, self._lists = False, MaskLists(head.vocab_size, _MASKS)
         self.keeps = bool(details.columns.return_routed_experts)
         self._mode = "text" if details.text else "tokens"
 
@@ -226,7 +226,7 @@ class GenerateEncoder(RecordEncoder):
         if self._details.logprobs and (part.ending is None or not self._checked.stream):
             choice.logprobs = self.content(piece.tokens)
         if self._details.columns.return_sampling_mask and (piece.tokens or not self._checked.stream):
-            choice.sampling_mask = mask_lists(piece.tokens, self._head.vocab_size)
+            choice.sampling_mask = self._lists.of(piece.tokens)
         if part.ending is not None:
             self._tell_ending(choice, midstream, part.ending, part.prompt, extras)
         return choice
