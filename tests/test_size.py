@@ -38,7 +38,7 @@ LINES_MAX = {
     "replica": 16850,
     "snapshots": 6550,
     "transfer": 1045,
-    "verify": 2510,
+    "verify": 2590,
 }
 #: Class names that stand in more than one module. A name that begins with an underscore is its module's own.
 NAMES_TWICE_MAX = 0

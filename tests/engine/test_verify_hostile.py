@@ -13,11 +13,13 @@ import pytest
 
 from midstream.cli import main
 from midstream.core.config import EngineSettings
+from midstream.core.errors import SnapshotIncompatible
 from midstream.verify.claims import gather
 from midstream.verify.findings import Cause
 from midstream.verify.jobs import Computer, Numbers, OnComputed, PassJob
 from midstream.verify.paged import PagedComputer
 from midstream.verify.plain import PlainComputer
+from midstream.verify.statement import statement_body
 from midstream.verify.verifier import Report, Verifier
 
 PROMPT = [3, 4, 5]
@@ -206,3 +208,22 @@ def test_a_turn_with_a_mask_too_few_contradicts_itself_and_other_faults_are_told
     assert "1 sampling_masks" in finding.detail
     [finding] = verified(turn([-5.0, -4.0], sampling_masks=[mask(1), mask(3)]), Fixed()).findings
     assert finding.cause == Cause.LOGPROB
+
+
+def test_snapshots_of_another_shape_are_named_by_both_computers(tiny_model: Callable[..., Path]) -> None:
+    files = {"base": tiny_model(), "other": tiny_model(hidden=64)}
+    settings = EngineSettings(kv_cache_tokens=64, threads=1)
+    for computer in (
+        PlainComputer(files.__getitem__, "base"),
+        PagedComputer(files.__getitem__, "base", settings),
+    ):
+        with pytest.raises(SnapshotIncompatible, match="other: "):
+            computer.compute([PassJob([*PROMPT, 7], ["base", "base", "other"], 1)])
+
+
+def test_a_statement_says_what_replicas_lost() -> None:
+    gap = {"n": 2, "replica": "r", "boot": "b", "kind": "gap", "lost": 3, "segment": "s", "line": 2}
+    found = gather([record(turn([-5.0])), gap], [])
+    assert found.findings == []
+    body = statement_body(found, Report(), [], {}, {}, {})
+    assert body["other_records"] == {"gap": 1}

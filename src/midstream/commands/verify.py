@@ -287,6 +287,8 @@ def _print(options: argparse.Namespace, report: Report, statement: dict[str, Any
     )
     if unknown := report.sampling.get("not computed"):
         print(f"{unknown} sampling_logprobs were not computed: a record has neither temperature nor filters")
+    if gaps := statement["other_records"].get("gap"):
+        print(f"{gaps} gaps in the records, where replicas lost some for want of disk")
     for reason, count in sorted(report.unverified.items()):
         print(f"{count} turns not verified: {plain(reason)}")
     if options.out is not None:

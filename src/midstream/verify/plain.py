@@ -19,6 +19,7 @@ from midstream.core.types import BASE_SNAPSHOT
 from midstream.engine.adapter import LowRank, load_adapter
 from midstream.snapshots.adapter import is_adapter
 from midstream.snapshots.layout import read_spec
+from midstream.snapshots.messages import listed, shown
 from midstream.verify.jobs import Computer, Files, Numbers, OnComputed, PassJob
 from midstream.verify.reference import OWN_ROUTE, Passes, Recomputer
 
@@ -33,10 +34,12 @@ class PlainComputer(Computer):
     def __init__(self, files: Files, first: str) -> None:
         self._files = files
         directory = files(first)
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         self.vocab = int(config.vocab_size)
         self.longest = int(config.max_position_embeddings)
-        stored = {tensor.dtype for tensor in read_spec(directory).tensors.values()}
+        spec = read_spec(directory)
+        stored = {tensor.dtype for tensor in spec.tensors.values()}
+        self._first = first, {name: tensor.shape for name, tensor in spec.tensors.items()}
         self.dtype = next((torch_name for name, torch_name in _DTYPES.items() if name in stored), "float32")
         self.about = {"code": "plain transformers", "dtype": "float32", "device": "cpu"}
         self._recomputer = Recomputer({}, attention=_attention(config), span_max=SPAN_MAX)
@@ -108,11 +111,24 @@ class PlainComputer(Computer):
     def _load(self, name: str) -> None:
         directory = self._files(name)
         if not is_adapter(directory):
+            first, shapes = self._first
+            own = {tensor: spec.shape for tensor, spec in read_spec(directory).tensors.items()}
+            if differing := sorted(
+                one for one in own.keys() | shapes.keys() if own.get(one) != shapes.get(one)
+            ):
+                message = (
+                    f"{shown(name)}: {listed(differing)} has not the shape that it has in {shown(first)}"
+                )
+                raise SnapshotIncompatible(message)
             self._recomputer.add({name: directory})
             return
         base = self._files(BASE_SNAPSHOT)
         model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+            base,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
         )
         for path, low in load_adapter(directory, base, torch.float32).items():
             _merge(model, path, low)

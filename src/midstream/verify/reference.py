@@ -141,7 +141,11 @@ class Recomputer:
 
     def _load(self, directory: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=self._attention
+            directory,
+            dtype=torch.float32,
+            attn_implementation=self._attention,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
         return self._observed(model)
 

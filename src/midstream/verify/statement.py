@@ -47,6 +47,8 @@ def statement_body(
             "segments": segments,
             "sha256": hashlib.sha256(_encoded({"segments": segments})).hexdigest(),
         },
+        # Such as gaps: what replicas lost.
+        "other_records": dict(sorted(records.others.items())),
         "snapshots": {
             name: {
                 "content": content_fingerprint(content).removeprefix("content:"),
