@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7390,
     "models": 255,
     "proxy": 4250,
-    "replica": 16850,
+    "replica": 16865,
     "snapshots": 6550,
     "transfer": 1045,
     "verify": 2590,

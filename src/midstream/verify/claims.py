@@ -221,7 +221,7 @@ def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
     elif any(GENERATION in label for label in claim.labels):
         claim.unverified = "it is of adapters on swapped full weights, which are not computed"
     elif any(GENERATION in name for name in claim.snapshots):
-        claim.unverified = "it names overwritten files, or a policy over other full weights than the base"
+        claim.unverified = "files that it names were overwritten"
 
 
 def _filled(claim: Claim) -> str | None:
