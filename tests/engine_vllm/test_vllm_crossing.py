@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_vllm import UNLOAD, FakeRequest, FakeVllm, until, weights_of, write_adapter, write_weights
 from test_vllm_adapters import both_of, ours, publish
+from test_vllm_digest import gives_digests
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import SwapTiming
@@ -176,5 +177,27 @@ def test_swaps_of_other_policies_leave_a_prompt_its_scores(tmp_path: Path) -> No
             assert [(r.snapshot, weights_of(r)) for r in records[1:]] == [("red-1", 1)] * 2
             assert len(fake.scores) == 1, "it is not computed again"
             await stream.stop()
+
+    asyncio.run(main())
+
+
+def test_a_swap_of_a_policy_leaves_the_base_its_digest(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, places=6, set_up=gives_digests) as (engine, fake):
+            (old, _), (new, _) = await one_under_each(engine, fake, tmp_path)
+            expected, pieces = await engine.weights_digest(), fake.digest_pieces
+            fake.digest_pieces = 10**9
+            fake.digested.clear()
+            reading = asyncio.create_task(engine.weights_digest())
+            await fake.digested.wait()
+            swapping, gate = await in_pause(engine, fake, tmp_path)
+            fake.digested.clear()
+            await until(lambda: fake.digested.is_set() or reading.done())
+            gate.set()
+            await swapping
+            fake.digest_pieces = pieces
+            assert await reading == expected
+            for stream in (old, new):
+                await stream.stop()
 
     asyncio.run(main())

@@ -313,8 +313,8 @@ class VllmEngine(ServerLife):
         epoch = self._epochs.now
 
         def stand() -> bool:
-            computing = self._coming_version is None and not self._fence.awaits_commit
-            return computing and self._epochs.now == epoch
+            comes = self._coming_version is not None and not self._crossing
+            return not (comes or self._fence.awaits_commit) and self._epochs.now == epoch
 
         try:
             return await self._boot.while_alive(read_weights(self._control, stand, self._has_steps))
@@ -412,7 +412,7 @@ class VllmEngine(ServerLife):
                 raise
             raise EngineDied(reason) from error
         finally:
-            self._coming_version = None
+            self._coming_version, self._crossing = None, False
 
     async def _cross(self, crossing: Crossing) -> tuple[float, int]:
         """As adapters.Cross has it."""
@@ -421,6 +421,7 @@ class VllmEngine(ServerLife):
             started = time.perf_counter()
             crossed = 0
             version = self._coming_version = self._epochs.next_version(self._epochs.snapshot)
+            self._crossing = True
 
             def on_switch() -> None:
                 nonlocal crossed

@@ -90,6 +90,8 @@ class ServerLife(ServerProofs):
     _paused = False
     # The weight version that a running commit brings.
     _coming_version: str | None = None
+    # It is of an adapter, so the weights under it stay.
+    _crossing = False
     # The KV cache of the attached server holds numbers that are not finite.
     _spoilt = False
     # Of the next commit.
