@@ -96,6 +96,24 @@ async def test_weights_that_end_policies_wait_for_their_requests(tmp_path: Path)
 
 
 @in_a_loop
+async def test_a_late_policy_is_not_loaded_while_weights_that_end_it_wait(tmp_path: Path) -> None:
+    engine = one_base()
+    async with running(tmp_path, engine) as here:
+        await desire_red(here, "red-1", stands_on=0)
+        await here.until(lambda: reds(here) == ["red-1"])
+        stream = await sampling(here)
+        await desire(here, "step-1", 1, ends_before=1)
+        await here.until(lambda: here.replica.own.driver.machine.stage is Stage.STAGED)
+        await desire(here, "blue-1", 1, policy="blue", made=3.0)
+        blue = here.replica.policies._others["blue"].driver.machine
+        await here.until(lambda: blue.stage is Stage.ERROR or blue.serving == "blue-1")
+        assert blue.serving == BASE_SNAPSHOT
+        engine.allow(10)
+        assert labels((await stream).text) == ["red-1"] * 6
+        await here.until(lambda: serving(here) == "step-1")
+
+
+@in_a_loop
 async def test_requests_of_ended_policies_that_take_too_long_end_with_what_they_have(tmp_path: Path) -> None:
     engine = one_base()
     async with running(tmp_path, engine, pin_drain_s=0.0) as here:

@@ -84,10 +84,11 @@ class OneBase:
                 "%s of policy %s waits for the weights that it stands on", desired.snapshot, desired.policy
             )
             await self._moved.wait()
-        loaded = self._own().loaded
-        if self._applies and loaded is not None and desired.stands_on < loaded.ends_before:
+        # Also before they serve: from then on a switch looks for no further ones.
+        newest = self._own().accepted
+        if self._applies and newest is not None and desired.stands_on < newest.ends_before:
             raise StagingFailed(
-                f"policies were ended with the weights before {loaded.snapshot}, and this is one"
+                f"policies were ended with the weights before {newest.snapshot}, and this is one"
             )
 
     async def _end_old(self, desired: Desired) -> None:
