@@ -207,7 +207,9 @@ class SteppedChecker:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
-    async def check(self, info: ModelInfo, snapshot: str, generation: int) -> SnapshotCheck:
+    async def check(
+        self, info: ModelInfo, snapshot: str, generation: int, *, before: SnapshotCheck | None = None
+    ) -> SnapshotCheck:
         await self._steps.take("check")
         return SnapshotCheck(snapshot=snapshot, generation=generation, weights="w", canary=(-1.0,))
 
