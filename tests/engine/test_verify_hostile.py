@@ -227,3 +227,12 @@ def test_a_statement_says_what_replicas_lost() -> None:
     assert found.findings == []
     body = statement_body(found, Report(), [], {}, {}, {})
     assert body["other_records"] == {"gap": 1}
+
+
+def test_earlier_kv_that_is_too_short_is_told_where_another_choice_has_the_same_prompt() -> None:
+    """The other choice's ids are tried in its place."""
+    short = [{"tokens": 2, "kv_snapshots": [{"snapshot": "base", "start": 0, "end": 1}]}]
+    broken = turn([-5.0] * 4, earlier_kv_snapshots=short, token_ids=[7, 8, 7, 7])
+    found = gather([record(broken), record(turn([-5.0] * 4), 2)], [])
+    [finding] = Verifier(Fixed(), lambda _: None, lambda _: False).verify(found.trees).findings
+    assert (finding.cause, finding.detail) == (Cause.TOKENS, "its earlier KV ends at position 1")

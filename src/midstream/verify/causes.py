@@ -133,7 +133,9 @@ class Detective:
         return fit
 
     def _usable(self, claim: Claim, jobs: Sequence[tuple[int, int, PassJob]]) -> bool:
-        counts = {len(claim.labels), len(claim.logprobs)}
+        # A part whose KV is too short has no job.
+        asked = sum(until - first for first, until, _ in jobs)
+        counts = {len(claim.labels), len(claim.logprobs), asked}
         return bool(jobs) and len(counts) == 1 and all(computable(self._computer, job) for _, _, job in jobs)
 
     def _other_ids(self, claim: Claim, at: int) -> Explained | None:
