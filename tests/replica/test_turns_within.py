@@ -346,6 +346,7 @@ VALUES: dict[str, Any] = {
     "structured_outputs": {"choice": ["hello"]},
     "prompt_logprobs": 1,
     "return_routed_experts": True,
+    "return_sampling_mask": True,
     "return_tokens_as_token_ids": True,
     "detokenize": False,
     "skip_special_tokens": False,
@@ -376,6 +377,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "include_routing_matrix": {"logprobs": True},
     "return_routed_experts": {"logprobs": True},
+    "return_sampling_mask": {"logprobs": True},
     "return_tokens_as_token_ids": {"logprobs": True},
     "stream_options": {"stream": True},
 }

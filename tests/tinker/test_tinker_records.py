@@ -25,6 +25,7 @@ def test_a_sequence_is_a_datum_of_the_sdk() -> None:
         snapshots=[None, None, "a", "a", None, "b"],
         routes=[None] * 6,
         routes_shape=None,
+        masks=[None] * 6,
         rewards=[{"reward": 2.0, "turn": None, "name": "reward"}],
     )
     told = {"data": export.tinker_data([one]), "export": export.__file__}
