@@ -63,7 +63,7 @@ def test_a_request_that_ends_before_vllm_stands_still_does_not_end_the_swap(tmp_
             assert new.labels() == ["red-2"] + ["red-3"] * 5
             # Its name and its files are gone now.
             await until(lambda: fake.calls.count(UNLOAD) == 2)
-            assert not fake.files[ending.model].exists()
+            await until(lambda: not fake.files[ending.model].exists())
 
     asyncio.run(main())
 
