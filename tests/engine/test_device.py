@@ -80,6 +80,20 @@ def test_a_device_that_this_pytorch_does_not_have_is_refused_before_anything_is_
         EngineCore(tmp_path / "nothing", EngineSettings(device="cuda"))
 
 
+def test_on_a_device_no_step_builds_a_plan_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Almost every step of an engine has a shape that was never seen. The flag is PyTorch's own."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        device.use_device("cpu")
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        device.use_device("cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 class Placed(TorchDispatchMode):
     """Notes the dtype of every matrix that is copied to the device."""
 

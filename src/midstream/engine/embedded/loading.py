@@ -24,7 +24,7 @@ from midstream.engine.adapter import LowRanks
 from midstream.engine.base import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
-from midstream.engine.embedded.device import check_device, loading
+from midstream.engine.embedded.device import loading, use_device
 from midstream.engine.embedded.growing_files import GrowingFiles
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
 from midstream.engine.step import StepBatch, near_tie
@@ -108,7 +108,7 @@ class LoadedModel:
 
 def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     """Load the first model of an engine. Raises UnsupportedModel, and the errors of `probe`."""
-    check_device(settings.device)
+    use_device(settings.device)
     dtype = "auto" if settings.dtype is None else getattr(torch, settings.dtype)
     with loading(settings.device):
         module = _placed(_read(directory, dtype), settings.device)
