@@ -18,6 +18,10 @@ class SilenceTimer:
     def heard(self) -> None:
         self.silent_s = 0.0
 
+    def heard_at(self, now: float) -> None:
+        """What passed before `now`, in seconds, was no silence."""
+        self.silent_s, self._updated_at = 0.0, now
+
     def update(self, now: float) -> float:
         """Seconds of silence. Of the time since the last update, no more counts than a late update on a busy machine takes.
 

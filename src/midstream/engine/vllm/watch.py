@@ -68,13 +68,18 @@ class Silence:
     def held_up(self) -> bool:
         return self._held_up_s > 0
 
+    @property
+    def to_be_asked(self) -> bool:
+        """By the last update. A core that talks, or is held up, is not asked."""
+        return self.silent_s >= POLL_S / 2 and not self.held_up
+
     def heard(self) -> None:
         """The workers have answered."""
         self._silence.heard()
 
-    def token(self) -> None:
-        # As `heard` of both. Each read of a stream passes here.
-        self._silence.silent_s = self._tokens.silent_s = 0.0
+    def token(self, now: float) -> None:
+        self._silence.heard_at(now)
+        self._tokens.heard_at(now)
 
     def hold_up(self, seconds: float) -> None:
         """Allow so much more; a negative number takes it back."""
@@ -108,6 +113,7 @@ class Watch:
         self._probe = probe
         self._work = work
         self._silence = Silence(silence_s_max, 0.0)
+        self._now: Callable[[], float] = lambda: 0.0
         self._running = False
 
     @property
@@ -115,8 +121,8 @@ class Watch:
         return self._silence.silent_s if self._running else 0.0
 
     def token(self) -> None:
-        """A sampled token has arrived."""
-        self._silence.token()
+        """A sampled token has arrived. Each read of a stream passes here."""
+        self._silence.token(self._now())
 
     @contextlib.contextmanager
     def held_up(self, seconds: float) -> Iterator[None]:
@@ -133,12 +139,13 @@ class Watch:
         """Return what is wrong as soon as something is."""
         loop = asyncio.get_running_loop()
         speed = CPU_PROMPT_TOKENS_PER_S if on_cpu else inf
+        self._now = loop.time
         silence = self._silence = Silence(self._silence_s_max, loop.time(), speed)
         asking: asyncio.Task[None] | None = None
         self._running = True
         try:
             while (problem := silence.update(loop.time(), self._work())) is None:
-                if asking is None and silence.silent_s >= POLL_S / 2 and not silence.held_up:
+                if asking is None and silence.to_be_asked:
                     asking = asyncio.create_task(self._ask(silence), name="a question to vLLM's workers")
                 pause_s = min(POLL_S, max(silence.allowed_s - silence.silent_s, 0.01))
                 if asking is None:
