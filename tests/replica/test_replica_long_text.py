@@ -360,15 +360,17 @@ def test_texts_that_wait_when_a_replica_ends_are_refused_and_their_requests_may_
     """One that waits for a thread was never answered, one that waits for its tenant's turn was a 500."""
 
     async def main() -> None:
-        jobs, go_on = TextJobs(), threading.Event()
+        jobs, go_on, run = TextJobs(), threading.Event(), threading.Barrier(text_jobs.THREADS + 1)
 
         def job(_: Leave) -> str:
+            run.wait(60)
             go_on.wait()
             return "read"
 
         tenants = "abcab"
         tasks = [asyncio.create_task(jobs.run(tenant, job)) for tenant in tenants]
-        await asyncio.sleep(0)
+        # A thread that has been given a job runs it when it gets the interpreter.
+        await asyncio.to_thread(run.wait, 60)
         jobs.close()
         go_on.set()
         done = await asyncio.gather(*tasks, jobs.run("d", job), return_exceptions=True)
