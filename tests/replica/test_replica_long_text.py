@@ -203,26 +203,34 @@ def test_a_text_that_was_read_while_the_engine_began_anew_is_not_served(
 
 @pytest.mark.parametrize("name", ["encode", "encode_rendered"])
 def test_tokenizing_lets_other_threads_work(tmp_path: Path, name: str) -> None:
-    """Threads change only where one lets go by itself: the waiting one is woken while the other still tokenizes."""
+    """Threads change only where one lets go by itself: the waiting one is woken while the other still tokenizes.
+
+    It may get no core until the other has ended, so a few tries count. A thread that does not let go is never overtaken.
+    """
     text = TextModel.load(write_tokenizer(tmp_path))
-    begun, ended = threading.Event(), list[bool]()
 
-    def tokenize() -> None:
-        begun.set()
-        getattr(text, name)("ab " * 100_000)
-        ended.append(True)
+    def lets_others_work() -> bool:
+        begun, ended = threading.Event(), list[bool]()
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(60)
-    try:
+        def tokenize() -> None:
+            begun.set()
+            getattr(text, name)("ab " * 100_000)
+            ended.append(True)
+
         worker = threading.Thread(target=tokenize)
         worker.start()
         begun.wait()
         while_it_worked = not ended
         worker.join()
+        assert ended == [True]
+        return while_it_worked
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        assert any(lets_others_work() for _ in range(10))
     finally:
         sys.setswitchinterval(before)
-    assert (while_it_worked, ended) == (True, [True])
 
 
 # Whose turn it is
