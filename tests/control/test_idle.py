@@ -30,9 +30,9 @@ POLL_S = 0.05
 
 
 class Asked(Ledger):
-    """Counts its transactions, and the statements in them. away: none can be made."""
+    """Counts its transactions, also those under way, and the statements in them. away: none can be made."""
 
-    transactions = 0
+    transactions = under_way = 0
     away = False
 
     def watch(self) -> list[str]:
@@ -52,7 +52,11 @@ class Asked(Ledger):
         self.transactions += 1
         if self.away:
             raise LedgerUnavailable("the database does not answer")
-        return await super()._run(begin, work)
+        self.under_way += 1
+        try:
+            return await super()._run(begin, work)
+        finally:
+            self.under_way -= 1
 
 
 class Obedient(DeploymentReplicas):
@@ -134,10 +138,10 @@ class Gateway:
             await asyncio.sleep(POLL_S / 10)
 
     async def at_rest(self) -> None:
-        """Until some looks in a row asked nothing but their own query."""
+        """Until some looks in a row asked nothing but their own query, and none waits for a slow disk."""
         while True:
             asked, looks = await self.polls(4)
-            if asked <= looks + 1:
+            if asked <= looks + 1 and not self.ledger.under_way:
                 return
 
     async def polls(self, count: int) -> tuple[int, int]:
