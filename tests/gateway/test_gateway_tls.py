@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +123,7 @@ class Door(asyncio.Protocol):
 
 @pytest.mark.parametrize("url", ["https://localhost:{port}", "HTTPS://LOCALHOST:{port}"])
 def test_a_replica_that_is_not_trusted_gets_no_token_and_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str, free_port: int
 ) -> None:
     """Also when it comes after its gateway, as most do."""
     cert, key = certificate(tmp_path)
@@ -132,17 +131,14 @@ def test_a_replica_that_is_not_trusted_gets_no_token_and_is_said_once(
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         backoff = Backoff(first_s=0.01, last_s=0.01)
-        facts = DeploymentReplicas([("r", url.format(port=port))], token="SECRET", backoff=backoff)
+        facts = DeploymentReplicas([("r", url.format(port=free_port))], token="SECRET", backoff=backoff)
         watching = asyncio.create_task(facts.run())
         lost = functools.partial(lines, caplog, "event stream of r lost")
         await until(lambda: len(lost()) > 2)
         assert {line.levelno for line in lost()} == {logging.DEBUG}
         server = await loop.create_server(
-            lambda: Door(seen), "127.0.0.1", port, ssl=server_tls("replica", cert, key)
+            lambda: Door(seen), "127.0.0.1", free_port, ssl=server_tls("replica", cert, key)
         )
         refused = functools.partial(lines, caplog, "CERTIFICATE_VERIFY_FAILED")
         await until(lambda: len(refused()) > 2)
