@@ -56,6 +56,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def words_of(pid: int) -> list[str]:
+    """Of its command line; none once the process has ended, which may be while this reads it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    return []
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "midstream.cli", *arguments]
 

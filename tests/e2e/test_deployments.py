@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Server, descendants, serve
+from serving import Server, descendants, serve, words_of
 
 A = "accounts/local"
 DEFAULT, B = f"{A}/deployments/default", f"{A}/deployments/b"
@@ -116,7 +116,7 @@ class Client(threading.Thread):
 
 def pid_of(server: Server, replica: str) -> int:
     for pid in descendants(server.process.pid):
-        if replica.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        if replica in words_of(pid):
             return pid
     raise AssertionError(f"{replica} does not run")
 

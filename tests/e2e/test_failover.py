@@ -10,12 +10,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Server, descendants, serve
+from serving import Server, descendants, serve, words_of
 
 STREAMS = 32
 TOKENS = 300
@@ -141,8 +140,7 @@ def itself(replica: int) -> int:
 
 def engine(replica: int) -> int:
     """Its other child, once there was a grammar to compile, is not the engine."""
-    is_engine = b"midstream.engine.embedded.loop"
-    (found,) = (pid for pid in descendants(replica) if is_engine in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (found,) = (pid for pid in descendants(replica) if "midstream.engine.embedded.loop" in words_of(pid))
     return found
 
 
@@ -232,9 +230,10 @@ async def processes(server: Server, find: Callable[[int], int]) -> dict[str, int
 def running(server: Server, find: Callable[[int], int]) -> dict[str, int]:
     found = {}
     for pid in server.children():
-        with contextlib.suppress(OSError, ValueError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            found |= {name: find(pid) for name in NAMES if name.encode() in words}
+        # It has no engine now.
+        with contextlib.suppress(ValueError):
+            words = words_of(pid)
+            found |= {name: find(pid) for name in NAMES if name in words}
     return found
 
 

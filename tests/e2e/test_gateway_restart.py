@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from serving import Server, command, serve
+from serving import Server, command, serve, words_of
 from tiers import variant
 
 STREAMS, TOKENS = 8, 1500
@@ -47,13 +47,7 @@ def asked(client: HTTPConnection, server: Server, key: str, **fields: object) ->
 
 def gateways(server: Server) -> set[int]:
     """Pids of all processes on the port."""
-    found = set()
-    for pid in server.children():
-        with contextlib.suppress(FileNotFoundError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"midstream.launch.gateway" in line:
-                found.add(pid)
-    return found
+    return {pid for pid in server.children() if "midstream.launch.gateway" in words_of(pid)}
 
 
 def streamed(server: Server, number: int) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import Server, serve
+from serving import Server, serve, words_of
 
 DEADLINE_S = 150.0
 KEYS = [f"trajectory-{number}" for number in range(12)]
@@ -86,10 +86,9 @@ def fresh_of_the_living(server: Server) -> HTTPConnection:
 def process_of(server: Server, name: str) -> int:
     """Its pid; 0 when there is none."""
     for pid in server.children():
-        with contextlib.suppress(FileNotFoundError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"midstream.launch.gateway" in words and name.encode() in words:
-                return pid
+        words = words_of(pid)
+        if "midstream.launch.gateway" in words and name in words:
+            return pid
     return 0
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from serving import Server, serve
+from serving import Server, serve, words_of
 
 MB = 2**20
 #: What the bodies below take while they are read is more than four times as much.
@@ -26,9 +26,9 @@ def rss_mb(server: Server) -> dict[str, float]:
     """Of the gateway and of the replica."""
     found = {}
     for pid in server.children():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = words_of(pid)
         for role in ("gateway", "replica"):
-            if f"midstream.launch.{role}".encode() in words:
+            if f"midstream.launch.{role}" in words:
                 size = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
                 assert size is not None
                 found[role] = int(size[1]) / 1024

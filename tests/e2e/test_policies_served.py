@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from policy_helpers import DEADLINE_S, HOT_LOAD, Adapters, checked, load, ready, sample, signalled
-from serving import Server
+from serving import Server, words_of
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_policy_is_forked_frozen_and_ended(server: Server, adapters: Adapters)
 def test_a_replica_that_dies_has_all_policies_again(server: Server, adapters: Adapters) -> None:
     adapters.put(server, "lives", 31)
     load(server, "lives", "survivor")
-    engines = [pid for pid in server.children() if _is_engine(pid)]
+    engines = [pid for pid in server.children() if "midstream.engine.embedded.loop" in words_of(pid)]
     os.kill(engines[0], signal.SIGKILL)
     prompt = [3, 1, 4, 1, 5]
     until = time.monotonic() + DEADLINE_S
@@ -145,12 +145,6 @@ def test_a_replica_that_dies_has_all_policies_again(server: Server, adapters: Ad
             served.add(raw.headers["x-midstream-replica"])
         assert time.monotonic() < until
     ready(server, "lives", "survivor")
-
-
-def _is_engine(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"midstream.engine.embedded.loop" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 @pytest.mark.parametrize("case", ["shape", "module", "dora", "escape", "unknown"])

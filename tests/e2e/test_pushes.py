@@ -17,7 +17,7 @@ import httpx
 import pytest
 from labelled_stream import Stream, completion
 from safetensors.numpy import load_file as load_arrays
-from serving import Server, descendants, serve
+from serving import Server, descendants, serve, words_of
 
 from midstream.client import PublishError, SnapshotPublisher
 
@@ -74,11 +74,7 @@ def serving(server: Server, snapshot: str) -> int:
 
 
 def replica_pids(server: Server) -> list[int]:
-    return [
-        pid
-        for pid in descendants(server.process.pid)
-        if b"midstream.launch.replica" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in descendants(server.process.pid) if "midstream.launch.replica" in words_of(pid)]
 
 
 def has_open(pid: int, directory: Path) -> bool:

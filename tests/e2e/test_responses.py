@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Server, descendants, serve
+from serving import Server, descendants, serve, words_of
 
 from midstream.core.versions import HEADER_SNAPSHOT_WAIT
 
@@ -252,6 +252,6 @@ def until_gone(served: Server, replica: str) -> None:
 
 def process_of(served: Server, replica: str) -> int:
     for pid in descendants(served.process.pid):
-        if replica.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        if replica in words_of(pid):
             return pid
     raise AssertionError(f"{replica} does not run")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server
+from serving import Server, words_of
 
 DEADLINE_S = 150.0
 KEYS = [f"trajectory-{number}" for number in range(16)]
@@ -29,8 +29,7 @@ def process(server: Server, module: str, name: str = "") -> int:
     for pid in server.children():
         # It has ended.
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if module.encode() in words and (not name or holds_cache_of(pid, name)):
+            if module in words_of(pid) and (not name or holds_cache_of(pid, name)):
                 return pid
     raise AssertionError(f"{module} {name} does not run")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DEVICE, Server, on_device, serve
+from serving import DEVICE, Server, on_device, serve, words_of
 from transformers import AutoModelForCausalLM
 
 from midstream.client import SnapshotFailed, SnapshotPublisher, snapshot_of
@@ -338,14 +337,8 @@ def test_a_killed_replica_comes_back_on_the_current_snapshot_and_only_its_sessio
 
 def process_of(server: Server, name: str) -> int:
     """The pid of a supervised child, which carries its name on its command line."""
-    found = []
-    for pid in server.children():
-        # It has ended.
-        with contextlib.suppress(OSError):
-            if name in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                found.append(pid)
-    (pid,) = found
-    return pid
+    (found,) = [pid for pid in server.children() if name in words_of(pid)]
+    return found
 
 
 def test_a_stop_lets_streams_finish_and_a_restarted_server_goes_on_with_the_snapshot_of_its_ledger(

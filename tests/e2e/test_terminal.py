@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import Server, command, descendants, serve
+from serving import Server, command, descendants, serve, words_of
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +151,7 @@ def test_every_line_of_the_log_is_an_object_through_hot_loads_and_the_end_of_an_
     publish(server, tmp_path, "log-1")
     session = chat(server, "a turn\n")[0]["session"]
     engine = next(
-        pid
-        for pid in descendants(server.process.pid)
-        if b"embedded.loop" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in descendants(server.process.pid) if "midstream.engine.embedded.loop" in words_of(pid)
     )
     os.kill(engine, signal.SIGKILL)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, serve
+from serving import Server, serve, words_of
 
 from midstream_tinker.messages import SampleResponse
 
@@ -96,12 +96,7 @@ def gateway(server: Server) -> int:
 
 
 def process(server: Server, module: str) -> int:
-    for pid in server.children():
-        # It has ended.
-        with contextlib.suppress(OSError):
-            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    return 0
+    return next((pid for pid in server.children() if module in words_of(pid)), 0)
 
 
 @pytest.fixture(scope="module")

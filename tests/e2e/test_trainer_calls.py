@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from labelled_stream import Stream, completion
-from serving import Server
+from serving import Server, words_of
 
 HELD_AT_ONCE = {"x-fireworks-hot-load-drain-timeout": "0"}
 WAIT_S = 150.0
@@ -199,9 +199,7 @@ def replicas(server: Server) -> list[dict[str, Any]]:
 
 
 def process_of(server: Server, name: str) -> int:
-    (found,) = [
-        pid for pid in server.children() if name in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    ]
+    (found,) = [pid for pid in server.children() if name in words_of(pid)]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from sdk_venvs import API_KEY, VERSIONS, run_sdk
-from serving import Server, serve
+from serving import Server, serve, words_of
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -145,10 +144,8 @@ def test_a_sample_that_is_given_up_ends_on_its_replica(server: Server) -> None:
 def pid_of(server: Server, named: str) -> int:
     """The process whose command line has this word."""
     for pid in server.children():
-        # It has just ended.
-        with contextlib.suppress(OSError):
-            if named.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                return pid
+        if named in words_of(pid):
+            return pid
     raise AssertionError(f"no process is called {named}")
 
 

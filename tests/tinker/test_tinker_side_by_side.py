@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from sdk_venvs import API_KEY, SDKS, run_sdk
-from serving import Server, serve
+from serving import Server, serve, words_of
 
 # Scripts may take 400.
 pytestmark = [pytest.mark.variant, pytest.mark.timeout(600)]
@@ -53,10 +52,8 @@ def asked(server: Server, path: str) -> Any:
 
 def engine_of(server: Server) -> int:
     for pid in server.children():
-        # It has just ended.
-        with contextlib.suppress(OSError):
-            if b"midstream.engine.embedded.loop" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
+        if "midstream.engine.embedded.loop" in words_of(pid):
+            return pid
     raise AssertionError("no engine runs")
 
 
