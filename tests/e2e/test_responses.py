@@ -202,6 +202,7 @@ def test_a_killed_replicas_stream_goes_on_and_its_responses_are_gone(served: Ser
         whole = sdk.responses.create(**asked)
         for _ in range(8):
             until_all_serve(served)
+            before = boots(served)
             raw = sdk.responses.with_streaming_response.create(**asked, stream=True)
             with raw as answer:
                 replica = answer.headers["x-midstream-replica"]
@@ -215,7 +216,7 @@ def test_a_killed_replicas_stream_goes_on_and_its_responses_are_gone(served: Ser
             if any("resumed" in one for one in told):
                 break
             # The stream was whole before the kill. Until it is noticed, the killed replica seems to serve.
-            until_gone(served, replica)
+            until_gone(served, replica, before[replica])
         assert [one["resumed"]["from"] for one in told if "resumed" in one] == [replica]
         assert [token for one in told for token in one.get("token_ids", ())] == ours(whole)["token_ids"]
         last = events[-1]["response"]
@@ -241,13 +242,19 @@ def until_all_serve(served: Server) -> None:
     raise AssertionError(replicas)
 
 
-def until_gone(served: Server, replica: str) -> None:
+def boots(served: Server) -> dict[str, str | None]:
+    """The boot of each replica that is heard."""
+    rows = httpx.get(f"{served.url}/hot_load/v1/models/hot_load").json()["replicas"]
+    return {row["midstream"]["replica"]: row["midstream"]["boot"] for row in rows}
+
+
+def until_gone(served: Server, replica: str, boot: str | None) -> None:
+    """It may be back by now, as another boot."""
     for _ in range(1200):
-        rows = httpx.get(f"{served.url}/health").json()["replicas"]
-        if not any(one["name"] == replica and one["ready"] and one["usable"] for one in rows):
+        if boots(served).get(replica) != boot:
             return
         time.sleep(0.01)
-    raise AssertionError(rows)
+    raise AssertionError(f"{replica} is still {boot}")
 
 
 def process_of(served: Server, replica: str) -> int:
