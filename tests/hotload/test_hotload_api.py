@@ -550,6 +550,19 @@ def test_stages_have_their_wire_names(tmp_path: Path, stage: Stage, wire: str) -
     serve(tmp_path, work)
 
 
+def test_a_load_that_waits_says_for_what(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.signal({"identity": "a"})
+        for index in range(3):
+            server.report(index, generation=1, stage=Stage.STAGING, target="a", error="waits for b")
+        rows = await server.rows()
+        assert {(row["loading_state"]["stage"], row["midstream"]["error"]) for row in rows} == {
+            ("staging", "waits for b")
+        }
+
+    serve(tmp_path, work)
+
+
 def test_a_failure_stays_visible_after_the_replica_fell_back(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         await server.signal({"identity": "a"})

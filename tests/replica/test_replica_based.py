@@ -35,6 +35,13 @@ def serving(here: Running) -> str:
     return here.replica.own.driver.machine.serving
 
 
+WAITS = "waits for the full weights that it stands on, or newer ones"
+
+
+def said(here: Running) -> str | None:
+    return here.replica.report().others[0].error if here.replica.report().others else None
+
+
 def reds(here: Running) -> Sequence[str]:
     return [policy.snapshot for policy in here.replica.report().others]
 
@@ -56,6 +63,24 @@ async def test_an_adapter_is_loaded_once_the_weights_serve_that_it_stands_on(tmp
         await desire(here, "step-2", 5)
         await desire_red(here, "red-2", stands_on=5, made=2.0)
         await here.until(lambda: reds(here) == ["red-2"])
+
+
+@in_a_loop
+async def test_an_adapter_says_in_its_report_what_it_waits_for(tmp_path: Path) -> None:
+    """Full weights that fail everywhere make it wait for the next ones, which may never come."""
+    async with running(tmp_path, one_base()) as here:
+        await desire_red(here, "red-1", stands_on=1)
+        await here.until(lambda: said(here) == WAITS)
+        here.source.corrupt.add("step-1")
+        await desire(here, "step-1", 1)
+        await here.until(lambda: "step-1 could not be loaded: " in (said(here) or ""))
+        assert (said(here) or "").startswith(WAITS)
+        await desire(here, "step-0", 0)
+        await here.until(lambda: serving(here) == "step-0")
+        assert "step-1 could not be loaded: " in (said(here) or "")
+        await desire(here, "step-2", 2)
+        await here.until(lambda: reds(here) == ["red-1"])
+        assert said(here) is None
 
 
 @in_a_loop

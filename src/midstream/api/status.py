@@ -115,7 +115,8 @@ def loading_state(
     """(stage on the wire, its target, error message) of one replica.
 
     `error` is about the desired snapshot only. It stays while that is desired, also when the replica went on to load a
-    fallback. `pending` says that the replica has not taken up the desired snapshot.
+    fallback. Of a load that waits for others it says for what. `pending` says that the replica has not taken up the desired
+    snapshot.
     """
     desired = state.desired
     if report is None:
@@ -125,7 +126,7 @@ def loading_state(
         if error is not None:
             return "error", desired.snapshot, error
     if report.own.stage in SHOWN_STAGE:
-        return SHOWN_STAGE[report.own.stage], report.own.target, None
+        return SHOWN_STAGE[report.own.stage], report.own.target, report.own.error
     if desired is None:
         return "idle", None, None
     if serves(state, report, desired):

@@ -2,7 +2,7 @@
 
 Owns: what a policy's swap waits for, and what becomes of policies when the deployment's own weights are switched.
 Always holds:
-- A policy's snapshot is loaded once the weights serve that it stands on, or newer ones.
+- A policy's snapshot is loaded once the weights serve that it stands on, or newer ones. Until then its report says why not.
 - Before a switch to weights that ended policies, none of their requests runs. They have `drain_s` to end by themselves.
 - The other policies cross the switch, except for requests that are pinned: a switch waits for these as the policy's own does.
   Their cached KV is reused as its signal says.
@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from midstream.core.types import Desired, ModelInfo, ResetPromptCache
+from midstream.core.types import Desired, ModelInfo, ResetPromptCache, Stage
 from midstream.engine.base import StagingFailed
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
@@ -72,17 +72,15 @@ class OneBase:
 
     @property
     def of_policy(self) -> Ties:
-        return Ties(before_stage=self._base_serves)
+        return Ties(before_stage=self._base_serves, waits=self._lacking)
 
     @property
     def of_base(self) -> Ties:
         return Ties(self._end_old, self._make_way, self._crossed, self._reopen)
 
     async def _base_serves(self, desired: Desired) -> None:
-        while self._applies and self._own().answers < desired.stands_on:
-            log.info(
-                "%s of policy %s waits for the weights that it stands on", desired.snapshot, desired.policy
-            )
+        while (why := self._lacking(desired)) is not None:
+            log.info("%s of policy %s: %s", desired.snapshot, desired.policy, why)
             await self._moved.wait()
         # Also before they serve: from then on a switch looks for no further ones.
         newest = self._own().accepted
@@ -90,6 +88,18 @@ class OneBase:
             raise StagingFailed(
                 f"policies were ended with the weights before {newest.snapshot}, and this is one"
             )
+
+    def _lacking(self, desired: Desired) -> str | None:
+        """Why a policy's snapshot cannot be loaded yet. Weights that cannot be loaded make it wait for the next ones."""
+        own = self._own()
+        if not self._applies or own.answers >= desired.stands_on:
+            return None
+        why = "waits for the full weights that it stands on, or newer ones"
+        # Those that serve again by now say nothing of it.
+        failed = next((moved for moved in reversed(own.transitions) if moved.stage is Stage.ERROR), None)
+        if failed is None or failed.generation < desired.stands_on:
+            return why
+        return f"{why}: {failed.snapshot} could not be loaded: {failed.detail}"
 
     async def _end_old(self, desired: Desired) -> None:
         """A gateway says so, too. It may not have said it yet."""

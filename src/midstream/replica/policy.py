@@ -258,7 +258,7 @@ class ServedPolicy:
             generation=machine.accepted.generation if machine.accepted else 0,
             stage=machine.stage,
             target=None if idle or machine.target is None else machine.target.snapshot,
-            error=machine.error,
+            error=machine.error or self._waits(),
             refused=machine.refused,
             in_flight=self.gate.inside,
             held=machine.stage is Stage.STAGED and machine.held,
@@ -270,6 +270,13 @@ class ServedPolicy:
             transitions=tuple(machine.transitions)[-self._terms.transitions_reported :],
             resident=self.pins.resident(machine.serving),
         )
+
+    def _waits(self) -> str | None:
+        """Why the target is not loaded yet, where others are the reason."""
+        machine = self.driver.machine
+        if machine.stage is not Stage.STAGING or machine.target is None:
+            return None
+        return self._terms.ties.waits(machine.target)
 
     def shut(self) -> None:
         """Take no more snapshots. Requests that use the policy continue."""

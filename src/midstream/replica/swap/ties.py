@@ -17,7 +17,8 @@ async def _nothing(_desired: Desired) -> None:
 
 @dataclass(frozen=True)
 class Ties:
-    """before_stage, before_switch: are waited for. switched: the engine has switched, and what its cache policy comes to.
+    """before_stage, before_switch: are waited for. waits: why before_stage waits; None: it does not. switched: the engine has
+    switched, and what its cache policy comes to.
 
     over: of each before_switch that began, also if the engine did not switch.
     """
@@ -26,6 +27,7 @@ class Ties:
     before_switch: Callable[[Desired], Awaitable[None]] = _nothing
     switched: Callable[[Desired, ResetPromptCache], None] = lambda desired, reset: None
     over: Callable[[], None] = lambda: None
+    waits: Callable[[Desired], str | None] = lambda desired: None
 
 
 NO_TIES = Ties()
