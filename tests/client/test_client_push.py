@@ -488,3 +488,16 @@ def test_pieces_have_all_bytes_in_order(sizes: list[int], packed: bool) -> None:
 def test_a_piece_inside_a_part_is_not_copied() -> None:
     part = torch.zeros(12, dtype=torch.uint8)
     assert [piece.data_ptr() - part.data_ptr() for piece in pieces([part], 4)] == [0, 4, 8]
+
+
+def test_the_first_and_the_last_call_say_what_becomes_of_policies(world: PushWorld) -> None:
+    with world.publisher() as publisher:
+        publisher.publish("v1", {"a": torch.ones(4)}, policies="end")
+        publisher.publish("v2", {"a": torch.ones(4)})
+    said = [body for name, body in zip(world.calls, world.bodies, strict=True) if name in (START, FINISH)]
+    assert said == [
+        {"policies": "end"},
+        {"weight_version": "v1", "policies": "end"},
+        None,
+        {"weight_version": "v2"},
+    ]

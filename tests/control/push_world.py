@@ -41,7 +41,7 @@ from midstream.fleet.push_upkeep import PushUpkeep
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
-from midstream.ledger import Committing, Ledger, Phase, Signal, SignalResult, sqlite_url
+from midstream.ledger import Begun, Committing, Ledger, Phase, Signal, SignalResult, sqlite_url
 from midstream.snapshots.content import content_fingerprint
 
 MODEL = "accounts/local/models/tiny-moe"
@@ -228,7 +228,7 @@ class Gateway:
         return await self.door.run(self.door.update(self.deployment, [SENT]), Phase.RECEIVING)
 
     async def finish(self, version: str | None = None) -> Any:
-        return await self.door.run(self.door.finish(self.deployment, self, version), Phase.FINISHING)
+        return await self.door.run(self.door.finish(self.deployment, self, Begun(version)), Phase.FINISHING)
 
     async def push(self) -> Any:
         """From the start to the finish."""

@@ -16,6 +16,7 @@ from midstream.api import trainer_calls
 from midstream.core.errors import InvalidRequest
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.transfer import (
+    Begin,
     CarriedOut,
     Check,
     CheckInPlace,
@@ -238,12 +239,13 @@ def test_a_name_is_looked_at_before_a_tensor_moves_where_the_start_has_it(tmp_pa
 
 def test_a_deployment_that_takes_no_signals_takes_no_update(tmp_path: Path) -> None:
     async def work(server: Server, replicas: Replicas) -> None:
-        await server.ledger.update_deployment(DEPLOYMENT, fields={"enableHotLoad": False})
         await begin(server)
         await send(server)
-        answer = await server.http.post("/finish_weight_update")
-        assert bad(answer) == (400, "enableHotLoad")
-        assert (await server.desired(), replicas.of(Finish)) == (None, [])
+        await server.ledger.update_deployment(DEPLOYMENT, fields={"enableHotLoad": False})
+        # The first before a tensor moves.
+        for path in ("/start_weight_update", "/finish_weight_update"):
+            assert bad(await server.http.post(path)) == (400, "enableHotLoad")
+        assert (await server.desired(), replicas.of(Finish), len(replicas.of(Begin))) == (None, [], 3)
 
     pushing(tmp_path, work)
 

@@ -358,8 +358,8 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
 def _noted_commit(world: World) -> Callable[..., None]:
     commit = transfers_module._commit
 
-    def noted(db: Any, committing: Any, desired: Any, now: float) -> None:
-        commit(db, committing, desired, now)
+    def noted(db: Any, committing: Any, desired: Any, policies: Any, now: float) -> None:
+        commit(db, committing, desired, policies, now)
         world.happens("commit", desired.snapshot)
 
     return noted

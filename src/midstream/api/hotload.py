@@ -206,10 +206,12 @@ class HotLoadApi:
             # It was there when the call began.
             raise ending(deployment.policy) from error
 
-    async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> None:
-        """Raise what `take_pushed` would refuse the signal with. request: its key must have the scope."""
+    async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> PolicyFate:
+        """Raise what `take_pushed` would refuse the signal with. request: its key must have the scope. Returns what is to
+        become of policies."""
         check_signal(body, (view.report for view in deployment.replicas.views))
         await self.url_of(request, deployment, body.identity or PUSHED, None)
+        return self._fate(deployment, body)
 
     async def take_pushed(
         self,

@@ -28,7 +28,7 @@ from midstream.core.errors import (
 )
 from midstream.core.headers import HEADER_DEPLOYMENT, HEADER_MODEL
 from midstream.core.scopes import OBSERVE, PUBLISH
-from midstream.core.types import Content, Desired, SnapshotFiles, Stage
+from midstream.core.types import Content, Desired, PolicyFate, SnapshotFiles, Stage
 from midstream.fleet.access import grant_of, shown_only
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.ledger import Committing, Ledger, SignalResult
@@ -65,8 +65,8 @@ class Take(Protocol):
 class TakePushed(Protocol):
     """What takes the signal of an update that a trainer sent to the replicas."""
 
-    async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> None:
-        """Raise what the signal would be refused with, before anything is done."""
+    async def check_pushed(self, request: Request, deployment: Deployment, body: SignalBody) -> PolicyFate:
+        """Raise what the signal would be refused with, before anything is done. Returns what is to become of policies."""
 
     async def take_pushed(
         self,

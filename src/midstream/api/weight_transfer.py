@@ -33,12 +33,12 @@ from midstream.core.errors import (
 )
 from midstream.core.scopes import SIGNAL
 from midstream.core.transfer import InitInfo, Rendezvous, SentTensors, UpdateInfo
-from midstream.core.types import Content, Desired
+from midstream.core.types import Content, Desired, PolicyFate
 from midstream.fleet.push import PushDoor
 from midstream.fleet.push_members import backend_of
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.http.bodies import fields_of, json_object, read_body
-from midstream.ledger import Committing, Ledger, Phase, SignalResult
+from midstream.ledger import NOTHING_SAID, Begun, Committing, Ledger, Phase, SignalResult
 from midstream.snapshots.identity import check_identity
 
 #: The names of a large model's tensors take several MiB.
@@ -74,10 +74,12 @@ class InitTransfer(msgspec.Struct, frozen=True):
 class StartUpdate(msgspec.Struct, frozen=True):
     """is_checkpoint_format: of older clients of vLLM. Tensors are always those of a checkpoint, so false is refused.
 
-    weight_version: the snapshot's identity, where it is known already. One that is taken is refused before a tensor moves."""
+    weight_version: the snapshot's identity, where it is known already. One that is taken is refused before a tensor moves.
+    policies: as in a signal. What cannot be done is refused before a tensor moves, too."""
 
     is_checkpoint_format: bool | None = None
     weight_version: str | None = None
+    policies: PolicyFate | None = None
 
 
 class DeltaInit(msgspec.Struct, frozen=True):
@@ -91,9 +93,11 @@ class DeltaInit(msgspec.Struct, frozen=True):
 
 
 class FinishUpdate(msgspec.Struct, frozen=True):
-    """weight_version: the snapshot's identity. Without one it is that of the start, or a name that the ledger gives."""
+    """weight_version: the snapshot's identity. Without one it is that of the start, or a name that the ledger gives. policies:
+    as in a signal. Without a word it is that of the start."""
 
     weight_version: str | None = None
+    policies: PolicyFate | None = None
 
 
 class WeightTransferApi:
@@ -153,14 +157,20 @@ class WeightTransferApi:
                 "false means tensors as an engine's kernels keep them; send those of the checkpoint, with its names",
             )
         if (found := await self._fetched(deployment)) is not None:
+            _check_fetched(found, body.policies)
             return TransferStarted(f"{found.snapshot} was fetched already", "", 0)
         # It may have been set since the group was formed.
         await self._check_transition(deployment, backend_of(deployment))
         if body.weight_version is not None:
             check_identity(body.weight_version, "weight_version")
-            await self._take.check_pushed(request, deployment, SignalBody(body.weight_version))
+        # The last call says what becomes of cached KV.
+        signal = SignalBody(body.weight_version or "", reset_prompt_cache="none", policies=body.policies)
+        fate = await self._take.check_pushed(request, deployment, signal)
+        await self._ledger.check_policies(deployment.name, fate)
+        if body.weight_version is not None:
             await check_new_name(self._ledger, deployment, body.weight_version)
-        group = await self._door.run(self._door.start(deployment, body.weight_version), Phase.STARTING)
+        begun = Begun(body.weight_version, body.policies)
+        group = await self._door.run(self._door.start(deployment, begun), Phase.STARTING)
         return TransferStarted("Weight update started", group.group, group.number)
 
     async def refuse(self, deployment: Deployment, error: MidstreamError) -> NoReturn:
@@ -194,6 +204,7 @@ class WeightTransferApi:
         if body.weight_version is not None:
             check_identity(body.weight_version, "weight_version")
         if (found := await self._fetched(deployment)) is not None:
+            _check_fetched(found, body.policies)
             if body.weight_version not in (None, found.snapshot):
                 raise Conflict(
                     f"weight_version: no trainer's group is open, and {found.snapshot!r} was fetched, not"
@@ -205,12 +216,15 @@ class WeightTransferApi:
             return TransferFinished(
                 f"{found.snapshot} serves", found.snapshot, found.generation, replicas, {}
             )
-        version = body.weight_version or await self._named_at_start(deployment)
-        signal = SignalBody(version or "", reset_prompt_cache=_reset(request))
+        begun = await self._said_at_start(deployment)
+        version = body.weight_version or begun.identity
+        policies = body.policies or begun.policies
+        signal = SignalBody(version or "", reset_prompt_cache=_reset(request), policies=policies)
         await self._take.check_pushed(request, deployment, signal)
         overwrite = overwrites(request.headers)
         publishing = _SignalOf(deployment, signal, overwrite, self._take, self._updates)
-        done = await self._door.run(self._door.finish(deployment, publishing, version), Phase.FINISHING)
+        said = Begun(version, body.policies)
+        done = await self._door.run(self._door.finish(deployment, publishing, said), Phase.FINISHING)
         return TransferFinished(
             message="Weight update finished",
             weight_version=done.desired.snapshot,
@@ -233,11 +247,11 @@ class WeightTransferApi:
         await self._door.run(self._door.shutdown(deployment))
         return TransferDone("Weight transfer shut down")
 
-    async def _named_at_start(self, deployment: Deployment) -> str | None:
-        """The name of the update that is open, or was the last one."""
+    async def _said_at_start(self, deployment: Deployment) -> Begun:
+        """Of the update that is open, or was the last one."""
         group = await self._ledger.transfer(deployment.name)
         update = None if group is None else await self._ledger.last_update(group)
-        return None if update is None else update.identity
+        return NOTHING_SAID if update is None else Begun(update.identity, update.policies)
 
     async def _check_transition(self, deployment: Deployment, backend: str) -> None:
         """Raises Conflict where a swap would wait for requests that wait for the swap."""
@@ -286,6 +300,12 @@ class _SignalOf:
         await self._updates.served(
             self._deployment, desired, replicas=replicas, within_s=within_s, again="push it again"
         )
+
+
+def _check_fetched(found: Desired, policies: PolicyFate | None) -> None:
+    """Raises Conflict."""
+    if policies is not None:
+        raise Conflict(f"policies: {found.snapshot!r} was fetched, and signalled then", param="policies")
 
 
 def sent_tensors(raw: dict[str, Any]) -> list[SentTensors]:

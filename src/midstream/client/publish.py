@@ -51,7 +51,6 @@ OF_FILES = {
     "kind": "a push sends all tensors",
     "overwrite": "a push replaces no files; give the weights another name",
     "extra_fields_ignore": "a push sends no config.json",
-    "policies": "the calls of a push do not say it",
 }
 
 
@@ -72,7 +71,7 @@ class How(TypedDict, total=False):
     optimizer: for `begin`, a torch.optim.Optimizer or several, all that change the weights: the copy is made while the next
     step computes, and `optimizer.step()` waits for it. With () call Publication.wait_copied() before the weights change.
 
-    A push takes neither config_dir, adapter, kind, overwrite, extra_fields_ignore, policies nor {"max_age": k}. There,
+    A push takes neither config_dir, adapter, kind, overwrite, extra_fields_ignore nor {"max_age": k}. There,
     timeout_s is the time until all is sent, and again until it is served.
     """
 

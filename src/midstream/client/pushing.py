@@ -137,7 +137,7 @@ class Pushing:
         started = self._monotonic()
         job.tell("uploading")
         deadline = self._caller.deadline(job.timeout_s)
-        group = self._started(deadline)
+        group = self._started(deadline, job)
         self._send(group, tensors, deadline)
         sent = self._monotonic()
         job.tell("loading")
@@ -156,14 +156,14 @@ class Pushing:
             status=status,
         )
 
-    def _started(self, deadline: Deadline) -> TrainerGroup:
+    def _started(self, deadline: Deadline, job: Job) -> TrainerGroup:
         """The group, with an update begun. It is formed again, once, when the server asks for it."""
-        url = self._url("start_weight_update")
+        url, body = self._url("start_weight_update"), _said(job) or None
         again = False
         while True:
             try:
                 group = self._formed(deadline)
-                self._caller.repeat(f"POST {url}", deadline, lambda: self._post(url, deadline))
+                self._caller.repeat(f"POST {url}", deadline, lambda: self._post(url, deadline, body))
                 return group
             except SignalRefused as refused:
                 formed, self._group = self._group, None
@@ -230,7 +230,7 @@ class Pushing:
         deadline = self._caller.deadline(job.timeout_s)
         problem: PublishError | None = None
         try:
-            answer = self._post(url, deadline, {"weight_version": job.identity})
+            answer = self._post(url, deadline, {"weight_version": job.identity, **_said(job)})
             message = f"POST {url}: {answer.status} {answer.problem}"
             if answer.outcome == "refused":
                 problem = SignalRefused(message, answer.status)
@@ -263,6 +263,11 @@ class Pushing:
 
     def _url(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _said(job: Job) -> dict[str, str]:
+    """What the calls say of policies. Servers of older versions know no such field."""
+    return {} if job.policies is None else {"policies": job.policies}
 
 
 def cache_policy(asked: ResetPromptCache) -> str:

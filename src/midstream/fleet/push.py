@@ -7,7 +7,8 @@ Always holds:
 - Every phase has a deadline. A group that is past it ends: its replicas leave it, and what they received is dropped.
 - A trainer that may be inside a broadcast does not hang: when its update is refused, the group ends.
 - An update becomes a snapshot only if its replicas, at least the quorum, have the same bytes. Nothing of it serves before.
-- A name that is refused ends nothing: the replicas hold the weights for another one until the deadline.
+- A name that is refused ends nothing, nor policies in the way: the replicas hold the weights for another finish until the
+  deadline.
 - Work that has begun ends in its own time, whatever becomes of the trainer's connection. `close` waits for it.
 """
 
@@ -63,6 +64,8 @@ from midstream.fleet.push_orders import (
 from midstream.fleet.push_signal import Finished, UpdateSignal, desired_of, finished_before
 from midstream.fleet.registry import Deployment
 from midstream.ledger import (
+    NOTHING_SAID,
+    Begun,
     Committing,
     Event,
     GroupMoved,
@@ -165,13 +168,13 @@ class PushDoor:
         await self._all_do(deployment, group, join, "join the group")
         return await self._advance(deployment, group, Event.JOINED)
 
-    async def start(self, deployment: Deployment, version: str | None = None) -> Transfer:
-        """Have every replica make room for an update. version: its name, if it is known. Raises MidstreamError."""
+    async def start(self, deployment: Deployment, begun: Begun = NOTHING_SAID) -> Transfer:
+        """Have every replica make room for an update. begun: what is known of it. Raises MidstreamError."""
         settings = self._settings
         seen = await self._open(deployment, Event.START)
         await self._check_members(deployment, seen)
         group = await self._ledger.move_transfer(
-            seen, Event.START, within_s=settings.update_s + GRACE_S, identity=version
+            seen, Event.START, within_s=settings.update_s + GRACE_S, begun=begun
         )
         if seen.phase is Phase.UNNAMED:
             self.counts.updates["dropped"] += 1
@@ -211,15 +214,15 @@ class PushDoor:
         raise error
 
     async def finish(
-        self, deployment: Deployment, publishing: UpdateSignal, version: str | None = None
+        self, deployment: Deployment, publishing: UpdateSignal, said: Begun = NOTHING_SAID
     ) -> Finished:
         """Make a snapshot of what the replicas received, and wait until they serve it. Raises MidstreamError.
 
-        version: the name that the trainer gives. A call whose answer was lost may be repeated, and changes nothing then. When
-        the name is refused, the replicas hold the weights, and another name may come until the deadline.
+        said: by the trainer. A call whose answer was lost may be repeated, and changes nothing then. When the name is refused,
+        or what is said of policies, the replicas hold the weights, and another call may come until the deadline.
         """
         finish_s = self._settings.finish_s
-        before = await finished_before(self._ledger, deployment.name, version)
+        before = await finished_before(self._ledger, deployment.name, said)
         if before is not None:
             await publishing.served(before.desired, before.replicas, finish_s)
             return before
@@ -439,16 +442,13 @@ class PushDoor:
         except LedgerUnavailable:
             # The answer to the commit may be lost.
             return await self._recall(deployment, group)
-        except SnapshotRefused as error:
+        except MidstreamError as error:
+            if not isinstance(error, SnapshotRefused) and error.param != "policies":
+                await self._drop(deployment, group)
+                raise
             await self._ledger.move_transfer(group, Event.NAME_REFUSED)
-            held_s = max(0.0, self._left_s(group))
-            raise SnapshotRefused(
-                f"{error.message}. The replicas hold the weights for {held_s:.0f} s: {NEXT[Phase.UNNAMED]}",
-                param=error.param,
-            ) from error
-        except MidstreamError:
-            await self._drop(deployment, group)
-            raise
+            why = f"{error.message}. The replicas hold the weights for {max(0.0, self._left_s(group)):.0f} s"
+            raise type(error)(f"{why}: {NEXT[Phase.UNNAMED]}", param=error.param) from error
 
     async def _recall(self, deployment: Deployment, group: Transfer) -> Desired:
         """What a commit whose answer was lost made. Raises LedgerUnavailable if nothing was committed, or none can tell.

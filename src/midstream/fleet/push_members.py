@@ -30,7 +30,7 @@ NEXT = {
     Phase.STARTED: "call /update_weights with update_info, then /finish_weight_update",
     Phase.RECEIVING: "wait for the answer of /update_weights",
     Phase.FINISHING: "wait for the answer of /finish_weight_update",
-    Phase.UNNAMED: "call /finish_weight_update with another weight_version",
+    Phase.UNNAMED: "call /finish_weight_update with another weight_version, or other policies",
 }
 _SIZE, _OFFSET = "world_size", "rank_offset"
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from midstream.core.errors import Conflict
 from midstream.core.types import Content, Desired
-from midstream.ledger import Committing, Ledger, Phase, SignalResult, TransferUpdate
+from midstream.ledger import Begun, Committing, Ledger, Phase, SignalResult, TransferUpdate
 
 
 class UpdateSignal(Protocol):
@@ -34,14 +34,20 @@ class Finished:
     fenced: dict[str, str]
 
 
-async def finished_before(ledger: Ledger, deployment: str, version: str | None) -> Finished | None:
+async def finished_before(ledger: Ledger, deployment: str, said: Begun) -> Finished | None:
     """What the last update became, if it has this name and no other was started since. Raises Conflict."""
     group = await ledger.transfer(deployment)
     if group is None or group.phase is not Phase.JOINED:
         return None
     update = await ledger.committed_update(group)
-    if update is None or version not in (None, update.identity):
+    if update is None or said.identity not in (None, update.identity):
         return None
+    if said.policies not in (None, update.policies):
+        raise Conflict(
+            f"policies: {update.identity!r} was finished with {update.policies}, not {said.policies};"
+            " push again, or signal it again",
+            param="policies",
+        )
     return Finished(await desired_of(ledger, deployment, update), update.replicas, {})
 
 

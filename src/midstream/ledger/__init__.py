@@ -24,6 +24,8 @@ from midstream.ledger.records import (
     stronger_reset,
 )
 from midstream.ledger.transfers import (
+    NOTHING_SAID,
+    Begun,
     Committing,
     Event,
     GroupMoved,
@@ -35,6 +37,8 @@ from midstream.ledger.transfers import (
 
 __all__ = [
     "CHAIN_MAX",
+    "NOTHING_SAID",
+    "Begun",
     "BootHistory",
     "Changes",
     "Committing",

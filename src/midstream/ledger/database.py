@@ -21,6 +21,7 @@ from midstream.core.private import private_file
 from midstream.ledger.clock import machine_ahead_s
 from midstream.ledger.deployments import count_policies
 from midstream.ledger.schema import (
+    ADDED,
     COUNTED_FROM,
     SCHEMA_VERSION,
     UPGRADED_FROM,
@@ -192,12 +193,22 @@ def _prepare_schema(db: sa.Connection) -> int:
     found = int(db.execute(sa.select(sa.func.max(schema_version.c.version))).scalar_one() or 0)
     if found in UPGRADED_FROM:
         metadata.create_all(db)
+        _add_columns(db)
         insert_new(db, change_counter, _NO_CHANGE)
         if found < COUNTED_FROM:
             count_policies(db)
         db.execute(schema_version.update().values(version=SCHEMA_VERSION))
         return SCHEMA_VERSION
     return found
+
+
+def _add_columns(db: sa.Connection) -> None:
+    quoted = db.dialect.identifier_preparer.quote
+    for column in ADDED:
+        table = column.table.name
+        if column.name not in {one["name"] for one in sa.inspect(db).get_columns(table)}:
+            kind = column.type.compile(db.dialect)
+            db.exec_driver_sql(f"ALTER TABLE {quoted(table)} ADD COLUMN {quoted(column.name)} {kind}")
 
 
 def _reason(error: SQLAlchemyError) -> str:

@@ -126,17 +126,28 @@ def decide_policies(db: sa.Connection, row: Any, fate: PolicyFate, generation: i
     host, policy, _ = row.name.partition(POLICY_INFIX)
     if policy:
         return {STANDS_ON: find(db, host).generation}
-    if fate == "keep" or (fate == "rebase" and row.transition == "ASYNC"):
+    if fate != "end":
+        _check_policies(db, row, fate)
         return {}
-    prefix = f"{row.name}{POLICY_INFIX}"
-    own = deployments.c.name.startswith(prefix, autoescape=True) & ~deployments.c.deleting
-    names = db.execute(sa.select(deployments.c.name).where(own).order_by(deployments.c.name)).scalars().all()
-    if fate == "end":
-        for name in names:
-            mark(db, name)
-        db.execute(deployments.update().where(own).values(deleting=True))
-        return {ENDS_BEFORE: generation}
-    if names:
+    own = _policies_of(row)
+    named = sa.select(deployments.c.name).where(own).order_by(deployments.c.name)
+    for name in db.execute(named).scalars().all():
+        mark(db, name)
+    db.execute(deployments.update().where(own).values(deleting=True))
+    return {ENDS_BEFORE: generation}
+
+
+def check_policies(db: sa.Connection, name: str, fate: PolicyFate) -> None:
+    """Raise the Conflict of decide_policies."""
+    if fate != "end":
+        _check_policies(db, find(db, name), fate)
+
+
+def _check_policies(db: sa.Connection, row: Any, fate: PolicyFate) -> None:
+    if fate == "keep" or (fate == "rebase" and row.transition == "ASYNC"):
+        return
+    prefix, named = f"{row.name}{POLICY_INFIX}", sa.select(deployments.c.name).where(_policies_of(row))
+    if names := db.execute(named.order_by(deployments.c.name)).scalars().all():
         first = names[0].removeprefix(prefix)
         why = (
             "a SYNC deployment cannot rebase them"
@@ -147,7 +158,12 @@ def decide_policies(db: sa.Connection, row: Any, fate: PolicyFate, generation: i
             f"policies: {len(names)} stand on the weights that serve, {first} among them: {why}",
             param="policies",
         )
-    return {}
+
+
+def _policies_of(row: Any) -> Any:
+    """Those of a deployment that are not being ended."""
+    prefix = f"{row.name}{POLICY_INFIX}"
+    return deployments.c.name.startswith(prefix, autoescape=True) & ~deployments.c.deleting
 
 
 def stands_on(row: Any) -> int:

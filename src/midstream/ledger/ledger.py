@@ -33,6 +33,7 @@ from midstream.core.errors import RebasePending, SnapshotRefused
 from midstream.core.types import (
     Pause,
     PauseMode,
+    PolicyFate,
     SnapshotCheck,
     SnapshotContent,
     Transition,
@@ -349,6 +350,10 @@ class Ledger:
         """Whether the ledger knows the snapshot."""
         return await self._read(snapshots.is_signalled, name, identity)
 
+    async def check_policies(self, name: str, fate: PolicyFate) -> None:
+        """Raise the Conflict that full weights are refused with which say this of policies."""
+        await self._read(deployments.check_policies, name, fate)
+
     async def transitions(self, name: str, newest: int | None = None) -> list[TransitionRow]:
         """The `newest` stage changes (None: all), in the order they were stored."""
         return await self._read(reports.newest, name, newest)
@@ -386,17 +391,17 @@ class Ledger:
         within_s: float | None = None,
         members: Sequence[transfers.TransferMember] | None = None,
         reason: str = "",
-        identity: str | None = None,
+        begun: transfers.Begun = transfers.NOTHING_SAID,
     ) -> transfers.Transfer:
         """Move a group on from the state that was seen. Raises GroupMoved when it is another one by now.
 
         within_s: of a new deadline; None: the deadline stays. members: with those that are fenced. reason: why it ends.
-        identity: the name that an update begins with.
+        begun: what is said of an update that begins.
         """
         now = self.clock.read
         return await self._write(
             lambda db: transfers.move(
-                db, seen, event, now(db), within_s=within_s, members=members, reason=reason, identity=identity
+                db, seen, event, now(db), within_s=within_s, members=members, reason=reason, begun=begun
             )
         )
 

@@ -31,9 +31,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 #: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates, rebases, the clock.
-UPGRADED_FROM = (3, 4, 5, 6, 7)
+#: And the columns of ADDED.
+UPGRADED_FROM = (3, 4, 5, 6, 7, 8)
 #: The first version with counts of policies.
 COUNTED_FROM = 5
 
@@ -235,6 +236,8 @@ transfer_updates = Table(
     Column("generation", BigInteger),
     Column("fingerprint", String(128)),
     Column("replicas", JSON, nullable=False),
+    # What its trainer says of policies; NULL: nothing.
+    Column("policies", String(16)),
     # Whether the files are in the bucket: "", "wanted", "kept", "off" or "given up".
     Column("kept", String(16), nullable=False),
     # When somebody is to try next to bring them there; NULL for never.
@@ -243,6 +246,9 @@ transfer_updates = Table(
     UniqueConstraint("transfer_id", "number"),
     Index("transfer_updates_to_keep", "keep_at"),
 )
+
+#: Columns that tables of older versions lack. Each takes NULL.
+ADDED = (transfer_updates.c.policies,)
 
 #: Incremental snapshots whose whole files somebody brings into the bucket (rebases.py).
 rebases = Table(

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from midstream.core.errors import Conflict
 from midstream.core.table import Table
-from midstream.core.types import Desired
+from midstream.core.types import Desired, PolicyFate
 from midstream.ledger import deployments, signals
 from midstream.ledger.contents import Contents
 from midstream.ledger.records import FleetReports, Kept, Signal, SignalResult, Unkept, from_row
@@ -39,7 +39,8 @@ class Phase(enum.StrEnum):
     STARTED = "started"
     RECEIVING = "receiving"
     FINISHING = "finishing"
-    #: The replicas have finished, and the name was refused. They hold the weights for another one, until the deadline.
+    #: The replicas have finished, and the name was refused, or what is said of policies. They hold the weights for another
+    #: finish, until the deadline.
     UNNAMED = "unnamed"
     ENDED = "ended"
 
@@ -54,7 +55,7 @@ class Event(enum.StrEnum):
     FENCED = "fenced"
     FINISH = "finish"
     COMMITTED = "committed"
-    #: The signal was refused, for its name.
+    #: The signal was refused, for its name or for policies.
     NAME_REFUSED = "name refused"
     #: The update was refused. The replicas forget it.
     DROPPED = "dropped"
@@ -151,10 +152,21 @@ class Committing:
     ends: str = ""
 
 
+class Begun(NamedTuple):
+    """What a trainer says of an update when it begins, and may replace when it ends. identity: of the snapshot. policies: what
+    becomes of the deployment's policies."""
+
+    identity: str | None = None
+    policies: PolicyFate | None = None
+
+
+NOTHING_SAID = Begun()
+
+
 @dataclass(frozen=True)
 class TransferUpdate:
     """An update of a group. committed_at: None: it was not committed, so it became no snapshot. identity: of that; before, the
-    name that the trainer gave when it began, if any."""
+    name that the trainer gave when it began, if any. policies: what becomes of them; before, what the trainer said of them."""
 
     number: int
     started_at: float
@@ -163,6 +175,7 @@ class TransferUpdate:
     generation: int | None
     replicas: tuple[str, ...]
     kept: Kept
+    policies: PolicyFate | None = None
 
 
 class GroupMoved(Conflict):
@@ -215,9 +228,9 @@ def move(
     within_s: float | None = None,
     members: Sequence[TransferMember] | None = None,
     reason: str = "",
-    identity: str | None = None,
+    begun: Begun = NOTHING_SAID,
 ) -> Transfer:
-    """within_s: of a new deadline; None: the deadline stays, or the next phase has none. identity: the name of an update that
+    """within_s: of a new deadline; None: the deadline stays, or the next phase has none. begun: what is said of an update that
     begins. Raises GroupMoved."""
     phase, _ = MOVES.move(seen.phase, event)
     deployments.hold(db, seen.deployment)
@@ -238,13 +251,8 @@ def move(
         other = db.execute(sa.select(transfers).where(transfers.c.id == seen.key)).one_or_none()
         raise GroupMoved(_moved(other))
     if phase is Phase.STARTING:
-        begun = {
-            "transfer_id": seen.key,
-            "number": found.number,
-            "started_at": now,
-            "identity": identity,
-        }
-        db.execute(transfer_updates.insert().values(**begun, replicas=[], kept="", keep_tries=0))
+        fresh = {"transfer_id": seen.key, "number": found.number, "started_at": now, **begun._asdict()}
+        db.execute(transfer_updates.insert().values(**fresh, replicas=[], kept="", keep_tries=0))
     return _transfer(found, seen.deployment)
 
 
@@ -268,16 +276,19 @@ def accept(
     """Take a signal, and commit the update that it is of, if any: both or none."""
     result = signals.accept(db, name, signal, fleet, chain_max, contents, now)
     if committing is not None:
-        _commit(db, committing, result.desired, now)
+        _commit(db, committing, result.desired, signal.policies, now)
     return result
 
 
-def _commit(db: sa.Connection, committing: Committing, desired: Desired, now: float) -> None:
+def _commit(
+    db: sa.Connection, committing: Committing, desired: Desired, policies: PolicyFate, now: float
+) -> None:
     seen = committing.transfer
     moved = move(db, seen, Event.COMMITTED, now)
     values = {
         "committed_at": now,
         "identity": desired.snapshot,
+        "policies": policies,
         "generation": desired.generation,
         "fingerprint": desired.fingerprint,
         "replicas": list(committing.replicas),
