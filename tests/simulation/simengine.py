@@ -234,9 +234,11 @@ class SimEngine(Engine):
         taking = self._taking
         return card if taking is None else replace(card, weight_transfer=BACKEND, ranks=taking.ranks)
 
-    def takes_in_place(self, ranks: int, receivers: Receivers, piece_bytes: int) -> None:
-        """Before its first start."""
-        self._taking = InPlace(self, ranks, receivers, piece_bytes)
+    def takes_in_place(
+        self, ranks: int, receivers: Receivers, piece_bytes: int, killed: Callable[[], None]
+    ) -> None:
+        """Before its first start. killed: is called when its fence kills it."""
+        self._taking = InPlace(self, ranks, receivers, piece_bytes, killed)
         self.in_place = self._taking.fence
         # What a trainer wrote cannot be scored before it serves.
         self.proves_staged = False

@@ -269,6 +269,7 @@ class History:
         limits = self.plan.settings.get("push", PushSettings())
         strikes = Strikes(self.world, self._say, self._upset, self._disturb) if pushes else None
         self._strikes = strikes
+        self.world.on_fence = self._fenced
         given = (PORT, self.world, BUCKET, weights, self.oracle, limits, seed, self._say, self._kill_amid)
         self._pushes = Pushes(*given, strikes)
         self._rng = random.Random(f"{seed} history")
@@ -411,6 +412,11 @@ class History:
 
     def _disturb(self) -> None:
         self._disturbed = True
+
+    def _fenced(self) -> None:
+        """An update in place ended behind its first tensor, for whatever reason: not in calm weather."""
+        if not self.world.counts["calm"]:
+            self._disturbed = True
 
     def _kill_amid(self, name: str) -> None:
         """A process that a push needs is killed."""

@@ -33,10 +33,18 @@ BROADCAST_S = 0.02
 
 
 class InPlace:
-    """ranks: that the engine has. written(weights): they overwrite what serves; None: nothing does yet."""
+    """ranks: that the engine has. killed: is called when the fence kills it."""
 
-    def __init__(self, engine: SimEngine, ranks: int, receivers: Receivers, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: SimEngine,
+        ranks: int,
+        receivers: Receivers,
+        piece_bytes: int,
+        killed: Callable[[], None],
+    ) -> None:
         self.ranks = ranks
+        self._killed = killed
         self.boot = VllmBoot()
         self.lock = asyncio.Lock()
         self.still = False
@@ -72,6 +80,7 @@ class InPlace:
 
     def _kill(self, reason: str) -> None:
         self.still = True
+        self._killed()
         self.boot.end(reason)
         self.boot_over = asyncio.create_task(self._engine.die(reason), name="vLLM is killed")
 

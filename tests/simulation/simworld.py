@@ -113,6 +113,8 @@ class World:
         self.staging_fails = 0.0
         #: Of each engine, in a trainer's group. 0: a receiver takes part beside it.
         self.ranks = 0
+        #: Is called when an engine is killed, since its weights are uncertain.
+        self.on_fence: Callable[[], None] = lambda: None
         #: Streams that kill each engine that goes on with them, and the engines that each has killed.
         self.poison: dict[Asked, int] = {}
         self.server: Process | None = None
@@ -249,7 +251,7 @@ class World:
             Path(spec.model_dir), lambda share: rng.random() < share, lambda most: rng.random() * most
         )
         if self.ranks:
-            engine.takes_in_place(self.ranks, self.receivers, PIECE_BYTES)
+            engine.takes_in_place(self.ranks, self.receivers, PIECE_BYTES, lambda: self.on_fence())
         engine.staging_fails = self.staging_fails
         engine.killed_by = self._kills
         replica = PROCESS.get().name

@@ -54,6 +54,8 @@ FOUND_IN_PUSHES = {
     # A call that ended its group waited 20 s for a replica that was stopped.
     133: "a call behind its deadline",
     137: "a call behind its deadline",
+    # The simulation's own fault: the ledger's outage ended an update in place, and the engine that it killed was a surprise.
+    200008: "an engine that is fenced while the ledger is out",
 }
 #: Found by one of the first histories, whatever changes in them. The others are for the tier `all`.
 FOUND_AT_ONCE = frozenset(
