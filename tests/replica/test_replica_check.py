@@ -163,9 +163,13 @@ def test_the_canary_is_urgent_scores_all_and_shares_its_cache_with_nothing(tmp_p
     play(tmp_path, scenario)
 
 
-@pytest.mark.parametrize(("vocab", "longest", "size"), [(2, 4096, 32), (151_936, 4096, 32), (259, 9, 8)])
-def test_the_canary_fits_the_model(vocab: int, longest: int, size: int) -> None:
-    prompt = canary_prompt(ModelInfo(max_model_len=longest, vocab_size=vocab))
+@pytest.mark.parametrize(
+    ("vocab", "longest", "experts", "size"),
+    [(2, 4096, 8, 32), (151_936, 4096, 8, 32), (151_936, 4096, 0, 8), (259, 9, 8, 8), (259, 5, 0, 4)],
+)
+def test_the_canary_fits_the_model(vocab: int, longest: int, experts: int, size: int) -> None:
+    """A token goes through all weights of a dense model. Experts are chosen by some tokens."""
+    prompt = canary_prompt(ModelInfo(max_model_len=longest, vocab_size=vocab, num_experts=experts))
     assert len(prompt) == size
     assert all(0 <= token < vocab for token in prompt)
     assert len(set(prompt)) == min(vocab, size)

@@ -17,17 +17,23 @@ from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, 
 
 #: Takes an event that ends nothing in the turn of the loop that brings it, or leaves it to the iterator: False.
 AtOnce = Callable[[GenerationEvent], bool]
-#: Of the canary: a fixed prompt whose scores prove what weights compute.
-CANARY_TOKENS = 32
+#: Of the canary: a fixed prompt whose scores prove what weights compute. Each token goes through all weights of a dense model,
+#: but for rows of the embedding.
+CANARY_TOKENS = 8
+#: Of a model with experts, each of which some token has to choose.
+CANARY_TOKENS_OF_EXPERTS = 32
 #: Of a policy's adapter. Streams of others wait for it, and would wait longer for a longer one.
 CANARY_TOKENS_OF_POLICY = 4
 
 
-def canary_ids(vocab_size: int, context: int, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
-    """Token ids all over the vocabulary, two at least, and no more than the context has room for.
+def canary_ids(vocab_size: int, context: int, experts: int, *, of_policy: bool = False) -> tuple[int, ...]:
+    """Token ids all over the vocabulary, two at least, and no more than the context has room for. experts: that a layer has;
+    0: a dense model. of_policy: for an adapter.
 
     They are the same for every replica and engine of a model. A shorter canary is the beginning of a longer one.
     """
+    of_weights = CANARY_TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
+    tokens = CANARY_TOKENS_OF_POLICY if of_policy else of_weights
     size = max(2, min(tokens, context - 1))
     return tuple((i * 7919 + 13) % vocab_size for i in range(size))
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from midstream.core.config import EngineSettings, parse_size
 from midstream.core.errors import ConfigError, SnapshotIncompatible, SnapshotNotFinite
 from midstream.engine.adapter import LowRanks
-from midstream.engine.base import CANARY_TOKENS, CANARY_TOKENS_OF_POLICY, canary_ids
+from midstream.engine.base import canary_ids
 from midstream.engine.embedded.attention import IMPLEMENTATION
 from midstream.engine.embedded.batch import alone
 from midstream.engine.embedded.device import loading, use_device
@@ -239,8 +239,9 @@ def probe(model: LoadedModel, adapter: Any = None) -> None:
     adapter: the decoder's own form. Raises SnapshotNotFinite when a log-probability is not finite,
     SnapshotIncompatible when the logits of each token are all equal.
     """
-    config, tokens = model.config, CANARY_TOKENS if adapter is None else CANARY_TOKENS_OF_POLICY
-    ids = canary_ids(int(config.vocab_size), int(config.max_position_embeddings), tokens)
+    config, experts = model.config, model.decoder.num_experts
+    context = int(config.max_position_embeddings)
+    ids = canary_ids(int(config.vocab_size), context, experts, of_policy=adapter is not None)
     logits = logits_alone(model.decoder, np.array(ids, dtype=np.int64), adapter)
     # Log-probabilities are finite if the distance of the least logit to the largest one is. Either is NaN if a logit is.
     least, largest = torch.aminmax(logits, dim=-1)

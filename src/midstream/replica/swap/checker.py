@@ -20,8 +20,6 @@ from midstream.core.types import (
     TokenRecord,
 )
 from midstream.engine.base import (
-    CANARY_TOKENS,
-    CANARY_TOKENS_OF_POLICY,
     Engine,
     Slot,
     StagingFailed,
@@ -95,7 +93,7 @@ class Checker:
 
     async def _canary(self, info: ModelInfo) -> tuple[str, tuple[float, ...]]:
         """What computed it, and the log-probabilities."""
-        prompt = canary_prompt(info, CANARY_TOKENS_OF_POLICY if self._policy else CANARY_TOKENS)
+        prompt = canary_prompt(info, of_policy=bool(self._policy))
         request = GenerateRequest(
             request_id=CANARY_PREFIX + self._new_id(),
             prompt=prompt,
@@ -133,6 +131,6 @@ def same_weights(found: SnapshotCheck, before: SnapshotCheck | None) -> str:
     return before.snapshot if same else ""
 
 
-def canary_prompt(info: ModelInfo, tokens: int = CANARY_TOKENS) -> tuple[int, ...]:
-    """The canary that fits a model."""
-    return canary_ids(info.vocab_size, info.max_model_len, tokens)
+def canary_prompt(info: ModelInfo, *, of_policy: bool = False) -> tuple[int, ...]:
+    """The canary that fits a model, or an adapter of it."""
+    return canary_ids(info.vocab_size, info.max_model_len, info.num_experts, of_policy=of_policy)
