@@ -45,7 +45,8 @@
 # make screenshots  the pictures of docs/dashboard.md, from a live server; needs Chromium
 # make gpu-check  what only a CUDA device can show, in pieces; JSON. First: make setup TORCH=torch (ARGS="--list", "--pieces families hotload",
 #                 "--resume --minutes 9", "--device cpu" for a dry run); the pieces with vLLM also need make setup-vllm VLLM=vllm==0.32.0
-# make simulate    SEEDS histories of a simulated server, on all cores; a wrong one is made smaller and shown (ARGS="--prove": planted faults)
+# make simulate    SEEDS histories of a simulated server, on all cores; a wrong one is made smaller and shown (ARGS="--prove": planted faults;
+#                   SEEDS=9000 ARGS="--pushes --strikes 1000": so many kills and stalls in the phases of pushes)
 # make fuzz         every parser of bytes from outside for SECONDS under atheris, on all cores; a finding's bytes are kept
 #                   (SECONDS=3600 ARGS="--targets safetensors arc2_deltas", ARGS="--replay FILE"); docs/fuzzing.md
 # make soak         a real server for MINUTES under hundreds of streams, swaps, hostile clients, and processes killed and stopped:

@@ -250,4 +250,10 @@ def table(counts: Mapping[str, int]) -> str:
         lines.append(f"{victim:12}" + "".join(f"{cell:>11}" for cell in cells))
     missing = [", ".join(pair) for pair in PAIRS if not found[pair]]
     lines.append(f"pairs that never struck: {'; '.join(missing) or 'none'}")
+    lines.append(f"{struck(counts)} kills and stalls struck")
     return "\n".join(lines)
+
+
+def struck(counts: Mapping[str, int]) -> int:
+    """How many kills and stalls there were."""
+    return sum(count for what, count in counts.items() if what.startswith(COUNTED))

@@ -248,8 +248,11 @@ def smaller(bed: Bed, seed: int) -> list[int]:
     return sorted(out)
 
 
-def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool) -> int:
-    """Runs the seeds; the exit code. An interrupt ends the run, and what was found so far is told."""
+def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool, strikes: int = 0) -> int:
+    """Runs the seeds; the exit code. An interrupt ends the run, and what was found so far is told. So do so many kills and
+    stalls, unless they are 0."""
+    from simstrikes import struck, table
+
     begun, counts, bad, tokens, simulated = time.monotonic(), Counter[str](), [], 0, 0.0
     number = 0
     with contextlib.suppress(KeyboardInterrupt):
@@ -264,11 +267,12 @@ def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool) -> 
                     break
             if number % 100 == 0:
                 print(f"{number} histories, {len(bad)} wrong, {time.monotonic() - begun:.0f} s", flush=True)
+            if 0 < strikes <= struck(counts):
+                seeds = seeds[:number]
+                break
     for what, count in sorted(counts.items()):
         print(f"{count:8} {what}")
     if bed.pushes:
-        from simstrikes import table
-
         print(table(counts))
     print(f"{tokens} tokens checked, {simulated:.0f} s simulated in {time.monotonic() - begun:.0f} s")
     if not bad:
@@ -323,6 +327,9 @@ def main() -> int:
         help="histories of pushes, with kills and stalls in each phase of them",
     )
     parser.add_argument(
+        "--strikes", type=int, default=0, help="end behind so many kills and stalls of pushes"
+    )
+    parser.add_argument(
         "--rebases", action="store_true", help="histories of long chains of deltas, which are rebased"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -356,7 +363,7 @@ def main() -> int:
             seeds = seeds_of(arguments.seeds)
             if arguments.prove:
                 return prove(bed, seeds, arguments.processes)
-            return report(bed, seeds, arguments.processes, arguments.keep_going)
+            return report(bed, seeds, arguments.processes, arguments.keep_going, arguments.strikes)
         found = run_one(bed, arguments.seed, tuple(arguments.without))
         print("\n".join([*found["log"], *found["wrong"]]))
         return bool(found["wrong"])

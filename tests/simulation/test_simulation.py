@@ -121,6 +121,7 @@ def test_nothing_is_wrong_when_somebody_is_struck_in_a_phase_of_a_push(
     said = simulate(bed, "--pushes", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
     assert f"{last - first:8} end: all serve the newest commit" in said
     assert "strike: " in said
+    assert "\n0 kills and stalls struck" not in said
 
 
 @pytest.mark.parametrize("block", REBASES, ids=str)
