@@ -88,7 +88,7 @@ def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:
         db.execute("UPDATE midstream_schema SET version = 99")
     db.close()
     with pytest.raises(
-        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 8"
+        ConfigError, match=r"ledger\.sqlite: has schema version 99, this midstream reads version 9"
     ):
         Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
 
