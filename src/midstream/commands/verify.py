@@ -7,98 +7,46 @@ arguments or the files cannot be used. torch is imported only once there is some
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from midstream import __version__
 from midstream.client.checkpoint import no_progress_bars
-from midstream.commands.progress import ProgressLine, add_progress_argument
-from midstream.core.config import EngineSettings
-from midstream.core.errors import ConfigError, SnapshotError, SnapshotMissing
+from midstream.commands.progress import ProgressLine
+from midstream.commands.recomputing import (
+    Recomputing,
+    add_recomputing_arguments,
+    add_records_argument,
+    check_recomputing,
+    records_of,
+    versions,
+    write_whole,
+)
+from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.text import plain
-from midstream.core.types import BASE_SNAPSHOT
-from midstream.snapshots.identity import check_bucket, check_identity
-from midstream.verify.claims import ClaimedRecords, read_claims
-from midstream.verify.jobs import Computer
-from midstream.verify.snapshots import BucketSnapshots
+from midstream.verify.claims import ClaimedRecords
 from midstream.verify.statement import sealed, statement_body
-from midstream.verify.verifier import Report, Verifier, WithTies, used
+from midstream.verify.verifier import Report, Verifier, used
 
 #: Findings that are printed; the statement has more.
 SHOWN = 50
 KEY_BYTES_MAX = 2**16
-#: JSON has no larger integers.
-SEED_END = 2**63
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
-    parser.add_argument(
-        "records", metavar="RECORDS", help="the URL that the server had as --records, or its directory"
-    )
-    parser.add_argument("--bucket", required=True, metavar="URL", help="where the snapshots are")
-    parser.add_argument(
-        "--base",
-        type=Path,
-        metavar="DIR",
-        help="the checkpoint that the deployment began with, for tokens of `base` and for adapters",
-    )
-    parser.add_argument(
-        "--deployment", metavar="NAME", help="whose records; needed where there are several (default: all)"
-    )
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="verify so many turns, drawn at random (default: all)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of --sample (default: %(default)s)")
-    parser.add_argument(
-        "--reference",
-        action="store_true",
-        help="compute in plain transformers, in float32, instead of the embedded engine's code; slower",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="NATS",
-        help="of a log-probability (default: 1e-4 for float32, 6e-3 for float16, 5e-2 for bfloat16)",
-    )
-    parser.add_argument(
-        "--parent",
-        action="append",
-        default=[],
-        metavar="DELTA=IDENTITY",
-        help="what a delta stands on, where its checksums are not to find it; may be repeated",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="that the server computed in (default: the checkpoint's)",
-    )
-    parser.add_argument("--device", default="cpu", help="as PyTorch names it (default: %(default)s)")
-    parser.add_argument(
-        "--kv-tokens",
-        type=int,
-        default=65536,
-        help="positions of KV in memory at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--work-dir", type=Path, metavar="DIR", help="for fetched snapshots (default: a temporary one)"
-    )
+    add_records_argument(parser)
+    add_recomputing_arguments(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the statement, as JSON; replaced if it is there"
     )
     parser.add_argument(
         "--key-file", type=Path, metavar="FILE", help="sign the statement with the key in it (HMAC-SHA256)"
     )
-    add_progress_argument(parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -107,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         with no_progress_bars(), ProgressLine(options.progress) as line:
             line.show("reading records")
-            records = _records(options)
+            records = records_of(options)
             with tempfile.TemporaryDirectory(prefix="midstream-verify-", dir=options.work_dir) as scratch:
                 report, statement = _verified(options, records, Path(scratch), line)
     except SnapshotError as error:
@@ -115,29 +63,16 @@ def _run(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         raise ConfigError(plain(str(error))) from error
     statement["seconds"] = round(time.time() - began, 3)
-    _write(options, sealed(statement, key))
+    if options.out is not None:
+        text = json.dumps(sealed(statement, key), indent=1, sort_keys=True)
+        write_whole("--out", options.out, text + "\n")
     _print(options, report, statement)
     return 1 if report.findings else 0
 
 
 def _checked(options: argparse.Namespace) -> bytes | None:
     """The key. Raises ConfigError."""
-    if "://" not in options.records:
-        directory = Path(options.records)
-        if not directory.is_dir():
-            raise ConfigError(f"RECORDS {options.records}: neither a URL nor a directory")
-        options.records = directory.absolute().as_uri()
-    check_bucket(options.records)
-    check_bucket(options.bucket)
-    for name in ("sample", "kv_tokens"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if abs(options.seed) >= SEED_END:
-        raise ConfigError(f"--seed must be of less than 64 bits, got {options.seed}")
-    if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
-        raise ConfigError(f"--tolerance must be a number above 0, got {options.tolerance}")
-    if options.base is not None and not (options.base / "config.json").is_file():
-        raise ConfigError(f"--base {options.base}: is no directory with a config.json")
+    check_recomputing(options)
     if options.key_file is None:
         return None
     if options.out is None:
@@ -151,33 +86,17 @@ def _checked(options: argparse.Namespace) -> bytes | None:
     return key
 
 
-def _records(options: argparse.Namespace) -> ClaimedRecords:
-    """Raises ConfigError, SnapshotError, ValueError."""
-    records = read_claims(options.records, options.deployment)
-    if len(records.deployments) > 1:
-        names = ", ".join(records.deployments)
-        raise ConfigError(f"the records are of several deployments: name one of {names} with --deployment")
-    if not records.trees and not records.findings:
-        raise ConfigError(f"{options.records}: holds no turns")
-    return records
-
-
 def _verified(
     options: argparse.Namespace, records: ClaimedRecords, scratch: Path, line: ProgressLine
 ) -> tuple[Report, dict[str, Any]]:
-    names = used(records.trees)
-    snapshots = BucketSnapshots(
-        options.bucket,
-        scratch,
-        base=options.base,
-        parents=_parents(options.parent),
-        known=names,
-        said=line.show,
-    )
-    missing = _missing(snapshots)
-    computer, with_ties = _computer(options, snapshots, missing, names)
+    made = Recomputing(options, used(records.trees), scratch, line)
+    snapshots, computer = made.snapshots, made.computer
     verifier = Verifier(
-        computer, missing, snapshots.is_adapter, tolerance=options.tolerance, with_ties=with_ties
+        computer,
+        made.missing,
+        snapshots.is_adapter,
+        tolerance=options.tolerance,
+        with_ties=made.with_ties,
     )
     line.show("computing")
     report = verifier.verify(
@@ -191,84 +110,11 @@ def _verified(
         "asked": {"sample": options.sample, "seed": options.seed, "deployment": options.deployment},
         "computed_by": computer.about,
         "tolerances": {"logprob": verifier.tolerance, "routes": "equal sets of experts"},
-        "versions": _versions(),
+        "versions": versions(),
         "created": time.time(),
     }
     contents, stands_on = snapshots.contents, snapshots.stands_on
     return report, statement_body(records, report, report.findings, contents, stands_on, about)
-
-
-def _missing(snapshots: BucketSnapshots) -> Callable[[str], SnapshotError | None]:
-    def missing(name: str) -> SnapshotError | None:
-        why = snapshots.refused(name)
-        if why is None and name != BASE_SNAPSHOT and snapshots.is_adapter(name):
-            why = snapshots.refused(BASE_SNAPSHOT)
-        return why
-
-    return missing
-
-
-def _computer(
-    options: argparse.Namespace,
-    snapshots: BucketSnapshots,
-    missing: Callable[[str], SnapshotError | None],
-    names: Sequence[str],
-) -> tuple[Computer, WithTies | None]:
-    """Raises SnapshotError, ConfigError."""
-    candidates = [BASE_SNAPSHOT, *names] if options.base is not None else names
-    first = next((one for one in candidates if missing(one) is None and not snapshots.is_adapter(one)), None)
-    if first is None:
-        reasons = "; ".join(str(missing(name)) for name in names[:3])
-        raise SnapshotMissing(f"no snapshot with full weights can be used: {reasons}")
-    from midstream.verify.plain import PlainComputer
-
-    plain_computer: PlainComputer | None = None
-
-    def with_ties(*arguments: Any) -> Any:
-        nonlocal plain_computer
-        if plain_computer is None:
-            plain_computer = PlainComputer(snapshots.whole, first)
-        return plain_computer.with_ties(*arguments)
-
-    if options.reference:
-        plain_computer = PlainComputer(snapshots.whole, first)
-        return plain_computer, with_ties
-    from midstream.verify.paged import PagedComputer
-
-    settings = EngineSettings(dtype=options.dtype, device=options.device, kv_cache_tokens=options.kv_tokens)
-    return PagedComputer(snapshots.whole, first, settings), with_ties
-
-
-def _parents(given: Sequence[str]) -> dict[str, str]:
-    parents = {}
-    for one in given:
-        child, separator, parent = one.partition("=")
-        if not separator:
-            raise ConfigError(f"--parent {one}: expected DELTA=IDENTITY")
-        check_identity(child, "--parent")
-        check_identity(parent, "--parent")
-        parents[child] = parent
-    return parents
-
-
-def _versions() -> dict[str, str]:
-    found = {"midstream": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    for name in ("torch", "transformers"):
-        found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _write(options: argparse.Namespace, statement: dict[str, Any]) -> None:
-    if options.out is None:
-        return
-    part = options.out.with_name(f".{options.out.name}.part")
-    try:
-        part.write_text(json.dumps(statement, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(part, options.out)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _print(options: argparse.Namespace, report: Report, statement: dict[str, Any]) -> None:

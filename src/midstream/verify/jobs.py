@@ -20,6 +20,10 @@ from midstream.verify.claims import Claim
 Files = Callable[[str], Path]
 #: Hears of positions that were computed.
 OnComputed = Callable[[int], None]
+#: Gets log-probabilities of the whole vocabulary, [rows, vocab], and the number of the first row among those asked for.
+Look = Callable[[int, np.ndarray], None]
+#: In forced routes: the model's own choice.
+OWN_ROUTE = -1
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class PassJob:
 
     again: a position whose KV was there already, and the snapshot whose pass over it gave the logits; None: there is none.
     first: the pass whose logits are asked for first; all passes behind it are asked for, too. top: of how many tokens the
-    likeliest ones are asked for at the pass `first`.
+    likeliest ones are asked for at the pass `first`. look: gets every row asked for. forced: the routes that the passes take,
+    [passes, layers, top_k], OWN_ROUTE where the model's own are; None: those everywhere. Not every computer can force routes.
     """
 
     ids: Sequence[int]
@@ -36,6 +41,8 @@ class PassJob:
     first: int
     again: tuple[int, str] | None = None
     top: int = 0
+    look: Look | None = None
+    forced: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,14 @@ class Numbers:
 class Computer(ABC):
     """Recomputes jobs. vocab: ids below it are tokens. longest: positions that a sequence may have.
 
-    routes: [layers, top_k] of the model; None: dense. dtype: of the weights, as torch names it. about: for the statement.
+    routes: [layers, top_k] of the model; None: dense. experts: of how many a forced route has some; 0: none can be forced.
+    dtype: of the weights, as torch names it. about: for the statement.
     """
 
     vocab: int
     longest: int
     routes: tuple[int, int] | None
+    experts: int = 0
     dtype: str
     about: dict[str, str]
 

@@ -218,6 +218,8 @@ class PagedComputer(Computer):
                 sequence.best[row] = own.amax(-1).cpu().numpy()
                 if sequence.routes is not None and routes is not None:
                     sequence.routes[row] = routes[first + begin - work.first : first + work.last - work.first]
+                if job.look is not None:
+                    job.look(begin - job.first, own.cpu().numpy())
                 if job.top and begin == job.first:
                     sequence.top = tuple(own[0].topk(min(job.top, self.vocab)).indices.tolist())
                 at += count

@@ -1,13 +1,14 @@
-"""Recomputes jobs in plain transformers: `--reference`, and the second look at what a router's near tie may explain.
+"""Recomputes jobs in plain transformers: `--reference`, forced routes, and the second look at a router's near ties.
 
 Owns: the reference's models, a few at a time, adapters merged into copies of the base.
-Always holds: it computes in float32, whatever the server computed in.
+Always holds: it computes in float32, whatever the server computed in. Routes can be forced here alone.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,12 @@ class PlainComputer(Computer):
         made = self._recomputer.passes([0], [first])
         if made.routes.size:
             self.routes = (made.routes.shape[1], made.routes.shape[2])
-        self._experts = self._recomputer.experts
+        self.experts = self._recomputer.experts
 
     def compute(self, jobs: Sequence[PassJob], done: OnComputed | None = None) -> list[Numbers]:
         numbers = []
         for job in jobs:
-            passes = self._passes(job)
+            passes = self._recomputer.passes(job.ids[:-1], job.kv, **self._asked(job))
             numbers.append(self._numbers(job, passes))
             if done is not None:
                 done(len(job.ids) - 1)
@@ -65,30 +66,33 @@ class PlainComputer(Computer):
 
         told: routes [rows, layers, top_k] that a record has, which are taken.
         """
-        if told.max(initial=0) >= self._experts:
+        if told.max(initial=0) >= self.experts:
             return None
-        again = {} if job.again is None else {job.again[0]: job.again[1]}
-        forced = torch.full((len(job.ids) - 1, *told.shape[1:]), OWN_ROUTE)
-        forced[job.first :] = torch.from_numpy(told)
-        # There are two passes over such a position, each with a route of its own.
-        forced[[*again]] = OWN_ROUTE
-        self._need([*job.kv, *again.values()])
+        forced = np.full((len(job.ids) - 1, *told.shape[1:]), OWN_ROUTE)
+        forced[job.first :] = told
+        return self.other_ties(replace(job, forced=forced), fits)
+
+    def other_ties(self, job: PassJob, fits: Callable[[Numbers], bool]) -> Numbers | None:
+        """As `with_ties`, with the routes that the job itself forces."""
         found = self._recomputer.first_that(
-            lambda passes: fits(self._numbers(job, passes)),
-            job.ids[:-1],
-            job.kv,
-            again=again,
-            forced=forced,
-            row=job.first,
+            lambda passes: fits(self._numbers(job, passes)), job.ids[:-1], job.kv, **self._asked(job)
         )
         return None if found is None else self._numbers(job, found)
 
-    def _passes(self, job: PassJob) -> Passes:
+    def _asked(self, job: PassJob) -> dict[str, Any]:
+        """What the recomputer is asked for a job, whose snapshots it then has."""
         again = {} if job.again is None else {job.again[0]: job.again[1]}
+        forced = None
+        if job.forced is not None:
+            forced = torch.from_numpy(job.forced.astype(np.int64))
+            # There are two passes over such a position, each with a route of its own.
+            forced[[*again]] = OWN_ROUTE
         self._need([*job.kv, *again.values()])
-        return self._recomputer.passes(job.ids[:-1], job.kv, again=again, row=job.first)
+        return {"again": again, "forced": forced, "row": job.first}
 
     def _numbers(self, job: PassJob, passes: Passes) -> Numbers:
+        if job.look is not None:
+            job.look(0, passes.logprobs.numpy())
         targets = torch.tensor(job.ids[job.first + 1 :])[:, None]
         logprobs = passes.logprobs.gather(1, targets)[:, 0].numpy().astype(float)
         routes = passes.routes[job.first :] if passes.routes.size else None

@@ -100,12 +100,8 @@ class Verifier:
     ) -> Report:
         """sample: so many turns, drawn with this seed; None: all."""
         report = Report()
-        claims = [claim for tree in trees for claim in tree.claims.values()]
-        chosen = claims
-        if sample is not None and sample < len(claims):
-            numbers = sorted(random.Random(seed).sample(range(len(claims)), sample))
-            chosen = [claims[number] for number in numbers]
-        wanted = [*self._verifiable(chosen, report)]
+        chosen = drawn(trees, sample, seed)
+        wanted = [*self.verifiable(chosen, report)]
         suspects = self._compute(wanted, report, progress)
         around = _Neighbours(trees, self._usable, self._is_adapter)
         broken = [claim for claim in chosen if claim.problem is not None]
@@ -126,7 +122,7 @@ class Verifier:
     def _usable(self, snapshot: str) -> bool:
         return self._missing(snapshot) is None
 
-    def _verifiable(self, claims: Iterable[Claim], report: Report) -> Iterator[Claim]:
+    def verifiable(self, claims: Iterable[Claim], report: Report) -> Iterator[Claim]:
         """Counts what is not verified, and says which snapshots are missing."""
         told: dict[str, list[Claim]] = {}
         for claim in claims:
@@ -167,7 +163,7 @@ class Verifier:
             progress(min(max(done, passed), total), total)
 
         passed = 0
-        for group in _groups(claims):
+        for group in groups(claims):
             parts = [(claim, first, until, job) for claim in group for first, until, job in jobs_of(claim)]
             numbers = self._computer.compute([job for _, _, _, job in parts], advance)
             made: dict[Claim, list[tuple[int, int, Numbers]]] = {}
@@ -295,6 +291,14 @@ class _Neighbours:
         return Neighbourhood(self._snapshots, self._adapters, others, self._can)
 
 
+def drawn(trees: Iterable[Tree], sample: int | None, seed: int) -> list[Claim]:
+    """So many turns, drawn with this seed, in the order of the trees; None: all."""
+    claims = [claim for tree in trees for claim in tree.claims.values()]
+    if sample is None or sample >= len(claims):
+        return claims
+    return [claims[number] for number in sorted(random.Random(seed).sample(range(len(claims)), sample))]
+
+
 def used(trees: Iterable[Tree]) -> list[str]:
     """The snapshots that turns name, in the order in which they came into use."""
     claims = sorted((claim for tree in trees for claim in tree.claims.values()), key=_order)
@@ -327,7 +331,7 @@ def _with_problem(why: Explained, claim: Claim) -> str:
     return why.detail if why.detail == claim.problem else f"{why.detail} ({claim.problem})"
 
 
-def _groups(claims: Sequence[Claim]) -> Iterator[list[Claim]]:
+def groups(claims: Sequence[Claim]) -> Iterator[list[Claim]]:
     group: list[Claim] = []
     positions = 0
     for claim in claims:
