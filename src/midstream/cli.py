@@ -35,6 +35,7 @@ COMMANDS = {  # module of commands/: its line in --help
     "ledger": "every snapshot that was signalled, and how each replica fared with it",
     "export": "training records of sessions, as JSON lines, for Tinker, verl, NeMo-Gym or verifiers",
     "verify": "recompute records from the snapshots in the bucket, and say what differs and why",
+    "explain": "whose the gap between a trainer's log-probabilities and the server's is, by cause",
     "delta": "make, apply and check incremental snapshots in local directories",
     "conformance": "which promised behaviours a live endpoint has, row by row",
     "completion": "print a script that completes this command line in bash, zsh or fish",

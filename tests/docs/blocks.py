@@ -117,6 +117,9 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "docs/verify.md": [
         NAMES,
+        NAMES,
+        Elsewhere("engine/test_explain.py", "it needs records"),
+        Elsewhere("engine/test_explain.py", "it needs records"),
         Elsewhere("e2e/test_verify.py", "it needs a statement"),
         Elsewhere("e2e/test_verify.py", "it needs records"),
     ],
@@ -128,6 +131,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "examples/art/README.md": [Elsewhere("recipes/test_art.py", "it needs the trainer"), OUTPUT],
     "examples/demo/README.md": [MAKE],
+    "examples/explain/README.md": [Elsewhere("e2e/test_examples.py", "it starts a server"), OUTPUT],
     "examples/plain_loop/README.md": [Elsewhere("e2e/test_examples.py", "it trains for minutes")],
     "examples/ray/README.md": [RAY, RAY, RAY, RAY],
     "examples/trl/README.md": [

@@ -47,6 +47,14 @@ def test_the_hot_load_example_ends_with_every_replica_on_the_snapshot(
 
 
 @pytest.mark.variant
+def test_the_explaining_example_names_every_mistake_of_its_trainer(tmp_path: Path) -> None:
+    told = run("explain/mistakes.py", str(tmp_path))
+    assert told.count(": named\n") == 9
+    assert "MISSED" not in told
+    assert "<svg" in (tmp_path / "explained.html").read_text()
+
+
+@pytest.mark.variant
 def test_the_publishing_example_sends_deltas_between_full_snapshots(
     published: Server, tiny_model: Callable[..., Path]
 ) -> None:

@@ -14,6 +14,7 @@ EXTRA_OF = {
     "psycopg": "postgres",
     "xxhash": "deltas",
     "blake3": "deltas",
+    "pyarrow": "parquet",
     "rich": "",
     "shtab": "",
 }
