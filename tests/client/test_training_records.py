@@ -227,6 +227,11 @@ def test_a_verl_batch_is_padded_and_keeps_every_place(trace: dict[str, Any], mor
         for i, counts in enumerate(at["response_mask"]):
             assert at["rollout_log_probs"][i] == (-at["responses"][i] / 8 if counts else 0.0)
         assert sum(at["response_mask"]) == sum(one.loss_mask)
+        # verl has no field of its own for what a token was drawn from.
+        row = rows[number]
+        masks = row["extra_fields"]["sampling_masks"]
+        assert len(masks) == len(row["response_ids"])
+        assert masks == one.masks[one.prompt_length :]
     with pytest.raises(ValueError, match=f"the batch has {before} and 1"):
         verl_batch(
             [rows[0] | {"response_ids": [1, 2]}], pad_token_id=0, prompt_length=before, response_length=1
@@ -337,6 +342,7 @@ def test_records_without_masks_are_read_and_a_mask_of_another_token_is_an_error(
     (one,) = sequences_of(trace)
     assert one.masks == [None] * 5
     assert jsonl_records([one])[0]["sampling_masks"] is None
+    assert verl_rows([one])[0]["extra_fields"]["sampling_masks"] is None
     turn["sampling_masks"] = masks
     (one,) = sequences_of(trace)
     assert jsonl_records([one])[0]["sampling_masks"] == one.masks

@@ -120,12 +120,13 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
     """Fields of verl's AgentLoopOutput, one for each sequence: what its first turn was asked, and all behind it.
 
     num_turns: as verl counts, those of the user and of tools as well. routed_experts: of all tokens, zeros where they are not
-    known; make it an array. extra_fields has routed_experts_mask, which says where they are. None where the sequence has no
-    routes.
+    known; make it an array. extra_fields has routed_experts_mask, which says where they are, and sampling_masks, the ids that
+    each token of the response was drawn from, as in `jsonl_records`. None where the sequence has no routes, or no masks.
     """
     rows = []
     for one in sequences:
         at = one.prompt_length
+        masks = one.masks[at:] if any(ids is not None for ids in one.masks) else None
         experts = expert_rows(one) if one.routes_shape else None
         zero = [] if one.routes_shape is None else [[0] * one.routes_shape[1]] * one.routes_shape[0]
         known = None if experts is None else [int(row is not None) for row in experts]
@@ -139,7 +140,7 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
                 "num_turns": 2 * len(one.turns),
                 "routed_experts": None if experts is None else [row or zero for row in experts],
                 "metrics": {},
-                "extra_fields": {"routed_experts_mask": known},
+                "extra_fields": {"routed_experts_mask": known, "sampling_masks": masks},
             }
         )
     return rows
