@@ -81,7 +81,7 @@ class World:
 
     def turn(
         self,
-        label: str,
+        label: str | Sequence[str],
         *,
         kv: Sequence[str] | None = None,
         tokens: int = 16,
@@ -91,10 +91,13 @@ class World:
         routes: np.ndarray | None = None,
         prompt: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """The turn of a new session. kv: of the prompt's positions. routes: that its sampling passes took. penalty: of tokens
-        that stand before, subtracted from their logits."""
+        """The turn of a new session. label: of all tokens, or of each. kv: of the prompt's positions.
+
+        routes: that its sampling passes took. penalty: of tokens that stand before, subtracted from their logits.
+        """
         added = list(prompt or self.prompt())
-        under = list(kv or [label] * len(added))
+        labels = [label] * tokens if isinstance(label, str) else list(label)
+        under = list(kv or [labels[0]] * len(added))
         ids = list(added)
         rows: dict[str, list[Any]] = {
             name: [] for name in ("logprobs", "sampling_logprobs", "sampling_masks", "routing_matrix")
@@ -113,7 +116,7 @@ class World:
             rows["sampling_masks"].append(mask_bytes(kept, token))
             rows["routing_matrix"].append(b64encode(passes.routes[-1].astype("u1").tobytes()).decode())
             ids.append(token)
-            under.append(label)
+            under.append(labels[min(at + 1, tokens - 1)])
         moe = bool(self.shape[0])
         number = len(self.records) + 1
         turn = {
@@ -129,7 +132,7 @@ class World:
             "routing_matrix": rows["routing_matrix"] if moe else None,
             "routing_matrix_dtype": "uint8" if moe else None,
             "routing_matrix_shape": list(self.shape) if moe else None,
-            "snapshots": spans([label] * tokens),
+            "snapshots": spans(labels),
             "kv_snapshots": spans(under[: len(ids) - 1]),
         }
         about = {"n": number, "replica": "r", "boot": "b", "kind": "turn", "segment": "s", "line": number}

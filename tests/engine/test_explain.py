@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -84,8 +85,23 @@ def play(stand: Stand) -> None:
     other = right(turn, ids=ids, masks=None)
     stand.plant(TrainerTurn(other.tolist(), ids), TOKENS=other - right(turn, masks=None))
 
+    # A template that begins with one token more.
+    turn = world.turn(LABEL, **FILTERED)
+    longer = right({**turn, "added": [3, *turn["added"]]})
+    ids = turn["token_ids"]
+    stand.plant(TrainerTurn(longer.tolist(), ids, [3, *turn["added"]]), TOKENS=longer - right(turn))
+
     turn = world.turn(LABEL, **FILTERED)
     stand.plant(np.append(right(turn)[1:], -0.5), TOKENS=None)
+
+    # A swap came while it was sampled, and the trainer computes all of it by the new weights.
+    turn = world.turn([LABEL] * 6 + [NEXT] * 6, **FILTERED)
+    by_labels = np.append(right(turn)[:6], right(turn, NEXT)[6:])
+    stand.plant(
+        right(turn, NEXT),
+        STALE_KV=by_labels - np.array(turn["sampling_logprobs"]),
+        SNAPSHOT=right(turn, NEXT) - by_labels,
+    )
 
     turn = world.turn(LABEL, kv=[OLD] * 16 + [LABEL] * 4, **FILTERED)
     stand.plant(right(turn), STALE_KV=right(turn) - np.array(turn["sampling_logprobs"]))
@@ -247,7 +263,7 @@ def rows_of(stand: Stand) -> list[dict[str, Any]]:
         given = planted.numbers
         row = {"session": record["session"], "turn": 1}
         if isinstance(given, TrainerTurn):
-            rows.append({**row, "logprobs": given.logprobs, "token_ids": given.token_ids})
+            rows.append({**row, **msgspec.to_builtins(given)})
         else:
             rows.append({**row, "logprobs": given.tolist()})
     return rows
@@ -260,18 +276,15 @@ def test_the_command_names_every_cause_of_lines_and_arrays_alike(
     rows = rows_of(moe)
     lines, arrays = tmp_path / "trainer.jsonl", tmp_path / "trainer.npz"
     lines.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "session": "other"}]))
+    flat = [row for row in rows if not row.get("prompt_ids")]
+    sampled = {record["session"]: record["turn"]["token_ids"] for record in moe.world.records}
     np.savez(
         arrays,
-        session=np.array([row["session"] for row in rows]),
-        turn=np.array([row["turn"] for row in rows]),
-        lengths=np.array([len(row["logprobs"]) for row in rows]),
-        logprobs=np.concatenate([row["logprobs"] for row in rows]),
-        token_ids=np.concatenate(
-            [
-                row.get("token_ids") or record["turn"]["token_ids"]
-                for row, record in zip(rows, moe.world.records, strict=True)
-            ]
-        ),
+        session=np.array([row["session"] for row in flat]),
+        turn=np.array([row["turn"] for row in flat]),
+        lengths=np.array([len(row["logprobs"]) for row in flat]),
+        logprobs=np.concatenate([row["logprobs"] for row in flat]),
+        token_ids=np.concatenate([row.get("token_ids") or sampled[row["session"]] for row in flat]),
     )
     out, report = tmp_path / "out.json", tmp_path / "report.html"
     given = ("--out", str(out), "--report", str(report))
@@ -279,17 +292,19 @@ def test_the_command_names_every_cause_of_lines_and_arrays_alike(
     for path in (lines, arrays):
         assert command(moe, tmp_path, str(path), *given) == 1
         found.append(json.loads(out.read_text()))
-    assert [turn["details"] for turn in found[0]["turns"]] == [turn["details"] for turn in found[1]["turns"]]
+    of_lines, of_arrays = ({turn["session"]: turn["details"] for turn in one["turns"]} for one in found)
+    assert len(of_arrays) == len(flat) < len(of_lines)
+    assert of_arrays == {session: of_lines[session] for session in of_arrays}
     for turn, planted in zip(found[0]["turns"], moe.planted, strict=True):
         assert {*turn["details"]} == {*planted.causes}
         gap = np.array(turn["trainer"]) - turn["rollout"]
         assert np.allclose(sum(map(np.array, turn["parts"].values())), gap, rtol=0, atol=1e-12)
     shown = capsys.readouterr().out
-    assert "1 rows of the trainer are of no turn that was split, such as" in shown
+    assert "1 rows of the trainer are of no turn in the records, such as" in shown
     for cause in GapCause:
         assert f"\n{cause.value:26}" in shown
     page = report.read_text()
-    assert page.count("<circle") == TOKENS * len(rows)
+    assert page.count("<circle") == TOKENS * len(flat)
     assert "<script" not in page
     assert "the trainer computed by step-2, the labels are step-1" in page
 
@@ -356,9 +371,9 @@ def test_a_line_of_an_export_gives_the_numbers_of_its_own_turns(tmp_path: Path) 
     table = read_trainer(lines)
     assert len(table) == 1
     [tree] = World.trees_of([bare_record()])
-    given = table(tree.claims[1])
-    assert given == TrainerTurn([-1.0, -2.0], [8, 9], [5, 6, 7])
-    assert table.unread == []
+    table.match(tree.claims.values())
+    assert table(tree.claims[1]) == TrainerTurn([-1.0, -2.0], [8, 9], [5, 6, 7])
+    assert table.unmatched == []
 
 
 def bare_record() -> dict[str, Any]:
@@ -437,12 +452,25 @@ def test_files_that_are_torn_or_hostile_are_refused_and_nothing_is_unpickled(tmp
             read_trainer(path)
 
 
-def test_a_row_that_may_be_of_two_replicas_is_refused(tmp_path: Path) -> None:
+def test_a_row_that_may_be_of_several_turns_is_refused_unless_its_ids_say_which(tmp_path: Path) -> None:
     one, other = bare_record(), {**bare_record(), "replica": "r2", "line": 2}
+    # The same replica, started again.
+    again = {**bare_record(), "boot": "b2", "line": 3}
+    again["turn"]["token_ids"] = [8, 10]
+    row = {"session": "s-1", "turn": 1, "logprobs": [-1.0, -2.0]}
     path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps({"session": "s-1", "turn": 1, "logprobs": [-1.0, -2.0]}))
-    table = read_trainer(path)
-    first, second = (tree.claims[1] for tree in World.trees_of([one, other]))
-    assert table(first) is not None
-    with pytest.raises(ValueError, match=r"line 1: may be of s, line 1: session 's-1', r, turn 1 and of"):
-        table(second)
+
+    def matched(row: dict[str, Any], records: list[dict[str, Any]]) -> list[bool]:
+        path.write_text(json.dumps(row))
+        table = read_trainer(path)
+        claims = [tree.claims[1] for tree in World.trees_of(records)]
+        table.match(claims)
+        return [table(claim) is not None for claim in claims]
+
+    told = r"line 1: may be of s, line 1: session 's-1', r, turn 1 and of s, line 2: .*; `replica` or `token_ids`"
+    with pytest.raises(ValueError, match=told):
+        matched(row, [one, other])
+    assert matched({**row, "replica": "r2"}, [one, other]) == [False, True]
+    assert matched({**row, "token_ids": [8, 10]}, [one, again]) == [False, True]
+    with pytest.raises(ValueError, match="may be of"):
+        matched({**row, "token_ids": [1, 2]}, [one, again])

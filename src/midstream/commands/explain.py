@@ -105,6 +105,7 @@ def _explained(
     line: ProgressLine,
 ) -> tuple[GapReport, dict[str, Any]]:
     claims = [claim for tree in records.trees for claim in tree.claims.values()]
+    table.match(claims)
     # Routes can be forced in transformers alone.
     routed = any(claim.routes is not None for claim in claims)
     names = [*dict.fromkeys([*used(records.trees), *options.also])]
@@ -159,8 +160,8 @@ def _facts(report: GapReport, about: dict[str, Any], table: TrainerTable, second
     facts += [f"{count} turns not split: {reason}." for reason, count in sorted(report.not_split.items())]
     if report.unpaired:
         facts.append(f"{report.unpaired} tokens have no counterpart, as the trainer has more or fewer.")
-    if unread := table.unread:
-        facts.append(f"{len(unread)} rows of the trainer are of no turn that was split, such as {unread[0]}.")
+    if lost := table.unmatched:
+        facts.append(f"{len(lost)} rows of the trainer are of no turn in the records, such as {lost[0]}.")
     return facts
 
 

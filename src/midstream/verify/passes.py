@@ -314,9 +314,12 @@ def _forced(case: Case, asked: Counterfactual, job: PassJob) -> np.ndarray | Non
     if routes is None:
         return None
     count = len(job.ids) - 1
+    # The trainer's prompt may be a longer one, or a shorter one.
+    moved = len(case.given.prompt_ids or case.claim.prompt) - len(case.claim.prompt) if asked.theirs else 0
     forced = np.full((count, *routes.rows.shape[1:]), OWN_ROUTE, dtype=np.int64)
-    for position, label, row in zip(routes.positions, routes.labels, routes.rows, strict=True):
-        if position >= count:
+    for recorded, label, row in zip(routes.positions, routes.labels, routes.rows, strict=True):
+        position = recorded + moved
+        if not 0 <= position < count:
             continue
         if asked.fresh is None:
             # Where the pass that chose the route also computed the KV.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,20 @@ class _SequenceRow(msgspec.Struct):
 
 
 class TrainerTable:
-    """The numbers of a file. unread: rows of turns that were never asked for."""
+    """The numbers of a file, of the turns that they were matched with."""
 
     def __init__(self) -> None:
         self._turns: dict[tuple[str, int, str], TrainerTurn] = {}
         self._where: dict[tuple[str, int, str], str] = {}
-        self._asked: set[tuple[str, int, str]] = set()
-        #: Which turn of the records a row without a replica was taken for.
-        self._taken: dict[tuple[str, int, str], Claim] = {}
+        self._matched: dict[Claim, TrainerTurn] = {}
+        #: Rows of turns that are not in the records.
+        self.unmatched: list[str] = []
 
     def __len__(self) -> int:
         return len(self._turns)
+
+    def __call__(self, claim: Claim) -> TrainerTurn | None:
+        return self._matched.get(claim)
 
     def add(self, key: tuple[str, int, str], where: str, turn: TrainerTurn) -> None:
         if key in self._turns:
@@ -89,24 +92,24 @@ class TrainerTable:
             )
         self._turns[key], self._where[key] = turn, where
 
-    def __call__(self, claim: Claim) -> TrainerTurn | None:
-        """Raises ValueError where a row may be of several turns."""
-        place = claim.place
-        for replica in (place.replica, ""):
-            key = place.session, place.turn, replica
-            if key not in self._turns:
-                continue
-            other = self._taken.setdefault(key, claim)
-            if other is not claim:
-                told = f"{self._where[key]}: may be of {other.place} and of {place}"
-                raise ValueError(f"{told}; a row's `replica` says which, or give --deployment")
-            self._asked.add(key)
-            return self._turns[key]
-        return None
-
-    @property
-    def unread(self) -> list[str]:
-        return [where for key, where in self._where.items() if key not in self._asked]
+    def match(self, claims: Iterable[Claim]) -> None:
+        """Give each row to its turn. Raises ValueError for a row that may be of several turns."""
+        found: dict[tuple[str, int, str], list[Claim]] = {}
+        for claim in claims:
+            place = claim.place
+            keys = ((place.session, place.turn, replica) for replica in (place.replica, ""))
+            key = next((key for key in keys if key in self._turns), None)
+            if key is not None:
+                found.setdefault(key, []).append(claim)
+        for key, some in found.items():
+            turn = self._turns[key]
+            # A replica that was started again counts the turns of its sessions from 1 on.
+            own = [claim for claim in some if claim.turn.token_ids == turn.token_ids] if some[1:] else some
+            if len(own) != 1:
+                told = f"{self._where[key]}: may be of {some[0].place} and of {some[1].place}"
+                raise ValueError(f"{told}; `replica` or `token_ids` of the row say which")
+            self._matched[own[0]] = turn
+        self.unmatched = [where for key, where in self._where.items() if key not in found]
 
 
 def read_trainer(path: Path) -> TrainerTable:
