@@ -58,8 +58,9 @@ PROBE = "check_health"
 #: What the API process answers alone, and what is asked at any time.
 OF_API_PROCESS = ("/health", "/openapi.json", "/version", "/v1/models", "/server_info", "/weight_info")
 WATCHED = (*OF_API_PROCESS, PROBE)
-#: A number of an adapter on base weights is that of the adapter and so many times that of the base.
-ON_BASE = 1000
+#: A number of an adapter on base weights is that of the adapter and so many times that of the base. None may reach 9999: the
+#: log-probability would not be finite.
+ON_BASE = 100
 #: The linear maps of the model, and their shapes, where a test needs them.
 MAPS = {"self_attn.q_proj": (16, 8), "mlp.down_proj": (8, 16)}
 

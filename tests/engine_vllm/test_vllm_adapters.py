@@ -21,7 +21,7 @@ from fake_vllm import (
     write_adapter,
     write_weights,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun
@@ -190,7 +190,7 @@ def test_full_weights_are_switched_under_policies_and_labels_name_both(tmp_path:
                 await reading.ended()
                 assert reading.errors == []
             assert readings["red"].labels() == ["red-1"] * 2 + ["red-1@step-2"] * 4
-            assert [weights_of(r) for r in readings["red"].records()] == [1] * 2 + [2001] * 4
+            assert [weights_of(r) for r in readings["red"].records()] == [1] * 2 + [1 + 2 * ON_BASE] * 4
             assert readings[""].labels() == ["base"] * 2 + ["step-2"] * 4
             # What comes now, and what is loaded now, stands on it.
             await publish(engine, tmp_path, "blue", 5)
@@ -234,7 +234,9 @@ def test_an_adapter_that_is_staged_while_the_base_is_switched_has_a_label_of_bot
             reading, (request,) = await begun(engine, fake, asking(policy="red"))
             request.to_the_end()
             await reading.ended()
-            assert [(r.snapshot, weights_of(r)) for r in reading.records()] == [("red-1@step-2", 2001)] * 4
+            assert [(r.snapshot, weights_of(r)) for r in reading.records()] == [
+                ("red-1@step-2", 1 + 2 * ON_BASE)
+            ] * 4
 
     asyncio.run(main())
 
@@ -608,6 +610,7 @@ OPS = st.lists(
 
 
 @given(OPS)
+@example([("swap", "red", 0), *[("full", "red", 0)] * 10, ("ask", "red", 0)])
 @settings(
     max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
