@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from midstream.core.types import SamplingParams
@@ -75,7 +76,10 @@ def scores_of(
 
 
 def is_firm(scores: Array, sampling: SamplingParams, token: int, rounding: float) -> bool:
-    """Whether `token` stays, and all else that the filters leave, when logits differ by `rounding`."""
+    """Whether `token` stays, and all else that the filters leave, when logits differ by `rounding`.
+
+    A token at the border of min_p is in the sum of top_p or is not, also where top_p leaves it out.
+    """
     shifted = scores.copy()
     if sampling.temperature < GREEDY_BELOW:
         shifted[token] -= rounding
@@ -87,7 +91,8 @@ def is_firm(scores: Array, sampling: SamplingParams, token: int, rounding: float
     found = [left_by(logs, sampling, log, mass) for log, mass in ((0, 0), (slack, 0), (-slack, 0))]
     found += [left_by(logs, sampling, 0, mass) for mass in (of_mass, -of_mass)]
     found.append(left_by(shifted, sampling, 0, 0))
-    return len({(left > -np.inf).tobytes() for left in found}) == 1
+    summed = [left_by(logs, replace(sampling, top_p=1.0), log, 0) for log in (0, slack, -slack)]
+    return all(len({(left > -np.inf).tobytes() for left in lefts}) == 1 for lefts in (found, summed))
 
 
 def _filtered(scores: Array, sampling: SamplingParams) -> list[Array]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from resampling import drawn_from
+from resampling import drawn_from, is_firm
 
 from midstream.core.types import SamplingParams
 
@@ -44,6 +44,21 @@ def test_each_step_does_what_its_name_says(sampling: Any, more: Any, expected: A
     given = {"prompt": [], "emitted": [], **more}
     for logprobs in drawn_from(LOGITS, SamplingParams(max_tokens=9, **sampling), **given):
         assert np.exp(logprobs) == pytest.approx(np.array(expected), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"min_p": 0.5 - 1e-7}, False),
+        ({"min_p": 0.45}, True),
+        # It is cut off by top_p. Whether it is there counts for the sum.
+        ({"min_p": 0.5 - 1e-7, "top_p": 0.6}, False),
+        # It is cut off before.
+        ({"min_p": 0.5 - 1e-7, "top_k": 2, "top_p": 0.6}, True),
+    ],
+)
+def test_a_draw_is_firm_unless_a_border_is_near_a_token(sampling: Any, expected: bool) -> None:
+    assert is_firm(LOGITS, SamplingParams(max_tokens=9, **sampling), 0, 1e-6) == expected
 
 
 def test_a_token_at_the_border_of_a_filter_may_be_there_or_not() -> None:
