@@ -205,7 +205,7 @@ class FakeRequest:
         if self.placed:
             return
         self.placed = True
-        self.reused = self.fake.find(self.model + self.salt, self.prompt, self._asked_kv[1])
+        self.reused = self.fake.find(self.model, self.salt, self.prompt, self._asked_kv[1])
         self.kv = [epoch for epoch in self.reused for _ in range(BLOCK)] if self.fake.tells_kv else []
         self._compute(len(self.prompt))
 
@@ -216,9 +216,9 @@ class FakeRequest:
 
     def _compute(self, end: int) -> None:
         """All positions before `end`."""
-        new = end - len(self.kv)
-        self.untold |= bool(self.kv) and new > 0 and self.kv[-1] != self.fake.epoch
-        self.kv += [self.fake.epoch] * new
+        new, epoch = end - len(self.kv), self.fake.epoch_of(self.model)
+        self.untold |= bool(self.kv) and new > 0 and self.kv[-1] != epoch
+        self.kv += [epoch] * new
         self.fake.fill(self.model + self.salt, [*self.prompt, *self.tokens][:end], self.kv)
 
     def preempt(self) -> None:
@@ -379,6 +379,7 @@ class FakeVllm:
         self.url = ""
         self.paused = False
         self.version = "default"
+        self.named: list[str] = []
         # None: half loaded.
         self.weights: int | None = 0
         self.loads = 0
@@ -490,11 +491,16 @@ class FakeVllm:
     def leaking(self) -> int:
         return list(self.adapters.values())[-1] if self.leaks and self.adapters else 0
 
-    @property
-    def epoch(self) -> int:
-        """Of midstream's scheduler. Without it, weights are known by how many were loaded."""
-        number = self.version.partition(":")[0]
-        return int(number) if self.tells_kv and number.isdecimal() else self.loads
+    def epochs_of(self, model: str) -> list[int]:
+        """Of midstream's scheduler: the numbers of versions that concern a model. Without it, how many weights were loaded."""
+        if not self.tells_kv:
+            return [self.loads]
+        named = [version.partition(":")[0].partition(" ") for version in self.named]
+        policy = model.rpartition("@")[0]
+        return [int(n) for n, _, of in named if n.isdecimal() and of in ("", policy)] or [self.loads]
+
+    def epoch_of(self, model: str) -> int:
+        return self.epochs_of(model)[-1]
 
     def computing(self, name: str, files: Path) -> int:
         """The number of the adapter that its workers have under a name. They read the files if they have none."""
@@ -502,13 +508,14 @@ class FakeVllm:
             self.loaded[name] = self._number(files)
         return self.loaded[name]
 
-    def find(self, salt: str, tokens: Sequence[int], age_max: int = ANY_AGE) -> list[int]:
+    def find(self, model: str, salt: str, tokens: Sequence[int], age_max: int = ANY_AGE) -> list[int]:
         """The epoch of each cached block."""
         found: list[int] = []
+        young = self.epochs_of(model)[-1 - age_max :] if age_max != ANY_AGE else []
         # The last token is always computed.
         for end in range(BLOCK, len(tokens), BLOCK):
-            epoch = self.cache.get((salt, tuple(tokens[:end])))
-            if epoch is None or (age_max != ANY_AGE and self.epoch - epoch > age_max):
+            epoch = self.cache.get((model + salt, tuple(tokens[:end])))
+            if epoch is None or (young and epoch < young[0]):
                 break
             found.append(epoch)
         return found
@@ -541,6 +548,7 @@ class FakeVllm:
         port = int(self.url.rpartition(":")[2])
         await self.stop()
         self.paused, self.version, self.weights, self.cache, self.adapters = False, "default", 0, {}, {}
+        self.named = []
         self._resumed.set()
         await self.start(port)
 
@@ -627,6 +635,7 @@ class FakeVllm:
                 return self._rpc(body["method"], body["kwargs"])
             case "/update_weight_version":
                 self.version = body["new_version"]
+                self.named.append(self.version)
             case "/weight_info":
                 return 200, {"weight_version": self.version}
             case _:

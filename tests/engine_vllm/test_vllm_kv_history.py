@@ -51,6 +51,7 @@ class Asked:
     wanted: int
     age_max: int = ANY_AGE
     told: bool = True
+    policy: str = ""
     num_computed_tokens: int = 0
     blocks: list[Block] = field(default_factory=list)
     full: int = 0
@@ -64,12 +65,17 @@ class Asked:
         return SimpleNamespace(extra_args={KV: (int(self.told), self.age_max)} if asks else None)
 
     @property
+    def lora_request(self) -> Any:
+        return SimpleNamespace(lora_name=f"{self.policy}@1.b") if self.policy else None
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt
 
     @property
-    def block_hashes(self) -> list[tuple[int, ...]]:
-        return [tuple(self.tokens[:end]) for end in range(SIZE, len(self.tokens) + 1, SIZE)]
+    def block_hashes(self) -> list[tuple[Any, ...]]:
+        of = (self.policy,) if self.policy else ()
+        return [(*of, *self.tokens[:end]) for end in range(SIZE, len(self.tokens) + 1, SIZE)]
 
     def is_finished(self) -> bool:
         return self.num_output_tokens >= self.wanted
@@ -152,6 +158,8 @@ class Scheduler:
         self.running: list[Asked] = []
         self.waiting: list[Asked] = []
         self.preempted = 0
+        # Epochs, and the policy whose adapter alone is another one; "" for all weights.
+        self.began: list[tuple[int, str]] = []
 
     @property
     def pool(self) -> Pool:
@@ -207,7 +215,8 @@ class Scheduler:
         request.blocks, request.full, request.num_computed_tokens = list(found), len(found), count
         request.found = count
         if request.age_max != ANY_AGE:
-            ages = [self.weights - self.value(request, position)[0] for position in range(count)]
+            later = self.epochs(request)
+            ages = [sum(e > self.value(request, p)[0] for e in later) for p in range(count)]
             assert max(ages, default=0) <= request.age_max
         self.waiting.remove(request)
         self.running.append(request)
@@ -219,7 +228,7 @@ class Scheduler:
         for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
             block = request.blocks[position // SIZE]
             before = self.value(request, position - 1) if position else None
-            block.slots[position % SIZE] = (self.weights, request.tokens[position], before)
+            block.slots[position % SIZE] = (self.epochs(request)[-1], request.tokens[position], before)
             block.users = max(block.users, 1)
         full = (request.num_computed_tokens + count) // SIZE
         self.pool.cache_full_blocks(
@@ -227,7 +236,9 @@ class Scheduler:
         )
         request.full = max(request.full, full)
 
-    weights = 0
+    def epochs(self, request: Asked) -> list[int]:
+        """That began for all, or for its policy."""
+        return [epoch for epoch, policy in self.began if policy in ("", request.policy)]
 
     def value(self, request: Asked, position: int) -> Any:
         return request.blocks[position // SIZE].slots[position % SIZE]
@@ -300,12 +311,12 @@ class World:
         self.checked = self.changed = 0
         self.name(0)
 
-    def name(self, epoch: int) -> None:
+    def name(self, epoch: int, policy: str = "") -> None:
         """In a pause: all steps are over."""
         while self.steps:
             self.finish()
-        self.scheduler.weights = epoch
-        self.core.set_weight_version(f"{epoch}:step-{epoch}")
+        self.scheduler.began.append((epoch, policy))
+        self.core.set_weight_version(f"{epoch} {policy}:step" if policy else f"{epoch}:step-{epoch}")
 
     def ask(self, prompt: list[int], **more: Any) -> Asked:
         name = f"r{len(self.requests)}"
@@ -355,12 +366,13 @@ class World:
         self.changed += len(seen.now) > 1
 
 
+POLICIES = ("", "red", "blue")
 OPS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.integers(0, 5), st.integers(2, 16), st.integers(-1, 3)),
         st.tuples(st.just("begin"), st.just(0), st.just(0), st.just(0)),
         st.tuples(st.just("finish"), st.just(0), st.just(0), st.just(0)),
-        st.tuples(st.just("name"), st.just(0), st.just(0), st.just(0)),
+        st.tuples(st.just("name"), st.integers(0, 5), st.just(0), st.just(0)),
     ),
     max_size=120,
 )
@@ -372,14 +384,15 @@ def run(world: World, ops: list[tuple[str, int, int, int]]) -> None:
         if what == "ask":
             # Prompts that begin alike.
             tokens = [*range(10, 10 + size - family % 2), *[family] * (family % 2)]
-            world.ask(tokens, wanted=1 + size, age_max=age, told=family != 3)
+            policy = POLICIES[family % 3]
+            world.ask(tokens, wanted=1 + size, age_max=age, told=family != 3, policy=policy)
         elif what == "begin" and len(world.steps) < 2:
             world.begin()
         elif what == "finish" and world.steps:
             world.finish()
         elif what == "name":
             epoch += 1
-            world.name(epoch)
+            world.name(epoch, POLICIES[family % 3])
     while world.scheduler.requests:
         if world.steps:
             world.finish()
@@ -453,11 +466,54 @@ def test_weights_that_others_named_are_of_no_epoch(module: Any, monkeypatch: pyt
     told = []
     for name in ("theirs", "others"):
         world.core.set_weight_version(name)
-        told.append(history.epoch)
+        told.append(history.epoch_of(None))
     assert len({*told, 0}) == 3
     assert max(told) < 0
-    world.scheduler.weights = history.epoch
+    world.scheduler.began.append((told[1], ""))
     assert served(world, world.ask(prompt)) == ((told[1], 0),)
+
+
+def test_a_switch_of_a_policy_is_one_of_its_own_requests_alone(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, prompt = World(module, monkeypatch), list(range(10, 18))
+    streams = {policy: world.ask(prompt, wanted=4, policy=policy) for policy in POLICIES}
+    for request in streams.values():
+        while not request.num_output_tokens:
+            world.begin()
+            world.finish()
+    world.name(1, "red")
+    world.name(2)
+    world.name(3, "blue")
+    told = {policy: served(world, request) for policy, request in streams.items()}
+    starts = {policy: spans[1][1] for policy, spans in told.items()}
+    assert told == {
+        "": ((0, 0), (2, starts[""])),
+        "red": ((0, 0), (2, starts["red"])),
+        "blue": ((0, 0), (3, starts["blue"])),
+    }
+    # An age is a count of switches that concern it.
+    assert served(world, world.ask(prompt, age_max=1)) == ((0, 0), (2, 6))
+    for age_max, expected in ((2, ((0, 0), (2, 6))), (1, ((2, 0),))):
+        assert served(world, world.ask(prompt, age_max=age_max, policy="red")) == expected
+    world.name(4, "red")
+    assert served(world, world.ask(prompt, age_max=0)) == ((2, 0),)
+    assert served(world, world.ask(prompt, age_max=0, policy="red")) == ((4, 0),)
+
+
+def test_the_policies_whose_switches_are_remembered_are_bounded(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(module, monkeypatch)
+    monkeypatch.setattr(module, "POLICIES_MAX", 2)
+    for epoch, policy in enumerate(("red", "blue", "red", "green"), start=1):
+        world.name(epoch, policy)
+    history = world.scheduler.midstream_history
+    asked = [Asked("r", [1], 1, 1, policy=policy) for policy in ("red", "green", "blue", "")]
+    assert [history.epoch_of(each) for each in asked] == [3, 4, 0, 0]
+    # Another one begins to count, and none of these is of its.
+    world.name(0)
+    assert [history.epoch_of(each) for each in asked] == [0] * 4
 
 
 @pytest.mark.parametrize(

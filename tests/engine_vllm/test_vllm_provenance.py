@@ -66,13 +66,14 @@ def behind_tokens(events: list[GenerationEvent], prompt: int) -> list[list[str]]
     return found
 
 
-def test_a_server_that_says_it_has_the_feature_and_its_weights_have_their_name_again(tmp_path: Path) -> None:
+def test_a_server_that_says_it_has_the_feature(tmp_path: Path) -> None:
     async def main() -> None:
         async with telling(tmp_path) as (engine, fake):
             card = engine._info().card
             assert card.has("kv_provenance")
             assert "kv_provenance" not in card.why
-            assert fake.version == "0:base"
+            # That of the proof.
+            assert fake.version == engine._epochs.serving_version == "1:base"
 
     asyncio.run(main())
 
@@ -84,7 +85,7 @@ def silent(fake: FakeVllm) -> None:
 def forgetful(fake: FakeVllm) -> None:
     """As vLLM's own scheduler, it finds what is too old."""
     find = fake.find
-    fake.find = lambda salt, tokens, _: find(salt, tokens)  # type: ignore[method-assign, misc]
+    fake.find = lambda model, salt, tokens, _: find(model, salt, tokens)  # type: ignore[method-assign, misc]
 
 
 def standing(fake: FakeVllm) -> None:
@@ -109,7 +110,7 @@ def test_a_server_that_fails_the_proof_is_used_without_it(
             assert not card.has("kv_provenance")
             assert card.why["kv_provenance"].startswith(UNTOLD)
             assert why.replace("\\", "") in card.why["kv_provenance"]
-            assert fake.version == "0:base"
+            assert fake.version == engine._epochs.serving_version
             # As before: known until a switch.
             reading, (request,) = await begun(engine, fake, wanting())
             assert "midstream_kv" not in request.sampling.get("extra_args", {})
@@ -180,7 +181,8 @@ def test_no_token_gets_the_kv_of_another(
 
     async def main() -> None:
         async with telling(tmp_path) as (engine, fake):
-            fake.cut, names = cut, {0: "base"}
+            # The proof had one.
+            fake.cut, names = cut, {1: "base"}
             truth: dict[int, list[list[int]]] = {}
             asked: list[tuple[Reading, FakeRequest]] = []
 
@@ -205,8 +207,8 @@ def test_no_token_gets_the_kv_of_another(
                 if what == "ask":
                     await ask(number)
                 elif what == "swap":
-                    names[len(names)] = f"step-{len(names)}"
-                    await swap(engine, tmp_path, len(names) - 1)
+                    number = len(names) + 1
+                    names[number] = await swap(engine, tmp_path, number)
                 elif there.over:
                     continue
                 elif what == "preempt":
@@ -227,16 +229,18 @@ def test_no_token_gets_the_kv_of_another(
 @pytest.mark.parametrize(
     "numbers",
     [
-        [0, 1, 0],
-        [0, 0, 0, 5, 10],
-        [0, 0, 0, 0, 10],
-        [1, 0, 0],
-        [9, 0, 0],
-        [-1, 0, 0],
+        # The weights are of version 1.
+        [0, 0, 0],
+        [0, 2, 0],
+        [0, 1, 0, 5, 9],
+        [0, 1, 0, 1, 10],
+        [1, 1, 0],
+        [9, 1, 0],
+        [-1, 1, 0],
         [0],
-        [0, 0],
+        [0, 1],
         [],
-        [0, 0, 3],
+        [0, 1, 3],
     ],
     ids=str,
 )
@@ -289,7 +293,7 @@ async def test_a_name_that_has_other_weights_now_stands_for_these_alone(tmp_path
         events = [event for event in crossing.events if event.kv_snapshots is not None]
         assert [event.renamed for event in events] == [(), (("same", "same before"),), ()]
         assert [event.kv_files for event in events] == ["", "files-2", "files-2"]
-        assert one.versions[-1] == "2:same"
+        assert one.versions[-1] == "3:same"
 
 
 @in_a_loop

@@ -79,6 +79,7 @@ class Crossing:
     weights: the names of these. load: in a pause. back: loads what they had, if vLLM refuses the new one. moved: vLLM has it.
     """
 
+    policy: str
     weights: Collection[ServedWeights]
     load: Callable[[], Awaitable[None]]
     back: Callable[[], Awaitable[None]]
@@ -238,7 +239,7 @@ class Adapters:
             # So its KV is not taken for that of a later epoch.
             new.epochs.moved()
 
-        return Crossing([version.weights for version in running], load, back, moved)
+        return Crossing(new.policy, [version.weights for version in running], load, back, moved)
 
     def end_policy(self, policy: str) -> None:
         self.drop_staged(policy)
@@ -246,7 +247,7 @@ class Adapters:
             self._retire(version)
 
     def _new(self, policy: str, snapshot: str) -> Version:
-        name = f"{policy}@{next(self._numbers)}.{self._boot}"
+        name = name_of(policy, f"{next(self._numbers)}.{self._boot}")
         epochs = AdapterEpochs(snapshot, self._base)
         return Version(policy, snapshot, ServedWeights(name, epochs), self._folder / name, epochs)
 
@@ -366,6 +367,11 @@ class AdapterSlot(Slot):
     async def commit(self, snapshot: str) -> SwapTiming:
         announced, self._announced = self._announced, ("", ())
         return await self._adapters().commit(self._policy, snapshot, *announced)
+
+
+def name_of(policy: str, version: str) -> str:
+    """At the server, whose scheduler reads the policy from it."""
+    return f"{policy}@{version}"
 
 
 def kind_of(module: str) -> str:

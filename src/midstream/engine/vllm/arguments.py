@@ -44,7 +44,6 @@ UNFROZEN = (
 )
 #: Why it is unknown which weights computed KV, unless the proof at the start says otherwise.
 UNTOLD = "vLLM's scheduler was not seen to say which weights computed the KV of a request"
-UNTOLD_BESIDE = "beside policies (`--enable-lora`) the server's versions are those of adapters, too"
 #: Why nothing is staged in workers, nor read in them.
 ONE_ANSWERS = "of several engines (--data-parallel-size) the first alone says what its workers did"
 #: Why requests have no order.

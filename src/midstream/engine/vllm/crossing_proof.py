@@ -28,7 +28,7 @@ CROSSING = (48, 192, 768)
 
 @dataclass(frozen=True)
 class CrossingProof:
-    """name, other: of both adapters at the server. files: of both. own: the base weights.
+    """name, other: of both adapters at the server. policy: of both. files: of both. own: the base weights.
 
     greedy: so many tokens under a name, after a prompt of a length. score: the log-probabilities of a prompt under a name.
     """
@@ -36,6 +36,7 @@ class CrossingProof:
     server: VllmServer
     control: Control
     own: ServedWeights
+    policy: str
     name: str
     other: str
     files: tuple[Path, Path]
@@ -73,8 +74,8 @@ class CrossingProof:
         try:
             stream.at = len(stream.tokens)
             await self.control.load_adapter(self.name, self.files[1], in_place=True)
-            await self.control.set_version(epochs.next_version(epochs.snapshot))
-            epochs.switched()
+            await self.control.set_version(epochs.next_of(self.policy))
+            epochs.switched(self.policy)
         finally:
             await self.control.resume()
         return before, epochs.serving_version

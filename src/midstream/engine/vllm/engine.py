@@ -132,7 +132,7 @@ class VllmEngine(ServerLife):
         salt, clean = self._salt(run)
         numbers = self._numbers
         both = wants_both(request, numbers.features)
-        kv = self._kv_asked(run)
+        kv = self._kv_asked(request)
         size = len(request.prompt) + len(request.emitted_of(index))
         told = kv is not None and bool(kv[0])
         labels = ChoiceLabels(run.weights.epochs, size, clean=clean, told=told)
@@ -225,21 +225,17 @@ class VllmEngine(ServerLife):
     def _salt(self, run: VllmRequest) -> tuple[str, bool]:
         """The request's salt for vLLM, and whether all KV cached under it is of the weights that it runs under."""
         request = run.request
-        if self._tells_kv(run):
+        if not self._no_provenance:
             # The scheduler gives it none that is too old. What it gives is told.
             return self._salts.lasting(request.salt), False
         # A resumed request may be limited to younger KV than other requests of its namespace.
         resumed = bool(request.emitted)
         return self._salts.of(request.salt, run.weights.epochs.now, request.kv_age_max, passing=resumed)
 
-    def _tells_kv(self, run: VllmRequest) -> bool:
-        """Whether vLLM says which weights computed its KV. Those of an adapter are always its own."""
-        return not self._no_provenance and run.weights.epochs is self._epochs
-
-    def _kv_asked(self, run: VllmRequest) -> tuple[int, int] | None:
-        if not self._tells_kv(run):
+    def _kv_asked(self, request: GenerateRequest) -> tuple[int, int] | None:
+        """What the scheduler is asked for, if it says which weights computed KV."""
+        if self._no_provenance:
             return None
-        request = run.request
         age_max = ANY_AGE if request.kv_age_max is None else request.kv_age_max
         return int(request.want_kv_snapshots), age_max
 
@@ -420,12 +416,12 @@ class VllmEngine(ServerLife):
             self._boot.check()
             started = time.perf_counter()
             crossed = 0
-            version = self._coming_version = self._epochs.next_version(self._epochs.snapshot)
+            version = self._coming_version = self._epochs.next_of(crossing.policy)
             self._crossing = True
 
             def on_switch() -> None:
                 nonlocal crossed
-                self._epochs.switched()
+                self._epochs.switched(crossing.policy)
                 crossing.moved()
                 crossed = self._cross_all(
                     [r for r in self._requests.values() if r.weights in crossing.weights]

@@ -12,12 +12,13 @@ other weights, until a switch.
 
 Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. Every switch
 gives the server another version, whatever it switches: so a choice has a version for each token, also of switches that are none
-of its own. Where vLLM says what computed KV, a version is an epoch: such a server switches no adapters. A choice ends with an
-error if its labels differ from what vLLM says, never with a wrong label.
+of its own. What vLLM says of KV are numbers of versions, each of the last switch of what the choice ran under. A choice ends
+with an error if its labels differ from what vLLM says, never with a wrong label.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from midstream.core.types import BASE_SNAPSHOT
@@ -26,20 +27,36 @@ from midstream.core.types import BASE_SNAPSHOT
 UNKNOWN = "?"
 
 Spans = tuple[tuple[str, int, int], ...]
-#: The epoch and the first position of each run of positions, in their order.
+#: The number of a version of the server, and the first position, of each run of positions, in their order.
 KvSpans = tuple[tuple[int, int], ...]
 
 
 class ServerVersion:
-    """What vLLM calls what serves. switches: of whatever weights, since the server started."""
+    """What vLLM calls what serves. switches: of whatever weights, since the server started.
+
+    names: one for each, and one for the start.
+    """
 
     def __init__(self, snapshot: str) -> None:
         self.switches = 0
         self.name = f"0:{snapshot}"
+        self.names = [self.name]
+
+    def coming(self, snapshot: str, policy: str = "") -> str:
+        """The next name. policy: its adapter alone is switched. The scheduler reads that, too."""
+        return f"{self.switches + 1}{policy and f' {policy}'}:{snapshot}"
+
+    def enter(self, name: str) -> None:
+        self.name = name
+        self.names.append(name)
+        self.switches += 1
 
 
 class Epochs:
-    """The loads of weights since the server started, in order. The last one serves. first: the number of the first one."""
+    """The loads of weights since the server started, in order. The last one serves.
+
+    first: the number of the first one, and of the server's version then.
+    """
 
     def __init__(self, snapshot: str, server: ServerVersion | None = None, first: int = 0) -> None:
         self._first = first
@@ -50,6 +67,8 @@ class Epochs:
         self._files = [""]
         # Of each, what its KV is called: the snapshot, or another label if the name means other weights now.
         self._labels = [snapshot]
+        # Of each, the version of the server that it began with.
+        self._versions = [first]
         #: (name, label) of each such change, in order.
         self.renamed: list[tuple[str, str]] = []
         self.server = server or ServerVersion(snapshot)
@@ -59,12 +78,13 @@ class Epochs:
     def __repr__(self) -> str:
         return f"Epochs({self.now}: {self.snapshot})"
 
-    def snapshot_of(self, epoch: int) -> str:
-        return self._snapshots[epoch - self._first]
-
     def next_version(self, snapshot: str) -> str:
         """The name that vLLM is given at the next switch."""
-        return f"{self.server.switches + 1}:{snapshot}"
+        return self.server.coming(snapshot)
+
+    def next_of(self, policy: str) -> str:
+        """The same, where this policy's adapter alone is switched."""
+        return self.server.coming(self.snapshot, policy)
 
     @property
     def serving_version(self) -> str:
@@ -72,40 +92,53 @@ class Epochs:
 
     def versions_since(self, switches: int) -> Collection[str]:
         """What the server has been called since so many switches, none of which began an epoch of the base."""
-        snapshot = self.server.name.partition(":")[2]
-        return [f"{number}:{snapshot}" for number in range(switches, self.server.switches + 1)]
+        return self.server.names[switches:]
+
+    @property
+    def began(self) -> int:
+        """The version of the server that the last one began with."""
+        return self._versions[-1]
 
     def begin(self, snapshot: str, files: str = "", overwritten: Sequence[tuple[str, str]] = ()) -> None:
         """Tokens that arrive from now on are of `snapshot`. files, overwritten: see engine.base.Slot.announce."""
         for name, label in overwritten:
             self._labels = [label if known == name else known for known in self._labels]
         self.renamed += overwritten
+        self.server.enter(self.next_version(snapshot))
         self._enter(snapshot, files)
-        self.switched()
 
-    def switched(self) -> None:
-        """The server has another version now. The weights of these epochs may be the same."""
-        self.server.name = self.next_version(self.snapshot)
-        self.server.switches += 1
+    def switched(self, policy: str) -> None:
+        """The server has another version now, by an adapter of this policy."""
+        self.server.enter(self.next_of(policy))
 
     def announced(self, files: str) -> None:
         """What the files of the snapshot that serves are, before anything is computed with it."""
         self._files[-1] = files
 
-    def files_of(self, epoch: int) -> str:
-        return self._files[epoch - self._first] if self._has(epoch) else ""
+    def files_of(self, version: int) -> str:
+        index = self._index(version)
+        return "" if index is None else self._files[index]
 
-    def label_of(self, epoch: int) -> str:
-        """What KV of the epoch is called now."""
-        return self._labels[epoch - self._first] if self._has(epoch) else UNKNOWN
+    def label_of(self, version: int) -> str:
+        """What KV is called now that was computed with a version of the server."""
+        index = self._index(version)
+        return UNKNOWN if index is None else self._labels[index]
 
-    def _has(self, epoch: int) -> bool:
-        return self._first <= epoch <= self.now
+    def serve(self, version: int) -> bool:
+        """Whether the weights that serve are those of this version of the server."""
+        return self._index(version) == len(self._versions) - 1
+
+    def _index(self, version: int) -> int | None:
+        """None: the server had no such version. Nothing was computed before the first epoch."""
+        if not 0 <= version <= self.server.switches:
+            return None
+        return max(bisect_right(self._versions, version) - 1, 0)
 
     def _enter(self, snapshot: str, files: str = "") -> None:
         self._labels.append(snapshot)
         self._snapshots.append(snapshot)
         self._files.append(files)
+        self._versions.append(self.server.switches)
         self.now, self.snapshot = self.now + 1, snapshot
 
 
@@ -154,8 +187,8 @@ class ChoiceLabels:
         self.coming: list[tuple[int, KvSpans | None]] = []
         # Spans of one version of the server: the version, and the first token.
         self._spans: list[tuple[str, int]] = []
-        # Which epochs computed all KV; None when that is not known.
-        self._kv: KvSpans | None = ((epochs.now, 0),) if clean and not told else None
+        # Which versions computed all KV; None when that is not known.
+        self._kv: KvSpans | None = ((epochs.server.switches, 0),) if clean and not told else None
         # How many changes of names were reported.
         self._renamed = len(epochs.renamed)
         self.count = 0
@@ -185,15 +218,16 @@ class ChoiceLabels:
         Returns how it contradicts the labels; None if it does not. The pass that gave a token is of the token's label, and
         computed the position before it.
         """
-        now, first = self._epochs.now, self.count - tokens
+        first = self.count - tokens
         if self.expects and (not told or told[0][0] != first):
             # It said nothing.
             self.coming.append((first, None))
         self.expects = False
         for at, spans in told:
-            epoch, start = spans[-1]
-            if not first <= at < self.count or epoch != now or start >= self._prompt + at:
-                newest = f"tokens {first} to {self.count} of epoch {now} behind {self._prompt}"
+            version, start = spans[-1]
+            fits = first <= at < self.count and start < self._prompt + at
+            if not fits or not self._epochs.serve(version):
+                newest = f"tokens {first} to {self.count} of {self._epochs!r} behind {self._prompt}"
                 return f"vLLM says {spans} of the KV before token {at}, with {newest}"
             self.coming.append((at, spans))
         return None
@@ -227,8 +261,8 @@ class ChoiceLabels:
         if self._kv is None:
             return ((UNKNOWN, 0, end),)
         named: list[tuple[str, int]] = []
-        for epoch, start in self._kv:
-            label = self._epochs.label_of(epoch)
+        for version, start in self._kv:
+            label = self._epochs.label_of(version)
             if not named or named[-1][0] != label:
                 named.append((label, start))
         ends = [start for _, start in named[1:]] + [end]

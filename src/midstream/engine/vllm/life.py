@@ -34,14 +34,12 @@ from midstream.engine.vllm.arguments import (
     UNCROSSED,
     UNFROZEN,
     UNTOLD,
-    UNTOLD_BESIDE,
     vllm_card,
 )
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
-from midstream.engine.vllm.provenance_proof import prove_provenance
 from midstream.engine.vllm.proving import Proving
 from midstream.engine.vllm.requests import VllmRequest
 from midstream.engine.vllm.salts import Salts
@@ -233,9 +231,7 @@ class ServerLife(ServerProofs):
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         self._numbers = await prove_numbers(self._server, self._control, sizes)
         self._no_frozen_check = await self._prove_frozen_check()
-        self._no_provenance = UNTOLD_BESIDE
-        if self._adapters is None:
-            self._no_provenance = await prove_provenance(self._server, self._control, self._epochs, sizes)
+        self._no_provenance = await self._prove_provenance()
 
     async def _prove_frozen_check(self) -> str:
         """Why nothing is checked in a pause; empty if it is."""

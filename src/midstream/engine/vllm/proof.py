@@ -27,7 +27,7 @@ from pathlib import Path
 
 from midstream.core.errors import SnapshotError
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.adapters import Proven, adaptable
+from midstream.engine.vllm.adapters import Proven, adaptable, name_of
 from midstream.engine.vllm.arguments import UNCROSSED
 from midstream.engine.vllm.crossing_proof import CROSSING, CrossingProof, asked
 from midstream.engine.vllm.requests import ServedWeights
@@ -69,7 +69,8 @@ class Proof:
         self._scorer = scorer
         self._vocab_size, self._context = sizes
         self._folder = folder
-        self._mark = secrets.token_hex(4)
+        #: What the names of its adapters begin with.
+        self.policy = f"proof-{secrets.token_hex(4)}"
         self._numbers = itertools.count(1)
         self._loaded: list[str] = []
 
@@ -112,14 +113,19 @@ class Proof:
 
         So whatever is proved of loads holds for both. Raises VllmRefused, CallFailed.
         """
-        module = adaptable(proven.base)[min(proven.kinds)]
-        name = await self._load(module, proven.base.tensors[f"{module}.weight"].shape)
+        async with self.adapter(proven) as name:
 
-        async def scores() -> list[float]:
-            return [*await self._score(own), *await self._score(ServedWeights(name, own.epochs))]
+            async def scores() -> list[float]:
+                return [*await self._score(own), *await self._score(ServedWeights(name, own.epochs))]
 
-        try:
             yield scores
+
+    @asynccontextmanager
+    async def adapter(self, proven: Proven) -> AsyncIterator[str]:
+        """Within, one is loaded; its name. Raises VllmRefused, CallFailed."""
+        module = adaptable(proven.base)[min(proven.kinds)]
+        try:
+            yield await self._load(module, proven.base.tensors[f"{module}.weight"].shape)
         finally:
             await self._clean_up()
 
@@ -132,7 +138,15 @@ class Proof:
             for count in CROSSING:
                 files = (self._folder / name, self._folder / other)
                 proof = CrossingProof(
-                    self._server, self._control, own, name, other, files, self._greedy, self._score
+                    self._server,
+                    self._control,
+                    own,
+                    self.policy,
+                    name,
+                    other,
+                    files,
+                    self._greedy,
+                    self._score,
                 )
                 request = asked(self._vocab_size, self._context, count, f"crossing-{name}")
                 # Else all of its tokens had been sampled when it was to stand still. The first name is another one now.
@@ -168,7 +182,7 @@ class Proof:
                 )
 
     async def _load(self, module: str, shape: tuple[int, ...], which: str = "") -> str:
-        name = f"proof-{self._mark}-{next(self._numbers)}"
+        name = name_of(self.policy, str(next(self._numbers)))
         directory = self._folder / name
         await asyncio.to_thread(write_probe, directory, module, shape, which)
         await self._control.load_adapter(name, directory)

@@ -1,10 +1,13 @@
 """The proof, at every start, that a vLLM server says which weights computed KV, and bounds the age of cached KV.
 
-midstream's scheduler says it (worker_extension/midstream_vllm_provenance.py). Here the weights get another name for a moment. A
-stream that crosses this must be told so with its first token behind it. A prompt that was cached before must be found, and said
-to be of the first name. With a bound on its age it must not be found.
+midstream's scheduler says it (worker_extension/midstream_vllm_provenance.py). Here the weights get another name. A stream that
+crosses this must be told so with its first token behind it. A prompt that was cached before must be found, and said to be of
+the first name. With a bound on its age it must not be found.
 
-Always holds: a server that fails is used without the feature, and the reason is on its card. The weights have their name again.
+With policies all of this must hold for an adapter, when the name says that all weights were switched, and when it says that
+the adapter alone was. The base must be told of the first alone.
+
+Always holds: a server that fails is used without the feature, and the reason is on its card. Each name is an epoch.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm import protocol
@@ -36,59 +40,89 @@ class NotTold(Exception):
     """The server does not say it. The message says why."""
 
 
+#: Gives the weights another name, in a pause.
+Rename = Callable[[], Awaitable[None]]
+
+
 async def prove_provenance(
-    server: VllmServer, control: Control, epochs: Epochs, sizes: tuple[int, int]
+    server: VllmServer,
+    control: Control,
+    epochs: Epochs,
+    sizes: tuple[int, int],
+    adapter: tuple[str, str] | None = None,
 ) -> str:
     """Why it is unknown which weights computed KV; "" if the server says so. sizes: of the vocabulary and of the context.
 
-    Raises CallFailed, VllmRefused.
+    adapter: the policy and the name of one that the server has, if it serves policies. Raises CallFailed, VllmRefused.
     """
     if server.scheduler != SCHEDULER:
         return UNTOLD
-    asking = _Asking(server, sizes)
-    now, other = epochs.now, epochs.now + 1
+    policy, name = adapter or ("", "")
+    base, other = (_Asking(server, model, epochs.began, sizes) for model in (server.served_name, name))
+
+    async def rename_all() -> None:
+        await _name(control, epochs.next_version(epochs.snapshot), lambda: epochs.begin(epochs.snapshot))
+        base.version = other.version = epochs.server.switches
+
+    async def rename_one() -> None:
+        await _name(control, epochs.next_of(policy), lambda: epochs.switched(policy))
+        other.version = epochs.server.switches
+
     try:
-        _expect("a new prompt", await asking.once(), (0, ((now, 0),)))
-        try:
-            if await _prove_crossing(asking, control, epochs) == now:
-                await _name(control, f"{other}:proof")
-            cached, told = await asking.once()
-            kv: KvSpans = ((now, 0), (other, cached)) if cached else ((other, 0),)
-            _expect(f"{cached} cached tokens", (cached, told), (cached, kv))
-            _expect("cached tokens that are too old", await asking.once(age_max=0), (0, ((other, 0),)))
-        finally:
-            await _name(control, epochs.serving_version)
+        await _prove(base, rename_all)
+        if adapter is not None:
+            await _prove(other, rename_all)
+            base.begin_anew()
+            await base.once()
+            await _prove(other, rename_one)
+            cached, _ = await base.once()
+            of_base = (cached, ((base.version, 0),))
+            _expect("the base, whose weights are the same", await base.once(age_max=0), of_base)
     except NotTold as error:
         logger.warning("this vLLM has no kv_provenance: %s", error)
         return f"{UNTOLD}: {error}"
     return ""
 
 
-async def _prove_crossing(asking: _Asking, control: Control, epochs: Epochs) -> int:
-    """Which epoch the weights are of behind it. Raises NotTold, CallFailed, VllmRefused."""
-    now = epochs.now
+async def _prove(asking: _Asking, rename: Rename) -> None:
+    """Raises NotTold, CallFailed, VllmRefused."""
+    asking.begin_anew()
+    now = asking.version
+    _expect("a new prompt", await asking.once(), (0, ((now, 0),)))
+    await _prove_crossing(asking, rename)
+    cached, told = await asking.once()
+    later = asking.version
+    kv: KvSpans = ((now, 0), (later, cached)) if cached else ((later, 0),)
+    _expect(f"{cached} cached tokens", (cached, told), (cached, kv))
+    _expect("cached tokens that are too old", await asking.once(age_max=0), (0, ((later, 0),)))
+
+
+async def _prove_crossing(asking: _Asking, rename: Rename) -> None:
+    """Raises NotTold, CallFailed, VllmRefused."""
     for _ in range(TRIES):
-        before, now = now, 2 * epochs.now + 1 - now
+        before = asking.version
         stream = await asking.begin()
         try:
             await stream.until_told(1)
-            await _name(control, f"{now}:proof")
+            await rename()
             await stream.until_told(2)
         finally:
             stream.close()
+        now = asking.version
         _expect("a stream's first token", stream.told[:1], [(0, ((before, 0),))])
         if len(stream.told) > 1:
             count = stream.told[1][0]
             # The pass that gave this token computed the position before it.
             start = asking.of_stream + count - 1
             _expect("a stream that crossed", stream.told[1:2], [(count, ((before, 0), (now, start)))])
-            return now
+            return
     raise NotTold("no stream ran for long enough to cross a pause")
 
 
-async def _name(control: Control, version: str) -> None:
+async def _name(control: Control, version: str, begun: Callable[[], None]) -> None:
     await control.pause()
     await control.set_version(version)
+    begun()
     await control.resume()
 
 
@@ -99,17 +133,22 @@ def _expect(what: str, found: object, expected: object) -> None:
 
 
 class _Asking:
-    """Requests whose tokens nobody sees."""
+    """Requests whose tokens nobody sees. model: its name at the server. version: the one that its weights began with."""
 
-    def __init__(self, server: VllmServer, sizes: tuple[int, int]) -> None:
+    def __init__(self, server: VllmServer, model: str, version: int, sizes: tuple[int, int]) -> None:
         vocab_size, context = sizes
-        self._server = server
-        self._salt = secrets.token_hex(16)
+        self._server, self._model = server, model
+        self.version = version
+        self.begin_anew()
         size = max(2, min(PROMPT, context - 1))
         self._prompt = tuple((i * 7919 + 17) % vocab_size for i in range(size))
         #: Tokens before the first one of a stream.
         self.of_stream = 2
         self._stream_tokens = max(1, min(STREAM, context - self.of_stream))
+
+    def begin_anew(self) -> None:
+        """Nothing is cached."""
+        self._salt = secrets.token_hex(16)
 
     async def once(self, age_max: int = ANY_AGE) -> tuple[int, KvSpans]:
         """How much of the prompt was cached, and what computed it. Raises NotTold, CallFailed."""
@@ -139,8 +178,7 @@ class _Asking:
     def _body(self, prompt: tuple[int, ...], tokens: int, salt: str, age_max: int, *, stream: bool) -> bytes:
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
         request = GenerateRequest(request_id="kv", prompt=prompt, sampling=sampling, reproducible=False)
-        name = self._server.served_name
-        return protocol.body(request, 0, model=name, salt=salt, stream=stream, kv=(1, age_max))
+        return protocol.body(request, 0, model=self._model, salt=salt, stream=stream, kv=(1, age_max))
 
 
 class _Stream:

@@ -28,6 +28,7 @@ from midstream.engine.vllm.digest import prove_digest, read_weights
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
+from midstream.engine.vllm.provenance_proof import prove_provenance
 from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import VllmServer
@@ -142,6 +143,16 @@ class ServerProofs(Engine):
         return Adapters(
             self._control, proven, self._adapter_dir, *own, cross=None if self._no_crossing else self._cross
         )
+
+    async def _prove_provenance(self) -> str:
+        """Why it is unknown which weights computed KV; "" if its scheduler says so. Raises CallFailed, VllmRefused."""
+        sizes = (self._shape.vocab_size, self._server.max_model_len)
+        proving = partial(prove_provenance, self._server, self._control, self._epochs, sizes)
+        if self._adapters is None:
+            return await proving()
+        proof = self._proof()
+        async with proof.adapter(self._adapters.proven) as name:
+            return await proving((proof.policy, name))
 
     def _proof(self) -> Proof:
         sizes = (self._shape.vocab_size, self._server.max_model_len)

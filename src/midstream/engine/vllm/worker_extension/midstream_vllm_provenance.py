@@ -1,7 +1,8 @@
 """Which weights computed the KV of each position, as vLLM's scheduler knows: a part of midstream_vllm_scheduler.py.
 
 Weights have an epoch: the number before the colon of the version that midstream gives them (/update_weight_version), which it
-does in a pause, while nothing is computed. Spans are (epoch, first position) of runs of positions, in their order. Each cached
+does in a pause, while nothing is computed. A policy behind the number (adapters.py) says that its adapter alone was switched:
+the others' epochs stay. Spans are (epoch, first position) of runs of positions, in their order. Each cached
 block has the spans of all positions up to its end. A request that asks for it (KV in its `extra_args`) gets its spans with the
 first token behind every change of them: in the place of a sampling mask, which vLLM passes on with the token as it is.
 
@@ -12,10 +13,11 @@ scheduler for models and versions that this module does not know.
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import inspect
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -33,6 +35,8 @@ FORMS = [
 numbers = importlib.import_module("midstream_vllm_numbers")
 #: Of equal blocks, so many are looked at. Each of many equal prompts that come at once leaves one.
 EQUAL_MAX = 8
+#: Policies whose switches are remembered: those whose adapters were switched last.
+POLICIES_MAX = 10_000
 #: Epoch, first position.
 Spans = tuple[tuple[int, int], ...]
 
@@ -57,29 +61,59 @@ class KvHistory:
         self._size = size
         # By the id of the block.
         self._cached: dict[int, Spans] = {}
-        self.epoch, self._unnamed = -1, -1
+        self._unnamed = -1
+        # The epochs that began for all, and those that began for one policy alone, in their order.
+        self._began = [-1]
+        self._of_policy: OrderedDict[str, list[int]] = OrderedDict()
         # By the id of the request: those whose spans have to be told, with the spans.
         self._fresh: dict[str, tuple[Any, Spans]] = {}
         # Steps that are not over, and what each has to tell.
         self._steps: deque[tuple[Any, dict[str, tuple[Any, Spans]]]] = deque()
 
     def switch(self, version: str, requests: Iterable[Any]) -> None:
-        """Nothing is computed now. What is computed from now on is of `version`."""
-        number = version.partition(":")[0]
-        if number.isdecimal():
-            self.epoch = int(number)
-        else:
-            # Others named it. It is none that a label stands for, and unlike all others.
-            self._unnamed -= 1
-            self.epoch = self._unnamed
+        """Nothing is computed now. What is computed from now on, by all or by one policy, is of `version`."""
+        policy = self._begin(version)
         for request in requests:
             spans: Spans | None = getattr(request, "midstream_spans", None)
-            if spans and request.num_computed_tokens:
-                self._is(request, continued(spans, self.epoch, request.num_computed_tokens))
+            if spans and request.num_computed_tokens and policy in ("", _policy(request)):
+                self._is(request, continued(spans, self.epoch_of(request), request.num_computed_tokens))
+
+    def _begin(self, version: str) -> str:
+        """Returns the policy; "" for all."""
+        number, _, policy = version.partition(":")[0].partition(" ")
+        if number.isdecimal():
+            epoch = int(number)
+        else:
+            # Others named it. It is none that a label stands for, and unlike all others.
+            policy, self._unnamed = "", self._unnamed - 1
+            epoch = self._unnamed
+        if policy:
+            self._of_policy.setdefault(policy, []).append(epoch)
+            self._of_policy.move_to_end(policy)
+            if len(self._of_policy) > POLICIES_MAX:
+                self._of_policy.popitem(last=False)
+            return policy
+        if epoch <= self._began[-1]:
+            # Somebody begins to count again.
+            self._began.clear()
+            self._of_policy.clear()
+        self._began.append(epoch)
+        return ""
+
+    def epoch_of(self, request: Any) -> int:
+        """Of what computes its positions now."""
+        return next(self._newest_first(request))
+
+    def _newest_first(self, request: Any) -> Iterator[int]:
+        """The epochs that began for it."""
+        own = self._of_policy.get(_policy(request), ())
+        return (
+            heapq.merge(reversed(self._began), reversed(own), reverse=True) if own else reversed(self._began)
+        )
 
     def admit(self, request: Any, cached: Spans, count: int) -> None:
         """What the request has: so many cached positions. The others are to be computed."""
-        self._is(request, continued(cached, self.epoch, count))
+        self._is(request, continued(cached, self.epoch_of(request), count))
 
     def _is(self, request: Any, spans: Spans) -> None:
         if spans == getattr(request, "midstream_spans", None):
@@ -120,7 +154,7 @@ class KvHistory:
 
     def _oldest(self, request: Any) -> int | None:
         age_max = _asked(request)[1]
-        return None if age_max < 0 else self.epoch - age_max
+        return None if age_max < 0 else next(islice(self._newest_first(request), age_max, None), None)
 
     def scheduled(self, step: Any, names: Any) -> None:
         """A step begins, with these requests in it."""
@@ -159,6 +193,12 @@ def _asked(request: Any) -> tuple[bool, int]:
     params = request.sampling_params
     told, age_max = ((params and params.extra_args) or {}).get(numbers.KV, (0, -1))
     return bool(told), int(age_max)
+
+
+def _policy(request: Any) -> str:
+    """What the name of its adapter begins with; "" without one."""
+    adapter = getattr(request, "lora_request", None)
+    return "" if adapter is None else str(adapter.lora_name).rpartition("@")[0]
 
 
 def telling(own: Any) -> Any:

@@ -1,0 +1,140 @@
+"""Which weights computed the KV of a real vLLM server with policies: every record is computed again over the KV that it names.
+
+Adapters and the base are switched in turn, under streams of two policies and of the base.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dense_models import write_dense
+from kv_claims import judge
+from msgspec.structs import replace
+from recompute import Recomputer
+from test_vllm_provenance import POLICIES as CACHES
+from test_vllm_provenance import TOKENS_MIN, TOLERANCE, Storm
+from test_vllm_sampling_numbers import Served, engine_of
+from vllm_bed import load, needs_provenance
+
+from adapter_helpers import ATTENTION, MLP, adapted, write_adapter  # isort: skip
+
+from midstream.core.types import GenerateRequest
+from midstream.engine.vllm.engine import VllmEngine
+from midstream.engine.vllm.labels import UNKNOWN, label_on
+from midstream.replica.namespaces import Namespaces, cache_salt
+
+CONFIG: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP}
+FLAGS = ("--enable-lora", "--max-loras", "8", "--max-lora-rank", "8", "--num-gpu-blocks-override=24")
+#: What is switched, in turn.
+TURNS = ("red", "", "blue", "red", "")
+KNOWN = ("red", "blue", "")
+
+
+class PolicyStorm(Storm):
+    """folder: for adapters, each made of a seed."""
+
+    def __init__(self, engine: VllmEngine, places: dict[str, Path], folder: Path) -> None:
+        super().__init__(engine, places)
+        self.seeds: dict[str, int] = {}
+        # Of each policy, its labels in their order.
+        self.labels: dict[str, list[str]] = {policy: [] for policy in KNOWN}
+        self.crossed = 0
+        self._folder = folder
+        self._modules = {place: load(place) for place in places.values()}
+        self._base = "base"
+        self._newest = dict.fromkeys(KNOWN, "")
+        self._turns = itertools.cycle(TURNS)
+        self._spaces = {policy: Namespaces() for policy in KNOWN}
+        self._numbers = itertools.count(1)
+
+    def module(self, label: str) -> Any:
+        """As transformers and PEFT compute it."""
+        name, _, base = label.partition("@")
+        if name in self.seeds:
+            return adapted(self._modules[self.serving[base or "base"]], self.seeds[name], **CONFIG)
+        return load(self.serving[name])
+
+    def _request(self) -> GenerateRequest:
+        request, policy = super()._request(), self._chance.choice(KNOWN)
+        spaces = self._spaces[policy]
+        session = self._chance.choice([None, ("", "a"), ("", "b")])
+        salt = cache_salt(spaces.admit(session), "", "", policy or "model")
+        return replace(request, policy=policy, salt=salt, kv_age_max=spaces.kv_age_max)
+
+    async def publish(self, policy: str, cache: Any = "none", age_max: int | None = None) -> None:
+        number = next(self._numbers)
+        name = self._newest[policy] = f"{policy}-{number}"
+        self.seeds[name] = 100 + number
+        directory = self._folder / name
+        write_adapter(adapted(self._modules[self.serving["base"]], self.seeds[name], **CONFIG), directory)
+        slot = self.engine.slot(policy)
+        await slot.stage(name, directory)
+        self.crossed += (await slot.commit(name)).streams_crossed
+        self._spaces[policy].commit(cache, age_max)
+        self.labels[policy].append(label_on(name, self._base))
+
+    async def _swap(self, policy: Any, age_max: int | None) -> None:
+        which = next(self._turns)
+        if which:
+            await self.publish(which, policy, age_max)
+            return
+        await super()._swap(policy, age_max)
+        name = self._base = [*self.serving][-1]
+        for each, spaces in self._spaces.items():
+            spaces.commit(policy, age_max)
+            self.labels[each].append(label_on(self._newest[each], name) if each else name)
+
+    def check_ages(self) -> None:
+        for stream in self.streams:
+            bound, order = stream.request.kv_age_max, ["base", *self.labels[stream.request.policy]]
+            if bound is not None and stream.cached_kv:
+                age = order.index(stream.tokens[0].snapshot) - order.index(stream.cached_kv[0])
+                assert age <= bound, stream.request.request_id
+
+
+def test_every_record_is_borne_out_over_the_kv_of_adapters_and_of_the_base(
+    vllm_python: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"base": dense, "next": write_dense(tmp_path / "next", 1, tied=False)}
+
+    async def main() -> tuple[PolicyStorm, int]:
+        async with engine_of(dense, tmp_path / "cache", *FLAGS) as served:
+            card = served.engine._info().card
+            needs_provenance(card.why)
+            assert card.has("policy_crossing"), card.why
+            assert card.has("full_snapshots"), card.why
+            storm = PolicyStorm(served.engine, places, tmp_path / "adapters")
+            for policy in ("red", "blue"):
+                await storm.publish(policy)
+            rounds = 0
+            while sum(len(stream.tokens) for stream in storm.streams) < TOKENS_MIN or rounds < 2 * len(TURNS):
+                await storm.round(*CACHES[rounds % len(CACHES)])
+                rounds += 1
+            return storm, await Served(served.engine).preemptions()
+
+    storm, preempted = asyncio.run(main())
+    streams = storm.streams
+    recomputer = Recomputer({})
+    for label in sorted({label for stream in streams for era in stream.eras for label in era.kv} - {UNKNOWN}):
+        recomputer.add_model(label, storm.module(label))
+    verdict = judge(streams, recomputer, TOLERANCE)
+    several = [stream for stream in streams if len(set(stream.cached_kv)) > 1]
+    again = sum(len(stream.eras) > 1 for stream in streams)
+    with capsys.disabled():
+        print(
+            f"\npolicies: {verdict}; {verdict.mixed} over KV of several snapshots; {len(streams)} streams, {len(several)} with "
+            f"cached KV of several, {again} whose KV was computed again; {preempted} preemptions, "
+            f"{storm.crossed} choices crossed a swap of their adapter, {len(recomputer.snapshots)} labels"
+        )
+    assert not verdict.wrong, str(verdict)
+    assert UNKNOWN not in {name for stream in streams for era in stream.eras for name in era.kv}
+    storm.check_ages()
+    assert verdict.mixed > verdict.checked // 10
+    assert preempted > 0
+    assert again > 0
+    assert storm.crossed > 0
+    assert any(stream.request.policy for stream in several)
