@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("e2e", "engine")]
 
 import version_results
 from dense_models import write_dense
