@@ -27,8 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
     config.pluginmanager.register(SharedServers(), "shared-servers")
-    # A busy machine is no reason to fail.
-    hypothesis.settings.register_profile("tier", deadline=None, max_examples=tiers.examples(100))
+    hypothesis.settings.register_profile(
+        "tier",
+        max_examples=tiers.examples(100),
+        # A busy machine is no reason to fail.
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
     hypothesis.settings.load_profile("tier")
 
 
