@@ -95,7 +95,7 @@ class OneBase:
         if not self._applies or own.answers >= desired.stands_on:
             return None
         why = "waits for the full weights that it stands on, or newer ones"
-        # Those that serve again by now say nothing of it.
+        # Older ones may serve again by now.
         failed = next((moved for moved in reversed(own.transitions) if moved.stage is Stage.ERROR), None)
         if failed is None or failed.generation < desired.stands_on:
             return why
