@@ -458,6 +458,7 @@ class FakeVllm:
         self.nan_scores = False
         # Until gate of the request is set.
         self.hold_scores = False
+        self.refuse_streams = False
         # What GENERATE answers instead.
         self.refuse: tuple[int, dict[str, Any]] | None = None
         # What only a watch asks, and everything else.
@@ -798,6 +799,14 @@ class FakeVllm:
             return
         if body["model"] not in (OWN, *self.adapters):
             _answer(writer, 404, {"error": {"message": f"The model {body['model']} does not exist."}})
+            await reader.read()
+            return
+        if self.refuse_streams and body["stream"] and body["model"] != OWN:
+            _answer(writer, 400, {"error": {"message": "made up by the test", "code": 400}})
+            await reader.read()
+            return
+        if len(body["cache_salt"]) > 128 or {*"@/\\\0"} & {*body["cache_salt"]}:
+            _answer(writer, 400, {"error": {"message": "cache_salt must not contain '@', '/'", "code": 400}})
             await reader.read()
             return
         request = FakeRequest(self, body, writer, adapter=self.files.get(body["model"]))

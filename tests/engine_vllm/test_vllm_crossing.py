@@ -201,3 +201,20 @@ def test_a_swap_of_a_policy_leaves_the_base_its_digest(tmp_path: Path) -> None:
                 await stream.stop()
 
     asyncio.run(main())
+
+
+def test_a_server_that_refuses_the_running_request_of_the_proof_is_used_without_crossing(
+    tmp_path: Path,
+) -> None:
+    def refusing(fake: FakeVllm) -> None:
+        fake.refuse_streams = True
+
+    async def main() -> None:
+        async with asyncio.timeout(60), attached(tmp_path, places=4, set_up=refusing) as (engine, fake):
+            card = engine._info().card
+            assert card.has("policies")
+            assert not card.has("policy_crossing")
+            assert "made up by the test" in card.why["policy_crossing"]
+            assert fake.adapters == {}
+
+    asyncio.run(main())

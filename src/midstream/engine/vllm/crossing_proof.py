@@ -10,6 +10,7 @@ Always holds: vLLM computes again when the proof ends, unless that fails.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import TOLERANCE, Control, largest_difference, proof_prompt
+from midstream.engine.vllm.swap import TOLERANCE, Control, VllmRefused, largest_difference, proof_prompt
 from midstream.http.call import CallFailed, open_stream
 
 #: How many tokens the request generates: more where all of them came before vLLM stood still.
@@ -47,13 +48,17 @@ class CrossingProof:
         """Why not; "" if it does. None: the request was done too early. Raises VllmRefused, CallFailed."""
         alone = await self.greedy(self.name, request.sampling.max_tokens)
         stream = _Stream()
-        data = protocol.body(request, 0, model=self.name, salt=request.request_id, stream=True)
+        data = protocol.body(request, 0, model=self.name, salt=secrets.token_hex(16), stream=True)
         response = await open_stream(
             self.server.url, "POST", protocol.PATH, data, stream.on_body, ANSWER_S_MAX, self.server.headers
         )
+        response.ended.add_done_callback(lambda _: stream.begun.set())
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
                 await stream.begun.wait()
+                if response.status >= 400:
+                    await response.ended
+                    raise VllmRefused(protocol.error_of(response.status, stream.answer))
                 before, after = await self._exchanged(stream)
                 await response.ended
         except TimeoutError as error:
@@ -107,9 +112,10 @@ def asked(vocab_size: int, context: int, count: int, name: str) -> GenerateReque
 
 
 class _Stream:
-    """at: how many tokens had come when vLLM stood still."""
+    """at: how many tokens had come when vLLM stood still. answer: what it said before the first one."""
 
     def __init__(self) -> None:
+        self.answer = b""
         self.tokens: list[protocol.Token] = []
         self.spans: tuple[tuple[str, int, int], ...] | None = None
         self.begun = asyncio.Event()
@@ -120,6 +126,8 @@ class _Stream:
     def on_body(self, data: bytes) -> None:
         if self.problem:
             return
+        if not self.tokens:
+            self.answer += data
         try:
             chunks = self._reader.feed(data)
         except protocol.InvalidAnswer as error:
