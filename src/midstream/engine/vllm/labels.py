@@ -44,7 +44,8 @@ class ServerVersion:
 
     def coming(self, snapshot: str, policy: str = "") -> str:
         """The next name. policy: its adapter alone is switched. The scheduler reads that, too."""
-        return f"{self.switches + 1}{policy and f' {policy}'}:{snapshot}"
+        number = self.switches + 1
+        return f"{number} {policy}:{snapshot}" if policy else f"{number}:{snapshot}"
 
     def enter(self, name: str) -> None:
         self.name = name

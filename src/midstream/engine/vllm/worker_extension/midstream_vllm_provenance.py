@@ -2,9 +2,9 @@
 
 Weights have an epoch: the number before the colon of the version that midstream gives them (/update_weight_version), which it
 does in a pause, while nothing is computed. A policy behind the number (adapters.py) says that its adapter alone was switched:
-the others' epochs stay. Spans are (epoch, first position) of runs of positions, in their order. Each cached
-block has the spans of all positions up to its end. A request that asks for it (KV in its `extra_args`) gets its spans with the
-first token behind every change of them: in the place of a sampling mask, which vLLM passes on with the token as it is.
+the others' epochs stay. Spans are (epoch, first position) of runs of positions, in their order. Each cached block has the spans
+of all positions up to its end. A request that asks for it (KV in its `extra_args`) gets its spans with the first token behind
+every change of them: in the place of a sampling mask, which vLLM passes on with the token as it is.
 
 Always holds: KV of several epochs is used as it was computed. So of the cached blocks that fit, one is used only if its spans
 begin with those of the block before it. A request that bounds the age of cached KV gets no older block. It is vLLM's own
