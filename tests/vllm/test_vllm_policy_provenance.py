@@ -15,10 +15,10 @@ from dense_models import write_dense
 from kv_claims import judge
 from msgspec.structs import replace
 from recompute import Recomputer
+from test_vllm_provenance import BESIDE, TOKENS_MIN, TOLERANCE, Storm
 from test_vllm_provenance import POLICIES as CACHES
-from test_vllm_provenance import TOKENS_MIN, TOLERANCE, Storm
 from test_vllm_sampling_numbers import Served, engine_of
-from vllm_bed import load, needs_provenance
+from vllm_bed import BLOCK, load, needs_provenance
 
 from adapter_helpers import ATTENTION, MLP, adapted, write_adapter  # isort: skip
 
@@ -30,7 +30,7 @@ from midstream.replica.namespaces import Namespaces, cache_salt
 CONFIG: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP}
 FLAGS = ("--enable-lora", "--max-loras", "8", "--max-lora-rank", "8", "--num-gpu-blocks-override=24")
 #: What is switched, in turn.
-TURNS = ("red", "", "blue", "red", "")
+TURNS = ("red", "", "", "blue", "")
 KNOWN = ("red", "blue", "")
 
 
@@ -45,7 +45,7 @@ class PolicyStorm(Storm):
         self.crossed = 0
         self._folder = folder
         self._modules = {place: load(place) for place in places.values()}
-        self._base = "base"
+        self._base, self._policy, self._turn, self._staged = "base", "", "", ""
         self._newest = dict.fromkeys(KNOWN, "")
         self._turns = itertools.cycle(TURNS)
         self._spaces = {policy: Namespaces() for policy in KNOWN}
@@ -58,29 +58,45 @@ class PolicyStorm(Storm):
             return adapted(self._modules[self.serving[base or "base"]], self.seeds[name], **CONFIG)
         return load(self.serving[name])
 
-    def _request(self) -> GenerateRequest:
-        request, policy = super()._request(), self._chance.choice(KNOWN)
-        spaces = self._spaces[policy]
-        session = self._chance.choice([None, ("", "a"), ("", "b")])
-        salt = cache_salt(spaces.admit(session), "", "", policy or "model")
-        return replace(request, policy=policy, salt=salt, kv_age_max=spaces.kv_age_max)
+    def _prompt(self) -> list[int]:
+        """What a stream of its policy became, at times."""
+        own = [s for s in self.streams[-4 * BESIDE :] if s.request.policy == self._policy]
+        if own and self._chance.random() < 0.5:
+            return self._chance.choice(own).ids[: 3 * BLOCK]
+        return super()._prompt()
 
-    async def publish(self, policy: str, cache: Any = "none", age_max: int | None = None) -> None:
+    def _request(self) -> GenerateRequest:
+        self._policy = policy = self._chance.choice(KNOWN)
+        request, spaces = super()._request(), self._spaces[policy]
+        salt = cache_salt(spaces.admit(None), "", "", policy or "model")
+        sampling = replace(request.sampling, max_tokens=self._chance.randrange(30, 120))
+        return replace(request, policy=policy, salt=salt, kv_age_max=spaces.kv_age_max, sampling=sampling)
+
+    async def stage(self, policy: str) -> None:
         number = next(self._numbers)
-        name = self._newest[policy] = f"{policy}-{number}"
+        name = self._staged = f"{policy}-{number}"
         self.seeds[name] = 100 + number
         directory = self._folder / name
         write_adapter(adapted(self._modules[self.serving["base"]], self.seeds[name], **CONFIG), directory)
-        slot = self.engine.slot(policy)
-        await slot.stage(name, directory)
-        self.crossed += (await slot.commit(name)).streams_crossed
+        await self.engine.slot(policy).stage(name, directory)
+
+    async def publish(self, policy: str, cache: Any = "none", age_max: int | None = None) -> None:
+        """What is staged."""
+        name = self._newest[policy] = self._staged
+        self.crossed += (await self.engine.slot(policy).commit(name)).streams_crossed
         self._spaces[policy].commit(cache, age_max)
         self.labels[policy].append(label_on(name, self._base))
 
+    async def round(self, policy: Any, age_max: int | None) -> None:
+        self._turn = next(self._turns)
+        if self._turn:
+            # Before the streams, so that they are there when it is switched to.
+            await self.stage(self._turn)
+        await super().round(policy, age_max)
+
     async def _swap(self, policy: Any, age_max: int | None) -> None:
-        which = next(self._turns)
-        if which:
-            await self.publish(which, policy, age_max)
+        if self._turn:
+            await self.publish(self._turn, policy, age_max)
             return
         await super()._swap(policy, age_max)
         name = self._base = [*self.serving][-1]
@@ -109,6 +125,7 @@ def test_every_record_is_borne_out_over_the_kv_of_adapters_and_of_the_base(
             assert card.has("full_snapshots"), card.why
             storm = PolicyStorm(served.engine, places, tmp_path / "adapters")
             for policy in ("red", "blue"):
+                await storm.stage(policy)
                 await storm.publish(policy)
             rounds = 0
             while sum(len(stream.tokens) for stream in storm.streams) < TOKENS_MIN or rounds < 2 * len(TURNS):
