@@ -10,18 +10,21 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import command
-from tiers import of_tier
+from tiers import of_tier, variant
 from verified_records import Kept, make_records
 
 from midstream.cli import main
 from midstream.client.journal import read_records
 from midstream.core.config import EngineSettings
+from midstream.core.masks import kept_ids
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.verify.claims import gather
 from midstream.verify.findings import Cause, Finding
@@ -50,13 +53,22 @@ class Bench:
     def __init__(self, kept: Kept, records: list[Record], scratch: Path) -> None:
         names = used(gather(records, []).trees)
         self.snapshots = BucketSnapshots(kept.bucket.as_uri(), scratch, base=kept.base, known=names)
-        settings = EngineSettings(kv_cache_tokens=16384, threads=1)
-        self.computer = PagedComputer(self.snapshots.whole, BASE_SNAPSHOT, settings)
+        self.computer = self._computer({})
 
-    def findings(self, records: list[Record]) -> list[Finding]:
+    def findings(self, records: list[Record], replaced: Mapping[str, Path] | None = None) -> list[Finding]:
+        """replaced: snapshots whose files in the bucket are others."""
         found = gather(records, [])
-        verifier = Verifier(self.computer, self.snapshots.refused, self.snapshots.is_adapter)
+        computer = self.computer if not replaced else self._computer(replaced)
+        verifier = Verifier(computer, self.snapshots.refused, self.snapshots.is_adapter)
         return [*found.findings, *verifier.verify(found.trees).findings]
+
+    def _computer(self, replaced: Mapping[str, Path]) -> PagedComputer:
+        settings = EngineSettings(kv_cache_tokens=16384, threads=1)
+
+        def files(name: str) -> Path:
+            return replaced.get(name) or self.snapshots.whole(name)
+
+        return PagedComputer(files, BASE_SNAPSHOT, settings)
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +274,23 @@ def turn_twice(records: list[Record], rng: random.Random) -> Planted:
     return [(records[-1], Cause.REPEATED_TURN)]
 
 
+def wrong_mask_id(records: list[Record], rng: random.Random) -> Planted:
+    """The sampled id is another one in its mask, or the mask is that of another token."""
+    record = rng.choice([one for one in turns_of(records) if one["turn"]["sampling_masks"]])
+    masks, ids = record["turn"]["sampling_masks"], record["turn"]["token_ids"]
+    kept = [kept_ids(base64.b64decode(mask), token) for mask, token in zip(masks, ids, strict=True)]
+    at = rng.choice([at for at, one in enumerate(kept) if one is not None and len(one) > 1])
+    strangers = [other for other, one in enumerate(kept) if one is not None and ids[at] not in one]
+    if strangers and rng.random() < 0.5:
+        masks[at] = masks[rng.choice(strangers)]
+    else:
+        left = {*(kept[at] or ())} - {ids[at]}
+        other = rng.choice([one for one in range(256) if one not in left and one != ids[at]])
+        data = np.array(sorted({*left, other}), dtype="<u2").tobytes()
+        masks[at] = base64.b64encode(b"\2" + data).decode()
+    return [(record, Cause.MASK)]
+
+
 FAULTS = (
     label_off_by_one,
     route_rows_exchanged,
@@ -273,14 +302,21 @@ FAULTS = (
     adapter_of_another_version,
     turn_of_another_session,
     turn_twice,
+    wrong_mask_id,
 )
 
 
-def planted(records: list[Record], number: int) -> tuple[list[Record], Planted]:
-    rng = random.Random(number)
+def planted(
+    records: list[Record], kind: Callable[[list[Record], random.Random], Planted], number: int
+) -> tuple[list[Record], Planted]:
+    changed = numbered(records)
+    return changed, kind(changed, random.Random(number))
+
+
+def numbered(records: list[Record]) -> list[Record]:
+    """Copies of the turns, without a hole in their numbers."""
     turns = [record for record in records if record["kind"] == "turn"]
-    changed = [{**copy.deepcopy(record), "n": n} for n, record in enumerate(turns, start=1)]
-    return changed, FAULTS[number % len(FAULTS)](changed, rng)
+    return [{**copy.deepcopy(record), "n": n} for n, record in enumerate(turns, start=1)]
 
 
 def place_of(record: Record) -> tuple[int, str]:
@@ -300,20 +336,42 @@ def judged(findings: list[Finding], expected: Planted) -> Iterator[str]:
             yield f"beside it: {finding.lines()}"
 
 
+def replaced_snapshots(
+    bench: Bench, records: list[Record], number: int, make: Callable[..., Path]
+) -> Iterator[str]:
+    """What is wrong with what is found where a snapshot's files are others."""
+    rng = random.Random(number)
+    labels = Counter(span["snapshot"] for one in turns_of(records) for span in one["turn"]["snapshots"])
+    full = [name for name, count in sorted(labels.items()) if count > 1 and name.startswith("step")]
+    victim = rng.choice(full)
+    found = bench.findings(numbered(records), {victim: make(seed=10 + number % 5)})
+    told = [(one.cause, one.detail.partition(":")[0]) for one in found]
+    if told != [(Cause.SNAPSHOT, victim)]:
+        yield f"{victim} was replaced, found {told}"
+
+
+#: Faults in one test. All together are a thousand.
+FAULTS_MAX = 100
+
+
 @pytest.mark.timeout(1800)
-def test_every_planted_fault_is_found_with_its_cause(bench: Bench, records: list[Record]) -> None:
+@pytest.mark.parametrize("first", [0, *map(variant, range(FAULTS_MAX, 1000, FAULTS_MAX))])
+def test_every_planted_fault_is_found_with_its_cause(
+    bench: Bench, records: list[Record], tiny_model: Callable[..., Path], first: int
+) -> None:
     assert bench.findings(records) == []
     wrong = []
     # The long turn costs as much as all others together.
     short = [one for one in records if one["kind"] != "turn" or len(one["turn"]["token_ids"]) < 100]
-    for number in range(of_tier(fast=10, test=20, all=200)):
-        base = records if number % len(FAULTS) == 0 else short
-        changed, expected = planted(base, number)
-        told = [
-            f"{FAULTS[number % len(FAULTS)].__name__} {number}: {one}"
-            for one in judged(bench.findings(changed), expected)
-        ]
-        wrong += told
+    kinds = len(FAULTS) + 1
+    for number in range(first, first + of_tier(fast=kinds, test=20, all=FAULTS_MAX)):
+        if number % kinds == len(FAULTS):
+            wrong += replaced_snapshots(bench, short, number, tiny_model)
+            continue
+        kind = FAULTS[number % kinds]
+        # At the border of two labels it is that of a stream.
+        changed, expected = planted(records if kind is label_off_by_one else short, kind, number)
+        wrong += [f"{kind.__name__} {number}: {one}" for one in judged(bench.findings(changed), expected)]
     assert wrong == []
 
 
