@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.lib.format as npy
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.extras import advice
@@ -198,13 +199,14 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _npz(path: Path) -> Iterator[tuple[str, Any]]:
     """session, turn, lengths: of each turn. logprobs, token_ids: those of all turns, one behind the other."""
-    # It does not close a file that it opened and cannot read.
-    with path.open("rb") as file:
-        try:
-            arrays = np.load(file, allow_pickle=False)
-            columns = {name: np.asarray(arrays[name]) for name in arrays.files}
-        except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path}: is no .npz file of numbers and text: {error}") from error
+    columns: dict[str, np.ndarray] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as file:
+                    columns[name.removesuffix(".npy")] = npy.read_array(file)
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise ValueError(f"{path}: is no .npz file of numbers and text: {error}") from error
     needed = {"session": "UT", "turn": "iu", "lengths": "iu", "logprobs": "f"}
     for name, kinds in {**needed, "replica": "UT", "token_ids": "iu"}.items():
         if name not in columns and name in needed:
@@ -220,7 +222,7 @@ def _npz(path: Path) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{path}: {name}: has {len(columns[name])} entries, lengths say {sum(lengths)}")
     at = 0
     for number, length in enumerate(lengths):
-        row = {
+        row: dict[str, Any] = {
             name: columns[name][number].item() for name in ("session", "turn", "replica") if name in columns
         }
         for name in ("logprobs", "token_ids"):
