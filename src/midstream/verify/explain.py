@@ -170,7 +170,9 @@ class Explainer:
 
     def _split_group(self, cases: list[Case], names: Sequence[str], report: GapReport) -> list[Split]:
         otherwise = [case for case in cases if case.knows_sampled and drawn_otherwise(case.claim)]
-        self._seek_temperatures(otherwise, report)
+        # Their rows of the vocabulary are in memory meanwhile.
+        for first in range(0, len(otherwise), TURNS_AT_A_TIME):
+            self._seek_temperatures(otherwise[first : first + TURNS_AT_A_TIME], report)
         self._compute([(case, asked) for case in cases for asked in case.usual()], report)
         for case in cases:
             case.settle()
