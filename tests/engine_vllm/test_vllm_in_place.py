@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FakeVllm, until, write_weights
+from fake_vllm import LOAD, FakeVllm, until, weights_of, write_adapter, write_weights
+from test_vllm_adapters import both_of, ours, publish
 from test_vllm_swap import labelled_right, wire_order
 from vllm_helpers import Reading, asking, attached, begun, in_a_loop
 
@@ -139,6 +140,43 @@ async def test_a_trainer_writes_when_no_worker_loads_any_more(tmp_path: Path) ->
         await holding
         assert here.fence.phase is HoldPhase.HELD
         here.fence.give_up("dropped")
+
+
+@in_a_loop
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_policys_swap_beside_what_was_written_has_nothing_computed(
+    tmp_path: Path, refused: bool
+) -> None:
+    """It waits for the control lock as long as tensors come, and gets it before the weights have a label."""
+    async with attached(tmp_path, places=3, weight_transfer="gloo") as (engine, fake):
+        here = Bed(engine, fake, tmp_path)
+        ours(engine)
+        await publish(engine, tmp_path, "red", 1)
+        base, _ = await here.streaming()
+        red, [request] = await begun(engine, fake, asking("red", policy="red", max_tokens=6))
+        request.step(3)
+        await until(lambda: len(red.records()) == 3)
+        await here.at("written")
+        if refused:
+            slot = engine.slot("red")
+            await slot.stage("red-2", write_adapter(tmp_path / "red-2", 2))
+            fake.fault(LOAD, "refuse")
+            with pytest.raises(StagingFailed):
+                await slot.commit("red-2")
+        else:
+            await publish(engine, tmp_path, "red", 2)
+        assert (fake.paused, here.fence.phase) == (True, HoldPhase.WRITTEN)
+        assert not engine._computing.is_set()
+        await engine.stage("step-1", here.files)
+        await engine.commit("step-1")
+        assert (fake.paused, here.fence.phase) == (False, HoldPhase.FREE)
+        for of, reading in zip(fake.requests[-2:], (base, red), strict=True):
+            of.to_the_end()
+            assert (await reading.ended()).errors == []
+        assert base.labels() == ["base"] * 3 + ["step-1"] * 3
+        assert labelled_right([base])
+        assert red.labels() == ["red-1"] * 3 + [f"red-{1 if refused else 2}@step-1"] * 3
+        assert [weights_of(record) for record in red.records()] == [both_of(name) for name in red.labels()]
 
 
 @in_a_loop

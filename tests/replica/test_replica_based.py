@@ -151,6 +151,26 @@ async def test_requests_of_ended_policies_that_take_too_long_end_with_what_they_
 
 
 @in_a_loop
+@pytest.mark.parametrize("ends", [True, False])
+async def test_full_weights_do_not_wait_for_requests_of_policies_that_stand_still_until_them(
+    tmp_path: Path, ends: bool
+) -> None:
+    """The engine has what a trainer wrote: all of its requests wait for the switch."""
+    engine = one_base()
+    async with running(tmp_path, engine, pin_drain_s=3600.0) as here:
+        await desire_red(here, "red-1", stands_on=0)
+        await here.until(lambda: reds(here) == ["red-1"])
+        stream = await sampling(here, **({} if ends else {"midstream": {"snapshot": "red-1"}}))
+        engine.stands_still = True
+        await desire(here, "step-1", 1, **({"ends_before": 1} if ends else {}))
+        await here.until(lambda: serving(here) == "step-1")
+        if ends:
+            assert labels((await stream).text) == ["red-1"] * 2
+        else:
+            assert "it had 0 s to end" in (await stream).text
+
+
+@in_a_loop
 @pytest.mark.parametrize(("reset", "kept"), [("all", False), ("none", True)])
 async def test_policies_that_cross_keep_as_much_cached_kv_as_the_signal_says(
     tmp_path: Path, reset: str, kept: bool

@@ -427,13 +427,16 @@ class VllmEngine(ServerLife):
                     [r for r in self._requests.values() if r.weights in crossing.weights]
                 )
 
-            resume = not self._paused
+            # Behind what a trainer wrote, nothing is computed before the switch to it.
+            resume = not (self._paused or self._fence.has_written)
             switching = switch(self._control, crossing.load, crossing.back, version, on_switch, resume=resume)
             await self._carry_out(switching, "another adapter")
             return (time.perf_counter() - started) * 1e3, crossed
 
     def _switched(self) -> None:
-        """Whatever a trainer wrote is either what serves, or is gone."""
+        """Whatever a trainer wrote is either what serves, or is gone. Another adapter leaves it as it is."""
+        if self._crossing:
+            return
         self._fence.switched()
         if not self._paused:
             self._computing.set()
