@@ -13,8 +13,18 @@ from test_replica_policies import SAMPLE, UNDER, ManyPolicies, sampling
 from midstream.core.types import BASE_SNAPSHOT, ENGINE_FEATURES, Stage
 
 
-def one_base() -> ManyPolicies:
-    engine = ManyPolicies()
+class OneBaseEngine(ManyPolicies):
+    """stands_still: it has what a trainer wrote, and computes nothing until it is switched to."""
+
+    stands_still = False
+
+    @property
+    def awaits_commit(self) -> bool:
+        return self.stands_still
+
+
+def one_base() -> OneBaseEngine:
+    engine = OneBaseEngine()
     features = tuple(name for name in ENGINE_FEATURES if name != "policy_base")
     card = msgspec.structs.replace(engine.info.card, features=features)
     engine.info = msgspec.structs.replace(engine.info, card=card)

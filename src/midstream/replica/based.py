@@ -45,7 +45,7 @@ class AnotherPolicy(Protocol):
 class OneBase:
     """own: the swap machine of the deployment's own weights. others: those that are held, and ended ones with requests left.
 
-    end: ends a policy, by its name and when it was made.
+    end: ends a policy, by its name and when it was made. drain_s: the seconds in which requests may end by themselves now.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OneBase:
         own: Callable[[], SwapMachine],
         others: Callable[[], Sequence[AnotherPolicy]],
         end: Callable[[str, float], bool],
-        drain_s: float,
+        drain_s: Callable[[], float],
     ) -> None:
         self._own, self._others, self._end, self._drain_s = own, others, end, drain_s
         self._moved = asyncio.Event()
@@ -111,13 +111,10 @@ class OneBase:
         await self._old_are_gone(desired)
         if self._applies and not self._own().same_files(desired):
             self._coming = desired.snapshot
-            ended = await asyncio.gather(*(policy.pins.end(desired) for policy in self._others()))
-            if any(ended):
-                log.warning(
-                    "%d pinned requests of policies were ended for the switch to %s",
-                    sum(ended),
-                    desired.snapshot,
-                )
+            at_once = not self._drain_s()
+            ending = (policy.pins.end(desired, at_once=at_once) for policy in self._others())
+            if ended := sum(await asyncio.gather(*ending)):
+                log.warning("%d pinned requests of policies were ended for %s", ended, desired.snapshot)
 
     def _reopen(self) -> None:
         coming, self._coming = self._coming, None
@@ -133,7 +130,7 @@ class OneBase:
             return
         log.info("the switch to %s waits for requests of %d policies", desired.snapshot, len(running))
         try:
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(self._drain_s()):
                 await asyncio.gather(*(policy.left() for policy in running))
         except TimeoutError:
             ended = sum(policy.abort(None, held=True) for policy in running)

@@ -56,8 +56,13 @@ class ServedPolicies:
 
     def __init__(self, parts: PolicyParts) -> None:
         self._parts = parts
-        drain_s = parts.bounds.pin_drain_s
-        self._base = OneBase(lambda: self.own.driver.machine, lambda: self.everyone[1:], self.end, drain_s)
+        self._base = OneBase(
+            lambda: self.own.driver.machine,
+            lambda: self.everyone[1:],
+            self.end,
+            # None can end by itself where the engine computes nothing until the switch.
+            lambda: 0.0 if parts.engine.awaits_commit else parts.bounds.pin_drain_s,
+        )
         self.own = ServedPolicy("", 0.0, parts, deployments_own(parts, self._base.of_base, self._base.moved))
         self.own.begin()
         self._numbers = itertools.count(1)
