@@ -103,7 +103,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "docs/ray.md": [RAY, OUTPUT, SETTINGS, RAY, SETTINGS],
     "docs/recipes.md": [Elsewhere("vllm/test_vllm_push.py", "it needs vLLM")],
-    "docs/records.md": [NAMES, NAMES, NAMES],
+    "docs/records.md": [NAMES, NAMES, NAMES, OUTPUT, NAMES],
     "docs/runbook.md": [NAMES],
     "docs/soak.md": [MAKE],
     "docs/start.md": [SERVER_START, SH, SH, SH],

@@ -22,17 +22,18 @@ GROUPS = {
     "A server": "ServerClient snapshot_calls.SnapshotCalls session_calls.SessionCalls deployment_calls.DeploymentCalls "
     "status.Status status.ReplicaStatus",
     "Errors": "PublishError errors.SignalRefused errors.Unanswered errors.PushFailed SnapshotFailed errors.ReplicasSilent "
-    "NotReadyInTime",
+    "NotReadyInTime errors.RecordFileError",
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
     "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots "
-    "decode.SamplingMasks decode.sampling_masks_of decode.decode_sampling_masks decode.near_ties_of",
+    "decode.SamplingMasks decode.sampling_masks_of decode.decode_sampling_masks decode.masks_of_bytes "
+    "decode.near_ties_of",
     "Records": "journal.read_records journal.traces_of journal.gaps_in records.sequences_of records.TrainingSequence "
-    "records.TurnSpan",
+    "records.TurnSpan references.read_reference references.ChoiceColumns",
     "Formats of trainers": "export.jsonl_records export.tinker_data export.tinker_datum export.verl_rows export.verl_batch "
     "export.nemo_gym_records export.verifiers_rollouts export.expert_rows",
 }
 #: Modules of the client whose every class and function stands in the page.
-WHOLE = ("decode", "errors", "export", "journal", "records")
+WHOLE = ("decode", "errors", "export", "journal", "records", "references")
 #: A server has one of each; nobody else makes them.
 PARTS = ("SnapshotCalls", "SessionCalls", "DeploymentCalls")
 TYPES = "Types of arguments and results"

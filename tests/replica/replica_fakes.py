@@ -571,7 +571,7 @@ def make_replica(
     **more: Any,
 ) -> Replica:
     bounds = {name: more.pop(name) for name in Bounds.__dataclass_fields__ if name in more}
-    journal = more.pop("journal", None)
+    journal, files = more.pop("journal", None), more.pop("files", None)
     replica = Replica(
         name="replica-0",
         engine=engine,
@@ -584,6 +584,8 @@ def make_replica(
     )
     if journal is not None:
         replica.keep_records(journal)
+    if files is not None:
+        replica.keep_record_files(files)
     return replica
 
 

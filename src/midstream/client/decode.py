@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midstream.core.masks import kept_ids
+from midstream.core.masks import ALONE, BITS, EVERY, LONG, SHORT, kept_ids
 
 RouteDtype = Literal["uint8", "uint16"]
 Routes = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -112,15 +112,70 @@ def decode_sampling_masks(encoded: Sequence[str], token_ids: Sequence[int]) -> S
     Raises ValueError for what is not base64, and for a mask that lacks its token.
     """
     rows = []
-    for number, (text, token) in enumerate(zip(encoded, token_ids, strict=True)):
+    for number, (text, _) in enumerate(zip(encoded, token_ids, strict=True)):
         try:
-            ids = kept_ids(base64.b64decode(text, validate=True), token)
+            rows.append(base64.b64decode(text, validate=True))
         except ValueError as error:
             raise ValueError(f"sampling mask of token {number}: {error}") from error
-        rows.append(np.asarray(() if ids is None else ids, dtype=np.int32))
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return SamplingMasks(np.concatenate([np.empty(0, np.int32), *rows]), offsets)
+    return masks_of_bytes(
+        np.frombuffer(b"".join(rows), np.uint8),
+        _offsets(list(map(len, rows))),
+        np.asarray(token_ids, np.int64),
+    )
+
+
+def masks_of_bytes(
+    data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], token_ids: npt.NDArray[Any]
+) -> SamplingMasks:
+    """As `decode_sampling_masks`, of bytes: those of token j are `data[offsets[j]:offsets[j + 1]]`."""
+    sizes, tokens = np.diff(offsets), token_ids.astype(np.int64)
+    kinds = (
+        np.where(sizes > 0, data[np.minimum(offsets[:-1], max(len(data) - 1, 0))], 255)
+        if len(data)
+        else sizes + 255
+    )
+    widths = {SHORT: "<u2", LONG: "<u4"}
+    counts = np.where((kinds == ALONE[0]) & (sizes == 1), 1, 0)
+    for width in widths:
+        counts = np.where((kinds == width) & ((sizes - 1) % width == 0), (sizes - 1) // width, counts)
+    bits = {
+        int(row): _set_bits(data[offsets[row] + 1 : offsets[row + 1]])
+        for row in np.flatnonzero(kinds == BITS)
+    }
+    for row, found in bits.items():
+        counts[row] = len(found)
+    ends, ids = _offsets(counts), np.empty(int(counts.sum()), np.int64)
+    first = np.zeros(len(data), np.bool_)
+    first[offsets[:-1][sizes > 0]] = True
+    for width, dtype in widths.items():
+        rows = (kinds == width) & (counts > 0)
+        payload = np.repeat(rows, sizes) & ~first
+        ids[np.repeat(rows, counts)] = data[payload].view(dtype)
+    alone = (kinds == ALONE[0]) & (counts == 1)
+    ids[ends[:-1][alone]] = tokens[alone]
+    for row, found in bits.items():
+        ids[ends[row] : ends[row + 1]] = found
+    row_of = np.repeat(np.arange(len(tokens)), counts)
+    wrong = np.bincount(row_of[ids == tokens[row_of]], minlength=len(tokens)) != 1
+    wrong &= ~((kinds == EVERY[0]) & (sizes == 1))
+    wrong[row_of[1:][(np.diff(ids) <= 0) & (np.diff(row_of) == 0)]] = True
+    wrong[row_of[(ids < 0) | (ids > np.iinfo(np.int32).max)]] = True
+    for row in np.flatnonzero(wrong)[:1]:
+        try:
+            kept_ids(data[offsets[row] : offsets[row + 1]].tobytes(), int(tokens[row]))
+        except ValueError as error:
+            raise ValueError(f"sampling mask of token {row}: {error}") from error
+    return SamplingMasks(ids.astype(np.int32), ends)
+
+
+def _offsets(sizes: Any) -> npt.NDArray[np.int64]:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def _set_bits(bits: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
 
 def sampling_masks_of(choice: Any) -> SamplingMasks:

@@ -14,6 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class RecordFileError(ValueError):
+    """A file of records that is gone, or is not what its reference says. The message names the file."""
+
+
 class PublishError(Exception):
     """Any failure to publish, to ask the server or to sample. The message is for the person who runs the trainer."""
 

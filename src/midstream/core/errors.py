@@ -24,6 +24,7 @@
         AnotherBoot                 the boot that the request was placed on is gone
           StreamGivenUp             its weights failed their check under the request
         PolicyNotLoaded             the replica does not hold the request's policy
+      RecordsNotStored 507          retryable: the bucket did not take the records that the request asked for as a file
       RebasePending 503             retryable: the chain of a delta is full, and its whole files are still to come
     SnapshotError                   a snapshot that could not be loaded (ledger rows, never an inference response)
       SnapshotMissing, SnapshotCorrupt, SnapshotIncompatible
@@ -315,6 +316,14 @@ class PolicyNotLoaded(ReplicaUnavailable):
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), HEADER_NOT_LOADED: "1"}
+
+
+class RecordsNotStored(MidstreamError):
+    """The answer has no records without their file. No other replica is tried: they all have this bucket."""
+
+    status = 507
+    code = "records_not_stored"
+    retry_after_s = 10
 
 
 class RebasePending(MidstreamError):

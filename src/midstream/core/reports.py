@@ -32,6 +32,16 @@ class RecordsStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_bytes: Whole = 0
 
 
+class RecordFilesStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Since the replica's process began: files written, those that the bucket did not take, and those that were removed for
+    their age. held_bytes: of the deployment's files, as the replica last saw them."""
+
+    written: Whole = 0
+    failed: Whole = 0
+    expired: Whole = 0
+    held_bytes: Whole = 0
+
+
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one policy on a replica."""
 
@@ -124,6 +134,7 @@ class ReplicaReport(_OfBoot, frozen=True, kw_only=True):
     engine_silent_s: Whole = 0
     # None where no records are kept.
     records: RecordsStats | None = None
+    record_files: RecordFilesStats | None = None
     # The deployment's own first.
     policies: tuple[PolicyReport, ...] = ()
     # So many it holds at once, besides the deployment's own.

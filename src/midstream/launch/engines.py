@@ -87,6 +87,8 @@ def records_fields(settings: Settings, name: str) -> dict[str, Any]:
         "records": settings.records.bucket,
         "records_dir": str(records_root(settings) / name),
         "records_bytes": parse_size("records.disk", settings.records.disk),
+        "record_files_keep_s": settings.records.files_keep_s,
+        "record_files_bytes": parse_size("records.files_max", settings.records.files_max),
     }
 
 

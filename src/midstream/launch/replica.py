@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from midstream.core.errors import ConfigError
 from midstream.core.private import UMASK
@@ -32,6 +33,7 @@ from midstream.launch.specs import ReplicaSpec
 from midstream.launch.tracing import tracer_of
 from midstream.replica.journal import Journal, records_url
 from midstream.replica.policy import Bounds
+from midstream.replica.record_files import RecordFiles
 from midstream.replica.replica import Replica
 from midstream.replica.server import ReplicaServer
 from midstream.replica.swap.companions import Companions
@@ -84,7 +86,6 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     model_dir = Path(spec.model_dir)
     tls = server_tls("replica", spec.tls_cert, spec.tls_key)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
-    journal = _journal(spec, sock.getsockname()[1])
     cache = SnapshotCache(Path(spec.cache_dir), spec.cache_bytes)
     base = read_checkpoint(model_dir)
     engine = make_engine(spec)
@@ -111,14 +112,13 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
         replica.transfers.receivers = lambda: InPlaceReceiver(weights, base, model_dir, cache)
     else:
         replica.transfers.receivers = lambda: GlooReceiver(base, model_dir, cache)
-    if journal is not None:
-        replica.keep_records(journal)
+    kept = _keep(spec, replica)
     server = ReplicaServer(replica, sock, spec.token, tls)
     tracing = contextlib.ExitStack()
     try:
         replica.tracer = tracing.enter_context(tracer_of(spec.tracing, replica.name))
-        if journal is not None:
-            await asyncio.to_thread(journal.start)
+        for one in kept:
+            await asyncio.to_thread(one.start)
         await server.start()
         await replica.start()
         # Whatever exists now stays. Collections that skip it do not hold up streams.
@@ -134,22 +134,23 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     finally:
         await replica.close()
         await server.close()
-        if journal is not None:
-            await asyncio.to_thread(journal.close)
+        for one in kept:
+            await asyncio.to_thread(one.close)
         tracing.close()
 
 
-def _journal(spec: ReplicaSpec, port: int) -> Journal | None:
+def _keep(spec: ReplicaSpec, replica: Replica) -> list[Journal | RecordFiles]:
+    """What has the replica's records; none where they are not kept."""
     if spec.records is None:
-        return None
+        return []
     deployment = spec.deployment.rpartition("/")[2]
-    return Journal(
-        Path(spec.records_dir),
-        records_url(spec.records, deployment),
-        spec.name or f"{spec.host}:{port}",
-        {"deployment": deployment},
-        bytes_max=spec.records_bytes,
-    )
+    url, about = records_url(spec.records, deployment), {"deployment": deployment}
+    journal = Journal(Path(spec.records_dir), url, replica.name, about, bytes_max=spec.records_bytes)
+    bounds: Any = {"keep_s": spec.record_files_keep_s, "bytes_max": spec.record_files_bytes}
+    files = RecordFiles(spec.records, deployment, **bounds)
+    replica.keep_records(journal)
+    replica.keep_record_files(files)
+    return [journal, files]
 
 
 def main() -> int:

@@ -82,6 +82,9 @@ REPLICAS: dict[str, Family] = {
     "midstream_replica_records_waiting_bytes": Family(
         "gauge", "kept records that are not in the bucket yet", _REPLICA
     ),
+    "midstream_replica_record_files_held_bytes": Family(
+        "gauge", "record files of its deployment in the bucket, as it last saw them", _REPLICA
+    ),
     "midstream_replica_generation": Family("gauge", "generation of the last accepted signal", _REPLICA),
     "midstream_replica_snapshots_behind": Family(
         "gauge", "staleness: snapshots signalled after the one that serves", _REPLICA
@@ -95,6 +98,15 @@ REPLICAS: dict[str, Family] = {
     "midstream_replica_engine_steps": Family("counter", "engine steps", _REPLICA),
     "midstream_replica_records_durable": Family("counter", "records that a crash does not take", _REPLICA),
     "midstream_replica_records_lost": Family("counter", "records that found no room", _REPLICA),
+    "midstream_replica_record_files_written": Family(
+        "counter", "record files that the bucket has taken", _REPLICA
+    ),
+    "midstream_replica_record_files_failed": Family(
+        "counter", "record files that the bucket did not take, each a request that failed", _REPLICA
+    ),
+    "midstream_replica_record_files_expired": Family(
+        "counter", "record files that it removed for their age", _REPLICA
+    ),
 }
 TURNS: dict[str, Family] = {
     "midstream_turn_time_to_first_token_seconds": Family(

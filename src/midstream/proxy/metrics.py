@@ -33,7 +33,7 @@ from midstream.core.measures import (
     Histogram,
     Trajectories,
 )
-from midstream.core.reports import RecordsStats, ReplicaReport
+from midstream.core.reports import RecordFilesStats, RecordsStats, ReplicaReport
 from midstream.fleet.push_counts import ENDINGS, KEEPS, OUTCOMES, TIMED, PushCounts
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.tally import STALLS, Siblings, Tally, merged
@@ -43,7 +43,7 @@ from midstream.proxy.families import FAMILIES
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-_NONE = RecordsStats()
+_NONE, _NO_FILES = RecordsStats(), RecordFilesStats()
 _ReportValue = Callable[[ReplicaReport], float]
 #: One sample per replica that is heard.
 _REPORTED: dict[str, _ReportValue] = {
@@ -57,6 +57,7 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_stalled_seconds": lambda r: r.stalled_s,
     "midstream_replica_engine_silent_seconds": lambda r: r.engine_silent_s,
     "midstream_replica_records_waiting_bytes": lambda r: (r.records or _NONE).waiting_bytes,
+    "midstream_replica_record_files_held_bytes": lambda r: (r.record_files or _NO_FILES).held_bytes,
     "midstream_replica_generation": lambda r: r.own.generation,
     "midstream_replica_prompt_tokens": lambda r: r.engine.prompt_tokens,
     "midstream_replica_cached_prompt_tokens": lambda r: r.engine.cached_prompt_tokens,
@@ -64,6 +65,9 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_engine_steps": lambda r: r.engine.steps,
     "midstream_replica_records_durable": lambda r: (r.records or _NONE).durable,
     "midstream_replica_records_lost": lambda r: (r.records or _NONE).lost,
+    "midstream_replica_record_files_written": lambda r: (r.record_files or _NO_FILES).written,
+    "midstream_replica_record_files_failed": lambda r: (r.record_files or _NO_FILES).failed,
+    "midstream_replica_record_files_expired": lambda r: (r.record_files or _NO_FILES).expired,
 }
 #: The same numbers under vLLM's names. None: this engine does not report it.
 _VLLM_REPORTED: dict[str, Callable[[ReplicaReport], float | None]] = {

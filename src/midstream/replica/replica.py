@@ -34,6 +34,7 @@ from midstream.replica.journal import Journal
 from midstream.replica.pausing import Pausing
 from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import Bounds, PolicyParts
+from midstream.replica.record_files import RecordFiles
 from midstream.replica.service import REAL, KeptAcrossBoots, Outside, Service
 from midstream.replica.sessions import Sessions
 from midstream.replica.spans import trace_swap
@@ -124,6 +125,10 @@ class Replica:
         self.trees.on_turn = self._turn_ended
         # Who keeps records wants all of them, also of clients that cannot ask.
         self._kept = replace(self._kept, records="routes")
+
+    def keep_record_files(self, files: RecordFiles) -> None:
+        """Records that requests want by reference go into it. To be called before `start`."""
+        self._kept = replace(self._kept, files=files)
 
     def watch(self, pulse: Pulse) -> None:
         """Report what that says of the process's event loop."""
@@ -285,6 +290,7 @@ class Replica:
             max_model_len=None if info is None else info.max_model_len,
             long_texts=self._kept.jobs.jobs,
             records=None if self._journal is None else self._journal.stats(),
+            record_files=None if self._kept.files is None else self._kept.files.stats(),
             stalled_s=self._pulse.stalled_s,
             engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
         )

@@ -59,6 +59,7 @@ from midstream.replica.aborts import Called, called_as
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
+from midstream.replica.record_files import NO_BUCKET, PARAM, RecordFiles
 from midstream.replica.request.checked import (
     MAX_PROMPTS,
     Checked,
@@ -75,6 +76,7 @@ from midstream.replica.request.unknown import read_known
 from midstream.replica.response.generation import Generation, Surroundings, Work
 from midstream.replica.response.measured import Timings
 from midstream.replica.response.prompt_echo import scored_tokens
+from midstream.replica.response.referenced import check_rows
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.response.stages import behind_thinking
 from midstream.replica.sessions import Sessions, stamp_of
@@ -122,6 +124,8 @@ class KeptAcrossBoots:
     responses: StoredResponses
     #: The default for turns, if the request does not say.
     records: RecordsKept = "none"
+    #: Where records go that a request wants by reference. None: this server has no bucket for them.
+    files: RecordFiles | None = None
 
 
 class _Ready(NamedTuple):
@@ -234,6 +238,7 @@ class Service(Surroundings):
                     resumable=resumable and can_be_resumed(work.checked),
                     continued=ready.continued,
                     histories=ready.histories,
+                    files=self.kept.files,
                 )
                 called.let_in(work, generation, generation.ids)
                 try:
@@ -257,6 +262,10 @@ class Service(Surroundings):
             self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         if self._lacks_any:
             check_needs(checked, parsed, self.info)
+        if checked.referenced:
+            if self.kept.files is None:
+                raise InvalidRequest(NO_BUCKET, param=PARAM)
+            self.kept.files.check()
         if resume is not None:
             check_resume(self.info)
         session = None
@@ -290,6 +299,8 @@ class Service(Surroundings):
             eos = self.info.eos_token_ids
             answers = [behind_thinking(checked, answer, prompt, self.text, eos) for prompt in prompts]
         requests = self._requests(checked, prompts, seed, answers, records)
+        if checked.referenced:
+            check_rows(requests, self.info, routes=checked.routes)
         own = (tool_format, given.ignored, given.whole)
         work = Work(wire, given.details, checked, prompts, requests, seed, *own)
         return _Ready(work, session, histories, continued, choices, counted)
@@ -401,7 +412,7 @@ class Service(Surroundings):
                 want_masks=checked.masks or masks,
                 top_logprobs=max(checked.top_logprobs, checked.prompt_logprobs or 0),
                 prompt_records=scored_tokens(checked, prompt) if scores else 0,
-                want_kv_snapshots=checked.perf_metrics or records != "none",
+                want_kv_snapshots=checked.perf_metrics or checked.referenced or records != "none",
                 want_logprobs=checked.logprobs is not None
                 or checked.prompt_from is not None
                 or records != "none",

@@ -69,6 +69,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     routes: bool
     #: Each generated token has its sampling mask.
     masks: bool
+    #: The records of generated tokens go into a file, and the response has its reference.
+    referenced: bool
     token_ids: bool
     raw_output: bool
     perf_metrics: bool
@@ -115,8 +117,7 @@ def check(
 ) -> Checked:
     """The rules between fields. prompt_from, cumulative: as in Checked. Raises InvalidRequest."""
     kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
-    echo, max_tokens = _echo(body), _max_tokens(body, kind)
-    prompt_logprobs = None
+    echo, max_tokens, prompt_logprobs = _echo(body), _max_tokens(body, kind), None
     if body.prompt_logprobs is not None:
         prompt_logprobs, prompt_from = fields.scored_prompt(body), 0
     if max_tokens == 0 and echo == 0 and prompt_from is None:
@@ -143,6 +144,7 @@ def check(
         echo=echo,
         routes=fields.ROUTES(body) != (None, None) and _routes(body, logprobs, info),
         masks=body.return_sampling_mask is True and _masks(logprobs),
+        referenced=body.return_record_reference is True and _referenced(logprobs, top, echo),
         token_ids=bool(body.return_token_ids),
         raw_output=bool(body.raw_output),
         perf_metrics=bool(body.perf_metrics_in_response),
@@ -225,6 +227,20 @@ def _masks(logprobs: LogprobsFormat | None) -> bool:
     param = "return_sampling_mask"
     if logprobs != "content":
         raise InvalidRequest(f"{param}: requires logprobs: true", param=param)
+    return True
+
+
+def _referenced(logprobs: LogprobsFormat | None, top_logprobs: int, echo: int | None) -> bool:
+    """A file has the columns of generated tokens, and no others."""
+    param = "return_record_reference"
+    if logprobs != "content":
+        raise InvalidRequest(f"{param}: requires logprobs: true", param=param)
+    if top_logprobs:
+        raise InvalidRequest(
+            f"{param}: a record file has no alternatives; leave out top_logprobs", param=param
+        )
+    if echo != 0:
+        raise InvalidRequest(f"{param}: a record file has no prompt tokens; leave out echo", param=param)
     return True
 
 

@@ -90,6 +90,7 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     echo: bool | None = None
     echo_last: NotNegative | None = None
     include_routing_matrix: bool | None = None
+    return_record_reference: bool | None = None
     return_token_ids: bool | None = None
     raw_output: bool | None = None
     perf_metrics_in_response: bool | None = None

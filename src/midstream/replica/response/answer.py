@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from midstream.core.record_files import RecordReference
 from midstream.core.types import TokenRecord
 from midstream.core.versions import as_version
 from midstream.replica.request.checked import Checked, Prompt
@@ -47,13 +48,14 @@ class Extras(msgspec.Struct):
     """What a last event or a whole response says beside its choices.
 
     counts: None where another event has them. prompts: by prompt, records of its last tokens, where they were asked for.
-    took_s: seconds since the request came.
+    took_s: seconds since the request came. reference: of the file that has the records.
     """
 
     counts: TokenCounts | None = None
     perf_metrics: dict[str, Any] | UnsetType = UNSET
     prompts: Mapping[int, tuple[TokenRecord, ...]] = {}
     took_s: float = 0.0
+    reference: RecordReference | UnsetType = UNSET
 
 
 class Ending(msgspec.Struct, frozen=True):

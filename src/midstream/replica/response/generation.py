@@ -24,12 +24,14 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
 from midstream.engine.base import Engine, EngineDied, StreamLost
 from midstream.replica.gate import Gate
+from midstream.replica.record_files import RecordFiles
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
 from midstream.replica.response.measured import Measured, Timings
 from midstream.replica.response.prompt_echo import PromptEcho
+from midstream.replica.response.referenced import ReferencedRecords
 from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.token_lane import TokenLane
@@ -116,9 +118,11 @@ class Generation:
         resumable: bool = False,
         continued: Continued | None = None,
         histories: Sequence[History] = (),
+        files: RecordFiles | None = None,
     ) -> None:
         """resumable: the stream carries what another replica needs to continue it. continued: the stream to continue.
-        histories: get what is sampled, one for each prompt; or none."""
+        histories: get what is sampled, one for each prompt; or none. files: where the records go that the request wants by
+        reference."""
         checked = self.checked = work.checked
         self._service = service
         self._work = work
@@ -127,7 +131,7 @@ class Generation:
         self._routes, self._masks = checked.routes, checked.masks
         is_traced = bool(histories) and histories[0].records != "none"
         #: Whether the choices keep which snapshots computed their KV.
-        self._keeps_kv = checked.perf_metrics or is_traced
+        self._keeps_kv = checked.perf_metrics or is_traced or checked.referenced
         self._continued = continued
         opening = self._opening(resumable) if continued is None else continued.opening
         #: Of the response, as clients may call it.
@@ -149,9 +153,12 @@ class Generation:
         )
         self.resumable = resumable and continued is None
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
-        self._encoder = work.wire.encoder(
-            checked, _head(service, opening), service.text.vocabulary, work.details
-        )
+        head, inline = _head(service, opening), checked
+        self._referenced: ReferencedRecords | None = None
+        if checked.referenced and files is not None:
+            self._referenced = ReferencedRecords(files, checked, head, work.prompts)
+            inline = replace(checked, logprobs=None, routes=False, masks=False)
+        self._encoder = work.wire.encoder(inline, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
         self._parts = Parts(checked, work.prompts, service.text.vocabulary, keeps=keeps)
@@ -234,8 +241,11 @@ class Generation:
                     encoder.replayed(parts.part(choice.index, piece))
         await self._run(take, sink, self._lane())
         tail = b""
+        if self._referenced is not None:
+            reference = await self._referenced.stored(self._choices)
+            tail = encoder.reference_event(self._measured.snapshot, reference)
         if self.checked.include_usage:
-            tail = encoder.usage_event(self._measured.snapshot, self._extras())
+            tail += encoder.usage_event(self._measured.snapshot, self._extras())
         last = b"" if log is None else log.end()
         sink.write(last + tail + encoder.end())
 
@@ -269,7 +279,10 @@ class Generation:
         await self._run(take)
         snapshot = self._measured.snapshot
         parts = [self._parts.whole(choice, by_choice[choice.index], snapshot) for choice in self._choices]
-        return self._encoder.whole(parts, snapshot, self._extras())
+        extras = self._extras()
+        if self._referenced is not None:
+            extras.reference = await self._referenced.stored(self._choices)
+        return self._encoder.whole(parts, snapshot, extras)
 
     def _extras(self) -> Extras:
         measured, aborted = self._measured, bool(self._engine.aborted)
@@ -385,6 +398,8 @@ class Generation:
             if choice.snapshot != record.snapshot or record.snapshot not in measured.labels:
                 measured.label(choice.snapshot, record.snapshot)
             new = choice.feed(record)
+            if self._referenced is not None:
+                self._referenced.take(choice.index, record)
             pieces += new if stage is None else stage.feed(new)
             if stage is not None and stage.complete and choice.finish is None:
                 choice.finish = "stop"

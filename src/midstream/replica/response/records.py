@@ -19,6 +19,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
+from midstream.core.record_files import RecordReference
 from midstream.core.sse import DONE
 from midstream.core.traces import Span
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
@@ -90,6 +91,10 @@ class RecordEncoder(ABC):
 
     def usage_event(self, snapshot: str, extras: Extras) -> bytes:
         """The event behind all choices of a request that asked for its usage. None where other events have it."""
+        return b""
+
+    def reference_event(self, snapshot: str, reference: RecordReference) -> bytes:
+        """Likewise, of a request that asked for its records by reference. None where no request can."""
         return b""
 
     def end(self) -> bytes:

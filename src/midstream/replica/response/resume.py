@@ -18,8 +18,10 @@ from midstream.replica.request.checked import Checked, Prompt
 
 
 def can_be_resumed(checked: Checked) -> bool:
-    """True if another replica can continue a stream: all that its end repeats must follow from token ids alone."""
-    return checked.stream and not checked.cumulative and not (checked.raw_output and checked.logprobs)
+    """True if another replica can continue a stream: all that its end repeats must follow from token ids alone. The numbers of
+    a record file do not."""
+    repeats = checked.cumulative or checked.referenced or (checked.raw_output and checked.logprobs)
+    return checked.stream and not repeats
 
 
 def digest(prompts: Iterable[Prompt]) -> str:

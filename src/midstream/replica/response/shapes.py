@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from midstream.core.record_files import RecordReference
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import FinishReason
 
@@ -176,6 +177,8 @@ class Response(msgspec.Struct):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
     perf_metrics: dict[str, Any] | UnsetType = UNSET
+    #: Where the records are, in a whole response or the chunk behind all choices.
+    record_reference: RecordReference | UnsetType = UNSET
     #: The seam, in the first chunk of a resumed stream.
     midstream: dict[str, Any] | UnsetType = UNSET
     #: Of a chat.

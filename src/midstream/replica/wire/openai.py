@@ -12,6 +12,7 @@ from math import isnan
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from midstream.core.record_files import RecordReference
 from midstream.core.sse import json_line, sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
@@ -124,6 +125,9 @@ class OpenAIEncoder(RecordEncoder):
     def usage_event(self, snapshot: str, extras: Extras) -> bytes:
         return sse_event(self._response(snapshot, [], extras))
 
+    def reference_event(self, snapshot: str, reference: RecordReference) -> bytes:
+        return sse_event(self._response(snapshot, [], Extras(reference=reference)))
+
     def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
         prompt_ids: tuple[int, ...] | UnsetType = UNSET
         if self._chat and self._checked.token_ids:
@@ -148,6 +152,7 @@ class OpenAIEncoder(RecordEncoder):
         if extras.counts is not None:
             response.usage = openai_usage(extras.counts)
         response.perf_metrics = extras.perf_metrics
+        response.record_reference = extras.reference
         response.midstream, self.seam = self.seam, UNSET
         return response
 

@@ -144,6 +144,8 @@ def read_file(url: str, path: str, *, bytes_max: int) -> bytes:
         if found.meta["size"] > bytes_max:
             raise SnapshotCorrupt(f"{public_url(url)}: {shown(path)} has more than {bytes_max} bytes")
         return bytes(found.bytes())
+    except FileNotFoundError:
+        raise SnapshotMissing(f"{public_url(url)}: there is no {shown(path)}") from None
     except BaseError as error:
         raise SnapshotError(f"{public_url(url)}: {shown(path)} cannot be read: {describe(error)}") from None
 

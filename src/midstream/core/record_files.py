@@ -1,0 +1,116 @@
+"""Record files: the columns of a response's token records as Parquet, and the reference that a response has instead. Pure.
+
+Owns: the names and types of columns, what stands in the file's metadata, where a file lies in a bucket. A replica writes them
+(replica/response/referenced.py), trainers read them (client/references.py).
+Always holds: a file has the name of its SHA-256. Its rows are the sampled tokens of all choices, choice after choice. A row
+group has rows of one choice, and begins at a multiple of GROUP_TOKENS positions or at the choice's first token, so that no
+block of KV lies in two groups of a choice.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from midstream.core.traces import Span, TracedEarlierKv
+
+Format = Literal["midstream_records_v1"]
+FORMAT: Final = "midstream_records_v1"
+#: Of the metadata of a file.
+ABOUT_KEY = b"midstream"
+#: Positions of a row group: a multiple of every engine's KV block.
+GROUP_TOKENS = 1024
+#: Of one file, as it is written and as it is read.
+FILE_BYTES_MAX = 4 * 2**30
+#: What a row has beside its route and its mask, about.
+ROW_BYTES = 32
+#: In a bucket, above a directory for each deployment.
+DIRECTORY = "record-files"
+SUFFIX = ".parquet"
+_NAME = re.compile(r"[0-9a-f]{64}\.parquet")
+
+#: Columns that every file has: their names, and their types in the words of Arrow.
+COLUMNS = {
+    "token_id": "int32",
+    "logprob": "double",
+    "sampling_logprob": "double",
+    "snapshot": "string",
+    "near_tie": "uint8",
+    "constrained": "bool",
+}
+#: Columns that a request asks for. A route has as many bytes as the file's metadata says.
+ROUTE, MASK = "route", "sampling_mask"
+
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ReferencedRows(msgspec.Struct, frozen=True):
+    """The rows of one choice: its number in the response, its first row, and how many there are."""
+
+    index: _Count
+    start: _Count
+    count: _Count
+
+
+class RecordReference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the records of a response are. file: below the URL of the bucket of records. sha256: of the file, in hex."""
+
+    format: Format
+    file: str
+    sha256: _Digest
+    bytes: _Count
+    rows: _Count
+    choices: list[ReferencedRows]
+
+
+class ChoiceAbout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file says of a choice. prompt_tokens: the position of its first row. The rest is as
+    responses have it."""
+
+    index: _Count
+    start: _Count
+    count: _Count
+    prompt_tokens: _Count
+    kv_snapshots: list[Span]
+    earlier_kv_snapshots: list[TracedEarlierKv]
+
+
+class FileAbout(msgspec.Struct, frozen=True, kw_only=True):
+    """The metadata of a file, as JSON. id: of the response. route_shape: MoE layers and experts per token of a route.
+    route_dtype: of its numbers, little-endian."""
+
+    format: Format
+    id: str
+    model: str
+    route_shape: tuple[_Count, _Count]
+    route_dtype: Literal["uint8", "uint16"]
+    choices: list[ChoiceAbout]
+
+    @property
+    def route_bytes(self) -> int:
+        layers, top_k = self.route_shape
+        return layers * top_k * (2 if self.route_dtype == "uint16" else 1)
+
+
+def path_of(deployment: str, sha256: str) -> str:
+    """deployment: its bare name."""
+    return f"{DIRECTORY}/{deployment}/{sha256}{SUFFIX}"
+
+
+def is_file_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def groups_of(rows: ChoiceAbout) -> list[tuple[int, int]]:
+    """First row and end of each row group of a choice."""
+    end, at, found = rows.start + rows.count, rows.start, []
+    while at < end:
+        position = rows.prompt_tokens + at - rows.start
+        until = min(end, at + GROUP_TOKENS - position % GROUP_TOKENS)
+        found.append((at, until))
+        at = until
+    return found

@@ -1,0 +1,179 @@
+"""Record files of a replica in the bucket of records: written before their reference is handed out, removed when they are old.
+
+Owns: the threads that write files and look after those of the deployment.
+Always holds:
+- A reference is given for a file that the bucket has whole, and that a crash does not take. A file that was written and whose
+  answer never came is removed with those of its age.
+- Nothing here blocks the event loop.
+- Only files with the name of a SHA-256, and what a writer that died left, are removed.
+- Every replica looks after all files of its deployment. They may do so at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from midstream.core import extras
+from midstream.core.errors import InvalidRequest, RecordsNotStored, SnapshotError
+from midstream.core.record_files import (
+    FILE_BYTES_MAX,
+    FORMAT,
+    RecordReference,
+    ReferencedRows,
+    is_file_name,
+    path_of,
+)
+from midstream.core.reports import RecordFilesStats
+from midstream.snapshots.store.objects import WRITING_PREFIX, FileSeen, files_seen, put_bytes, remove_files
+
+log = logging.getLogger(__name__)
+
+PARAM = "return_record_reference"
+KEEP_S = 7 * 86_400.0
+BYTES_MAX = 100 * 2**30
+SWEEP_S = 60.0
+WRITERS = 2
+NO_BUCKET = f"{PARAM}: this server has no bucket for records: start it with --records URL"
+
+
+class Encoded(NamedTuple):
+    """A file, whole, and the rows of its choices."""
+
+    data: bytes
+    rows: int
+    choices: list[ReferencedRows]
+
+
+class RecordFiles:
+    """bucket: URL of the bucket of records. deployment: its bare name. keep_s: the age at which files are removed.
+    bytes_max: of all files of the deployment."""
+
+    def __init__(
+        self,
+        bucket: str,
+        deployment: str,
+        *,
+        keep_s: float = KEEP_S,
+        bytes_max: int = BYTES_MAX,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._bucket = bucket.rstrip("/")
+        self._deployment = deployment
+        self._url = f"{self._bucket}/{path_of(deployment, '').rpartition('/')[0]}"
+        self._keep_s, self._bytes_max, self._clock = keep_s, bytes_max, clock
+        self._lacking = extras.advice(extras.missing(["pyarrow"]))
+        self._writers = ThreadPoolExecutor(WRITERS, "record files")
+        self._sweeper = threading.Thread(target=self._look_after, name="record files age", daemon=True)
+        self._stopping = threading.Event()
+        #: Guards the numbers.
+        self._lock = threading.Lock()
+        self._written = self._failed = self._expired = 0
+        #: Of this process since its start, and of all as the last look saw them.
+        self._written_bytes = self._held_bytes = 0
+        self._is_full = False
+
+    def __repr__(self) -> str:
+        return f"RecordFiles({self._deployment}, {self.stats()})"
+
+    def start(self) -> None:
+        self._sweeper.start()
+
+    def close(self) -> None:
+        """Waits for files that are being written. Blocks."""
+        self._stopping.set()
+        self._writers.shutdown(cancel_futures=True)
+        if self._sweeper.ident is not None:
+            self._sweeper.join()
+
+    def stats(self) -> RecordFilesStats:
+        with self._lock:
+            return RecordFilesStats(
+                written=self._written,
+                failed=self._failed,
+                expired=self._expired,
+                held_bytes=self._held_bytes,
+            )
+
+    def check(self) -> None:
+        """Before anything is generated. Raises InvalidRequest where no file can be made, RecordsNotStored for want of room."""
+        if self._lacking is not None:
+            raise InvalidRequest(f"{PARAM}: {self._lacking}", param=PARAM)
+        with self._lock:
+            held = self._held_bytes
+        if held >= self._bytes_max:
+            raise RecordsNotStored(self._full(held), param=PARAM, retry_after_s=int(SWEEP_S))
+
+    async def put(self, encode: Callable[[], Encoded]) -> RecordReference:
+        """The reference of a file that the bucket has. encode: a thread calls it. Raises RecordsNotStored, MidstreamError."""
+        return await asyncio.get_running_loop().run_in_executor(self._writers, self._put, encode)
+
+    def _put(self, encode: Callable[[], Encoded]) -> RecordReference:
+        encoded = encode()
+        size = len(encoded.data)
+        try:
+            if size > FILE_BYTES_MAX:
+                raise SnapshotError(f"a file of {size} bytes; at most {FILE_BYTES_MAX} can be read")
+            digest = hashlib.sha256(encoded.data).hexdigest()
+            path = path_of(self._deployment, digest)
+            put_bytes(self._url, path.rpartition("/")[2], encoded.data)
+        except SnapshotError as error:
+            with self._lock:
+                self._failed += 1
+            log.error("a record file is not stored, and its request fails: %s", error)
+            message = f"the records of this answer cannot be stored, so there is no answer: {error}"
+            raise RecordsNotStored(message, param=PARAM) from error
+        with self._lock:
+            self._written += 1
+            self._written_bytes += size
+            self._held_bytes += size
+        return RecordReference(
+            format=FORMAT, file=path, sha256=digest, bytes=size, rows=encoded.rows, choices=encoded.choices
+        )
+
+    def _full(self, held: int) -> str:
+        return (
+            f"{PARAM}: record files of this deployment have {held} bytes, and records.files_max is {self._bytes_max}: raise "
+            "it, lower records.files_keep_s, or remove files"
+        )
+
+    # -- the thread that looks after files
+
+    def _look_after(self) -> None:
+        while True:
+            try:
+                self.sweep()
+            except SnapshotError as error:
+                log.warning("old record files stay: %s", error)
+            if self._stopping.wait(SWEEP_S):
+                return
+
+    def sweep(self) -> None:
+        """Removes what is too old, and counts the rest. Raises SnapshotError."""
+        with self._lock:
+            written_before = self._written_bytes
+        seen = [one for one in files_seen(self._url) if _is_own(one)]
+        oldest = self._clock() - self._keep_s
+        old = [one for one in seen if one.modified < oldest]
+        remove_files(self._url, [one.path for one in old])
+        held = sum(one.size for one in seen) - sum(one.size for one in old)
+        with self._lock:
+            self._expired += len(old)
+            # What was written since the listing began may not be in it.
+            self._held_bytes = held + self._written_bytes - written_before
+        if old:
+            log.info("removed %d record files older than %d s", len(old), self._keep_s)
+        is_full = held >= self._bytes_max
+        if is_full and not self._is_full:
+            log.error("no more record files are written: %s", self._full(held))
+        self._is_full = is_full
+
+
+def _is_own(one: FileSeen) -> bool:
+    return is_file_name(one.path) or one.path.startswith(WRITING_PREFIX)

@@ -1,0 +1,199 @@
+"""The records of one response as columns, on their way into a file.
+
+Owns: what is kept of each generated token until the response ends, and the Parquet file that is made of it.
+Always holds: the file has what the response would have had inline, number for number. What is kept are arrays, and a thread
+makes the file of them without a step per token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from midstream.core.errors import EngineFailed, InvalidRequest
+from midstream.core.record_files import (
+    ABOUT_KEY,
+    COLUMNS,
+    FILE_BYTES_MAX,
+    FORMAT,
+    MASK,
+    ROUTE,
+    ROW_BYTES,
+    ChoiceAbout,
+    FileAbout,
+    RecordReference,
+    ReferencedRows,
+    groups_of,
+)
+from midstream.core.types import GenerateRequest, ModelInfo, TokenRecord
+from midstream.replica.record_files import PARAM, Encoded, RecordFiles
+from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.answer import ResponseHead
+from midstream.replica.response.choice import Choice
+from midstream.replica.response.records import LOGPROB_MIN
+from midstream.replica.response.shapes import earlier_spans, spans
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_UNKNOWN = float("nan")
+
+
+class _Rows:
+    """Of one choice."""
+
+    def __init__(self, *, routes: bool, masks: bool) -> None:
+        self.token_ids = array("i")
+        self.logprobs, self.sampling_logprobs = array("d"), array("d")
+        self.near_ties, self.constrained = bytearray(), bytearray()
+        self.routes: list[bytes] | None = [] if routes else None
+        self.masks: list[bytes] | None = [] if masks else None
+
+    def take(self, record: TokenRecord) -> None:
+        sampling = record.sampling_logprob
+        self.token_ids.append(record.token_id)
+        self.logprobs.append(record.logprob)
+        self.sampling_logprobs.append(_UNKNOWN if sampling is None else sampling)
+        self.near_ties.append(record.near_tie)
+        self.constrained.append(record.constrained)
+        if self.routes is not None and record.route is not None:
+            self.routes.append(record.route)
+        if self.masks is not None and record.mask is not None:
+            self.masks.append(record.mask)
+
+
+class ReferencedRecords:
+    """Of one response. files: where the file goes."""
+
+    def __init__(
+        self, files: RecordFiles, checked: Checked, head: ResponseHead, prompts: Sequence[Prompt]
+    ) -> None:
+        self._files = files
+        self._head = head
+        self._routes, self._masks = checked.routes, checked.masks
+        self._n = checked.n
+        self._prompts = prompts
+        self._rows = [
+            _Rows(routes=checked.routes, masks=checked.masks) for _ in range(checked.n * len(prompts))
+        ]
+
+    def take(self, choice: int, record: TokenRecord) -> None:
+        """A generated token, in its order."""
+        self._rows[choice].take(record)
+
+    async def stored(self, choices: Sequence[Choice]) -> RecordReference:
+        """To be called once, when all choices have ended. Raises RecordsNotStored, EngineFailed."""
+        return await self._files.put(partial(self._encoded, choices))
+
+    def _encoded(self, choices: Sequence[Choice]) -> Encoded:
+        about = self._about(choices)
+        table = self._table(choices, about)
+        return Encoded(
+            _parquet(table, about),
+            table.num_rows,
+            [ReferencedRows(c.index, c.start, c.count) for c in about.choices],
+        )
+
+    def _about(self, choices: Sequence[Choice]) -> FileAbout:
+        found, start = list[ChoiceAbout](), 0
+        for choice in choices:
+            count = len(self._rows[choice.index].token_ids)
+            found.append(
+                ChoiceAbout(
+                    index=choice.index,
+                    start=start,
+                    count=count,
+                    prompt_tokens=len(self._prompts[choice.index // self._n].token_ids),
+                    kv_snapshots=spans(choice.kv),
+                    earlier_kv_snapshots=earlier_spans(choice.earlier_kv),
+                )
+            )
+            start += count
+        return FileAbout(
+            format=FORMAT,
+            id=self._head.id,
+            model=self._head.model,
+            route_shape=self._head.route_shape if self._routes else (0, 0),
+            route_dtype="uint16" if self._head.wide_routes else "uint8",
+            choices=found,
+        )
+
+    def _table(self, choices: Sequence[Choice], about: FileAbout) -> pa.Table:
+        import pyarrow as pa
+
+        rows = [self._rows[choice.index] for choice in choices]
+        logprobs = _joined(rows, "logprobs", np.float64)
+        sampling = _joined(rows, "sampling_logprobs", np.float64)
+        if np.isnan(logprobs).any():
+            raise EngineFailed("the model produced NaN; the serving snapshot's weights are not usable")
+        columns: dict[str, Any] = {
+            "token_id": pa.array(_joined(rows, "token_ids", np.int32)),
+            "logprob": pa.array(np.maximum(logprobs, LOGPROB_MIN)),
+            # Of one that is no number, the engine does not know it.
+            "sampling_logprob": pa.array(np.maximum(sampling, LOGPROB_MIN), from_pandas=True),
+            "snapshot": _snapshots(choices),
+            "near_tie": pa.array(_joined(rows, "near_ties", np.uint8)),
+            "constrained": pa.array(_joined(rows, "constrained", np.uint8).astype(bool)),
+        }
+        assert columns.keys() == COLUMNS.keys()
+        if self._routes:
+            joined = b"".join([b"".join(one.routes or ()) for one in rows])
+            width, count = about.route_bytes, len(columns["token_id"])
+            if len(joined) != width * count:
+                raise EngineFailed(f"the engine returned {len(joined)} bytes of routes for {count} tokens")
+            routes = pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(joined)])
+            columns[ROUTE] = routes
+        if self._masks:
+            masks = [mask for one in rows for mask in one.masks or ()]
+            columns[MASK] = pa.array(masks, pa.binary())
+        return pa.table(columns)
+
+
+def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, *, routes: bool) -> None:
+    """Raises InvalidRequest for more rows than a file may have."""
+    width = info.moe_layers * info.top_k * (2 if info.num_experts > 256 else 1) if routes else 0
+    rows = sum(request.n * request.sampling.max_tokens for request in requests)
+    if rows * (ROW_BYTES + width) > FILE_BYTES_MAX:
+        message = (
+            f"{PARAM}: {rows} tokens of {ROW_BYTES + width} bytes may be generated, more than the {FILE_BYTES_MAX} bytes of a "
+            "file: lower n or max_tokens"
+        )
+        raise InvalidRequest(message, param=PARAM)
+
+
+def _joined(rows: Sequence[_Rows], name: str, dtype: Any) -> Any:
+    return np.concatenate([np.empty(0, dtype), *(np.frombuffer(getattr(one, name), dtype) for one in rows)])
+
+
+def _snapshots(choices: Sequence[Choice]) -> pa.Array:
+    import pyarrow as pa
+
+    runs = [span for choice in choices for span in choice.spans]
+    names = list(dict.fromkeys(name for name, _, _ in runs))
+    numbers = {name: number for number, name in enumerate(names)}
+    codes = np.repeat(
+        np.asarray([numbers[name] for name, _, _ in runs], np.int32), [end - start for _, start, end in runs]
+    )
+    return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(names, pa.string()))
+
+
+def _parquet(table: pa.Table, about: FileAbout) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([field.with_nullable(field.name == "sampling_logprob") for field in table.schema])
+    out = pa.BufferOutputStream()
+    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": ["snapshot"]}
+    with pq.ParquetWriter(out, schema, write_statistics=False, store_schema=False, **options) as writer:
+        writer.add_key_value_metadata({ABOUT_KEY: msgspec.json.encode(about)})
+        table = table.cast(schema)
+        for choice in about.choices:
+            for start, end in groups_of(choice):
+                writer.write_table(table.slice(start, end - start), row_group_size=end - start)
+    data: bytes = out.getvalue().to_pybytes()
+    return data

@@ -1,0 +1,91 @@
+"""Single files of a bucket: put from memory, listed with their sizes and ages, removed.
+
+Always holds: a file appears whole under its name, and survives a power cut once `put_bytes` has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from obstore.exceptions import BaseError
+
+from midstream.core.errors import SnapshotError
+from midstream.snapshots.durable import sync_directory
+from midstream.snapshots.identity import parse_bucket, public_url
+from midstream.snapshots.messages import shown
+from midstream.snapshots.store.bucket import describe, open_bucket
+
+#: Begins the name of a file that is not whole yet, in a local directory. One whose writer died stays.
+WRITING_PREFIX = "writing-"
+
+
+class FileSeen(NamedTuple):
+    """path: below the directory. modified: seconds since the epoch, by the bucket's clock."""
+
+    path: str
+    size: int
+    modified: float
+
+
+def put_bytes(url: str, name: str, data: bytes) -> None:
+    """Put a file into the directory that `url` names, in place of one of that name; a local directory is made.
+
+    Raises ConfigError (not a bucket's URL), SnapshotError.
+    """
+    place = parse_bucket(url)
+    try:
+        if place.kind == "file":
+            _write_local(Path(place.path), name, data)
+        else:
+            open_bucket(url).put(name, data)
+    except BaseError as error:
+        raise SnapshotError(f"{public_url(url)}: {shown(name)} cannot be put: {describe(error)}") from None
+    except OSError as error:
+        raise SnapshotError(f"{public_url(url)}: {error.strerror or error}") from error
+
+
+def _write_local(directory: Path, name: str, data: bytes) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f"{WRITING_PREFIX}{uuid.uuid4().hex}"
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / name)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(directory)
+
+
+def files_seen(url: str) -> list[FileSeen]:
+    """All files below the directory that `url` names; none where it is not there. Raises SnapshotError."""
+    place = parse_bucket(url)
+    if place.kind == "file" and not os.path.isdir(place.path):
+        return []
+    try:
+        return [
+            FileSeen(one["path"], one["size"], one["last_modified"].timestamp())
+            for batch in open_bucket(url).list()
+            for one in batch
+        ]
+    except (BaseError, FileNotFoundError) as error:
+        raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
+
+
+def remove_files(url: str, paths: Sequence[str]) -> None:
+    """Of `files_seen`. One that is gone is no error. Raises SnapshotError."""
+    for path in paths:
+        try:
+            open_bucket(url).delete(path)
+        except FileNotFoundError:
+            continue
+        except BaseError as error:
+            raise SnapshotError(
+                f"{public_url(url)}: {shown(path)} cannot be removed: {describe(error)}"
+            ) from None

@@ -1,0 +1,302 @@
+"""What a reader of record files says of files that are gone, torn, of other bytes, or made to harm it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import examples
+
+from midstream.client.decode import masks_of_bytes
+from midstream.client.errors import RecordFileError
+from midstream.client.references import read_reference
+from midstream.core.masks import kept_ids
+from midstream.core.record_files import (
+    ABOUT_KEY,
+    FORMAT,
+    GROUP_TOKENS,
+    ChoiceAbout,
+    FileAbout,
+    RecordReference,
+    ReferencedRows,
+    path_of,
+)
+
+COUNT = GROUP_TOKENS + 5
+Change = Callable[[dict[str, Any]], None]
+
+
+def about_of(count: int, **more: Any) -> FileAbout:
+    choice = ChoiceAbout(
+        index=0, start=0, count=count, prompt_tokens=3, kv_snapshots=[], earlier_kv_snapshots=[]
+    )
+    fields: dict[str, Any] = {"route_shape": (3, 2), "route_dtype": "uint8", "choices": [choice], **more}
+    return FileAbout(format=FORMAT, id="cmpl-1", model="m", **fields)
+
+
+def columns(count: int) -> dict[str, Any]:
+    return {
+        "token_id": pa.array(range(count), pa.int32()),
+        "logprob": pa.array([-float(at) for at in range(count)]),
+        "sampling_logprob": pa.array([None, *range(count - 1)], pa.float64()),
+        "snapshot": pa.array(["base"] * count),
+        "near_tie": pa.array([0] * count, pa.uint8()),
+        "constrained": pa.array([False] * count),
+        "route": pa.array([bytes([at % 256] * 6) for at in range(count)], pa.binary(6)),
+        "sampling_mask": pa.array([b"\0"] * count, pa.binary()),
+    }
+
+
+def file_of(table: dict[str, Any], about: bytes, groups: tuple[int, ...] = (GROUP_TOKENS - 3, 8)) -> bytes:
+    made, out, start = pa.table(table), io.BytesIO(), 0
+    with pq.ParquetWriter(out, made.schema, store_schema=False, use_dictionary=["snapshot"]) as writer:
+        writer.add_key_value_metadata({ABOUT_KEY: about})
+        for size in groups:
+            writer.write_table(made.slice(start, size), row_group_size=size)
+            start += size
+    return out.getvalue()
+
+
+def put(root: Path, data: bytes, count: int = COUNT, **more: Any) -> RecordReference:
+    """The file in the bucket, and a reference with the right digest of whatever it is."""
+    digest = hashlib.sha256(data).hexdigest()
+    path = root / path_of("default", digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    fields: dict[str, Any] = {"rows": count, "choices": [ReferencedRows(0, 0, count)], **more}
+    return RecordReference(
+        format=FORMAT, file=path_of("default", digest), sha256=digest, bytes=len(data), **fields
+    )
+
+
+def good(root: Path) -> RecordReference:
+    return put(root, file_of(columns(COUNT), msgspec.json.encode(about_of(COUNT))))
+
+
+def test_a_file_is_read_as_views(tmp_path: Path) -> None:
+    (found,) = read_reference(tmp_path.as_uri(), good(tmp_path))
+    assert found.token_ids.tolist() == list(range(COUNT))
+    assert np.isnan(found.sampling_logprobs[0])
+    assert found.routes is not None
+    assert found.routes.shape == (COUNT, 3, 2)
+    assert found.routes[300].tolist() == [[44, 44]] * 3
+    assert not found.routes.flags.owndata
+    assert not found.token_ids.flags.owndata
+    assert found.sampling_masks().ids.tolist() == list(range(COUNT))
+
+
+def fails(root: Path, reference: Any, match: str, **more: Any) -> None:
+    with pytest.raises(RecordFileError, match=match) as caught:
+        read_reference(root.as_uri(), reference, **more)
+    file = reference.file if isinstance(reference, RecordReference) else ""
+    assert file in str(caught.value)
+
+
+def test_a_file_that_is_gone_or_changed_is_named(tmp_path: Path) -> None:
+    reference = good(tmp_path)
+    path = tmp_path / reference.file
+    data = path.read_bytes()
+    for at in (0, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        fails(tmp_path, reference, "its bytes have the sha256")
+    path.write_bytes(data[:-1])
+    fails(tmp_path, reference, "has .* bytes, and the reference says")
+    path.write_bytes(data + b"1")
+    fails(tmp_path, reference, "is gone or cannot be read")
+    path.unlink()
+    fails(tmp_path, reference, "is gone or cannot be read")
+    fails(tmp_path, reference, "more than bytes_max, 10", bytes_max=10)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"file": "../../etc/passwd"}, "is no name of a record file"),
+        ({"file": f"record-files/../{'0' * 64}.parquet"}, "is no name of a record file"),
+        ({"file": f"records/default/{'0' * 64}.parquet"}, "is no name of a record file"),
+        ({"file": f"record-files/default/{'0' * 64}.parquet"}, "the reference has another sha256"),
+        ({"rows": COUNT + 1}, f"choices have {COUNT} rows, not {COUNT + 1}"),
+        ({"choices": [ReferencedRows(0, 1, COUNT)]}, "do not begin at 0"),
+        ({"choices": [ReferencedRows(1, 0, COUNT)]}, "other rows of choices"),
+    ],
+)
+def test_a_reference_that_does_not_fit_its_file_is_refused(
+    change: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecordFileError, match=match):
+        read_reference(tmp_path.as_uri(), msgspec.structs.replace(good(tmp_path), **change))
+
+
+@pytest.mark.parametrize("reference", [None, {}, [], {"format": "midstream_records_v2"}, object()])
+def test_what_is_no_reference_is_refused(reference: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecordFileError, match="no record_reference"):
+        read_reference(tmp_path.as_uri(), reference)
+
+
+def nested(table: dict[str, Any]) -> None:
+    table["route"] = pa.array([[1, 2]] * COUNT, pa.list_(pa.uint8()))
+
+
+def deep(table: dict[str, Any]) -> None:
+    kind = pa.uint8()
+    for _ in range(50):
+        kind = pa.list_(kind)
+    table["route"] = pa.nulls(COUNT, kind)
+
+
+def nulls(table: dict[str, Any]) -> None:
+    table["token_id"] = pa.array([None] * COUNT, pa.int32())
+
+
+def wider(table: dict[str, Any]) -> None:
+    table["route"] = pa.array([b"1" * 7] * COUNT, pa.binary(7))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (nested, "its columns are .*list"),
+        (deep, "its columns are|is no Parquet file"),
+        (nulls, "row group 0 lacks values of token_id"),
+        (wider, r"its columns are .*fixed_size_binary\[7\]"),
+        (lambda table: table.pop("logprob"), "its columns are"),
+        (lambda table: table.update(more=table["logprob"]), "its columns are"),
+        (lambda table: table.update(logprob=table["token_id"]), "its columns are"),
+    ],
+)
+def test_a_file_of_other_columns_is_refused(change: Change, match: str, tmp_path: Path) -> None:
+    table = columns(COUNT)
+    change(table)
+    fails(tmp_path, put(tmp_path, file_of(table, msgspec.json.encode(about_of(COUNT)))), match)
+
+
+HUGE = 2**50
+
+
+@pytest.mark.parametrize(
+    ("about", "match"),
+    [
+        (b"{", "its metadata is not that of a record file"),
+        (b"[" * 100_000, "its metadata is not that of a record file"),
+        (msgspec.json.encode(about_of(COUNT, route_shape=(HUGE, HUGE))), "its columns are"),
+        (msgspec.json.encode(about_of(COUNT, choices=[])), "other rows of choices"),
+    ],
+)
+def test_metadata_that_lies_is_refused(about: bytes, match: str, tmp_path: Path) -> None:
+    fails(tmp_path, put(tmp_path, file_of(columns(COUNT), about)), match)
+
+
+def test_declared_sizes_allocate_nothing(tmp_path: Path) -> None:
+    rows = {"rows": HUGE, "choices": [ReferencedRows(0, 0, HUGE)]}
+    data = file_of(columns(COUNT), msgspec.json.encode(about_of(HUGE)))
+    fails(tmp_path, put(tmp_path, data, **rows), f"declares {COUNT} rows, not {HUGE}")
+    reference = good(tmp_path)
+    fails(tmp_path, reference, "more than bytes_max", bytes_max=reference.bytes + 1)
+
+
+def test_other_row_groups_are_refused(tmp_path: Path) -> None:
+    about = msgspec.json.encode(about_of(COUNT))
+    fails(tmp_path, put(tmp_path, file_of(columns(COUNT), about, (COUNT,))), "has 1 row groups, not 2")
+    moved = file_of(columns(COUNT), about, (GROUP_TOKENS, COUNT - GROUP_TOKENS))
+    fails(tmp_path, put(tmp_path, moved), "row group 0 declares 1024 rows, not 1021")
+
+
+def test_bytes_that_are_no_parquet_are_refused(tmp_path: Path) -> None:
+    for data in (b"", b"PAR1", b"PAR1" * 10, b"\x80\x04]." * 1000):
+        fails(tmp_path, put(tmp_path, data), "is no Parquet file")
+
+
+def test_a_damaged_page_names_its_row_group(tmp_path: Path) -> None:
+    data = file_of(columns(COUNT), msgspec.json.encode(about_of(COUNT)))
+    column = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(1).column(0)
+    at = column.data_page_offset
+    torn = data[:at] + b"\xff" * column.total_compressed_size + data[at + column.total_compressed_size :]
+    fails(tmp_path, put(tmp_path, torn), "row group 1 cannot be read")
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), cut=st.booleans())
+def test_no_bytes_make_it_raise_anything_else(
+    tmp_path_factory: pytest.TempPathFactory, at: float, value: int, cut: bool
+) -> None:
+    root = tmp_path_factory.mktemp("hostile")
+    data = bytearray(file_of(columns(COUNT), msgspec.json.encode(about_of(COUNT))))
+    place = int(at * len(data))
+    data[place] = value
+    reference = put(root, bytes(data[:place]) if cut else bytes(data))
+    try:
+        (found,) = read_reference(root.as_uri(), reference)
+    except RecordFileError as error:
+        told = str(error)
+    else:
+        told = reference.file
+        assert len(found.token_ids) == COUNT
+    assert reference.file in told
+
+
+def mask_of(kept: list[int] | None, form: int) -> bytes:
+    if kept is None:
+        return b"\1"
+    if form == 8:
+        bits = sum(1 << one for one in kept)
+        return b"\x08" + bits.to_bytes(max(kept) // 8 + 1, "little")
+    if form == 0:
+        return b"\0"
+    return bytes([form]) + b"".join(one.to_bytes(form, "little") for one in kept)
+
+
+MASKS = st.lists(
+    st.tuples(
+        st.one_of(st.none(), st.lists(st.integers(0, 60_000), min_size=1, max_size=6, unique=True)),
+        st.sampled_from((0, 2, 4, 8)),
+        st.integers(0, 5),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(MASKS)
+def test_masks_of_bytes_are_the_ids_of_each_mask(drawn: Any) -> None:
+    rows, tokens, expected = [], [], []
+    for kept, form, which in drawn:
+        ids = None if kept is None else sorted(kept[:1] if form == 0 else kept)
+        token = 7 if ids is None else ids[which % len(ids)]
+        rows.append(mask_of(ids, form))
+        tokens.append(token)
+        expected.append(list(kept_ids(rows[-1], token) or ()))
+    found = masks_of_bytes(*bytes_of(rows), np.asarray(tokens, np.int64))
+    assert [found.row(at).tolist() for at in range(len(rows))] == expected
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(st.tuples(st.binary(max_size=9), st.integers(-1, 300)), max_size=4))
+def test_masks_of_bytes_refuse_what_one_mask_is_refused_for(drawn: list[tuple[bytes, int]]) -> None:
+    bad = []
+    for number, (mask, token) in enumerate(drawn):
+        try:
+            kept_ids(mask, token)
+        except ValueError as error:
+            bad.append(f"sampling mask of token {number}: {error}")
+    arguments = (*bytes_of([mask for mask, _ in drawn]), np.asarray([token for _, token in drawn], np.int64))
+    if not bad:
+        masks_of_bytes(*arguments)
+        return
+    with pytest.raises(ValueError, match="sampling mask of token") as caught:
+        masks_of_bytes(*arguments)
+    assert str(caught.value) == bad[0]
+
+
+def bytes_of(rows: list[bytes]) -> tuple[Any, Any]:
+    ends = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+    return np.frombuffer(b"".join(rows), np.uint8), ends

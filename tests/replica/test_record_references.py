@@ -1,0 +1,295 @@
+"""Records by reference: the file has what the response would have had inline, and a reference is of a file that is there."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
+
+from midstream.client.decode import sampling_masks_of
+from midstream.client.references import ChoiceColumns, read_reference
+from midstream.core import extras
+from midstream.core.record_files import GROUP_TOKENS, ChoiceAbout, groups_of
+from midstream.core.resumption import HEADER_RESUMABLE, MARK
+from midstream.replica.record_files import RecordFiles
+from midstream.snapshots.store import objects
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+TEXT: dict[str, Any] = {"prompt": "hi", "logprobs": True}
+ALL: dict[str, Any] = {"include_routing_matrix": True, "return_sampling_mask": True}
+REFERENCE = {"return_record_reference": True}
+
+
+def play(
+    directory: Path,
+    scenario: Callable[[Running, str], Awaitable[None]],
+    engine: FakeEngine | None = None,
+    **bounds: Any,
+) -> None:
+    """With a bucket of its own, unless bucket=False."""
+    url = (directory / "bucket").as_uri()
+
+    async def main() -> None:
+        files = RecordFiles(url, "default", **bounds) if bounds.pop("bucket", True) else None
+        async with running(directory, engine or FakeEngine(), files=files) as here:
+            await scenario(here, url)
+        if files is not None:
+            files.close()
+
+    asyncio.run(main())
+
+
+async def post(here: Running, path: str, **fields: Any) -> Any:
+    asked = {"model": MODEL, "max_tokens": 20, "seed": 1, **fields}
+    answer = await here.http.post(path, json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def inline_of(choice: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a choice that has its records inline."""
+    entries = choice["logprobs"]["content"]
+    return {
+        "token_ids": [entry["token_id"] for entry in entries],
+        "logprobs": [entry["logprob"] for entry in entries],
+        "sampling_logprobs": [entry["sampling_logprob"] for entry in entries],
+        "near_ties": [set(entry.get("near_tie", ())) for entry in entries],
+        "constrained": ["logprob_of" in entry for entry in entries],
+        "routes": b"".join(base64.b64decode(entry.get("routing_matrix", "")) for entry in entries),
+        "snapshots": [(span["snapshot"], span["start"], span["end"]) for span in choice["snapshots"]],
+        "kv_snapshots": choice.get("kv_snapshots", []),
+    }
+
+
+def columns_of(found: ChoiceColumns) -> dict[str, Any]:
+    names = found.near_tie_names
+    return {
+        "token_ids": found.token_ids.tolist(),
+        "logprobs": found.logprobs.tolist(),
+        "sampling_logprobs": found.sampling_logprobs.tolist(),
+        "near_ties": [{n for bit, n in enumerate(names) if ties >> bit & 1} for ties in found.near_ties],
+        "constrained": found.constrained.tolist(),
+        "routes": b"" if found.routes is None else found.routes.tobytes(),
+        "snapshots": [(span.snapshot, span.start, span.end) for span in found.snapshots],
+        "kv_snapshots": [
+            {"snapshot": span.snapshot, "start": span.start, "end": span.end} for span in found.kv_snapshots
+        ],
+    }
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | ALL),
+        ("/v1/chat/completions", CHAT | ALL | {"n": 3}),
+        ("/v1/completions", TEXT | ALL | {"prompt": ["hi", "there"], "n": 2}),
+        ("/v1/completions", TEXT | {"stop": ["o h"]}),
+        ("/v1/chat/completions", CHAT | {"prompt_cache_key": "s"} | ALL),
+    ],
+)
+def test_a_file_has_what_the_answer_would_have_had(
+    path: str, body: dict[str, Any], experts: int, tmp_path: Path
+) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        here.engine.tells_kv = True
+        here.engine.replies = {1: ids("another")}
+        inline = (await post(here, path, perf_metrics_in_response=True, **body)).json()
+        answer = await post(here, path, return_token_ids=True, **body, **REFERENCE)
+        whole = answer.json()
+        streamed = sse((await post(here, path, stream=True, **body, **REFERENCE)).text)
+        assert b"routing_matrix" not in answer.content
+        assert all(choice["logprobs"] is None for choice in whole["choices"])
+        *chunks, last, done = streamed
+        assert (last["choices"], done) == ([], "[DONE]")
+        assert not any("record_reference" in chunk for chunk in chunks)
+        for reference in (whole["record_reference"], last["record_reference"]):
+            found = read_reference(url, reference)
+            assert [one.index for one in found] == [choice["index"] for choice in inline["choices"]]
+            for one, choice in zip(found, inline["choices"], strict=True):
+                assert columns_of(one) == inline_of(choice)
+                if "return_sampling_mask" in body:
+                    masks, expected = one.sampling_masks(), sampling_masks_of(choice)
+                    assert masks.ids.tolist() == expected.ids.tolist()
+                    assert masks.offsets.tolist() == expected.offsets.tolist()
+        assert [choice["token_ids"] for choice in whole["choices"]] == [
+            one.token_ids.tolist() for one in read_reference(url, whole["record_reference"])
+        ]
+
+    engine = FakeEngine(experts=experts)
+    # Its routes are two bytes.
+    engine.info = msgspec.structs.replace(engine.info, top_k=1 if experts > 256 else 2)
+    play(tmp_path, scenario, engine)
+
+
+def test_a_swap_in_the_middle_is_in_the_labels_and_in_the_provenance(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        here.engine.tells_kv = True
+        here.engine.kv_with = {4: (("base", 0, 5), ("s-1", 5, 6))}
+        here.engine.allow(4)
+        asked = asyncio.create_task(post(here, "/v1/completions", **TEXT, **ALL, **REFERENCE))
+        await here.engine.started_streams.wait()
+        await here.swapped("s-1")
+        here.engine.allow(1000)
+        (found,) = read_reference(url, (await asked).json()["record_reference"])
+        assert [span.snapshot for span in found.snapshots][-1] == "s-1"
+        assert sum(span.end - span.start for span in found.snapshots) == 20 == len(found.token_ids)
+        assert [span.snapshot for span in found.kv_snapshots] == ["base", "s-1"]
+
+    play(tmp_path, scenario)
+
+
+def test_a_choice_without_tokens_has_no_rows(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        fields = {"max_tokens": 0, "prompt_logprobs": 0}
+        whole = (await post(here, "/v1/completions", **TEXT, **ALL, **REFERENCE, **fields)).json()
+        (found,) = read_reference(url, whole["record_reference"])
+        assert (len(found.token_ids), found.snapshots) == (0, [])
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"logprobs": False}, "requires logprobs: true"),
+        ({"logprobs": 1}, "requires logprobs: true"),
+        ({"top_logprobs": 2}, "leave out top_logprobs"),
+        ({"echo": True}, "leave out echo"),
+        ({"echo_last": 1}, "leave out echo"),
+    ],
+)
+def test_what_a_file_does_not_have_is_refused_by_name(body: Any, word: str, tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        answer = await here.http.post("/v1/completions", json={"model": MODEL, **TEXT, **REFERENCE, **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "return_record_reference")
+        assert word in error["message"]
+        assert here.engine.requests == []
+
+    play(tmp_path, scenario)
+
+
+async def refused(here: Running, status: int = 400) -> str:
+    answer = await here.http.post("/v1/completions", json={"model": MODEL, **TEXT, **REFERENCE})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, "return_record_reference")
+    message: str = error["message"]
+    return message
+
+
+def test_a_server_without_a_bucket_refuses_by_name(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        assert "start it with --records URL" in await refused(here)
+        assert here.engine.requests == []
+
+    play(tmp_path, scenario, bucket=False)
+
+
+def test_without_pyarrow_the_refusal_has_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "missing", list)
+
+    async def scenario(here: Running, url: str) -> None:
+        assert "pip install 'midstream[parquet]'" in await refused(here)
+
+    play(tmp_path, scenario)
+    with pytest.raises(RuntimeError, match=r"pip install 'midstream\[parquet\]'"):
+        read_reference("file:///nowhere", {})
+
+
+def test_more_rows_than_a_file_may_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.replica.response.referenced.FILE_BYTES_MAX", 100)
+
+    async def scenario(here: Running, url: str) -> None:
+        assert "lower n or max_tokens" in await refused(here)
+
+    play(tmp_path, scenario)
+
+
+def test_a_bucket_that_does_not_take_the_file_fails_the_request(tmp_path: Path) -> None:
+    (tmp_path / "bucket").write_text("a file where a directory should be")
+
+    async def scenario(here: Running, url: str) -> None:
+        assert "cannot be stored" in await refused(here, 507)
+        fields = {"model": MODEL, **TEXT, **REFERENCE, "stream": True}
+        *_, last = sse((await here.http.post("/v1/completions", json=fields)).text)
+        assert last["error"]["code"] == "records_not_stored"
+        stats = here.replica.report().record_files
+        assert stats is not None
+        assert (stats.failed, stats.written) == (2, 0)
+
+    play(tmp_path, scenario)
+
+
+def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        await post(here, "/v1/completions", **TEXT, **REFERENCE)
+        assert "records.files_max is 10" in await refused(here, 507)
+        assert len(here.engine.requests) == 1
+
+    play(tmp_path, scenario, bytes_max=10)
+
+
+def test_only_old_record_files_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = 1_000_000.0
+    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=8, clock=lambda: now)
+    own = tmp_path / "record-files" / "default"
+    own.mkdir(parents=True)
+    ages = {f"{0:064x}.parquet": 101, f"{1:064x}.parquet": 99, "writing-x": 101, "notes.parquet": 1000}
+    for name, age in ages.items():
+        (own / name).write_bytes(b"12345678")
+        os.utime(own / name, (now - age, now - age))
+    files.sweep()
+    assert sorted(path.name for path in own.iterdir()) == [f"{1:064x}.parquet", "notes.parquet"]
+    stats = files.stats()
+    assert (stats.expired, stats.held_bytes) == (2, 8)
+    assert "no more record files are written" in caplog.text
+    files.close()
+
+
+def test_a_look_at_a_bucket_without_files_finds_none(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path.as_uri(), "default")
+    files.sweep()
+    assert files.stats().held_bytes == 0
+    files.close()
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(file: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(objects.os, "fsync", fails)
+    with pytest.raises(objects.SnapshotError, match="no space left"):
+        objects.put_bytes(tmp_path.as_uri(), "a.parquet", b"1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_by_reference_is_not_offered_for_resumption(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        for more, resumable in ((ALL, True), (ALL | REFERENCE, False)):
+            fields = {"model": MODEL, "stream": True, **TEXT, **more}
+            answer = await here.http.post("/v1/completions", json=fields, headers={HEADER_RESUMABLE: "1"})
+            assert (MARK.decode() in answer.text) == resumable
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("prompt", [0, 1, GROUP_TOKENS - 1, GROUP_TOKENS, 5000])
+@pytest.mark.parametrize("count", [0, 1, GROUP_TOKENS, 3 * GROUP_TOKENS + 7])
+def test_row_groups_follow_kv_blocks(prompt: int, count: int) -> None:
+    about = ChoiceAbout(
+        index=0, start=11, count=count, prompt_tokens=prompt, kv_snapshots=[], earlier_kv_snapshots=[]
+    )
+    groups = groups_of(about)
+    rows = [row for start, end in groups for row in range(start, end)]
+    assert rows == list(range(11, 11 + count))
+    blocks = [{(prompt + row - 11) // 16 for row in range(start, end)} for start, end in groups]
+    assert all(one.isdisjoint(other) for one, other in pairwise(blocks))
