@@ -21,16 +21,8 @@ from midstream.client.decode import masks_of_bytes
 from midstream.client.errors import RecordFileError
 from midstream.client.references import read_reference
 from midstream.core.masks import kept_ids
-from midstream.core.record_files import (
-    ABOUT_KEY,
-    FORMAT,
-    GROUP_TOKENS,
-    ChoiceAbout,
-    FileAbout,
-    RecordReference,
-    ReferencedRows,
-    path_of,
-)
+from midstream.core.record_files import ABOUT_KEY, GROUP_TOKENS, ChoiceAbout, FileAbout, path_of
+from midstream.core.references import FORMAT, RecordReference, ReferencedRows
 
 COUNT = GROUP_TOKENS + 5
 Change = Callable[[dict[str, Any]], None]

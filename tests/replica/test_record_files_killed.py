@@ -13,11 +13,12 @@ import msgspec
 import pytest
 from tiers import of_tier
 
-from midstream.core.record_files import RecordReference, is_file_name
+from midstream.core.record_files import is_file_name
+from midstream.core.references import RecordReference
 
 WRITER = """
 import asyncio, sys, msgspec
-from midstream.core.record_files import ReferencedRows
+from midstream.core.references import ReferencedRows
 from midstream.replica.record_files import Encoded, RecordFiles
 
 async def main():

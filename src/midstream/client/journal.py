@@ -7,7 +7,7 @@ not there yet. What was lost says so: `gaps_in` counts it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -68,18 +68,24 @@ def read_records(
     deployment: str | None = None,
     seen: Container[str] = (),
     on_segment: Callable[[str, bytes], None] | None = None,
+    references: Literal["read", "leave"] = "read",
 ) -> Iterator[Record]:
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
     deployment: its bare name, or None for all. seen: segments that were read before. They never change, so they are not read
     again. on_segment: gets the path and the bytes of each segment before its records come.
 
+    references: a turn whose response was by reference has its columns in a file. They are read from there, so that the record
+    is as any other; or left, and the turn has `record_reference` alone.
+
     Each record has its `segment`, its `line` there from 1 on, and the fields of docs/records.md. New segments may come at any
     time, from each replica.
-    Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else.
+    Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else; RecordFileError
+    for a file of columns that is gone.
     """
     root = f"{url.rstrip('/')}/records"
     last: dict[tuple[str, str], int] = {}
+    fill = _filler(url) if references == "read" else None
     for path in list_files(root):
         if path.endswith(".jsonl") and path not in seen and deployment in (None, path.partition("/")[0]):
             data = read_file(root, path, bytes_max=SEGMENT_BYTES_MAX)
@@ -93,7 +99,27 @@ def read_records(
                     raise ValueError(f"{root}/{path}: line {number} is no record: {error}") from error
                 if head.n > last.get((head.replica, head.boot), 0):
                     last[head.replica, head.boot] = head.n
+                    if fill is not None and head.kind == "turn":
+                        record = fill(record, f"{root}/{path}: line {number}")
                     yield {**record, "segment": path, "line": number}
+
+
+def _filler(url: str) -> Callable[[Record, str], Record]:
+    """Puts the columns into records whose turns leave them to a file. Only then it imports what reads files."""
+    filled: Any = None
+
+    def fill(record: Record, where: str) -> Record:
+        nonlocal filled
+        turn = record.get("turn")
+        if not isinstance(turn, dict) or turn.get("record_reference") is None:
+            return record
+        if filled is None:
+            from midstream.client.turn_columns import TurnColumns
+
+            filled = TurnColumns(url)
+        return {**record, "turn": filled.turn(turn, where)}
+
+    return fill
 
 
 def gaps_in(records: Iterable[Record]) -> int:

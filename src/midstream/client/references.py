@@ -32,10 +32,10 @@ from midstream.core.record_files import (
     ROW_BYTES,
     ChoiceAbout,
     FileAbout,
-    RecordReference,
     groups_of,
     is_file_name,
 )
+from midstream.core.references import RecordReference
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import NEAR_TIES
 from midstream.snapshots.store.upload import read_file

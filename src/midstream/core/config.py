@@ -316,8 +316,8 @@ class RecordsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     bucket: str | None = None
     # What waiting records of one replica may take on disk. Beyond it records are lost, and the gap is recorded.
     disk: Size = "1GiB"
-    # So long a file of records that a response refers to stays in the bucket.
-    files_keep_s: Positive = 604_800.0
+    # So long a file of records that a response refers to stays in the bucket. None: until somebody removes it.
+    files_keep_s: Positive | None = None
     # What these files of one deployment may take in the bucket. Beyond it requests that want one are refused.
     files_max: Size = "100GiB"
 

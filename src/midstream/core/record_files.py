@@ -1,4 +1,4 @@
-"""Record files: the columns of a response's token records as Parquet, and the reference that a response has instead. Pure.
+"""Record files: the columns of a response's token records as Parquet. Pure.
 
 Owns: the names and types of columns, what stands in the file's metadata, where a file lies in a bucket. A replica writes them
 (replica/response/referenced.py), trainers read them (client/references.py).
@@ -10,15 +10,14 @@ block of KV lies in two groups of a choice.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from midstream.core.references import Format
 from midstream.core.traces import Span, TracedEarlierKv
 
-Format = Literal["midstream_records_v1"]
-FORMAT: Final = "midstream_records_v1"
 #: Of the metadata of a file.
 ABOUT_KEY = b"midstream"
 #: Positions of a row group: a multiple of every engine's KV block.
@@ -45,26 +44,6 @@ COLUMNS = {
 ROUTE, MASK = "route", "sampling_mask"
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
-_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-
-
-class ReferencedRows(msgspec.Struct, frozen=True):
-    """The rows of one choice: its number in the response, its first row, and how many there are."""
-
-    index: _Count
-    start: _Count
-    count: _Count
-
-
-class RecordReference(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the records of a response are. file: below the URL of the bucket of records. sha256: of the file, in hex."""
-
-    format: Format
-    file: str
-    sha256: _Digest
-    bytes: _Count
-    rows: _Count
-    choices: list[ReferencedRows]
 
 
 class ChoiceAbout(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_RECORDS
+from midstream.core.references import TurnReference
 from midstream.core.types import FinishReason
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these, its route and the mask that its request
@@ -53,6 +54,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     branch: why the turn continues none, as responses say it. model: without a snapshot.
     resumed: how many of the sampled tokens, from the first on, another replica sampled before it was lost. Only the response
     has their numbers, so a turn with such tokens has no log-probabilities, routes and masks here.
+    record_reference: where the columns are that a record in a bucket leaves out. A trace has them.
     logprob_of: "allowed": logprobs are of the tokens that the answer's grammar allowed. None: they are the raw model's.
     """
 
@@ -76,6 +78,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     resumed: int = 0
     logprob_of: str | None = None
     sampling_masks: list[str] | None = None
+    record_reference: TurnReference | None = None
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     snapshot more. vllm_url: of a running server to attach to. cores, gpus: which ones vLLM uses, () for all.
     resident_bytes: what full snapshots may take, None for no bound. resident_policies: held at once. records: URL of the bucket
     of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may. record_files_keep_s,
-    record_files_bytes: how long record files stay, and how many bytes those of the deployment may have.
+    record_files_bytes: how long record files stay (None: always), and how many bytes those of the deployment may have.
     tls_cert, tls_key: with them it speaks HTTPS only.
     """
 
@@ -52,7 +52,7 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     records: str | None = None
     records_dir: str = ""
     records_bytes: int = 2**30
-    record_files_keep_s: float = 7 * 86_400.0
+    record_files_keep_s: float | None = None
     record_files_bytes: int = 100 * 2**30
     tls_cert: str | None = None
     tls_key: str | None = None

@@ -22,21 +22,14 @@ from typing import NamedTuple
 
 from midstream.core import extras
 from midstream.core.errors import InvalidRequest, RecordsNotStored, SnapshotError
-from midstream.core.record_files import (
-    FILE_BYTES_MAX,
-    FORMAT,
-    RecordReference,
-    ReferencedRows,
-    is_file_name,
-    path_of,
-)
+from midstream.core.record_files import FILE_BYTES_MAX, is_file_name, path_of
+from midstream.core.references import FORMAT, RecordReference, ReferencedRows
 from midstream.core.reports import RecordFilesStats
 from midstream.snapshots.store.objects import WRITING_PREFIX, FileSeen, files_seen, put_bytes, remove_files
 
 log = logging.getLogger(__name__)
 
 PARAM = "return_record_reference"
-KEEP_S = 7 * 86_400.0
 BYTES_MAX = 100 * 2**30
 SWEEP_S = 60.0
 WRITERS = 2
@@ -52,7 +45,7 @@ class Encoded(NamedTuple):
 
 
 class RecordFiles:
-    """bucket: URL of the bucket of records. deployment: its bare name. keep_s: the age at which files are removed.
+    """bucket: URL of the bucket of records. deployment: its bare name. keep_s: the age at which files are removed; None: never.
     bytes_max: of all files of the deployment."""
 
     def __init__(
@@ -60,7 +53,7 @@ class RecordFiles:
         bucket: str,
         deployment: str,
         *,
-        keep_s: float = KEEP_S,
+        keep_s: float | None = None,
         bytes_max: int = BYTES_MAX,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -159,7 +152,7 @@ class RecordFiles:
         with self._lock:
             written_before = self._written_bytes
         seen = [one for one in files_seen(self._url) if _is_own(one)]
-        oldest = self._clock() - self._keep_s
+        oldest = 0.0 if self._keep_s is None else self._clock() - self._keep_s
         old = [one for one in seen if one.modified < oldest]
         remove_files(self._url, [one.path for one in old])
         held = sum(one.size for one in seen) - sum(one.size for one in old)

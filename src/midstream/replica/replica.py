@@ -46,7 +46,7 @@ from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.text_jobs import TextJobs
 from midstream.replica.transfer import Transfers
-from midstream.replica.turns.trace import trace_of, traced
+from midstream.replica.turns.trace import recorded, trace_of
 from midstream.replica.turns.tree import Trees, Turn
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Replica:
         assert self._journal is not None
         about = {"kind": "turn", "tenant": session[0], "session": session[1], "tree": tree}
         shape = self._routes_shape()
-        self._journal.add(lambda: {**about, "turn": traced(turn, self.names.model, *shape)})
+        self._journal.add(lambda: {**about, "turn": recorded(turn, self.names.model, *shape)})
 
     def reward(self, asked: RewardAsked) -> RewardTaken:
         """Keeps it beside the session's turns. Raises InvalidRequest."""

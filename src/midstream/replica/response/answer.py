@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.record_files import RecordReference
+from midstream.core.references import RecordReference
 from midstream.core.types import TokenRecord
 from midstream.core.versions import as_version
 from midstream.replica.request.checked import Checked, Prompt

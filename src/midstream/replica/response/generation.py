@@ -19,6 +19,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost, StreamGivenUp
+from midstream.core.references import RecordReference, TurnReference
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.served_names import ServedNames
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
@@ -242,7 +243,7 @@ class Generation:
         await self._run(take, sink, self._lane())
         tail = b""
         if self._referenced is not None:
-            reference = await self._referenced.stored(self._choices)
+            reference = await self._stored(self._referenced)
             tail = encoder.reference_event(self._measured.snapshot, reference)
         if self.checked.include_usage:
             tail += encoder.usage_event(self._measured.snapshot, self._extras())
@@ -281,8 +282,16 @@ class Generation:
         parts = [self._parts.whole(choice, by_choice[choice.index], snapshot) for choice in self._choices]
         extras = self._extras()
         if self._referenced is not None:
-            extras.reference = await self._referenced.stored(self._choices)
+            extras.reference = await self._stored(self._referenced)
         return self._encoder.whole(parts, snapshot, extras)
+
+    async def _stored(self, referenced: ReferencedRecords) -> RecordReference:
+        """Choices become turns when their file is stored, as only then there is an answer. Raises RecordsNotStored."""
+        reference = await referenced.stored(self._choices)
+        for choice in self._choices if self._histories else ():
+            own = TurnReference(reference, choice.index, referenced.columns)
+            self._histories[choice.index // self.checked.n].end(choice, self._service.clock(), own)
+        return reference
 
     def _extras(self) -> Extras:
         measured, aborted = self._measured, bool(self._engine.aborted)
@@ -375,7 +384,7 @@ class Generation:
         if self._histories:
             history = self._histories[choice.index // self.checked.n]
             history.take(choice.index, pieces, replayed=replayed)
-            if choice.finish is not None:
+            if choice.finish is not None and self._referenced is None:
                 history.end(choice, self._service.clock())
         return pieces
 

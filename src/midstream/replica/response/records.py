@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
-from midstream.core.record_files import RecordReference
+from midstream.core.references import RecordReference
 from midstream.core.sse import DONE
 from midstream.core.traces import Span
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name

@@ -20,16 +20,14 @@ from midstream.core.record_files import (
     ABOUT_KEY,
     COLUMNS,
     FILE_BYTES_MAX,
-    FORMAT,
     MASK,
     ROUTE,
     ROW_BYTES,
     ChoiceAbout,
     FileAbout,
-    RecordReference,
-    ReferencedRows,
     groups_of,
 )
+from midstream.core.references import FORMAT, LeftOut, RecordReference, ReferencedRows
 from midstream.core.types import GenerateRequest, ModelInfo, TokenRecord
 from midstream.replica.record_files import PARAM, Encoded, RecordFiles
 from midstream.replica.request.checked import Checked, Prompt
@@ -81,6 +79,12 @@ class ReferencedRecords:
         self._rows = [
             _Rows(routes=checked.routes, masks=checked.masks) for _ in range(checked.n * len(prompts))
         ]
+
+    @property
+    def columns(self) -> list[LeftOut]:
+        """Of those that a turn's record has, too."""
+        found: list[LeftOut] = ["logprob", "sampling_logprob"]
+        return found + (["route"] if self._routes else []) + (["sampling_mask"] if self._masks else [])
 
     def take(self, choice: int, record: TokenRecord) -> None:
         """A generated token, in its order."""

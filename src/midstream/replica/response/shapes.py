@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.record_files import RecordReference
+from midstream.core.references import RecordReference
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import FinishReason
 

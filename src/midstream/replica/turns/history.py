@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_HISTORY
+from midstream.core.references import TurnReference
 from midstream.core.traces import RecordsKept, keeps_routes
 from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
@@ -298,8 +299,9 @@ class History:
                 answer.take(piece, self.records)
                 answer.replayed += len(piece.tokens) if replayed else 0
 
-    def end(self, choice: Choice, created: float) -> None:
-        """The choice came to its end, and is a turn from now on. created: seconds since the epoch."""
+    def end(self, choice: Choice, created: float, reference: TurnReference | None = None) -> None:
+        """The choice came to its end, and is a turn from now on. created: seconds since the epoch. reference: of the file that
+        has its columns, too."""
         answer = self._answers.pop(choice.index, None)
         closed = self._held is not None and not self._held()
         if answer is None or closed or not (self._keys or answer.tokens):
@@ -309,7 +311,7 @@ class History:
             # The session was closed, and a new one began meanwhile.
             return
         added = self._prompt[0 if self._parent is None else len(self._parent.tokens) :]
-        record = self._record(choice, answer, created)
+        record = self._record(choice, answer, created)._replace(reference=reference)
         keys = self._keys_of(answer)._replace(recorded=self.records != "none")
         self._trees.add(self._session, self._parent, added, answer.tokens, keys, record)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
 
+from midstream.core.references import LeftOut
 from midstream.core.traces import Trace, TracedTurn
 from midstream.core.types import ALLOWED, Session
 from midstream.replica.response.shapes import earlier_spans, spans
@@ -22,9 +26,29 @@ def trace_of(trees: Trees, session: Session, model: str, *, top_k: int, wide_rou
     return Trace([traced(turn, model, top_k, wide_routes) for turn in turns], forgotten, rewards)
 
 
-def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
+#: By column of a record file: the field of a TurnRecord, empty.
+_LEFT_OUT: dict[LeftOut, dict[str, Any]] = {
+    "logprob": {"logprobs": array("d")},
+    "sampling_logprob": {"sampling_logprobs": array("d")},
+    "route": {"routes": b""},
+    "sampling_mask": {"masks": ()},
+}
+
+
+def recorded(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
+    """As a trace has the turn, without the columns that a file has."""
+    assert turn.record is not None
+    reference = turn.record.reference
+    return traced(turn, model, top_k, wide_routes, without=() if reference is None else reference.columns)
+
+
+def traced(
+    turn: Turn, model: str, top_k: int, wide_routes: bool, *, without: Sequence[LeftOut] = ()
+) -> TracedTurn:
     record, count = turn.record, len(turn.sampled)
     assert record is not None
+    for column in without:
+        record = record._replace(**_LEFT_OUT[column])
     size = len(record.routes) // count if count else 0
     routes = [
         b64encode(record.routes[at : at + size]).decode() for at in range(0, len(record.routes), size or 1)
@@ -51,4 +75,5 @@ def traced(turn: Turn, model: str, top_k: int, wide_routes: bool) -> TracedTurn:
         resumed=record.resumed,
         logprob_of=ALLOWED if record.constrained else None,
         sampling_masks=[b64encode(mask).decode() for mask in record.masks] or None,
+        record_reference=record.reference,
     )

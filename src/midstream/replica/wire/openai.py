@@ -12,7 +12,7 @@ from math import isnan
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.record_files import RecordReference
+from midstream.core.references import RecordReference
 from midstream.core.sse import json_line, sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt

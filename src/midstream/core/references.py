@@ -1,0 +1,44 @@
+"""References to the file that has the records of a response, as responses and records have them. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+Format = Literal["midstream_records_v1"]
+FORMAT: Final = "midstream_records_v1"
+#: Columns that a record may leave to a file.
+LeftOut = Literal["logprob", "sampling_logprob", "route", "sampling_mask"]
+
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ReferencedRows(msgspec.Struct, frozen=True):
+    """The rows of one choice: its number in the response, its first row, and how many there are."""
+
+    index: _Count
+    start: _Count
+    count: _Count
+
+
+class RecordReference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the records of a response are. file: below the URL of the bucket of records. sha256: of the file, in hex."""
+
+    format: Format
+    file: str
+    sha256: _Digest
+    bytes: _Count
+    rows: _Count
+    choices: list[ReferencedRows]
+
+
+class TurnReference(msgspec.Struct, frozen=True):
+    """Where the columns of a turn's record are. choice: the one of the response that is the turn. columns: those that the
+    record leaves to the file."""
+
+    reference: RecordReference
+    choice: _Count
+    columns: list[LeftOut]
