@@ -52,6 +52,14 @@ def test_echo_gives_a_trainer_every_position_with_its_route(
     assert routes["routing_matrices"] == echoed["routing_matrices"][P - 1 :]
 
 
+def test_routes_as_files_are_refused_so_that_the_client_takes_them_inline(got: dict[str, Any]) -> None:
+    assert got["agreed"] == "base64_inline"
+    assert [one["routing_matrices"] for one in got["offered_files"]] == [
+        one["routing_matrices"] for one in got["routes"]
+    ]
+    assert (got["mask_files"]["status"], got["mask_files"]["param"]) == (400, "sampling_mask")
+
+
 def test_stop_strings_and_chat_messages(got: dict[str, Any]) -> None:
     (stopped,), text = got["stopped"], got["plain"][0]["text"]
     assert stopped["finish_reason"] == "stop"

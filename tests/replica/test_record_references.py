@@ -206,10 +206,32 @@ def test_without_pyarrow_the_refusal_has_the_command(tmp_path: Path, monkeypatch
 
 
 def test_more_rows_than_a_file_may_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.replica.response.referenced.FILE_BYTES_MAX", 100)
+    monkeypatch.setattr("midstream.replica.response.referenced.COLUMNS_BYTES_MAX", 100)
 
     async def scenario(here: Running, url: str) -> None:
         assert "lower n or max_tokens" in await refused(here)
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("bound", "word"),
+    [("MASKS_BYTES_MAX", "sampling masks of 48 bytes"), ("COLUMNS_BYTES_MAX", "records of")],
+)
+def test_records_that_no_reader_would_take_are_not_written(
+    bound: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        fields = {"model": MODEL, "max_tokens": 16, **TEXT, **ALL, **REFERENCE}
+        here.engine.allow(8)
+        asked = asyncio.create_task(here.http.post("/v1/completions", json=fields))
+        await here.engine.started_streams.wait()
+        monkeypatch.setattr(f"midstream.replica.response.referenced.{bound}", 10)
+        here.engine.allow(100)
+        answer = await asked
+        assert answer.status_code == 507
+        assert word in answer.json()["error"]["message"]
+        assert not (tmp_path / "bucket").exists()
 
     play(tmp_path, scenario)
 
@@ -243,7 +265,7 @@ def test_only_old_record_files_are_removed(tmp_path: Path, caplog: pytest.LogCap
     files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=8, clock=lambda: now)
     own = tmp_path / "record-files" / "default"
     own.mkdir(parents=True)
-    ages = {f"{0:064x}.parquet": 101, f"{1:064x}.parquet": 99, "writing-x": 101, "notes.parquet": 1000}
+    ages = {f"{0:064x}.parquet": 101, f"{1:064x}.parquet": 99, "writing-x": 3601, "notes.parquet": 5000}
     for name, age in ages.items():
         (own / name).write_bytes(b"12345678")
         os.utime(own / name, (now - age, now - age))
@@ -251,6 +273,11 @@ def test_only_old_record_files_are_removed(tmp_path: Path, caplog: pytest.LogCap
     assert sorted(path.name for path in own.iterdir()) == [f"{1:064x}.parquet", "notes.parquet"]
     stats = files.stats()
     assert (stats.expired, stats.held_bytes) == (2, 8)
+    now += 1e9
+    always = RecordFiles(tmp_path.as_uri(), "default", clock=lambda: now)
+    always.sweep()
+    assert (always.stats().expired, always.stats().held_bytes) == (0, 8)
+    always.close()
     assert "no more record files are written" in caplog.text
     files.close()
 

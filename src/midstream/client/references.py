@@ -28,6 +28,7 @@ from midstream.core.record_files import (
     FILE_BYTES_MAX,
     GROUP_TOKENS,
     MASK,
+    MASKS_BYTES_MAX,
     ROUTE,
     ROW_BYTES,
     ChoiceAbout,
@@ -243,6 +244,8 @@ class _File:
 
         empty = self._schema.empty_table()
         table = pa.concat_tables([*groups]) if groups else empty
+        if MASK in table.column_names and table.column(MASK).nbytes > MASKS_BYTES_MAX:
+            raise self._wrong(f"choice {choice.index} has masks of more than {MASKS_BYTES_MAX} bytes")
         columns = {name: _one_array(table.column(name)) for name in table.column_names}
         token_ids = columns["token_id"].to_numpy()
         routes = columns.get(ROUTE)

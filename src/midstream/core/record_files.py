@@ -22,7 +22,10 @@ from midstream.core.traces import Span, TracedEarlierKv
 ABOUT_KEY = b"midstream"
 #: Positions of a row group: a multiple of every engine's KV block.
 GROUP_TOKENS = 1024
-#: Of one file, as it is written and as it is read.
+#: Of the columns of one file in memory, as it is written. Masks alone have 32-bit offsets, so at most 2 GiB.
+COLUMNS_BYTES_MAX = 3 * 2**30
+MASKS_BYTES_MAX = 2**31 - 1
+#: Of one file, and of what it declares, as it is read.
 FILE_BYTES_MAX = 4 * 2**30
 #: What a row has beside its route and its mask, about.
 ROW_BYTES = 32

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from midstream.core import extras
 from midstream.core.errors import InvalidRequest, RecordsNotStored, SnapshotError
-from midstream.core.record_files import FILE_BYTES_MAX, is_file_name, path_of
+from midstream.core.record_files import is_file_name, path_of
 from midstream.core.references import FORMAT, RecordReference, ReferencedRows
 from midstream.core.reports import RecordFilesStats
 from midstream.snapshots.store.objects import WRITING_PREFIX, FileSeen, files_seen, put_bytes, remove_files
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 PARAM = "return_record_reference"
 BYTES_MAX = 100 * 2**30
 SWEEP_S = 60.0
+#: No write takes so long.
+LEFT_S = 3600.0
 WRITERS = 2
 NO_BUCKET = f"{PARAM}: this server has no bucket for records: start it with --records URL"
 
@@ -108,15 +111,13 @@ class RecordFiles:
         return await asyncio.get_running_loop().run_in_executor(self._writers, self._put, encode)
 
     def _put(self, encode: Callable[[], Encoded]) -> RecordReference:
-        encoded = encode()
-        size = len(encoded.data)
         try:
-            if size > FILE_BYTES_MAX:
-                raise SnapshotError(f"a file of {size} bytes; at most {FILE_BYTES_MAX} can be read")
+            encoded = encode()
+            size = len(encoded.data)
             digest = hashlib.sha256(encoded.data).hexdigest()
             path = path_of(self._deployment, digest)
             put_bytes(self._url, path.rpartition("/")[2], encoded.data)
-        except SnapshotError as error:
+        except (SnapshotError, RecordsNotStored) as error:
             with self._lock:
                 self._failed += 1
             log.error("a record file is not stored, and its request fails: %s", error)
@@ -152,8 +153,8 @@ class RecordFiles:
         with self._lock:
             written_before = self._written_bytes
         seen = [one for one in files_seen(self._url) if _is_own(one)]
-        oldest = 0.0 if self._keep_s is None else self._clock() - self._keep_s
-        old = [one for one in seen if one.modified < oldest]
+        now, keep_s = self._clock(), self._keep_s
+        old = [one for one in seen if _keeps_s(one, keep_s) < now - one.modified]
         remove_files(self._url, [one.path for one in old])
         held = sum(one.size for one in seen) - sum(one.size for one in old)
         with self._lock:
@@ -161,11 +162,18 @@ class RecordFiles:
             # What was written since the listing began may not be in it.
             self._held_bytes = held + self._written_bytes - written_before
         if old:
-            log.info("removed %d record files older than %d s", len(old), self._keep_s)
+            log.info("removed %d record files for their age", len(old))
         is_full = held >= self._bytes_max
         if is_full and not self._is_full:
             log.error("no more record files are written: %s", self._full(held))
         self._is_full = is_full
+
+
+def _keeps_s(one: FileSeen, keep_s: float | None) -> float:
+    """How long a file stays. What a dead writer left is of no use."""
+    if one.path.startswith(WRITING_PREFIX):
+        return LEFT_S
+    return math.inf if keep_s is None else keep_s
 
 
 def _is_own(one: FileSeen) -> bool:

@@ -60,6 +60,12 @@ async def main() -> dict[str, Any]:
         "unknown_field": await refusal(no_such_field=1),
         "bad_value": await refusal(temperature=-1.0),
     }
+    # As a trainer does that takes routes as files.
+    rollout.negotiate_routing_matrix_format("parquet_v1", "a-store")
+    done["offered_files"] = await completions(seed=5, include_routing_matrix=True)
+    done["agreed"] = rollout.routing_matrix_format
+    done["mask_files"] = await refusal(seed=5, sampling_mask="parquet_v1")
+    rollout.negotiate_routing_matrix_format("base64_inline", None)
     rollout.drain_metrics()
     await asyncio.gather(*(completions(seed=i) for i in range(16)))
     done["spread"] = [m.backend_host for m in rollout.drain_metrics()]

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from midstream.core.errors import EngineFailed, InvalidRequest
+from midstream.core.errors import EngineFailed, InvalidRequest, RecordsNotStored
 from midstream.core.record_files import (
     ABOUT_KEY,
     COLUMNS,
-    FILE_BYTES_MAX,
+    COLUMNS_BYTES_MAX,
     MASK,
+    MASKS_BYTES_MAX,
     ROUTE,
     ROW_BYTES,
     ChoiceAbout,
@@ -97,6 +98,9 @@ class ReferencedRecords:
     def _encoded(self, choices: Sequence[Choice]) -> Encoded:
         about = self._about(choices)
         table = self._table(choices, about)
+        if table.nbytes > COLUMNS_BYTES_MAX:
+            message = f"{PARAM}: records of {table.nbytes} bytes, at most {COLUMNS_BYTES_MAX} fit a file"
+            raise RecordsNotStored(message, param=PARAM)
         return Encoded(
             _parquet(table, about),
             table.num_rows,
@@ -154,6 +158,9 @@ class ReferencedRecords:
             columns[ROUTE] = routes
         if self._masks:
             masks = [mask for one in rows for mask in one.masks or ()]
+            if (size := sum(map(len, masks))) > MASKS_BYTES_MAX:
+                message = f"{PARAM}: sampling masks of {size} bytes, at most {MASKS_BYTES_MAX} fit a file"
+                raise RecordsNotStored(message, param=PARAM)
             columns[MASK] = pa.array(masks, pa.binary())
         return pa.table(columns)
 
@@ -162,10 +169,10 @@ def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, *, routes: 
     """Raises InvalidRequest for more rows than a file may have."""
     width = info.moe_layers * info.top_k * (2 if info.num_experts > 256 else 1) if routes else 0
     rows = sum(request.n * request.sampling.max_tokens for request in requests)
-    if rows * (ROW_BYTES + width) > FILE_BYTES_MAX:
+    if rows * (ROW_BYTES + width) > COLUMNS_BYTES_MAX:
         message = (
-            f"{PARAM}: {rows} tokens of {ROW_BYTES + width} bytes may be generated, more than the {FILE_BYTES_MAX} bytes of a "
-            "file: lower n or max_tokens"
+            f"{PARAM}: {rows} tokens of {ROW_BYTES + width} bytes may be generated, more than the {COLUMNS_BYTES_MAX} bytes "
+            "of a file: lower n or max_tokens"
         )
         raise InvalidRequest(message, param=PARAM)
 
