@@ -216,6 +216,24 @@ def test_a_damaged_page_names_its_row_group(tmp_path: Path) -> None:
     fails(tmp_path, put(tmp_path, torn), "row group 1 cannot be read")
 
 
+def test_a_schema_of_arrows_in_a_file_is_refused(tmp_path: Path) -> None:
+    out, made = io.BytesIO(), pa.table(columns(COUNT))
+    with pq.ParquetWriter(out, made.schema) as writer:
+        writer.add_key_value_metadata({ABOUT_KEY: msgspec.json.encode(about_of(COUNT))})
+        writer.write_table(made)
+    fails(tmp_path, put(tmp_path, out.getvalue()), "its metadata has .*ARROW:schema")
+
+
+def test_a_page_that_claims_two_gibibytes_allocates_none(tmp_path: Path) -> None:
+    data = file_of(columns(COUNT), msgspec.json.encode(about_of(COUNT)))
+    group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(1)
+    at = group.column(group.num_columns - 1).data_page_offset
+    # The page's header in Thrift: its type, then the size of what it decompresses to.
+    assert (data[at], data[at + 2], data[at + 3] < 128) == (0x15, 0x15, True)
+    claims = data[: at + 3] + b"\xfe\xff\xff\xff\x0f" + data[at + 4 :]
+    fails(tmp_path, put(tmp_path, claims), "row group 1 cannot be read")
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), cut=st.booleans())
 def test_no_bytes_make_it_raise_anything_else(
