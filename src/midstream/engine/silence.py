@@ -12,23 +12,19 @@ CHECK_INTERVAL_S = 1.0
 
 class SilenceTimer:
     def __init__(self, now: float) -> None:
-        self._updated_at = now
+        self.updated_at = now
         self.silent_s = 0.0
 
     def heard(self) -> None:
         self.silent_s = 0.0
-
-    def heard_at(self, now: float) -> None:
-        """What passed before `now`, in seconds, was no silence."""
-        self.silent_s, self._updated_at = 0.0, now
 
     def update(self, now: float) -> float:
         """Seconds of silence. Of the time since the last update, no more counts than a late update on a busy machine takes.
 
         now: in seconds.
         """
-        self.silent_s += min(now - self._updated_at, 2 * CHECK_INTERVAL_S)
-        self._updated_at = now
+        self.silent_s += min(now - self.updated_at, 2 * CHECK_INTERVAL_S)
+        self.updated_at = now
         return self.silent_s
 
 

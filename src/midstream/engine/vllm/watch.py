@@ -78,8 +78,9 @@ class Silence:
         self._silence.heard()
 
     def token(self, now: float) -> None:
-        self._silence.heard_at(now)
-        self._tokens.heard_at(now)
+        """What passed before `now` was no silence. Each read of a stream passes here, so it calls nothing."""
+        self._silence.silent_s = self._tokens.silent_s = 0.0
+        self._silence.updated_at = self._tokens.updated_at = now
 
     def hold_up(self, seconds: float) -> None:
         """Allow so much more; a negative number takes it back."""
@@ -113,7 +114,7 @@ class Watch:
         self._probe = probe
         self._work = work
         self._silence = Silence(silence_s_max, 0.0)
-        self._now: Callable[[], float] = lambda: 0.0
+        self._now: Callable[[], float] = float
         self._running = False
 
     @property
@@ -121,7 +122,7 @@ class Watch:
         return self._silence.silent_s if self._running else 0.0
 
     def token(self) -> None:
-        """A sampled token has arrived. Each read of a stream passes here."""
+        """A sampled token has arrived."""
         self._silence.token(self._now())
 
     @contextlib.contextmanager
