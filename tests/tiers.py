@@ -57,6 +57,11 @@ def examples(usual: int) -> int:
     return of_tier(fast=min(usual, 20), test=usual, all=5 * usual)
 
 
+def explores(config: pytest.Config) -> bool:
+    """True for a whole run of the tier `all`: Hypothesis draws new examples there."""
+    return bool(config.getoption("--tier") == "all" and config.getoption("--share") is None)
+
+
 def tier_of(item: pytest.Item) -> str:
     """The first tier that runs the test."""
     if item.get_closest_marker("variant") or item.get_closest_marker("recipe"):

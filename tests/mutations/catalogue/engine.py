@@ -561,4 +561,13 @@ ENGINE = (
         "Events of a request come out in the order in which the engine gave them.",
         ("engine/test_request_events.py",),
     ),
+    Mutation(
+        "parts_of_a_gap_overlap",
+        "verify/gaps.py",
+        "        before = after\n",
+        "",
+        "The parts of a gap sum to it.",
+        ("engine/test_explain.py::test_every_planted_fault_is_named_and_has_the_part_that_it_made",),
+        fast=False,
+    ),
 )

@@ -495,8 +495,8 @@ REPLICA = (
     Mutation(
         "numbers_that_are_told_again_are_resumed",
         "replica/response/resume.py",
-        "return checked.stream and not checked.cumulative and not",
-        "return checked.stream and not",
+        "    repeats = checked.cumulative or checked.referenced or",
+        "    repeats = checked.referenced or",
         "A stream that tells numbers again does not go on elsewhere, where they are not known.",
         (
             "replica/test_wire_vllm_generate.py::test_a_stream_that_ends_with_all_routes_cannot_go_on_elsewhere",
