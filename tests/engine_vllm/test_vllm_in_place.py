@@ -180,6 +180,25 @@ async def test_a_policys_swap_beside_what_was_written_has_nothing_computed(
 
 
 @in_a_loop
+async def test_no_adapter_is_loaded_while_tensors_come(tmp_path: Path) -> None:
+    async with attached(tmp_path, places=3, weight_transfer="gloo") as (engine, fake):
+        here = Bed(engine, fake, tmp_path)
+        ours(engine)
+        await here.at("uncertain")
+        publishing = asyncio.create_task(publish(engine, tmp_path, "red", 1))
+        await until(lambda: publishing.done() or engine._control_lock._waiters)
+        assert (publishing.done(), fake.adapters) == (False, {})
+        await here.fence.finish(SOON_S)
+        here.fence.written(here.files / "model.safetensors")
+        await publishing
+        await engine.stage("step-1", here.files)
+        await engine.commit("step-1")
+        red, [request] = await begun(engine, fake, asking(policy="red"))
+        request.to_the_end()
+        assert (await red.ended()).labels() == ["red-1@step-1"] * 4
+
+
+@in_a_loop
 async def test_an_update_without_tensors_that_ends_lets_the_old_weights_go_on(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         reading, _ = await here.streaming()

@@ -93,7 +93,7 @@ Cross = Callable[[Crossing], Awaitable[tuple[float, int]]]
 class Adapters:
     """The adapters of one boot. base: what they stand on. background: runs tasks that no caller awaits.
 
-    cross: None where requests keep the adapter that they began with.
+    unheld: returns when no trainer holds the server. cross: None where requests keep the adapter that they began with.
     check_alive: takes a reason for doubt, and raises EngineDied if the server is gone.
     """
 
@@ -105,6 +105,7 @@ class Adapters:
         base: Epochs,
         check_alive: Callable[[str], Awaitable[None]],
         background: Callable[[Coroutine[Any, Any, None]], None],
+        unheld: Callable[[], Awaitable[None]],
         cross: Cross | None = None,
     ) -> None:
         self._cross = cross
@@ -113,7 +114,7 @@ class Adapters:
         self._folder = folder
         self._base = base
         self._check_alive = check_alive
-        self._background = background
+        self._background, self._unheld = background, unheld
         self._serving: dict[str, Version] = {}
         self._coming: dict[str, Version] = {}
         # Those that requests may run under, or soon will.
@@ -279,6 +280,9 @@ class Adapters:
         self._placed.add(new)
 
     async def _load(self, new: Version, directory: Path) -> None:
+        # While a trainer writes, vLLM has no whole model, and its calls wait for tensors.
+        await self._unheld()
+        self._check_wanted(new)
         try:
             await finished(_link, directory, new.files)
         except OSError as error:

@@ -182,6 +182,11 @@ class VllmInPlace(InPlaceWeights):
             if not self._checks:
                 self._unchecked.set()
 
+    async def until_unheld(self) -> None:
+        while self.phase in _LOCKED:
+            async with self._lock:
+                pass
+
     async def until_unchecked(self) -> None:
         await self._unchecked.wait()
 

@@ -25,6 +25,7 @@ from midstream.engine.vllm.arguments import (
 from midstream.engine.vllm.beside import WorkerWeights, prove_staging
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.digest import prove_digest, read_weights
+from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
@@ -51,6 +52,7 @@ class ServerProofs(Engine):
     _server: VllmServer
     _boot: VllmBoot
     _control: Control
+    _fence: VllmInPlace
     _shape: Shape
     _epochs: Epochs
     _stager: VllmStager
@@ -137,7 +139,7 @@ class ServerProofs(Engine):
             self._no_policies = str(error)
             logger.warning("vLLM serves no policies: %s", error)
             return None
-        own = (self._epochs, self._check_alive, self._boot.in_background)
+        own = (self._epochs, self._check_alive, self._boot.in_background, self._fence.until_unheld)
         if self._no_crossing:
             logger.warning("this vLLM has no policy_crossing: %s", self._no_crossing)
         return Adapters(
