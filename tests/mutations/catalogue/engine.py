@@ -12,6 +12,14 @@ ENGINE = (
         ("engine_vllm/test_vllm_in_place.py",),
     ),
     Mutation(
+        "a_policys_swap_has_what_was_written_computed",
+        "engine/vllm/engine.py",
+        "resume = not (self._paused or self._fence.has_written)",
+        "resume = not self._paused",
+        "What a trainer wrote into a vLLM server computes nothing before its switch, whatever policies do.",
+        ("engine_vllm/test_vllm_in_place.py",),
+    ),
+    Mutation(
         "any_files_are_taken_for_what_was_written",
         "engine/vllm/in_place.py",
         "return _identity(directory / WEIGHTS_FILE) == self._file",
