@@ -24,7 +24,7 @@ LINES_MAX = {
     "commands": 3185,
     "core": 5080,
     "dashboard": 10,
-    "engine": 14065,
+    "engine": 14070,
     "fleet": 6060,
     "http": 2625,
     "integrations": 1235,
