@@ -30,35 +30,49 @@ class Peer:
     """A receiver. Use from one thread at a time."""
 
     def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, str(PEER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
         )
 
     def ask(self, **order: Any) -> None:
         """Raises Lost."""
+        if self._errors.closed:
+            raise Lost("it was ended")
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise Lost("it has ended") from None
+            raise self._ended() from None
         self.answer()
 
     def answer(self) -> None:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise Lost("it has ended")
+            raise self._ended()
         if problem := json.loads(line).get("error"):
             raise Lost(problem)
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        """Nothing to do if it was ended."""
+        if not self._errors.closed:
+            self.process.kill()
+            self.process.communicate()
+            self._errors.close()
+
+    def _ended(self) -> Lost:
+        """With the last that it said."""
+        if self._errors.closed:
+            return Lost("it was ended")
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip()
+        return Lost(f"it has ended ({self.process.wait()}): {said[-500:]}")
 
 
 class Peers:
@@ -68,7 +82,9 @@ class Peers:
         self._idle: list[Peer] = []
 
     def take(self, count: int) -> list[Peer]:
-        self._idle = [peer for peer in self._idle if peer.process.poll() is None]
+        for peer in [peer for peer in self._idle if peer.process.poll() is not None]:
+            self._idle.remove(peer)
+            peer.end()
         missing = [Peer() for _ in range(count - len(self._idle))]
         for peer in missing:
             peer.answer()
@@ -77,7 +93,14 @@ class Peers:
         return taken
 
     def give_back(self, peers: list[Peer]) -> None:
-        self._idle += peers
+        """Those that end their group. Gloo may abort a process that does so behind a lost trainer: not in a later test."""
+        for peer in peers:
+            try:
+                peer.ask(order="leave")
+            except Lost:
+                peer.end()
+            else:
+                self._idle.append(peer)
 
     def close(self) -> None:
         for peer in self._idle:
