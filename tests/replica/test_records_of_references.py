@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
+from midstream.cli import main
 from midstream.client.errors import RecordFileError
 from midstream.client.journal import read_records, traces_of
 from midstream.client.records import sequences_of
+from midstream.core import extras
 from midstream.replica.journal import Journal
 from midstream.replica.record_files import RecordFiles
 
@@ -102,6 +104,17 @@ def test_a_file_that_is_gone_or_of_other_tokens_is_named(tmp_path: Path) -> None
     with pytest.raises(RecordFileError, match=r"record-files/default/.*is gone or cannot be read"):
         list(read_records(url))
     assert len(list(read_records(url, references="leave"))) == 4
+
+
+def test_without_pyarrow_a_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = kept(tmp_path)
+    monkeypatch.setattr(extras, "missing", list)
+    with pytest.raises(RecordFileError, match=r"line 3: .*pip install 'midstream\[parquet\]'"):
+        list(read_records(url))
+    assert main(["export", "--all", "--server", url, "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert "line 3: reading a record file needs pyarrow" in capsys.readouterr().err
 
 
 def test_a_trace_has_the_columns_and_an_answer_without_a_file_is_no_turn(tmp_path: Path) -> None:

@@ -34,7 +34,10 @@ class TurnColumns:
             raise RecordFileError(f"{where}: record_reference: {error}") from error
         file = given.reference.file
         if self._last[0] != file:
-            self._last = (file, read_reference(self._url, given.reference))
+            try:
+                self._last = (file, read_reference(self._url, given.reference))
+            except (RecordFileError, RuntimeError) as error:
+                raise RecordFileError(f"{where}: {error}") from error
         found = [one for one in self._last[1] if one.index == given.choice]
         if not found or found[0].token_ids.tolist() != turn.get("token_ids"):
             raise RecordFileError(f"{where}: choice {given.choice} of {file} has other tokens than the turn")
