@@ -17,9 +17,12 @@ from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
 from midstream.client.decode import sampling_masks_of
 from midstream.client.references import ChoiceColumns, read_reference
 from midstream.core import extras
+from midstream.core.errors import RecordsNotStored, SnapshotError
 from midstream.core.record_files import GROUP_TOKENS, ChoiceAbout, groups_of
+from midstream.core.references import RecordReference
 from midstream.core.resumption import HEADER_RESUMABLE, MARK
-from midstream.replica.record_files import RecordFiles
+from midstream.replica import record_files
+from midstream.replica.record_files import Encoded, RecordFiles
 from midstream.snapshots.store import objects
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
@@ -249,6 +252,35 @@ def test_a_bucket_that_does_not_take_the_file_fails_the_request(tmp_path: Path) 
         assert (stats.failed, stats.written) == (2, 0)
 
     play(tmp_path, scenario)
+
+
+def test_a_bucket_that_does_not_answer_fails_those_that_wait_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tried = 0.0, list[str]()
+
+    def silent(url: str, name: str, data: bytes) -> None:
+        nonlocal now
+        now += 20.0
+        tried.append(name)
+        raise SnapshotError("the bucket does not answer")
+
+    async def waiting(files: RecordFiles, count: int) -> list[Any]:
+        puts = [files.put(lambda: Encoded(b"rows", 0, [])) for _ in range(count)]
+        return await asyncio.gather(*puts, return_exceptions=True)
+
+    monkeypatch.setattr(record_files, "WRITERS", 1)
+    monkeypatch.setattr(record_files, "put_bytes", silent)
+    files = RecordFiles(tmp_path.as_uri(), "default", monotonic=lambda: now)
+    ended = asyncio.run(waiting(files, 50))
+    assert {type(one) for one in ended} == {RecordsNotStored}
+    assert all("the bucket does not answer" in str(one) for one in ended)
+    assert (len(tried), files.stats().failed) == (1, 50)
+    # Those that come later are tried.
+    now += 1.0
+    monkeypatch.setattr(record_files, "put_bytes", lambda *_: None)
+    assert [type(one) for one in asyncio.run(waiting(files, 2))] == [RecordReference] * 2
+    files.close()
 
 
 def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ Always holds:
 - A reference is given for a file that the bucket has whole, and that a crash does not take. A file that was written and whose
   answer never came is removed with those of its age.
 - Nothing here blocks the event loop.
+- A bucket that does not answer holds no request much longer than the store's own retries: those that waited meanwhile fail
+  with the first one. They hold up synchronous switches.
 - Only files with the name of a SHA-256, and what a writer that died left, are removed.
 - Every replica looks after all files of its deployment. They may do so at once.
 """
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 PARAM = "return_record_reference"
 BYTES_MAX = 100 * 2**30
 SWEEP_S = 60.0
+#: A write that failed after so long says that the bucket does not answer.
+STUCK_S = 5.0
 #: No write takes so long.
 LEFT_S = 3600.0
 WRITERS = 2
@@ -59,11 +63,13 @@ class RecordFiles:
         keep_s: float | None = None,
         bytes_max: int = BYTES_MAX,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket.rstrip("/")
         self._deployment = deployment
         self._url = f"{self._bucket}/{path_of(deployment, '').rpartition('/')[0]}"
         self._keep_s, self._bytes_max, self._clock = keep_s, bytes_max, clock
+        self._monotonic = monotonic
         self._lacking = extras.advice(extras.missing(["pyarrow"]))
         self._writers = ThreadPoolExecutor(WRITERS, "record files")
         self._sweeper = threading.Thread(target=self._look_after, name="record files age", daemon=True)
@@ -74,6 +80,8 @@ class RecordFiles:
         #: Of this process since its start, and of all as the last look saw them.
         self._written_bytes = self._held_bytes = 0
         self._is_full = False
+        #: When the bucket last did not answer, and what it was.
+        self._stuck: tuple[float, str] = (-math.inf, "")
 
     def __repr__(self) -> str:
         return f"RecordFiles({self._deployment}, {self.stats()})"
@@ -108,18 +116,29 @@ class RecordFiles:
 
     async def put(self, encode: Callable[[], Encoded]) -> RecordReference:
         """The reference of a file that the bucket has. encode: a thread calls it. Raises RecordsNotStored, MidstreamError."""
-        return await asyncio.get_running_loop().run_in_executor(self._writers, self._put, encode)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._writers, self._put, encode, self._monotonic()
+        )
 
-    def _put(self, encode: Callable[[], Encoded]) -> RecordReference:
+    def _put(self, encode: Callable[[], Encoded], asked: float) -> RecordReference:
+        """asked: when. Raises RecordsNotStored, MidstreamError."""
+        began = self._monotonic()
         try:
+            stuck, told = self._stuck
+            if asked <= stuck:
+                raise RecordsNotStored(told, param=PARAM)
             encoded = encode()
             size = len(encoded.data)
             digest = hashlib.sha256(encoded.data).hexdigest()
             path = path_of(self._deployment, digest)
+            began = self._monotonic()
             put_bytes(self._url, path.rpartition("/")[2], encoded.data)
         except (SnapshotError, RecordsNotStored) as error:
+            now = self._monotonic()
             with self._lock:
                 self._failed += 1
+                if isinstance(error, SnapshotError) and now - began >= STUCK_S:
+                    self._stuck = (now, str(error))
             log.error("a record file is not stored, and its request fails: %s", error)
             message = f"the records of this answer cannot be stored, so there is no answer: {error}"
             raise RecordsNotStored(message, param=PARAM) from error
