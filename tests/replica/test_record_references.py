@@ -331,6 +331,17 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+def test_directories_that_a_file_brings_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(objects, "sync_directory", synced.append)
+    url = (tmp_path / "bucket" / "record-files" / "default").as_uri()
+    objects.put_bytes(url, "a.parquet", b"1")
+    bucket = tmp_path / "bucket"
+    assert {*synced} == {tmp_path, bucket, bucket / "record-files", bucket / "record-files" / "default"}
+
+
 def test_a_stream_by_reference_is_not_offered_for_resumption(tmp_path: Path) -> None:
     async def scenario(here: Running, url: str) -> None:
         for more, resumable in ((ALL, True), (ALL | REFERENCE, False)):

@@ -49,7 +49,10 @@ def put_bytes(url: str, name: str, data: bytes) -> None:
 
 
 def _write_local(directory: Path, name: str, data: bytes) -> None:
+    made = [one for one in (directory, *directory.parents) if not one.exists()]
     directory.mkdir(parents=True, exist_ok=True)
+    for one in made:
+        sync_directory(one.parent)
     temporary = directory / f"{WRITING_PREFIX}{uuid.uuid4().hex}"
     try:
         with temporary.open("xb") as file:
