@@ -24,6 +24,7 @@ from midstream.core.resumption import HEADER_RESUMABLE, MARK
 from midstream.replica import record_files
 from midstream.replica.record_files import Encoded, RecordFiles
 from midstream.snapshots.store import objects
+from midstream.snapshots.store.objects import FileSeen
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
 TEXT: dict[str, Any] = {"prompt": "hi", "logprobs": True}
@@ -311,6 +312,31 @@ def test_only_old_record_files_are_removed(tmp_path: Path, caplog: pytest.LogCap
     assert (always.stats().expired, always.stats().held_bytes) == (0, 8)
     always.close()
     assert "no more record files are written" in caplog.text
+    files.close()
+
+
+def test_a_look_holds_no_list_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = 0, 0
+
+    class Seen(FileSeen):
+        def __init__(self, *_: object) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    monkeypatch.setattr(objects, "FileSeen", Seen)
+    own = tmp_path / "record-files" / "default"
+    own.mkdir(parents=True)
+    for number in range(300):
+        (own / f"{number:064x}.parquet").write_bytes(b"1")
+    files = RecordFiles(tmp_path.as_uri(), "default")
+    files.sweep()
+    assert (files.stats().held_bytes, alive) == (300, 0)
+    assert most < 100
     files.close()
 
 

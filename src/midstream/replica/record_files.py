@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 PARAM = "return_record_reference"
 BYTES_MAX = 100 * 2**30
 SWEEP_S = 60.0
+#: At most one part of so many of a thread's time goes into looks.
+LOOKS_EVERY = 20
 #: A write that failed after so long says that the bucket does not answer.
 STUCK_S = 5.0
 #: No write takes so long.
@@ -160,22 +162,28 @@ class RecordFiles:
 
     def _look_after(self) -> None:
         while True:
+            began = self._monotonic()
             try:
                 self.sweep()
             except SnapshotError as error:
                 log.warning("old record files stay: %s", error)
-            if self._stopping.wait(SWEEP_S):
+            # Where there are millions of files, looking at them takes long. A small part of the time goes into it.
+            if self._stopping.wait(max(SWEEP_S, LOOKS_EVERY * (self._monotonic() - began))):
                 return
 
     def sweep(self) -> None:
         """Removes what is too old, and counts the rest. Raises SnapshotError."""
         with self._lock:
             written_before = self._written_bytes
-        seen = [one for one in files_seen(self._url) if _is_own(one)]
-        now, keep_s = self._clock(), self._keep_s
-        old = [one for one in seen if _keeps_s(one, keep_s) < now - one.modified]
-        remove_files(self._url, [one.path for one in old])
-        held = sum(one.size for one in seen) - sum(one.size for one in old)
+        now, held, old = self._clock(), 0, list[str]()
+        for one in files_seen(self._url):
+            if not _is_own(one):
+                continue
+            if _keeps_s(one, self._keep_s) < now - one.modified:
+                old.append(one.path)
+            else:
+                held += one.size
+        remove_files(self._url, old)
         with self._lock:
             self._expired += len(old)
             # What was written since the listing began may not be in it.

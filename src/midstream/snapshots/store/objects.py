@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,17 +66,18 @@ def _write_local(directory: Path, name: str, data: bytes) -> None:
     sync_directory(directory)
 
 
-def files_seen(url: str) -> list[FileSeen]:
-    """All files below the directory that `url` names; none where it is not there. Raises SnapshotError."""
+def files_seen(url: str) -> Iterator[FileSeen]:
+    """All files below the directory that `url` names; none where it is not there. A few are in memory at a time.
+
+    Raises SnapshotError.
+    """
     place = parse_bucket(url)
     if place.kind == "file" and not os.path.isdir(place.path):
-        return []
+        return
     try:
-        return [
-            FileSeen(one["path"], one["size"], one["last_modified"].timestamp())
-            for batch in open_bucket(url).list()
-            for one in batch
-        ]
+        for batch in open_bucket(url).list():
+            for one in batch:
+                yield FileSeen(one["path"], one["size"], one["last_modified"].timestamp())
     except (BaseError, FileNotFoundError) as error:
         raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
 
