@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import threading
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
+from s3server import S3Server
 
 from midstream.client.decode import sampling_masks_of
 from midstream.client.references import ChoiceColumns, read_reference
@@ -355,6 +358,35 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(objects.SnapshotError, match="no space left"):
         objects.put_bytes(tmp_path.as_uri(), "a.parquet", b"1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_goes_into_an_object_store_in_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Store(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            asked.append((self.command, self.path))
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200 if self.command == "PUT" else 400)
+            self.send_header("etag", '"1"')
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_POST = do_PUT
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    access = S3Server(f"http://127.0.0.1:{server.server_port}")
+    for name, value in access.environment().items():
+        monkeypatch.setenv(name, value)
+    try:
+        objects.put_bytes("s3://records/here", "a.parquet", bytes(12_000_000))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert asked == [("PUT", "/records/here/a.parquet")]
 
 
 def test_directories_that_a_file_brings_survive_a_power_cut(

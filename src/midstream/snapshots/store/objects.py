@@ -21,6 +21,8 @@ from midstream.snapshots.store.bucket import describe, open_bucket
 
 #: Begins the name of a file that is not whole yet, in a local directory. One whose writer died stays.
 WRITING_PREFIX = "writing-"
+#: A larger file goes into an object store in parts. Those of a writer that died stay there, and no listing shows them.
+SINGLE_BYTES_MAX = 128 * 2**20
 
 
 class FileSeen(NamedTuple):
@@ -41,7 +43,7 @@ def put_bytes(url: str, name: str, data: bytes) -> None:
         if place.kind == "file":
             _write_local(Path(place.path), name, data)
         else:
-            open_bucket(url).put(name, data)
+            open_bucket(url).put(name, data, chunk_size=SINGLE_BYTES_MAX)
     except BaseError as error:
         raise SnapshotError(f"{public_url(url)}: {shown(name)} cannot be put: {describe(error)}") from None
     except OSError as error:
