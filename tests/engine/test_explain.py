@@ -417,6 +417,11 @@ ROW = {"session": "s", "turn": 1, "logprobs": [-1.0]}
         ([{**ROW, "logprob": [-1.0]}], "line 1: Object contains unknown field `logprob`"),
         ([{**ROW, "token_ids": [1, 2]}], "line 1: 2 token_ids and 1 logprobs"),
         ([{**ROW, "token_ids": [-1]}], "line 1: token_ids: -1 is no token id"),
+        ([{**ROW, "prompt_ids": []}], "line 1: prompt_ids: lacks a token before the first log-probability"),
+        (
+            [{**SEQUENCE, "turns": [{"turn": 1, "start": 0, "end": 5}], "trainer_logprobs": [-1.0] * 5}],
+            "line 1: prompt_ids: lacks a token before the first log-probability",
+        ),
         ([{**SEQUENCE, "loss_mask": []}], "line 1: 5 token_ids, 0 loss_mask, 5 trainer_logprobs"),
         (
             [{**SEQUENCE, "turns": [{"turn": 1, "start": 3, "end": 9}]}],

@@ -160,6 +160,8 @@ def _checked(
 ) -> TrainerTurn:
     if ids is not None and len(ids) != len(logprobs):
         raise ValueError(f"{where}: {len(ids)} token_ids and {len(logprobs)} logprobs")
+    if prompt is not None and not prompt:
+        raise ValueError(f"{where}: prompt_ids: lacks a token before the first log-probability")
     for name, given in (("token_ids", ids), ("prompt_ids", prompt)):
         wrong = next((one for one in given or () if not 0 <= one < _IDS_END), None)
         if wrong is not None:
