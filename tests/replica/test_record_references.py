@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
 from s3server import S3Server
@@ -26,6 +27,7 @@ from midstream.core.references import RecordReference
 from midstream.core.resumption import HEADER_RESUMABLE, MARK
 from midstream.replica import record_files
 from midstream.replica.record_files import Encoded, RecordFiles
+from midstream.replica.response import referenced
 from midstream.snapshots.store import objects
 from midstream.snapshots.store.objects import FileSeen
 
@@ -135,6 +137,27 @@ def test_a_file_has_what_the_answer_would_have_had(
     # Its routes are two bytes.
     engine.info = msgspec.structs.replace(engine.info, top_k=1 if experts > 256 else 2)
     play(tmp_path, scenario, engine)
+
+
+def test_no_call_holds_the_interpreter_for_all_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, make = list[int](), pyarrow.array
+
+    def counted(given: Any, *rest: Any, **more: Any) -> Any:
+        taken.append(len(given) if isinstance(given, list) else 0)
+        return make(given, *rest, **more)
+
+    async def scenario(here: Running, url: str) -> None:
+        inline = (await post(here, "/v1/completions", n=3, **TEXT, **ALL)).json()
+        monkeypatch.setattr(pyarrow, "array", counted)
+        monkeypatch.setattr(referenced, "OBJECTS_AT_A_TIME", 8, raising=False)
+        whole = (await post(here, "/v1/completions", n=3, **TEXT, **ALL, **REFERENCE)).json()
+        found = read_reference(url, whole["record_reference"])
+        for one, choice in zip(found, inline["choices"], strict=True):
+            assert columns_of(one)["routes"] == inline_of(choice)["routes"]
+            assert one.sampling_masks().ids.tolist() == sampling_masks_of(choice).ids.tolist()
+
+    play(tmp_path, scenario)
+    assert max(taken) == 8
 
 
 def test_a_swap_in_the_middle_is_in_the_labels_and_in_the_provenance(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ makes the file of them without a step per token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _UNKNOWN = float("nan")
+#: Routes and masks that one call takes, as none lets the event loop run meanwhile.
+OBJECTS_AT_A_TIME = 4096
 
 
 class _Rows:
@@ -150,18 +152,9 @@ class ReferencedRecords:
         }
         assert columns.keys() == COLUMNS.keys()
         if self._routes:
-            joined = b"".join([b"".join(one.routes or ()) for one in rows])
-            width, count = about.route_bytes, len(columns["token_id"])
-            if len(joined) != width * count:
-                raise EngineFailed(f"the engine returned {len(joined)} bytes of routes for {count} tokens")
-            routes = pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(joined)])
-            columns[ROUTE] = routes
+            columns[ROUTE] = _routes(rows, about.route_bytes)
         if self._masks:
-            masks = [mask for one in rows for mask in one.masks or ()]
-            if (size := sum(map(len, masks))) > MASKS_BYTES_MAX:
-                message = f"{PARAM}: sampling masks of {size} bytes, at most {MASKS_BYTES_MAX} fit a file"
-                raise RecordsNotStored(message, param=PARAM)
-            columns[MASK] = pa.array(masks, pa.binary())
+            columns[MASK] = _masks(rows)
         return pa.table(columns)
 
 
@@ -179,6 +172,39 @@ def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, *, routes: 
 
 def _joined(rows: Sequence[_Rows], name: str, dtype: Any) -> Any:
     return np.concatenate([np.empty(0, dtype), *(np.frombuffer(getattr(one, name), dtype) for one in rows)])
+
+
+def _in_parts(given: Iterable[list[bytes] | None]) -> Iterator[list[bytes]]:
+    for one in given:
+        for at in range(0, len(one or ()), OBJECTS_AT_A_TIME):
+            yield (one or [])[at : at + OBJECTS_AT_A_TIME]
+
+
+def _routes(rows: Sequence[_Rows], width: int) -> pa.ChunkedArray:
+    import pyarrow as pa
+
+    parts = list[Any]()
+    if any(len(one.routes or ()) != len(one.token_ids) for one in rows):
+        raise EngineFailed("the engine returned a token without its route")
+    for routes in _in_parts(one.routes for one in rows):
+        joined, count = b"".join(routes), len(routes)
+        if len(joined) != width * count:
+            raise EngineFailed(f"the engine returned {len(joined)} bytes of routes for {count} tokens")
+        parts.append(pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(joined)]))
+    return pa.chunked_array(parts, pa.binary(width))
+
+
+def _masks(rows: Sequence[_Rows]) -> pa.ChunkedArray:
+    import pyarrow as pa
+
+    parts, size = list[Any](), 0
+    for masks in _in_parts(one.masks for one in rows):
+        size += sum(map(len, masks))
+        parts.append(pa.array(masks, pa.binary()))
+    if size > MASKS_BYTES_MAX:
+        message = f"{PARAM}: sampling masks of {size} bytes, at most {MASKS_BYTES_MAX} fit a file"
+        raise RecordsNotStored(message, param=PARAM)
+    return pa.chunked_array(parts, pa.binary())
 
 
 def _snapshots(choices: Sequence[Choice]) -> pa.Array:
