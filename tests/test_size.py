@@ -35,8 +35,8 @@ LINES_MAX = {
     "midstream_tinker": 7390,
     "models": 255,
     "proxy": 4265,
-    "replica": 17380,
-    "snapshots": 6645,
+    "replica": 17435,
+    "snapshots": 6650,
     "transfer": 1045,
     "verify": 4045,
 }
