@@ -29,11 +29,12 @@ ALL: dict[str, Any] = {
 OWN = ("created", "record_reference")
 
 
-async def turns(here: Running, session: str, **more: Any) -> None:
+async def turns(here: Running, session: str, *, keeps: str = "routes", **more: Any) -> None:
+    headers = {"x-session-id": session, "x-midstream-records": keeps}
     messages: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
     for _ in range(2):
         body = {**ALL, "messages": messages, **more}
-        answer = await here.http.post("/v1/chat/completions", json=body, headers={"x-session-id": session})
+        answer = await here.http.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         messages = [*messages, answer.json()["choices"][0]["message"], {"role": "user", "content": "on"}]
 
@@ -85,6 +86,12 @@ def test_records_are_the_same_as_without_a_file(tmp_path: Path, more: dict[str, 
     assert [[s.logprobs for s in one] for one in sequences[:1]] == [
         [s.logprobs for s in one] for one in sequences[1:]
     ]
+
+
+def test_a_record_gets_no_columns_that_it_was_not_to_have(tmp_path: Path) -> None:
+    found = by_session(kept(tmp_path, keeps="logprobs"))
+    assert found["referenced"] == found["inline"]
+    assert found["inline"][0]["routing_matrix"] is found["inline"][0]["sampling_masks"] is None
 
 
 def test_a_file_that_is_gone_or_of_other_tokens_is_named(tmp_path: Path) -> None:

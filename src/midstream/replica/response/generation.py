@@ -289,8 +289,9 @@ class Generation:
         """Choices become turns when their file is stored, as only then there is an answer. Raises RecordsNotStored."""
         reference = await referenced.stored(self._choices)
         for choice in self._choices if self._histories else ():
-            own = TurnReference(reference, choice.index, referenced.columns)
-            self._histories[choice.index // self.checked.n].end(choice, self._service.clock(), own)
+            history = self._histories[choice.index // self.checked.n]
+            own = TurnReference(reference, choice.index, referenced.columns(history.records))
+            history.end(choice, self._service.clock(), own)
         return reference
 
     def _extras(self) -> Extras:

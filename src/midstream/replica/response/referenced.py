@@ -29,6 +29,7 @@ from midstream.core.record_files import (
     groups_of,
 )
 from midstream.core.references import FORMAT, LeftOut, RecordReference, ReferencedRows
+from midstream.core.traces import RecordsKept, keeps_routes
 from midstream.core.types import GenerateRequest, ModelInfo, TokenRecord
 from midstream.replica.record_files import PARAM, Encoded, RecordFiles
 from midstream.replica.request.checked import Checked, Prompt
@@ -83,10 +84,11 @@ class ReferencedRecords:
             _Rows(routes=checked.routes, masks=checked.masks) for _ in range(checked.n * len(prompts))
         ]
 
-    @property
-    def columns(self) -> list[LeftOut]:
+    def columns(self, kept: RecordsKept) -> list[LeftOut]:
         """Of those that a turn's record has, too."""
         found: list[LeftOut] = ["logprob", "sampling_logprob"]
+        if not keeps_routes(kept):
+            return found
         return found + (["route"] if self._routes else []) + (["sampling_mask"] if self._masks else [])
 
     def take(self, choice: int, record: TokenRecord) -> None:
