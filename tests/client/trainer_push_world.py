@@ -27,9 +27,10 @@ class Lost(Exception):
 
 
 class Peer:
-    """A receiver. Use from one thread at a time."""
+    """A receiver. An order waits for the answer to the one before, which a test may have given up."""
 
     def __init__(self) -> None:
+        self._asking = threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, str(PEER)],
@@ -41,15 +42,16 @@ class Peer:
 
     def ask(self, **order: Any) -> None:
         """Raises Lost."""
-        if self._errors.closed:
-            raise Lost("it was ended")
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
-        self.answer()
+        with self._asking:
+            if self._errors.closed:
+                raise Lost("it was ended")
+            assert self.process.stdin is not None
+            try:
+                self.process.stdin.write(json.dumps(order) + "\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                raise self._ended() from None
+            self.answer()
 
     def answer(self) -> None:
         assert self.process.stdout is not None
