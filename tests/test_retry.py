@@ -17,7 +17,7 @@ def tree(root: type[errors.MidstreamError]) -> list[type[errors.MidstreamError]]
 
 
 #: Errors with a Retry-After whose status alone does not say that a retry helps.
-BY_THEIR_WORDS = {errors.SnapshotNotServed, errors.BodiesTooLarge}
+BY_THEIR_WORDS = {errors.SnapshotNotServed, errors.BodiesTooLarge, errors.RecordsNotStored}
 
 
 @pytest.mark.parametrize("error", tree(errors.MidstreamError), ids=lambda error: error.__name__)

@@ -71,7 +71,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]
         stdout=subprocess.PIPE,
         text=True,
         cwd=place,
-        timeout=150,
+        # Nine processes, one after the other.
+        timeout=500,
         check=True,
     )
     return [

@@ -16,6 +16,7 @@ from test_resume_pipeline import CHAT, COMPLETIONS, RESUMABLE, by_choice, events
 from tokenizers import Tokenizer, processors
 
 from midstream.core.traces import TracedTurn
+from midstream.replica.record_files import RecordFiles
 from midstream.replica.request.schema import ChatBody, CompletionBody
 from midstream.replica.turns.history import Branch, History
 
@@ -347,6 +348,7 @@ VALUES: dict[str, Any] = {
     "prompt_logprobs": 1,
     "return_routed_experts": True,
     "return_sampling_mask": True,
+    "return_record_reference": True,
     "return_tokens_as_token_ids": True,
     "detokenize": False,
     "skip_special_tokens": False,
@@ -378,6 +380,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "include_routing_matrix": {"logprobs": True},
     "return_routed_experts": {"logprobs": True},
     "return_sampling_mask": {"logprobs": True},
+    "return_record_reference": {"logprobs": True},
     "return_tokens_as_token_ids": {"logprobs": True},
     "stream_options": {"stream": True},
 }
@@ -400,9 +403,10 @@ def test_no_field_of_a_request_leaves_its_turn_out_of_the_trace(
     names = set(kind.__struct_fields__)
     assert names <= {*VALUES, *REFUSED}
     base = {"messages": [USER]} if kind is ChatBody else {"prompt": "he said"}
+    files = RecordFiles((tmp_path / "bucket").as_uri(), "default")
 
     async def main() -> None:
-        async with running(tmp_path, an_engine(tuple(b"hello "))) as here:
+        async with running(tmp_path, an_engine(tuple(b"hello ")), files=files) as here:
             for number, name in enumerate(sorted(names - REFUSED)):
                 session = f"s{number}"
                 body = {"model": MODEL, **base, "max_tokens": 5, **_NEEDS.get(name, {}), name: VALUES[name]}
@@ -414,6 +418,7 @@ def test_no_field_of_a_request_leaves_its_turn_out_of_the_trace(
                 assert len(trace.turns) == expected, name
 
     asyncio.run(main())
+    files.close()
 
 
 @pytest.mark.parametrize("kept", [True, False])
