@@ -401,21 +401,22 @@ def test_a_policy_that_is_being_ended_is_not_made_or_frozen(tmp_path: Path, body
     serve(tmp_path, work)
 
 
-@pytest.mark.parametrize(
-    ("fate", "own_base", "expected"),
-    [
-        (None, False, (409, "policies")),
-        ("refuse", False, (409, "policies")),
-        ("keep", False, (400, "policies")),
-        ("rebase", False, 200),
-        ("end", False, 200),
-        (None, True, 200),
-        ("keep", True, 200),
-        ("rebase", True, (400, "policies")),
-        ("refuse", True, (409, "policies")),
-        ("end", True, 200),
-    ],
-)
+#: What a caller says of policies beside full weights, whether the policy has a base of its own, and the status. Of a push, too.
+FATES: list[tuple[str | None, bool, int | tuple[int, str]]] = [
+    (None, False, (409, "policies")),
+    ("refuse", False, (409, "policies")),
+    ("keep", False, (400, "policies")),
+    ("rebase", False, 200),
+    ("end", False, 200),
+    (None, True, 200),
+    ("keep", True, 200),
+    ("rebase", True, (400, "policies")),
+    ("refuse", True, (409, "policies")),
+    ("end", True, 200),
+]
+
+
+@pytest.mark.parametrize(("fate", "own_base", "expected"), FATES)
 def test_full_weights_say_what_becomes_of_policies_that_the_engine_allows(
     tmp_path: Path, fate: str | None, own_base: bool, expected: int | tuple[int, str]
 ) -> None:
