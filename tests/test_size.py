@@ -22,7 +22,7 @@ LINES_MAX = {
     "apidocs": 10,
     "client": 5375,
     "commands": 3185,
-    "core": 5080,
+    "core": 5085,
     "dashboard": 10,
     "engine": 14070,
     "fleet": 6060,

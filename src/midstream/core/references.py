@@ -1,4 +1,8 @@
-"""References to the file that has the records of a response, as responses and records have them. Pure."""
+"""References to the file that has the records of a response, as responses and records have them. Pure.
+
+Owns: the form of a reference, of the rows of a choice, and of the columns that a turn's record leaves to the file.
+Always holds: a reference names one file by the digest of its bytes, so what it refers to does not change.
+"""
 
 from __future__ import annotations
 
