@@ -173,7 +173,7 @@ SIGNATURES = {
     "pack": "PPSSP",
     "linear": "PPPSSSIPSI",
     "rms_norm": "PPPSSFPI",
-    "forward": "PFFFPPPSPPPPSPPSPPPPI",
+    "forward": "PFFFPPPSPPPPSPPSPPPPPI",
     "lora": "PSSPPSPSSPSI",
     "sample": "PSSPPPPFPPPPSPPPPI",
 }

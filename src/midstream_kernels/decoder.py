@@ -107,6 +107,7 @@ class CpuDecoder:
         layers = self._weights.layers
         self.dense = tuple(isinstance(layer.feed_forward, Mlp) for layer in layers)
         self.router_ties = np.zeros(0, np.uint8)
+        self.gives_router_weights = True
         self._numbers = float(config.rms_norm_eps), float(attention.scaling), near_tie
         # As kernels/experts.h writes them.
         self._route_dtype = np.uint8 if self.num_experts <= 256 else np.uint16
@@ -151,7 +152,7 @@ class CpuDecoder:
         return self.hidden, self.heads, self.kv_heads, self.head_dim, self.head_layout.own
 
     def forward(
-        self, batch: Batch, cache: PackedCache, rows: np.ndarray
+        self, batch: Batch, cache: PackedCache, rows: np.ndarray, router_weights: np.ndarray | None = None
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """See engine/embedded/loading.Decoder. Raises RuntimeError for a position beyond those of the decoder."""
         spans, groups = _in_groups(batch)
@@ -171,7 +172,8 @@ class CpuDecoder:
             *(self._weights.table.at, *self._numbers, scratch.table.at, cache.table.at),
             *(None if adapters is None else adapters.table.at, tokens, *of_tokens),
             *(spans_at, len(spans), groups_at, rows_at, wanted, routes_at, ties_at),
-            *(picked.data_ptr(), logits.data_ptr(), self.threads),
+            *(None if router_weights is None else router_weights.ctypes.data, picked.data_ptr()),
+            *(logits.data_ptr(), self.threads),
         )
         if refused >= 0:
             self._refuse(batch)

@@ -18,6 +18,7 @@ from midstream.client.decode import (
     decode_routing_matrix,
     decode_sampling_masks,
     near_ties_of,
+    router_weights_of,
     routes_of,
     sampling_masks_of,
     token_snapshots,
@@ -102,6 +103,23 @@ def test_a_token_without_its_mask_and_a_mask_of_another_token_are_errors() -> No
             decode_sampling_masks(["AA==", encoded], [1, 9])
     with pytest.raises(ValueError, match="zip"):
         decode_sampling_masks(["AA=="], [1, 9])
+
+
+def test_router_weights_have_the_shape_of_their_routes_and_a_missing_one_is_an_error() -> None:
+    given = np.arange(ROUTES.size, dtype="<f4").reshape(ROUTES.shape) / 4
+    encoded = [base64.b64encode(row.tobytes()).decode() for row in given]
+    entries = [entry(route) | {"router_weights": one} for route, one in zip(ROUTES, encoded, strict=True)]
+    first = entry(token_id=3) | {"sampling_logprob": None}
+    weights = router_weights_of([first, *entries], routes_of([first, *entries], top_k=2))
+    assert (weights.dtype, weights.tolist()) == ("float32", given.tolist())
+    del entries[1]["router_weights"]
+    with pytest.raises(ValueError, match=f"token 1 of {len(ROUTES)} has no router weights: ask for"):
+        router_weights_of(entries, ROUTES)
+    with pytest.raises(ValueError, match=f"{len(ROUTES)} routes have 1 router weights"):
+        router_weights_of(entries[:1], ROUTES)
+    for wrong, says in (("***", "not base64"), ("AAAA", "router weights of 3 bytes for routes of")):
+        with pytest.raises(ValueError, match=says):
+            router_weights_of([entries[0] | {"router_weights": wrong}], ROUTES[:1])
 
 
 def test_routes_are_stacked_per_token_from_a_choice_its_logprobs_or_its_entries() -> None:

@@ -26,7 +26,7 @@ GROUPS = {
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
     "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots "
     "decode.SamplingMasks decode.sampling_masks_of decode.decode_sampling_masks decode.masks_of_bytes "
-    "decode.near_ties_of",
+    "decode.router_weights_of decode.near_ties_of",
     "Records": "journal.read_records journal.traces_of journal.gaps_in records.sequences_of records.TrainingSequence "
     "records.TurnSpan references.read_reference references.ChoiceColumns",
     "Formats of trainers": "export.jsonl_records export.tinker_data export.tinker_datum export.verl_rows export.verl_batch "

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from midstream.api import capabilities as signals
+from midstream.core.config import EngineSettings
 from midstream.core.types import ENGINE_FEATURES, EngineCard
 from midstream.engine.embedded.protocol import embedded_card
 from midstream.engine.vllm.arguments import LACKS, vllm_card
@@ -18,8 +19,8 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
 #: Of each engine, cards that between them have and lack each feature that depends on anything.
 ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
     "embedded": (
-        embedded_card(grammars=False, reproducible=False),
-        embedded_card(grammars=True, reproducible=True),
+        embedded_card(EngineSettings(), grammars=False, reproducible=False),
+        embedded_card(EngineSettings(router_weights=True), grammars=True, reproducible=True),
     ),
     "vllm": (
         vllm_card("0.32.0", routes=False, by_priority=False, no_full_snapshots="not proved"),

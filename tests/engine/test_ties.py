@@ -252,12 +252,12 @@ def test_the_torch_samplers_own_sums_do_not_move_the_border_of_top_p() -> None:
 
 
 def test_a_kept_score_keeps_its_tie_when_it_is_copied_and_a_new_owner_has_none() -> None:
-    store = ScoreStore(4, 16, 1, 2, np.dtype(np.uint8))
+    store = ScoreStore(4, 16, 2)
     slots = np.arange(16, 32)
     ties = np.arange(16, dtype=np.uint8) % 2
-    store.write(slots, np.full(16, -1.0), np.zeros((16, 1, 2)), 0, ties)
+    store.write(slots, np.full(16, -1.0), np.zeros((16, 2)), 0, ties)
     store.copy(1, 2, 0)
     assert [store.read(slot)[3] for slot in range(32, 48)] == ties.tolist()
     store.forget(2)
-    store.write(np.array([33]), np.array([-2.0]), np.zeros((1, 1, 2)), 1)
+    store.write(np.array([33]), np.array([-2.0]), np.zeros((1, 2)), 1)
     assert store.read(33) == (-2.0, 1, b"\0\0", 0)

@@ -88,6 +88,10 @@ def mask_at(position: int, token: int) -> bytes:
     return b"\2" + struct.pack("<HH", token, token + 1) if position % 2 else b"\0"
 
 
+def router_weights_at(position: int) -> bytes:
+    return struct.pack("<2f", position + 0.25, 0.5)
+
+
 def record(
     token: int, position: int, request: GenerateRequest, snapshot: str, *, prompt: bool
 ) -> TokenRecord:
@@ -106,6 +110,7 @@ def record(
         near_tie=NEAR_ROUTER if position % 7 == 6 else 0,
         rank=RANK if prompt and not first else 0,
         mask=mask_at(position, token) if request.want_masks and not prompt else None,
+        router_weights=router_weights_at(position) if request.want_router_weights and not first else None,
     )
 
 

@@ -22,10 +22,12 @@ from replica_fakes import (
     Running,
     ids,
     mask_at,
+    router_weights_at,
     running,
     sse,
 )
 
+from midstream.client.decode import router_weights_of, routes_of
 from midstream.core.errors import HEADER_ANOTHER_BOOT
 from midstream.core.headers import HEADER_BOOT
 from midstream.core.reports import ReplicaReport
@@ -250,6 +252,62 @@ def test_sampling_masks_stand_beside_the_numbers_of_generated_tokens_plain_and_s
         assert not here.engine.requests[-1].want_masks
 
     play(tmp_path, FakeEngine, scenario)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_router_weights_stand_beside_the_routes_of_all_tokens_plain_and_streamed(
+    tmp_path: Path, chat: bool
+) -> None:
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": [65, 66]}
+    )
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    fields = {"model": MODEL, "max_tokens": 3, "n": 2, "seed": 1, "logprobs": True} | prompt
+
+    async def scenario(here: Running) -> None:
+        asked = fields | {"include_routing_matrix": True, "return_router_weights": True, "echo": not chat}
+        plain = (await here.http.post(path, json=asked)).json()["choices"]
+        at = len(here.engine.requests[-1].prompt)
+        echoed = [] if chat else [None, base64.b64encode(router_weights_at(1)).decode()]
+        own = [base64.b64encode(router_weights_at(at + i)).decode() for i in range(3)]
+        for choice in plain:
+            assert [e.get("router_weights") for e in content(choice)] == echoed + own
+            routes = routes_of(choice, top_k=2)
+            weights = router_weights_of(choice, routes)
+            places = range(1 if echoed else at, at + 3)
+            assert weights.tolist() == [[[place + 0.25, 0.5]] for place in places]
+        events = sse((await here.http.post(path, json=asked | {"stream": True})).text)[:-1]
+        for choice in plain:
+            parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+            assert [entry for c in parts if c["logprobs"] for entry in content(c)] == content(choice)
+        bare = await here.http.post(path, json=fields | {"include_routing_matrix": True})
+        assert "router_weights" not in bare.text
+        assert not here.engine.requests[-1].want_router_weights
+
+    play(tmp_path, FakeEngine, scenario)
+
+
+def test_missing_router_weights_and_weights_without_routes_fail_closed(tmp_path: Path) -> None:
+    class Weightless(FakeEngine):
+        async def _events(self, request: Any) -> Any:
+            without = msgspec.structs.replace(request, want_router_weights=False)
+            async for event in super()._events(without):
+                yield event
+
+    async def scenario(here: Running) -> None:
+        asked = {"logprobs": True, "include_routing_matrix": True, "return_router_weights": True}
+        answer = await ask(here, prompt="a", **asked)
+        assert answer.json()["error"]["message"] == "the engine returned a token without its router weights"
+        answer = await ask(here, prompt=[65, 66], echo=True, **asked | {"max_tokens": 0})
+        said = "the engine returned a prompt token without its router weights"
+        assert answer.json()["error"]["message"] == said
+        for lacks in ("logprobs", "include_routing_matrix"):
+            answer = await ask(here, prompt="a", **asked | {lacks: None})
+            assert answer.status_code == 400
+        message = "return_router_weights: requires logprobs: true and include_routing_matrix: true"
+        assert answer.json()["error"]["message"] == message
+
+    play(tmp_path, Weightless, scenario)
 
 
 def test_a_missing_mask_and_masks_without_logprobs_fail_closed(tmp_path: Path) -> None:

@@ -22,6 +22,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 ASKED: list[tuple[str, str, str, dict[str, Any], str]] = [
     ("routes", "include_routing_matrix", COMPLETIONS, {"logprobs": True, "include_routing_matrix": True}, "MoE routes"),
+    (
+        "router_weights",
+        "return_router_weights",
+        COMPLETIONS,
+        {"logprobs": True, "include_routing_matrix": True, "return_router_weights": True},
+        "router weights",
+    ),
     ("prompt_logprobs", "echo", COMPLETIONS, {"logprobs": True, "echo": True}, "log-probabilities of prompt tokens"),
     ("prompt_logprobs", "echo", COMPLETIONS, {"logprobs": 0, "echo": True, "max_tokens": 0}, "prompt tokens"),
     ("prompt_logprobs", "echo_last", CHAT, {"logprobs": True, "echo_last": 2}, "prompt tokens"),

@@ -27,6 +27,11 @@ BODIES: dict[str, tuple[str, dict[str, Any], bool]] = {
         CHAT | {"include_routing_matrix": True, "return_sampling_mask": True},
         True,
     ),
+    "chat with routes and their weights": (
+        "/v1/chat/completions",
+        CHAT | {"include_routing_matrix": True, "return_router_weights": True},
+        True,
+    ),
     "chat of a session": ("/v1/chat/completions", CHAT | {"prompt_cache_key": "s"}, True),
     "chat without logprobs": ("/v1/chat/completions", CHAT | {"logprobs": False}, False),
     "chat with alternatives": ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, False),

@@ -74,6 +74,32 @@ def routes_of(choice: Any, *, top_k: int, moe_layers: int | None = None) -> Rout
     return routes
 
 
+def router_weights_of(choice: Any, routes: Routes) -> npt.NDArray[np.float32]:
+    """What the outputs of the experts were multiplied by, float32 of the shape of `routes`: [tokens, moe_layers, top_k].
+
+    choice: as for `routes_of`, of a request with `return_router_weights`. routes: what `routes_of` gives of it; expert
+    `routes[i, j, k]` has the weight `[i, j, k]`. Raises ValueError when a token lacks its weights, or has other counts.
+    """
+    entries = _content(choice)
+    rows = [one for one in entries if one.get("routing_matrix") is not None]
+    missing = [number for number, one in enumerate(rows) if one.get("router_weights") is None]
+    if missing or len(rows) != len(routes):
+        what = (
+            f"token {missing[0]} of {len(rows)} has no"
+            if missing
+            else f"{len(routes)} routes have {len(rows)}"
+        )
+        raise ValueError(f"{what} router weights: ask for return_router_weights")
+    try:
+        data = b"".join(base64.b64decode(one["router_weights"], validate=True) for one in rows)
+    except binascii.Error as error:
+        raise ValueError(f"router weights are not base64: {error}") from error
+    if len(data) != routes.size * 4:
+        raise ValueError(f"router weights of {len(data)} bytes for routes of {routes.shape}")
+    weights: npt.NDArray[np.float32] = np.frombuffer(data, "<f4").reshape(routes.shape)
+    return weights
+
+
 def _check_top_k(routes: Routes, moe_layers: int | None) -> None:
     """Raise ValueError where rows of top_k are seen to be no layers."""
     found, top_k = routes.shape[1:]

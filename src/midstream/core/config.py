@@ -66,6 +66,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_running: Count = 128
     # Requests that may wait in the engine. A further one is a 429.
     max_waiting: Count = 4096
+    # Keep the weights of a MoE model's routers with the routes, for return_router_weights: 4 bytes for each expert of a token's
+    # route, in each slot of the KV cache.
+    router_weights: bool = False
     # Threads of one replica's engine. 0 shares the cores out among the replicas.
     threads: CountOrZero = 0
     # An engine that has not loaded its model by then is given up.

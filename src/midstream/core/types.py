@@ -60,6 +60,8 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     constrained: logprob is not the raw model's, but that of the tokens that the grammar of the answer allowed.
     mask: the tokens that limits and filters left for the draw, in the form of core/masks.py. sampling_logprob is normalised
         over them. None when not asked for, and on prompt tokens.
+    router_weights: bytes of a C-order [moe_layers, top_k] array, little-endian float32: what the output of each expert of
+        `route` was multiplied by. None when not asked for, on a dense model, and on the first prompt token.
     """
 
     token_id: int
@@ -72,6 +74,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     rank: int = 0
     constrained: bool = False
     mask: bytes | None = None
+    router_weights: bytes | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +134,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: bytes = b""
     want_routes: bool = False
     want_masks: bool = False
+    want_router_weights: bool = False
     top_logprobs: int = 0
     prompt_records: int = 0
     want_kv_snapshots: bool = False
@@ -403,6 +407,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 #: What a request or a signal may need of an engine, with a description. An EngineCard says which of these its engine has.
 ENGINE_FEATURES: dict[str, str] = {
     "routes": "the MoE route of each token (include_routing_matrix)",
+    "router_weights": "what the output of each expert of a route is multiplied by (return_router_weights)",
     "prompt_logprobs": "log-probabilities of prompt tokens (echo with logprobs)",
     "cached_prompt_logprobs": "prompts reuse cached KV also when their log-probabilities are asked for",
     "grammars": "answers that match a JSON schema, and forced tool calls",

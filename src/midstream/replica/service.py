@@ -410,6 +410,7 @@ class Service(Surroundings):
                 n=checked.n,
                 want_routes=checked.routes or routes,
                 want_masks=checked.masks or masks,
+                want_router_weights=checked.router_weights,
                 top_logprobs=max(checked.top_logprobs, checked.prompt_logprobs or 0),
                 prompt_records=scored_tokens(checked, prompt) if scores else 0,
                 want_kv_snapshots=checked.perf_metrics or checked.referenced or records != "none",

@@ -1,6 +1,7 @@
 // Mixture of experts: the choice of each token's experts, and their computation.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "lora.h"
@@ -147,13 +148,14 @@ struct Experts {
   }
 };
 
-// The choice of experts and their computation. Adds to `residual`; writes each token's experts from `routes` on, and sets the
-// bits of `near_tie`. route_stride: experts from token to token.
+// The choice of experts and their computation. Adds to `residual`; writes each token's experts from `routes` on, and from
+// `router_weights` on what their outputs are multiplied by, unless it is null; sets the bits of `near_tie`.
+// route_stride: experts from token to token.
 template <class T>
 static void moe(const typename T::elem *x, const uint32_t *router, const uint32_t *gate_up, const uint32_t *down,
                 int64_t m, int64_t hidden, int64_t inner, int64_t experts, int64_t k, int flags, float tie,
-                typename T::elem *residual, void *routes, int64_t route_stride, uint8_t *near_tie,
-                ExpertAdapters adapters, int threads) {
+                typename T::elem *residual, void *routes, float *router_weights, int64_t route_stride,
+                uint8_t *near_tie, ExpertAdapters adapters, int threads) {
   std::vector<typename T::elem> logits(m * experts);
   std::vector<int32_t> chosen(m * k);
   std::vector<float> weights(m * k);
@@ -165,6 +167,7 @@ static void moe(const typename T::elem *x, const uint32_t *router, const uint32_
         ((uint8_t *)routes)[i * route_stride + j] = (uint8_t)chosen[i * k + j];
       else
         ((uint16_t *)routes)[i * route_stride + j] = (uint16_t)chosen[i * k + j];
+    if (router_weights) std::copy_n(&weights[i * k], k, router_weights + i * route_stride);
   }
   Experts<T>{x, m, hidden, inner, experts, k, chosen.data(), weights.data(), gate_up, down, residual,
              adapters}.run(threads);

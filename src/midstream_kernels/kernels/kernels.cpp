@@ -31,11 +31,11 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
   int64_t forward_##NAME(const void *model, float eps, float scale, float tie, const void *scratch, const void *cache, \
                          const void *adapters, int64_t tokens, const int64_t *ids, const int64_t *positions,           \
                          const int64_t *slots, const int32_t *spans, int64_t sequences, const int32_t *tables,         \
-                         const int64_t *wanted, int64_t wanted_count, void *routes, uint8_t *near_tie, void *picked,   \
-                         void *logits, int threads) {                                                                  \
+                         const int64_t *wanted, int64_t wanted_count, void *routes, uint8_t *near_tie,                 \
+                         float *router_weights, void *picked, void *logits, int threads) {                             \
     const Numbers numbers{eps, scale, tie};                                                                            \
     const Step step{tokens, ids, positions, slots, spans, sequences, tables, wanted, wanted_count, (uint8_t *)routes,  \
-                    near_tie, picked, logits};                                                                         \
+                    near_tie, router_weights, picked, logits};                                                         \
     return Pass<T>{*(const Model *)model, numbers, *(const Scratch *)scratch, (uint32_t *const *)cache, step,          \
                    (const StepAdapters *)adapters, threads}.run();                                                     \
   }                                                                                                                    \

@@ -66,6 +66,7 @@ constexpr int64_t PIECES = 7, QKV = 0, OUT = 3, GATE_UP = 4, DOWN = 6;
 
 // cache: for each layer the address of its keys, then for each layer that of its values. wanted: tokens whose logits are needed.
 // picked: [count of wanted, hidden], their normalised states. adapters: or null. routes: [tokens, moe_layers, top_k].
+// router_weights: of the same shape, by which the outputs of these experts are multiplied, or null.
 struct Step {
   int64_t tokens;
   const int64_t *ids, *positions, *slots;
@@ -75,6 +76,7 @@ struct Step {
   const int64_t *wanted;
   int64_t wanted_count;
   uint8_t *routes, *near_tie;
+  float *router_weights;
   void *picked, *logits;
 };
 
@@ -162,9 +164,11 @@ struct Pass {
 
   void mix(const Layer &layer, int64_t moe_layer, const LayerAdapters *adapted) const {
     const int64_t bytes = layer.experts <= 256 ? 1 : 2;
+    const int64_t first = moe_layer * model.top_k;
     moe<T>(normed(), layer.router, layer.experts_gate_up, layer.experts_down, step.tokens, model.hidden, layer.inner,
-           layer.experts, layer.top_k, layer.flags, numbers.tie, residual(), step.routes + moe_layer * model.top_k * bytes,
-           model.moe_layers * model.top_k, step.near_tie, adapted ? adapted->experts : ExpertAdapters{}, threads);
+           layer.experts, layer.top_k, layer.flags, numbers.tie, residual(), step.routes + first * bytes,
+           step.router_weights ? step.router_weights + first : nullptr, model.moe_layers * model.top_k, step.near_tie,
+           adapted ? adapted->experts : ExpertAdapters{}, threads);
   }
 
   void normalise(const float *weight) const {

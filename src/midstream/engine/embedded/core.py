@@ -49,9 +49,9 @@ from midstream.engine.embedded.protocol import embedded_card
 from midstream.engine.embedded.provenance import Provenance
 from midstream.engine.embedded.sampler import new_sampler, ranks_of
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
-from midstream.engine.embedded.token_scores import NO_SNAPSHOT, ScoreStore
+from midstream.engine.embedded.token_scores import NO_SNAPSHOT, ScoreStore, shown, weights_of
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore, load_adapter_beside
-from midstream.engine.step import Sampled, route_dtype
+from midstream.engine.step import Sampled
 from midstream.snapshots.adapter import is_adapter
 
 logger = logging.getLogger(__name__)
@@ -68,11 +68,10 @@ class EngineCore:
     def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
         self._settings = settings
         model = load_model(model_dir, settings)
-        decoder = model.decoder
         num_blocks = cache_tokens(model, settings) // settings.block_size + 1
         self._model_dir = model_dir
         self.store = WeightStore(model, self._in_use)
-        self.runner = ModelRunner(self.store, block_size=settings.block_size, num_blocks=num_blocks)
+        self.runner = ModelRunner(self.store, settings, num_blocks)
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -85,8 +84,7 @@ class EngineCore:
         self.scheduler.track = self.store.policies[""]
         # By commit.
         self.snapshots = self.store.labels
-        routes = (decoder.moe_layers, decoder.top_k, route_dtype(decoder.num_experts))
-        self._scores = ScoreStore(num_blocks, settings.block_size, *routes)
+        self._scores = ScoreStore(num_blocks, settings.block_size, self.runner.route_bytes)
         self._provenance = Provenance(num_blocks, settings.block_size, self.store)
         self._constraints = Constraints.load(
             model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
@@ -117,7 +115,8 @@ class EngineCore:
         capacity = self.pool.total * self.pool.block_size
         info = self.runner.info(min(int(config.max_position_embeddings), capacity))
         grammars, model = self._constraints is not None, self.runner.model
-        card = embedded_card(grammars=grammars, reproducible=batch_invariant(model, self._settings))
+        invariant = batch_invariant(model, self._settings)
+        card = embedded_card(self._settings, grammars=grammars, reproducible=invariant)
         return msgspec.structs.replace(info, grammars=grammars, card=card)
 
     def stats(self) -> EngineStats:
@@ -353,7 +352,7 @@ class EngineCore:
     ) -> list[Output]:
         outputs: list[Output] = []
         router_ties = self.runner.router_ties
-        packed, width = (None, 0) if routes is None else (routes.tobytes(), routes[0].nbytes)
+        packed, width = (None, 0) if routes is None else (routes.tobytes(), self.runner.route_bytes)
         for work, _ in rows.ends:
             if work.seq in broken and not work.seq.done:
                 outputs += self._end_broken(work)
@@ -389,7 +388,7 @@ class EngineCore:
         self, work: StepWork, sampled: Sampled, i: int, route: bytes | None, router_tie: int
     ) -> GenerationEvent:
         """The next event of the work's sequence, from sample i of this step. Its pass took `route`."""
-        seq, epoch = work.seq, work.epoch
+        seq, epoch, at = work.seq, work.epoch, self.runner.expert_bytes
         request = seq.request
         finish: FinishReason | None = "length"
         tokens: tuple[TokenRecord, ...] = ()
@@ -399,10 +398,11 @@ class EngineCore:
                 sampled.logprobs[i],
                 sampled.sampling_logprobs[i],
                 self.snapshots[epoch],
-                route if request.want_routes else None,
+                route[:at] if route and request.want_routes else None,
                 _alternatives(top) if (top := sampled.top[i]) else (),
                 sampled.near_ties[i] | router_tie,
                 mask=sampled.masks[i],
+                router_weights=weights_of(route, at) if request.want_router_weights else None,
             )
             seq.tokens.append(record.token_id)
             seq.last_sampled = (record.logprob, epoch, route, router_tie)
@@ -475,10 +475,10 @@ class EngineCore:
                     logprob=logprob,
                     sampling_logprob=None,
                     snapshot=self.snapshots[ordinal],
-                    route=route if seq.request.want_routes else None,
                     top_logprobs=top,
                     near_tie=router_tie,
                     rank=rank,
+                    **shown(route, self.runner.expert_bytes, seq.request),
                 )
             )
         return tuple(records)

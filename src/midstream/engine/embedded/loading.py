@@ -62,21 +62,25 @@ class Decoder(Protocol):
     """A model that runs packed batches over a KV cache of its own kind. top_k is 0 on a dense model.
 
     router_ties: [tokens] uint8, of the last forward pass: 1 where a router's choice was a near tie.
+    gives_router_weights: whether `forward` can write them.
     """
 
     moe_layers: int
     top_k: int
     num_experts: int
     router_ties: np.ndarray
+    gives_router_weights: bool
 
     def new_cache(self, slots: int) -> Any:
         """An empty cache; its `bytes_per_token` says what a token takes."""
 
     def forward(
-        self, batch: StepBatch, cache: Any, rows: np.ndarray
+        self, batch: StepBatch, cache: Any, rows: np.ndarray, router_weights: np.ndarray | None = None
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Logits [len(rows), vocab] of the batch's tokens `rows` (int64), in the model's dtype; and the routes of all tokens,
-        [tokens, moe_layers, top_k] uint8 or uint16, None on a dense model."""
+        [tokens, moe_layers, top_k] uint8 or uint16, None on a dense model.
+
+        router_weights: float32 of the routes' shape, to which is written what each expert's output is multiplied by."""
 
     def adapter(self, maps: LowRanks) -> Any:
         """A LoRA adapter in the form that a batch has it (StepBatch.adapters), for every model of these shapes. Raises
@@ -113,6 +117,10 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
     with loading(settings.device):
         module = _placed(_read(directory, dtype), settings.device)
         loaded = _loaded(module, checked_decoder(module, settings))
+        if settings.router_weights and loaded.decoder.moe_layers and not loaded.decoder.gives_router_weights:
+            raise UnsupportedModel(
+                f"engine.router_weights: not with {type(module).__name__}, which hides them"
+            )
         probe(loaded)
     return loaded
 

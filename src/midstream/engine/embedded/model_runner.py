@@ -14,19 +14,31 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from midstream.core.config import EngineSettings
 from midstream.core.types import ModelInfo
 from midstream.engine.embedded.batch import pack
 from midstream.engine.embedded.loading import LoadedModel
 from midstream.engine.embedded.scheduler import StepWork
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore
+from midstream.engine.step import route_dtype
 from midstream.http.heap import trim_memory
 
 
 class ModelRunner:
-    def __init__(self, weights: WeightStore, *, block_size: int, num_blocks: int) -> None:
+    """Routes are rows of bytes here: the experts of a token, and behind them the weights of these, where they are kept.
+
+    expert_bytes, route_bytes: of a row, without and with the weights; 0 on a dense model.
+    """
+
+    def __init__(self, weights: WeightStore, settings: EngineSettings, num_blocks: int) -> None:
         self.weights = weights
-        self.block_size = block_size
-        self.cache = self.model.decoder.new_cache(num_blocks * block_size)
+        decoder = self.model.decoder
+        experts = decoder.moe_layers * decoder.top_k
+        self.expert_bytes = experts * route_dtype(decoder.num_experts).itemsize
+        self._shares = (decoder.moe_layers, decoder.top_k) if settings.router_weights and experts else None
+        self.route_bytes = self.expert_bytes + 4 * experts * (self._shares is not None)
+        self.block_size = settings.block_size
+        self.cache = self.model.decoder.new_cache(num_blocks * settings.block_size)
         # Of the last forward pass: the slots that it computed KV for, the scratch slot included; for each, the commit of the
         # weights; and for each token whether a router's choice was a near tie.
         self.written = np.zeros(0, dtype=np.int64)
@@ -42,7 +54,10 @@ class ModelRunner:
     def forward(
         self, works: list[StepWork], logit_rows: Sequence[int]
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Run the tokens of `works`, decodes first; see loading.Decoder. logit_rows: indices of tokens in the batch."""
+        """Run the tokens of `works`, decodes first; see loading.Decoder. Routes are [tokens, route_bytes] uint8.
+
+        logit_rows: indices of tokens in the batch.
+        """
         rows = np.array(logit_rows, dtype=np.int64)
         epochs = [work.epoch for work in works]
         sizes = np.array([work.last - work.first for work in works])
@@ -63,7 +78,12 @@ class ModelRunner:
         batch = pack(works, self.block_size)
         if [weights for weights in of_work if weights.adapter is not None]:
             batch = replace(batch, adapters=tuple(weights.adapter for weights in of_work))
-        logits, routes = decoder.forward(batch, self.cache, rows)
+        shares = None if self._shares is None else np.empty((len(batch.ids), *self._shares), np.float32)
+        logits, routes = decoder.forward(batch, self.cache, rows, shares)
+        if routes is not None:
+            routes = routes.reshape(len(routes), -1).view(np.uint8)
+        if routes is not None and shares is not None:
+            routes = np.concatenate((routes, shares.reshape(len(shares), -1).view(np.uint8)), axis=1)
         return logits, routes, batch.slots, decoder.router_ties
 
     def _several(

@@ -7,6 +7,7 @@ Always holds: a token's result does not depend on the rest of the batch, as far 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from midstream.engine.embedded.near_ties import Routers
 from midstream.engine.step import StepBatch, near_tie, route_dtype
 
 DENSE_EXPERTS = "midstream_dense"
+#: Where modules of experts take what their outputs are multiplied by, and what they call it.
+WEIGHTS_AT, WEIGHTS_NAMES = 2, (["top_k_weights"], ["routing_weights"])
 #: With at most this many experts, computing all of them is cheaper than sorting tokens by expert.
 DENSE_EXPERTS_MAX = 16
 
@@ -42,6 +45,9 @@ class ModuleDecoder:
         # Of the last forward pass and each MoE layer: the chosen experts [tokens, top_k], router logits [tokens, experts].
         self._captured: list[torch.Tensor] = []
         self._chosen_by: list[torch.Tensor] = []
+        # Likewise what the experts' outputs were multiplied by, [tokens, top_k].
+        self._multiplied: list[torch.Tensor] = []
+        self.gives_router_weights = False
         self.router_ties = np.zeros(0, np.uint8)
         self._routers: Routers | None = None
         dense = 0 < self.num_experts <= DENSE_EXPERTS_MAX
@@ -67,11 +73,10 @@ class ModuleDecoder:
         return trial.resized(slots)
 
     def forward(
-        self, batch: StepBatch, cache: KVCache, rows: np.ndarray
+        self, batch: StepBatch, cache: KVCache, rows: np.ndarray, router_weights: np.ndarray | None = None
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """See loading.Decoder."""
-        self._captured.clear()
-        self._chosen_by.clear()
+        self._forget()
         device = self.device
         self._hooks.begin(batch.adapters, batch.spans[:, 1], rows)
         output = self.module(
@@ -86,6 +91,9 @@ class ModuleDecoder:
         if not self.moe_layers:
             self.router_ties = np.zeros(len(batch.ids), np.uint8)
             return output.logits[0], None
+        if router_weights is not None:
+            assert len(self._multiplied) == self.moe_layers, "experts did not run in this forward"
+            router_weights[...] = torch.stack(self._multiplied, dim=1).float().cpu().numpy()
         return output.logits[0], self._routes()
 
     def adapter(self, maps: LowRanks) -> ModuleAdapter:
@@ -103,10 +111,14 @@ class ModuleDecoder:
         """Free the weights, once no kernel reads them."""
         if self.module is not None:
             settle(self.device)
-        self._captured.clear()
-        self._chosen_by.clear()
+        self._forget()
         self.module, self._routers = None, None
         del self._hooks
+
+    def _forget(self) -> None:
+        self._captured.clear()
+        self._chosen_by.clear()
+        self._multiplied.clear()
 
     def _routes(self) -> np.ndarray:
         assert len(self._captured) == self.moe_layers, "a router did not run in this forward"
@@ -118,8 +130,7 @@ class ModuleDecoder:
         else:
             # The logits that the routers choose by are not known, so no choice is known to be clear.
             self.router_ties = np.ones(len(stacked), np.uint8)
-        self._captured.clear()
-        self._chosen_by.clear()
+        self._forget()
         return stacked.cpu().numpy().astype(route_dtype(self.num_experts))
 
     def _hook_routers(self) -> None:
@@ -142,11 +153,19 @@ class ModuleDecoder:
             if by is not None:
                 self._chosen_by.append(by.reshape(-1, self.num_experts))
 
-        routers = []
+        def note_weights(_module: Any, inputs: tuple[Any, ...]) -> None:
+            if len(inputs) > WEIGHTS_AT:
+                self._multiplied.append(inputs[WEIGHTS_AT])
+
+        routers, experts = [], 0
         for part in module.modules():
             if isinstance(part, target):
                 part.register_forward_hook(note)
                 routers.append(part)
+            elif [*signature(type(part).forward).parameters][WEIGHTS_AT + 1 :][:1] in WEIGHTS_NAMES:
+                part.register_forward_pre_hook(note_weights)
+                experts += 1
+        self.gives_router_weights = experts == len(routers)
         self.moe_layers = len(routers)
         if routers:
             self._routers = Routers(routers, near_tie(next(module.parameters()).dtype))

@@ -24,11 +24,13 @@ from midstream.core.types import (
 )
 
 
-def embedded_card(*, grammars: bool, reproducible: bool) -> EngineCard:
+def embedded_card(settings: EngineSettings, *, grammars: bool, reproducible: bool) -> EngineCard:
     """grammars: the tokenizer works with grammars. reproducible: no bit of a token's logits depends on the batch."""
-    absent = {"grammars": not grammars, "reproducible_sampling": not reproducible}
-    features = tuple(feature for feature in ENGINE_FEATURES if not absent.get(feature, False))
-    return EngineCard(kind="embedded", version=__version__, features=features)
+    kept = settings.router_weights
+    has = {"grammars": grammars, "reproducible_sampling": reproducible, "router_weights": kept}
+    features = tuple(feature for feature in ENGINE_FEATURES if has.get(feature, True))
+    why = {} if kept else {"router_weights": "the setting engine.router_weights is off"}
+    return EngineCard(kind="embedded", version=__version__, features=features, why=why)
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):

@@ -1,35 +1,33 @@
 """The scores of cached tokens, kept so that an echo from the cache equals one that is computed. Imports no torch.
 
 Owns: per KV slot, four values of the pass that scored the token at that position: its raw logprob, its snapshot, its route,
-and whether a router's choice was a near tie. The pass over position p - 1 scores the token at position p.
+and whether a router's choice was a near tie. The pass over position p - 1 scores the token at position p. The weights of the
+route's experts are behind these in its row, where the engine keeps them (ModelRunner).
 Always holds: the four are written together, so a logprob is never paired with the route or the label of another pass. A slot
 that gets a new owner has no score.
 """
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import numpy as np
+
+from midstream.core.types import GenerateRequest
 
 NO_SNAPSHOT = -1
 
 
 class ScoreStore:
-    """Snapshots are ordinals. A dense model has 0 moe_layers and no routes."""
+    """Snapshots are ordinals. route_bytes: as ModelRunner has it; 0 on a dense model."""
 
-    def __init__(
-        self,
-        blocks: int,
-        block_size: int,
-        moe_layers: int,
-        top_k: int,
-        route_dtype: np.dtype[np.unsignedinteger],
-    ) -> None:
+    def __init__(self, blocks: int, block_size: int, route_bytes: int) -> None:
         slots = blocks * block_size
         self._size = block_size
         self._logprob = np.zeros(slots, dtype=np.float32)
         self._snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
         self._router_tie = np.zeros(slots, dtype=np.uint8)
-        self._route = np.zeros((slots, moe_layers, top_k if moe_layers else 1), dtype=route_dtype)
+        self._route = np.zeros((slots, route_bytes), dtype=np.uint8)
 
     def write(
         self,
@@ -39,7 +37,7 @@ class ScoreStore:
         snapshots: np.ndarray | int,
         router_ties: np.ndarray | int = 0,
     ) -> None:
-        """logprobs: [len(slots)]. routes: [len(slots), moe_layers, top_k], None on a dense model.
+        """logprobs: [len(slots)]. routes: [len(slots), route_bytes] uint8, None on a dense model.
 
         snapshots, router_ties (0 or 1): one value for all slots, or one for each.
         """
@@ -50,8 +48,8 @@ class ScoreStore:
             self._route[slots] = routes
 
     def routes_of(self, packed: bytes) -> np.ndarray:
-        """An array [tokens, moe_layers, top_k] of routes as `read` returns them, joined."""
-        return np.frombuffer(packed, dtype=self._route.dtype).reshape(-1, *self._route.shape[1:])
+        """An array [tokens, route_bytes] of routes as `read` returns them, joined."""
+        return np.frombuffer(packed, dtype=np.uint8).reshape(-1, self._route.shape[1])
 
     def read(self, slot: int) -> tuple[float, int, bytes | None, int]:
         """(logprob, snapshot, route, router tie). The snapshot is NO_SNAPSHOT where nothing was scored."""
@@ -75,3 +73,21 @@ class ScoreStore:
         self._snapshot[theirs] = snapshot
         self._router_tie[theirs] = self._router_tie[ours]
         self._route[theirs] = self._route[ours]
+
+
+def weights_of(route: bytes | None, expert_bytes: int) -> bytes | None:
+    """What stands behind the experts in a row of ModelRunner, if anything does."""
+    return None if route is None else route[expert_bytes:] or None
+
+
+class ShownRoute(TypedDict):
+    route: bytes | None
+    router_weights: bytes | None
+
+
+def shown(route: bytes | None, expert_bytes: int, request: GenerateRequest) -> ShownRoute:
+    """Of such a row, what the request asks for."""
+    return {
+        "route": route[:expert_bytes] if route and request.want_routes else None,
+        "router_weights": weights_of(route, expert_bytes) if request.want_router_weights else None,
+    }

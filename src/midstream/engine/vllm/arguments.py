@@ -21,6 +21,7 @@ LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "sampling_masks": "vLLM's own need its newer model runner, which no CPU has, and leave no raw log-probability",
+    "router_weights": "vLLM does not return them",
     "router_ties": "vLLM does not return what a router chose by",
     "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",

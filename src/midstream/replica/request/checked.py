@@ -67,6 +67,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     #: How many of the last prompt tokens to echo; None: all of them.
     echo: int | None
     routes: bool
+    #: Each token has, beside its route, the weights of its experts.
+    router_weights: bool
     #: Each generated token has its sampling mask.
     masks: bool
     #: The records of generated tokens go into a file, and the response has its reference.
@@ -117,9 +119,8 @@ def check(
 ) -> Checked:
     """The rules between fields. prompt_from, cumulative: as in Checked. Raises InvalidRequest."""
     kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
-    echo, max_tokens, prompt_logprobs = _echo(body), _max_tokens(body, kind), None
-    if body.prompt_logprobs is not None:
-        prompt_logprobs, prompt_from = fields.scored_prompt(body), 0
+    echo, max_tokens = _echo(body), _max_tokens(body, kind)
+    prompt_from = prompt_from if body.prompt_logprobs is None else 0
     if max_tokens == 0 and echo == 0 and prompt_from is None:
         raise InvalidRequest("max_tokens: must be at least 1 unless the prompt is echoed", param="max_tokens")
     logprobs, top = _logprobs(body, kind)
@@ -143,6 +144,7 @@ def check(
         top_logprobs=top,
         echo=echo,
         routes=fields.ROUTES(body) != (None, None) and _routes(body, logprobs, info),
+        router_weights=body.return_router_weights is True and _router_weights(body, logprobs),
         masks=body.return_sampling_mask is True and _masks(logprobs),
         referenced=body.return_record_reference is True and _referenced(logprobs, top, echo),
         token_ids=bool(body.return_token_ids),
@@ -160,7 +162,7 @@ def check(
         listed_tools=(body.tools or None) if isinstance(body, ChatBody) else None,
         text=fields.PLAIN_TEXT if fields.TEXT[kind](body) in fields.NO_TEXT else fields.text_options(body),
         template=fields.prompt_options(body),
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=None if body.prompt_logprobs is None else fields.scored_prompt(body),
         prompt_from=prompt_from,
         cumulative=cumulative,
         response_id=body.request_id,
@@ -220,6 +222,15 @@ def _routes(body: InferenceBody, logprobs: LogprobsFormat | None, info: ModelInf
         raise InvalidRequest(
             f"{param}: this model is dense; it has no mixture-of-experts layers and no routes", param=param
         )
+    return True
+
+
+def _router_weights(body: InferenceBody, logprobs: LogprobsFormat | None) -> bool:
+    """_routes says what else is wrong with a request for routes."""
+    param = "return_router_weights"
+    if logprobs != "content" or not fields.wants_routes(body):
+        message = f"{param}: requires logprobs: true and include_routing_matrix: true"
+        raise InvalidRequest(message, param=param)
     return True
 
 

@@ -35,6 +35,12 @@ _GRAMMARS = "constrain answers to a schema, or not with this model's tokenizer"
 REQUEST_NEEDS = (
     RequestNeed("routes", "include_routing_matrix", lambda checked, _: checked.routes, "return MoE routes"),
     RequestNeed(
+        "router_weights",
+        "return_router_weights",
+        lambda checked, _: checked.router_weights,
+        "return router weights",
+    ),
+    RequestNeed(
         "sampling_masks", "return_sampling_mask", lambda checked, _: checked.masks, "return sampling masks"
     ),
     RequestNeed(

@@ -113,6 +113,7 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_routed_experts: bool | None = None
     return_sampling_mask: bool | None = None
+    return_router_weights: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None

@@ -128,8 +128,9 @@ class Generation:
         self._service = service
         self._work = work
         self._histories = histories
-        #: Whether each token needs a route, and a sampling mask.
+        #: Whether each token needs a route, a sampling mask, and the weights of its route.
         self._routes, self._masks = checked.routes, checked.masks
+        self._router_weights = checked.router_weights
         is_traced = bool(histories) and histories[0].records != "none"
         #: Whether the choices keep which snapshots computed their KV.
         self._keeps_kv = checked.perf_metrics or is_traced or checked.referenced
@@ -158,7 +159,7 @@ class Generation:
         self._referenced: ReferencedRecords | None = None
         if checked.referenced and files is not None:
             self._referenced = ReferencedRecords(files, checked, head, work.prompts)
-            inline = replace(checked, logprobs=None, routes=False, masks=False)
+            inline = replace(checked, logprobs=None, routes=False, router_weights=False, masks=False)
         self._encoder = work.wire.encoder(inline, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
@@ -256,9 +257,8 @@ class Generation:
         long = self._echo or self._stages or self._continued or self._encoder.keeps
         if by_token is None or long:
             return None
-        n, needs = self.checked.n, {"routes": self._routes, "masks": self._masks}
         return TokenLane(
-            self._choices, self._parts, by_token, self._resume_log, self._histories, n=n, **needs
+            self._choices, self._parts, by_token, self._resume_log, self._histories, self.checked
         )
 
     def _at_end(self) -> Extras:
@@ -403,6 +403,8 @@ class Generation:
         for record in event.tokens:
             if self._routes and record.route is None and not replayed:
                 raise EngineFailed("the engine returned a token without its route")
+            if self._router_weights and record.router_weights is None and not replayed:
+                raise EngineFailed("the engine returned a token without its router weights")
             if self._masks and record.mask is None and not replayed:
                 raise EngineFailed("the engine returned a token without its sampling mask")
             if choice.snapshot != record.snapshot or record.snapshot not in measured.labels:

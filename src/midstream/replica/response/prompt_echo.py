@@ -31,7 +31,7 @@ def scored_tokens(checked: Checked, prompt: Prompt) -> int:
 
 class PromptEcho:
     def __init__(self, checked: Checked, prompts: Sequence[Prompt]) -> None:
-        self._routes = checked.routes
+        self._routes, self._router_weights = checked.routes, checked.router_weights
         self._wanted = checked.prompt_from is not None
         #: By prompt: how many of its last tokens are shown.
         self._sizes = [echoed_tokens(checked, prompt) for prompt in prompts]
@@ -73,6 +73,8 @@ class PromptEcho:
         first = 1 if len(records) == len(request.prompt) else 0
         if self._routes and any(r.route is None for r in records[first:]):
             raise EngineFailed("the engine returned a prompt token without its route")
+        if self._router_weights and any(r.router_weights is None for r in records[first:]):
+            raise EngineFailed("the engine returned a prompt token without its router weights")
         if first and len(records) > 1:
             # No pass scored it, so it has no snapshot of its own: the next token's.
             return (replace(records[0], snapshot=records[1].snapshot), *records[1:])

@@ -76,6 +76,8 @@ class RecordEncoder(ABC):
         self._top = checked.top_logprobs
         #: Whether each token's route stands beside its log-probability.
         self._routes = checked.routes
+        #: Likewise the weights of the route's experts.
+        self._router_weights = checked.router_weights
         #: Likewise its sampling mask.
         self._masks = checked.masks
         self._route_dtype: str | UnsetType = "uint16" if head.wide_routes else UNSET
@@ -168,6 +170,8 @@ class RecordEncoder(ABC):
             if self._routes and record.route is not None:
                 entry.routing_matrix = b64encode(record.route).decode("ascii")
                 entry.routing_matrix_dtype = self._route_dtype
+            if self._router_weights and record.router_weights is not None:
+                entry.router_weights = b64encode(record.router_weights).decode("ascii")
             if self._masks and record.mask is not None:
                 entry.sampling_mask = b64encode(record.mask).decode("ascii")
             if record.near_tie:

@@ -41,6 +41,8 @@ class Entry(msgspec.Struct):
     routing_matrix: str | UnsetType = UNSET
     #: "uint16" (little-endian) above 256 experts. Absent: uint8.
     routing_matrix_dtype: str | UnsetType = UNSET
+    #: What each expert's output was multiplied by: base64 of little-endian float32, in the order of the route.
+    router_weights: str | UnsetType = UNSET
     #: The tokens that the draw was from: base64 of the form of core/masks.py.
     sampling_mask: str | UnsetType = UNSET
     near_tie: tuple[str, ...] | UnsetType = UNSET

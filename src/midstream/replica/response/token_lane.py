@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from midstream.core.resumption import ResumeLogWriter
 from midstream.core.types import GenerationEvent
+from midstream.replica.request.checked import Checked
 from midstream.replica.response.answer import Parts, TokenEncoder
 from midstream.replica.response.choice import Choice, Piece, Scored
 from midstream.replica.response.records import LOGPROB_MIN
@@ -20,7 +21,7 @@ from midstream.replica.turns.history import History
 class TokenLane:
     """For a stream that no other replica began, without an echo, and without stages behind its choices.
 
-    routes, masks: each token needs one. histories: one for each `n` choices, or none.
+    checked: each token needs what it asks for. histories: one for each prompt, or none.
     """
 
     def __init__(
@@ -30,19 +31,19 @@ class TokenLane:
         encoder: TokenEncoder,
         log: ResumeLogWriter | None,
         histories: Sequence[History],
-        *,
-        n: int,
-        routes: bool,
-        masks: bool,
+        checked: Checked,
     ) -> None:
         self._choices = choices
         self._begun = parts.begun
         self._encoder = encoder
         self._log = log
         self._histories = histories
-        self._n = n
-        self._routes = routes
-        self._masks = masks
+        self._n = checked.n
+        self._routes, self._router_weights, self._masks = (
+            checked.routes,
+            checked.router_weights,
+            checked.masks,
+        )
 
     def data(self, event: GenerationEvent) -> bytes | None:
         """The bytes of an event that is one more token of its choice. None: it takes the long way."""
@@ -59,7 +60,7 @@ class TokenLane:
         # The long way says what is wrong.
         if not record.logprob >= LOGPROB_MIN or (self._routes and record.route is None):
             return None
-        if self._masks and record.mask is None:
+        if (self._masks and record.mask is None) or (self._router_weights and record.router_weights is None):
             return None
         choice = self._choices[index]
         offset = choice.chars

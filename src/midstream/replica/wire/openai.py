@@ -107,6 +107,8 @@ class OpenAIEncoder(RecordEncoder):
         more = NEAR_TIE_JSON[record.near_tie]
         if self._masks and record.mask is not None:
             more = b',"sampling_mask":"%b"%b' % (b64encode(record.mask), more)
+        if self._router_weights and record.router_weights is not None:
+            more = b',"router_weights":"%b"%b' % (b64encode(record.router_weights), more)
         if self._routes and record.route is not None:
             more = b',"routing_matrix":"%b"%b%b' % (b64encode(record.route), self._route_dtype_json, more)
         if record.constrained:
