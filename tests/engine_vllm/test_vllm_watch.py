@@ -17,11 +17,12 @@ from midstream.engine.vllm.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, Pendin
 # Each waits for a silence of the real clock.
 pytestmark = pytest.mark.slow
 
-IDLE, DUE = PendingWork(due=False, prompt_tokens=0), PendingWork(due=True, prompt_tokens=0)
+DUE, PAUSED = PendingWork(due=True, prompt_tokens=0), PendingWork(due=False, prompt_tokens=0)
+IDLE = PendingWork(due=False, prompt_tokens=0, idle=True)
 MAX_S = 8.0
 
 
-def listen(silence: Silence, begin: int, end: int, work: PendingWork = IDLE) -> list[int]:
+def listen(silence: Silence, begin: int, end: int, work: PendingWork = PAUSED) -> list[int]:
     """The seconds between `begin` and `end` at which something is wrong."""
     return [now for now in range(begin, end + 1) if silence.update(float(now), work) is not None]
 
@@ -30,6 +31,22 @@ class TestSilence:
     def test_a_server_that_says_nothing_is_given_up_in_time(self) -> None:
         assert VllmSettings().silence_s_max == MAX_S
         assert listen(Silence(MAX_S, 0.0), 1, 9) == [8, 9]
+
+    def test_a_server_with_nothing_to_do_is_asked_seldom_and_is_silent_from_then_on(self) -> None:
+        silence, asked = Silence(MAX_S, 0.0), []
+        for now in range(1, 40):
+            assert silence.update(float(now), IDLE) is None
+            if silence.to_be_asked:
+                asked.append(now)
+                silence.heard()
+        assert asked == [10, 20, 30]
+        assert listen(silence, 40, 47, IDLE) == [47], "it was to answer at 40"
+
+    def test_a_request_of_an_idle_server_has_the_whole_time(self) -> None:
+        silence = Silence(MAX_S, 0.0)
+        assert listen(silence, 1, 9, IDLE) == []
+        assert not silence.to_be_asked
+        assert listen(silence, 10, 17, DUE) == [17]
 
     def test_every_sign_of_life_begins_anew(self) -> None:
         silence = Silence(MAX_S, 0.0)
@@ -102,7 +119,8 @@ def hung(fake: FakeVllm) -> None:
 @pytest.fixture
 def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is well has most of a short `silence_s_max` to answer in, and not the third that a second leaves."""
-    monkeypatch.setattr("midstream.engine.vllm.watch.POLL_S", 0.1)
+    for name in ("POLL_S", "IDLE_POLL_S"):
+        monkeypatch.setattr(f"midstream.engine.vllm.watch.{name}", 0.1)
 
 
 @pytest.mark.parametrize("busy", ["idle", "decoding", "waiting", "scoring"])

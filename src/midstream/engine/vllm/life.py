@@ -369,7 +369,8 @@ class ServerLife(ServerProofs):
         prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
         prompts += sum(run.scoring for run in self._requests.values())
         due = self._computing.is_set() and any(choice.labels.count for choice in choices)
-        return PendingWork(due, min(prompts, max(self._server.max_model_len, STEP_TOKENS)))
+        waiting = min(prompts, max(self._server.max_model_len, STEP_TOKENS))
+        return PendingWork(due, waiting, idle=not self._requests)
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         self._death = callback

@@ -3,6 +3,8 @@
 Owns: how long the core has been silent, how long it may be, and the call that it is asked by.
 Always holds:
 - A sampled token and an answer from the workers end the silence. Time in which our own event loop stood still is no silence.
+- A core that has nothing to do is asked seldom, since each question keeps a core of every worker busy for a second: vLLM's
+  workers look for the next one without a pause. Its silence begins when a question is due.
 - The core gets more time only for what is known to hold it up: calls in `held_up`, and prompts where they are computed in one
   piece, which are slow on CPUs. Prompts that came after the silence began give it no more time.
 - A verdict comes at most POLL_S after its time, and once.
@@ -22,8 +24,9 @@ from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)
 
-#: The core is asked when it has been silent for so long.
+#: The core is asked when it has been silent for so long; one that has nothing to do, so long after its last answer.
 POLL_S = 1.0
+IDLE_POLL_S = 10.0
 #: A call that got no answer by then is made again.
 PROBE_S_MAX = 30.0
 #: A core that answers, and gives no token that is due, is given up after so many times `silence_s_max`.
@@ -36,11 +39,12 @@ CPU_PROMPT_TOKENS_PER_S = 200.0
 class PendingWork:
     """What the core has to do. due: a request that has tokens already waits for its next one.
 
-    prompt_tokens: of the prompts that no token has come for.
+    prompt_tokens: of the prompts that no token has come for. idle: it has no request.
     """
 
     due: bool
     prompt_tokens: int
+    idle: bool = False
 
 
 class Silence:
@@ -50,6 +54,8 @@ class Silence:
         self._silence_s_max = silence_s_max
         self._prompt_tokens_per_s = prompt_tokens_per_s
         self._silence, self._tokens = SilenceTimer(now), SilenceTimer(now)
+        # Since the last sign of life, and how long that may be until the next question.
+        self._unasked, self._ask_after_s = SilenceTimer(now), POLL_S / 2
         self._held_up_s = 0.0
         self._prompt_s = 0.0
 
@@ -71,16 +77,21 @@ class Silence:
     @property
     def to_be_asked(self) -> bool:
         """By the last update. A core that talks, or is held up, is not asked."""
-        return self.silent_s >= POLL_S / 2 and not self.held_up
+        return self._question_due and not self.held_up
+
+    @property
+    def _question_due(self) -> bool:
+        return self._unasked.silent_s >= self._ask_after_s
 
     def heard(self) -> None:
         """The workers have answered."""
         self._silence.heard()
+        self._unasked.heard()
 
     def token(self, now: float) -> None:
         """What passed before `now` was no silence. Each read of a stream passes here, so it calls nothing."""
-        self._silence.silent_s = self._tokens.silent_s = 0.0
-        self._silence.updated_at = self._tokens.updated_at = now
+        self._silence.silent_s = self._tokens.silent_s = self._unasked.silent_s = 0.0
+        self._silence.updated_at = self._tokens.updated_at = self._unasked.updated_at = now
 
     def hold_up(self, seconds: float) -> None:
         """Allow so much more; a negative number takes it back."""
@@ -91,7 +102,11 @@ class Silence:
         """What is wrong, if anything is."""
         if not work.due:
             self._tokens.heard()
+        self._unasked.update(now)
+        self._ask_after_s = IDLE_POLL_S if work.idle else POLL_S / 2
         silent_s, stalled_s = self._silence.update(now), self._tokens.update(now)
+        if work.idle and not self._question_due:
+            silent_s = self._silence.silent_s = 0.0
         if silent_s <= 1.5 * POLL_S:
             self._prompt_s = work.prompt_tokens / self._prompt_tokens_per_s
         if silent_s >= self.allowed_s:
