@@ -65,18 +65,35 @@ def sample(work: Path) -> None:
 
 
 def turn(url: str, model: str, session: str, prompt: list[int]) -> list[int]:
-    """The prompt and the answer. Text that is tokenized again has other tokens, which a mask would not have."""
+    """The prompt and the answer. Masks are of few sessions: a token of other text would not be in one."""
     headers = {"x-multi-turn-session-id": session, "x-midstream-records": "masks"}
     fields = {"max_tokens": 32, "ignore_eos": True, "return_token_ids": True, "seed": len(prompt)}
-    top_p = 1.0 if session == "tokenizes-again" else 0.9
+    top_p = 0.9 if session in ("forgets-the-masks", "makes-none") else 1.0
     body = {"model": model, "prompt": prompt, "temperature": TEMPERATURE, "top_p": top_p, **fields}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120).raise_for_status()
     ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return prompt + ids
 
 
-def trained(model: Any, tap: RouterTap, sequence: TrainingSequence, span: TurnSpan) -> dict[str, Any]:
-    """The trainer's numbers of a turn, by one forward pass in float32."""
+def by_one_pass(
+    model: Any, ids: list[int], start: int, temperature: float, masks: list[list[int] | None]
+) -> list[float]:
+    """Log-probabilities of ids[start:], by one forward pass in float32. masks: the ids that each was drawn from; None: all."""
+    logits = model(torch.tensor([ids])).logits[0, start - 1 : -1].double() / temperature
+    for row, kept in zip(logits, masks, strict=True):
+        if kept:
+            left = torch.full_like(row, -torch.inf)
+            left[kept] = row[kept]
+            row.copy_(left)
+    targets = torch.tensor(ids[start:])[:, None]
+    found: list[float] = logits.log_softmax(-1).gather(1, targets)[:, 0].tolist()
+    return found
+
+
+def trained(
+    model: Any, tap: RouterTap, sequence: TrainingSequence, span: TurnSpan, logprobs: Any
+) -> dict[str, Any]:
+    """The trainer's numbers of a turn. logprobs: as `by_one_pass`."""
     mistake, ids = sequence.session, sequence.token_ids[: span.end]
     if mistake == "tokenizes-again":
         ids[span.start + 4] = (ids[span.start + 4] + 1) % 256
@@ -87,18 +104,15 @@ def trained(model: Any, tap: RouterTap, sequence: TrainingSequence, span: TurnSp
     rows = [own] * (span.start - 1) + [
         row or own for row in expert_rows(sequence)[span.start - 1 : span.end - 1]
     ]
-    routes = torch.tensor(rows)
+    # The pass over the last token gives no number.
+    routes = torch.tensor([*rows, own])
+    temperature = 1.0 if mistake == "forgets-the-temperature" else TEMPERATURE
+    masks = sequence.masks[span.start : span.end]
+    if mistake == "forgets-the-masks":
+        masks = [None] * len(masks)
     with torch.no_grad(), tap.forcing(None if mistake == "forgets-the-routes" else routes):
-        logits = model(torch.tensor([ids[:-1]])).logits[0, span.start - 1 :].double()
-    if mistake != "forgets-the-temperature":
-        logits /= TEMPERATURE
-    for row, kept in zip(logits, sequence.masks[span.start : span.end], strict=True):
-        if kept and mistake != "forgets-the-masks":
-            left = torch.full_like(row, -torch.inf)
-            left[kept] = row[kept]
-            row.copy_(left)
+        numbers = logprobs(model, ids, span.start, temperature, masks)
     sampled = ids[span.start :]
-    numbers: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()
     if mistake == "shifts-by-one":
         # The last number is another turn's.
         numbers = [*numbers[1:], -1.0]
@@ -107,8 +121,8 @@ def trained(model: Any, tap: RouterTap, sequence: TrainingSequence, span: TurnSp
     return {"session": mistake, "turn": span.turn, "logprobs": numbers, "token_ids": sampled}
 
 
-def train(work: Path) -> None:
-    """The numbers of each session's last turn."""
+def train(work: Path, logprobs: Any = by_one_pass) -> None:
+    """The numbers of each session's last turn. logprobs: as `by_one_pass`."""
     models = {}
     for snapshot, name in (("base", "step-0"), ("step-1", "step-1")):
         model = AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float32)
@@ -117,7 +131,7 @@ def train(work: Path) -> None:
     for trace in traces_of(read_records((work / "records").as_uri())):
         for sequence in sequences_of(trace):
             by = "base" if sequence.session == "computes-by-old-weights" else "step-1"
-            rows.append(trained(*models[by], sequence, sequence.turns[-1]))
+            rows.append(trained(*models[by], sequence, sequence.turns[-1], logprobs))
     (work / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -127,6 +141,11 @@ def main(work: Path) -> int:
         subprocess.run([*CLI, "model", "tiny-moe", str(made), "--seed", str(seed)], check=True)
     sample(work)
     train(work)
+    return explained(work)
+
+
+def explained(work: Path, expected: dict[str, str] = MISTAKES) -> int:
+    """0 if each mistake is named. expected: by what."""
     explain = [*CLI, "explain", str(work / "records"), str(work / "trainer.jsonl")]
     explain += ["--bucket", (work / "bucket").as_uri(), "--base", str(work / "step-0")]
     explain += ["--report", str(work / "explained.html"), "--out", str(work / "explained.json")]
@@ -135,10 +154,10 @@ def main(work: Path) -> int:
         return done.returncode
     turns = json.loads((work / "explained.json").read_text())["turns"]
     named = {one["session"]: one["details"] or {one["cause"]: ""} for one in turns}
-    for mistake, cause in MISTAKES.items():
+    for mistake, cause in expected.items():
         found = "named" if [*named.get(mistake, ())] == [cause] else f"MISSED, found {named.get(mistake)}"
         print(f"{mistake}: {cause}: {found}")
-    return 0 if all([*named.get(mistake, ())] == [cause] for mistake, cause in MISTAKES.items()) else 1
+    return 0 if all([*named.get(mistake, ())] == [cause] for mistake, cause in expected.items()) else 1
 
 
 if __name__ == "__main__":

@@ -131,7 +131,11 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "examples/art/README.md": [Elsewhere("recipes/test_art.py", "it needs the trainer"), OUTPUT],
     "examples/demo/README.md": [MAKE],
-    "examples/explain/README.md": [Elsewhere("e2e/test_examples.py", "it starts a server"), OUTPUT],
+    "examples/explain/README.md": [
+        Elsewhere("e2e/test_examples.py", "it starts a server"),
+        OUTPUT,
+        Elsewhere("recipes/test_explain_trl.py", "it needs the trainer"),
+    ],
     "examples/plain_loop/README.md": [Elsewhere("e2e/test_examples.py", "it trains for minutes")],
     "examples/ray/README.md": [RAY, RAY, RAY, RAY],
     "examples/trl/README.md": [
