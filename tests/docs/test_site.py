@@ -77,7 +77,7 @@ def browser() -> Iterator[Any]:
     ("page", "word", "title"),
     [
         ("index", "rendezvous", "Architecture"),
-        ("decisions/0081-mkdocs-for-the-site", "torn last line", "Training records"),
+        ("decisions/0081-mkdocs-for-the-site", "multipart", "Training records"),
     ],
 )
 def test_the_search_finds_a_word_and_leads_to_its_page(
