@@ -413,7 +413,7 @@ def test_a_snapshot_that_is_gone_and_one_that_is_damaged_are_findings(copied: Ke
     assert "snapshot not in the bucket: v1, of this and " in done.stdout
     # The delta stands on it, too.
     assert "step-2" in done.stdout
-    assert "turns not verified: a snapshot that it names cannot be used" in done.stdout
+    assert "turns could not be verified: a snapshot that it names cannot be used" in done.stdout
 
 
 def test_what_cannot_be_read_is_named_with_file_and_line(copied: Kept) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
 from midstream.cli import main
-from midstream.client.errors import RecordFileError
+from midstream.client.errors import RecordFileError, RecordFileGone
+from midstream.client.gone import GoneTurn
 from midstream.client.journal import read_records, traces_of
 from midstream.client.records import sequences_of
 from midstream.core import extras
@@ -94,9 +98,16 @@ def test_a_record_gets_no_columns_that_it_was_not_to_have(tmp_path: Path) -> Non
     assert found["inline"][0]["routing_matrix"] is found["inline"][0]["sampling_masks"] is None
 
 
-def test_a_file_that_is_gone_or_of_other_tokens_is_named(tmp_path: Path) -> None:
+def files_of(url: str, tmp_path: Path) -> list[Path]:
+    """The record files of the turns by reference, in the order of the turns."""
+    left = [record["turn"] for record in read_records(url, references="leave")]
+    files = [turn["record_reference"]["reference"]["file"] for turn in left if turn["record_reference"]]
+    return [tmp_path / "bucket" / file for file in files]
+
+
+def test_a_file_of_other_tokens_is_named_and_one_that_is_gone_if_it_is_required(tmp_path: Path) -> None:
     url = kept(tmp_path)
-    first, second = sorted((tmp_path / "bucket" / "record-files" / "default").iterdir())
+    first, second = files_of(url, tmp_path)
     (segment,) = (tmp_path / "bucket" / "records" / "default").iterdir()
     text = segment.read_text()
     segment.write_text(text.replace('"token_ids":[', '"token_ids":[9,'))
@@ -108,9 +119,68 @@ def test_a_file_that_is_gone_or_of_other_tokens_is_named(tmp_path: Path) -> None
     segment.write_text(text)
     first.unlink()
     second.unlink()
-    with pytest.raises(RecordFileError, match=r"record-files/default/.*is gone or cannot be read"):
-        list(read_records(url))
+    with pytest.raises(RecordFileGone, match=r"line 3: record-files/default/.*is gone"):
+        list(read_records(url, references="require"))
     assert len(list(read_records(url, references="leave"))) == 4
+
+
+def test_a_file_that_is_gone_takes_its_own_turn_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = kept(tmp_path)
+    gone, _ = files_of(url, tmp_path)
+    gone.unlink()
+    with caplog.at_level(logging.WARNING):
+        records = list(read_records(url))
+    first, second = (record["turn"] for record in records if record["session"] == "referenced")
+    assert first["record_gone"] == f"record-files/default/{gone.name}"
+    assert first["logprobs"] is first["routing_matrix"] is None
+    assert "record_gone" not in second
+    assert len(second["logprobs"]) == len(second["routing_matrix"]) == len(second["token_ids"])
+    [said] = caplog.messages
+    assert re.search(r"1 record file is gone, so 1 turns, [0-9.]+ s old, are without their columns", said)
+    assert said.endswith(first["record_gone"])
+    inline, cut = (sequences_of(trace)[0] for trace in traces_of(records))
+    assert (inline.gone, cut.gone) == ([], [1])
+    # The turn behind it is trained on, over the tokens of the one whose numbers are gone.
+    assert cut.token_ids == inline.token_ids
+    trained = [turn.turn for turn in cut.turns if cut.loss_mask[turn.start]]
+    assert trained == [2]
+    start, end = cut.turns[1].start, cut.turns[1].end
+    assert cut.logprobs[start:end] == inline.logprobs[start:end]
+    heard: list[GoneTurn] = []
+    list(read_records(url, on_gone=heard.append))
+    assert [(one.file, one.session, one.created) for one in heard] == [
+        (first["record_gone"], "referenced", first["created"])
+    ]
+
+
+def test_an_export_with_a_gap_is_whole_but_for_it_and_has_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, out = kept(tmp_path), tmp_path / "out.jsonl"
+    gone, torn = files_of(url, tmp_path)
+    export = ["export", "--server", url, "--out", str(out)]
+    assert main([*export, "--all"]) == 0
+    gone.unlink()
+    capsys.readouterr()
+    assert main([*export, "--all"]) == 3
+    said = capsys.readouterr().err
+    assert "1 record file is gone, so 1 turns" in said
+    assert gone.name in said
+    lines = {one["session"]: one for one in map(json.loads, out.read_text().splitlines())}
+    assert {key: one["gone_turns"] for key, one in lines.items()} == {"inline": [], "referenced": [1]}
+    assert main([*export, "--all", "--allow-gone"]) == 0
+    # Of a session without a gap nothing is missing.
+    assert main([*export, "--session", "inline"]) == 0
+    # What is there and not what it was is an error, whatever is allowed.
+    torn.write_bytes(torn.read_bytes()[:-1])
+    out.unlink()
+    assert main([*export, "--all", "--allow-gone"]) == 2
+    said = capsys.readouterr().err
+    assert "line 4: " in said
+    assert torn.name in said
+    assert not out.exists()
 
 
 def test_without_pyarrow_a_command_says_what_to_install(

@@ -18,6 +18,10 @@ class RecordFileError(ValueError):
     """A file of records that is gone, or is not what its reference says. The message names the file."""
 
 
+class RecordFileGone(RecordFileError):
+    """The bucket answers that it has no such file, as when it was removed for its age."""
+
+
 class PublishError(Exception):
     """Any failure to publish, to ask the server or to sample. The message is for the person who runs the trainer."""
 

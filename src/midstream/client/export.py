@@ -71,6 +71,8 @@ def jsonl_records(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]
             "sampling_masks": one.masks if any(ids is not None for ids in one.masks) else None,
             "reward": one.reward,
             "rewards": one.rewards,
+            "sampling": one.sampling,
+            "gone_turns": one.gone,
         }
         for one in sequences
     ]
@@ -120,8 +122,9 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
     """Fields of verl's AgentLoopOutput, one for each sequence: what its first turn was asked, and all behind it.
 
     num_turns: as verl counts, those of the user and of tools as well. routed_experts: of all tokens, zeros where they are not
-    known; make it an array. extra_fields has routed_experts_mask, which says where they are, and sampling_masks, the ids that
-    each token of the response was drawn from, as in `jsonl_records`. None where the sequence has no routes, or no masks.
+    known; make it an array. extra_fields has routed_experts_mask, which says where they are; sampling_masks, the ids that each
+    token of the response was drawn from, as in `jsonl_records`; None where the sequence has no routes, or no masks; and
+    sampling, the parameters of each turn.
     """
     rows = []
     for one in sequences:
@@ -140,7 +143,11 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
                 "num_turns": 2 * len(one.turns),
                 "routed_experts": None if experts is None else [row or zero for row in experts],
                 "metrics": {},
-                "extra_fields": {"routed_experts_mask": known, "sampling_masks": masks},
+                "extra_fields": {
+                    "routed_experts_mask": known,
+                    "sampling_masks": masks,
+                    "sampling": one.sampling,
+                },
             }
         )
     return rows

@@ -1,18 +1,25 @@
 """Reads the records that a server with `--records URL` keeps, and makes traces of them (docs/records.md).
 
 Always holds: a record comes once, in the order in which its replica wrote it. Segments that are still on a replica's disk are
-not there yet. What was lost says so: `gaps_in` counts it.
+not there yet. What was lost says so: `gaps_in` counts it. A turn whose record file is gone says so in `record_gone`.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from midstream.client.errors import RecordFileGone
+from midstream.client.gone import GoneFiles, GoneTurn
 from midstream.core.decoding import NOT_JSON
+from midstream.snapshots.identity import public_url
 from midstream.snapshots.store.upload import list_files, read_file
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 #: Of a segment. A replica closes one at 8 MiB, and behind the batch of records that reached that.
@@ -68,7 +75,8 @@ def read_records(
     deployment: str | None = None,
     seen: Container[str] = (),
     on_segment: Callable[[str, bytes], None] | None = None,
-    references: Literal["read", "leave"] = "read",
+    references: Literal["read", "require", "leave"] = "read",
+    on_gone: Callable[[GoneTurn], None] | None = None,
 ) -> Iterator[Record]:
     """The records below `url`, which is that of `--records`; of one replica and boot they are in order.
 
@@ -76,16 +84,34 @@ def read_records(
     again. on_segment: gets the path and the bytes of each segment before its records come.
 
     references: a turn whose response was by reference has its columns in a file. They are read from there, so that the record
-    is as any other; or left, and the turn has `record_reference` alone.
+    is as any other; or left, and the turn has `record_reference` alone. Of a file that is gone, a turn comes without its
+    columns, and with the file's name as `record_gone`; with "require" it is an error.
+    on_gone: hears of each such turn. Without it the log says at the end how many they were, which files, and how old.
 
     Each record has its `segment`, its `line` there from 1 on, and the fields of docs/records.md. New segments may come at any
     time, from each replica.
     Raises SnapshotMissing without records, SnapshotError, and ValueError for a file that holds something else; RecordFileError
-    for a file of columns that is gone.
+    for a file of columns that is torn or has other bytes, and one that is gone if it is required.
     """
     root = f"{url.rstrip('/')}/records"
+    gone = GoneFiles()
+    hears = None if references == "require" else on_gone or gone.add
+    fill = None if references == "leave" else _filler(url, hears)
+    try:
+        yield from _records(root, deployment, seen, on_segment, fill)
+    finally:
+        if gone.turns:
+            log.warning("%s: %s", public_url(url), gone.told(time.time()))
+
+
+def _records(
+    root: str,
+    deployment: str | None,
+    seen: Container[str],
+    on_segment: Callable[[str, bytes], None] | None,
+    fill: Callable[[Record, str], Record] | None,
+) -> Iterator[Record]:
     last: dict[tuple[str, str], int] = {}
-    fill = _filler(url) if references == "read" else None
     for path in list_files(root):
         if path.endswith(".jsonl") and path not in seen and deployment in (None, path.partition("/")[0]):
             data = read_file(root, path, bytes_max=SEGMENT_BYTES_MAX)
@@ -104,8 +130,11 @@ def read_records(
                     yield {**record, "segment": path, "line": number}
 
 
-def _filler(url: str) -> Callable[[Record, str], Record]:
-    """Puts the columns into records whose turns leave them to a file. Only then it imports what reads files."""
+def _filler(url: str, on_gone: Callable[[GoneTurn], None] | None) -> Callable[[Record, str], Record]:
+    """Puts the columns into records whose turns leave them to a file. Only then it imports what reads files.
+
+    on_gone: None: a file that is gone is an error.
+    """
     filled: Any = None
 
     def fill(record: Record, where: str) -> Record:
@@ -117,7 +146,14 @@ def _filler(url: str) -> Callable[[Record, str], Record]:
             from midstream.client.turn_columns import TurnColumns
 
             filled = TurnColumns(url)
-        return {**record, "turn": filled.turn(turn, where)}
+        try:
+            return {**record, "turn": filled.turn(turn, where)}
+        except RecordFileGone:
+            if on_gone is None:
+                raise
+            file = turn["record_reference"]["reference"]["file"]
+            on_gone(GoneTurn(file, where, str(record.get("session")), float(turn.get("created") or 0.0)))
+            return {**record, "turn": {**turn, "record_gone": file}}
 
     return fill
 

@@ -6,7 +6,7 @@ tree, from a turn without a parent to a turn that no other continues. export.py 
 Always holds:
 - A token has the loss mask 1 exactly if it was sampled, in one sequence: where paths share turns, in the first of them.
 - A loss mask of 1 has the token's own log-probability beside it. Where it is not known, that is an error, or the turn is
-  context alone (`unscored`); it is never a guess.
+  context alone (`unscored`); it is never a guess. A turn whose record file is gone is context alone, and `gone` names it.
 - A route stands where midstream has it: at the token that its pass gave the logits for.
 
 Plain lists and dicts; torch and numpy are never imported. All functions raise ValueError on a trace that lacks what is asked
@@ -56,7 +56,8 @@ class TrainingSequence:
     snapshots: of the weights that sampled the token; None where it was added. routes: expert numbers, layers x top-k in one
     list; None where they are not known. routes_shape: [layers, top-k]. masks: the ids that a sampled token was drawn from,
     ascending; [] where that was every one, None where they are not known. rewards: those of the session, and of the path's
-    turns.
+    turns. sampling: of each turn, the parameters that are not the defaults (docs/records.md); None: they are not known.
+    gone: numbers of turns whose record file is gone, so that only their tokens and snapshots are known.
     """
 
     session: str
@@ -72,6 +73,8 @@ class TrainingSequence:
     routes_shape: list[int] | None
     masks: list[list[int] | None] = field(repr=False)
     rewards: list[dict[str, Any]]
+    sampling: list[dict[str, Any] | None] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
 
     @property
     def reward(self) -> float | None:
@@ -153,6 +156,8 @@ def _sequence(
         routes_shape=next((turn["routing_matrix_shape"] for turn in path if turn["routing_matrix"]), None),
         masks=masks,
         rewards=[dict(one) for one in rewards if one["turn"] is None or one["turn"] in on_path],
+        sampling=[turn.get("sampling") for turn in path],
+        gone=[turn["turn"] for turn in path if turn.get("record_gone")],
     )
 
 
@@ -161,7 +166,7 @@ def _scores(
 ) -> list[float] | None:
     given = turn[kind + "s"]
     if given is None or None in given:
-        if unscored == "mask" or not turn["token_ids"]:
+        if unscored == "mask" or not turn["token_ids"] or turn.get("record_gone"):
             return None
         raise ValueError(f"{_turn(about, turn)} has no {kind} of each token: {_why_unscored(turn)}")
     _check_count(about, turn, kind, given)

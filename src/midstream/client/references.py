@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from midstream.client.decode import Routes, SamplingMasks, masks_of_bytes
-from midstream.client.errors import RecordFileError
+from midstream.client.errors import RecordFileError, RecordFileGone
 from midstream.core import extras
 from midstream.core.decoding import NOT_JSON
-from midstream.core.errors import SnapshotError
+from midstream.core.errors import SnapshotError, SnapshotMissing
 from midstream.core.record_files import (
     ABOUT_KEY,
     COLUMNS,
@@ -90,7 +90,8 @@ def read_reference(
     url: of the bucket of records, as `midstream serve --records` has it. reference: `record_reference` of the response, or of
     the last chunks of a stream. bytes_max: a larger file, and one that would take more in memory, is an error.
 
-    Raises RecordFileError, which names the file: it is gone, has other bytes than the reference says, or is no file of records.
+    Raises RecordFileError, which names the file: it is gone (RecordFileGone), has other bytes than the reference says, or is no
+    file of records.
     RuntimeError where pyarrow is not installed.
     """
     if hint := extras.advice(extras.missing(["pyarrow"])):
@@ -130,8 +131,10 @@ def _fetched(url: str, reference: RecordReference, bytes_max: int) -> bytes:
         raise RecordFileError(f"{file}: has {reference.bytes} bytes, more than bytes_max, {bytes_max}")
     try:
         data = read_file(url, file, bytes_max=reference.bytes)
+    except SnapshotMissing as error:
+        raise RecordFileGone(f"{file}: is gone: {error}") from error
     except SnapshotError as error:
-        raise RecordFileError(f"{file}: is gone or cannot be read: {error}") from error
+        raise RecordFileError(f"{file}: cannot be read: {error}") from error
     if len(data) != reference.bytes:
         raise RecordFileError(f"{file}: has {len(data)} bytes, and the reference says {reference.bytes}")
     digest = hashlib.sha256(data).hexdigest()

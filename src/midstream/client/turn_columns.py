@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from midstream.client.decode import Routes
-from midstream.client.errors import RecordFileError
+from midstream.client.errors import RecordFileError, RecordFileGone
 from midstream.client.references import ChoiceColumns, read_reference
 from midstream.core.decoding import NOT_JSON
 from midstream.core.references import LeftOut, TurnReference
@@ -24,21 +24,22 @@ class TurnColumns:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._last: tuple[str, list[ChoiceColumns]] = ("", [])
+        self._last: tuple[str, list[ChoiceColumns] | RecordFileGone] = ("", [])
 
     def turn(self, turn: dict[str, Any], where: str) -> dict[str, Any]:
-        """The turn of a record as it would be without a reference. where: names the record. Raises RecordFileError."""
+        """The turn of a record as it would be without a reference. where: names the record.
+
+        Raises RecordFileGone where the bucket has no such file, and RecordFileError.
+        """
         try:
             given = msgspec.convert(turn["record_reference"], TurnReference)
         except (*NOT_JSON, TypeError) as error:
             raise RecordFileError(f"{where}: record_reference: {error}") from error
         file = given.reference.file
-        if self._last[0] != file:
-            try:
-                self._last = (file, read_reference(self._url, given.reference))
-            except (RecordFileError, RuntimeError) as error:
-                raise RecordFileError(f"{where}: {error}") from error
-        found = [one for one in self._last[1] if one.index == given.choice]
+        choices = self._choices(given, where)
+        if isinstance(choices, RecordFileGone):
+            raise RecordFileGone(f"{where}: {choices}") from choices
+        found = [one for one in choices if one.index == given.choice]
         if not found or found[0].token_ids.tolist() != turn.get("token_ids"):
             raise RecordFileError(f"{where}: choice {given.choice} of {file} has other tokens than the turn")
         columns = found[0]
@@ -52,6 +53,17 @@ class TurnColumns:
             "sampling_mask": _traced_masks(columns),
         }
         return {**turn, **{name: value for column in given.columns for name, value in made[column].items()}}
+
+    def _choices(self, given: TurnReference, where: str) -> list[ChoiceColumns] | RecordFileGone:
+        file = given.reference.file
+        if self._last[0] != file:
+            try:
+                self._last = (file, read_reference(self._url, given.reference))
+            except RecordFileGone as error:
+                self._last = (file, error)
+            except (RecordFileError, RuntimeError) as error:
+                raise RecordFileError(f"{where}: {error}") from error
+        return self._last[1]
 
 
 def _traced_routes(routes: Routes | None) -> dict[str, Any]:

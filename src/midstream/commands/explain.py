@@ -1,7 +1,7 @@
 """`midstream explain`: whose the gap between a trainer's log-probabilities and the server's is, by cause.
 
 Always holds: exit code 0 says that the gaps are near ties and precision alone; 1, that another cause was found; 2, that the
-arguments or the files cannot be used.
+arguments or the files cannot be used; 3, as 0, and record files are gone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.client.checkpoint import no_progress_bars
+from midstream.commands.gaps import add_gaps_argument, exit_code
 from midstream.commands.progress import ProgressLine
 from midstream.commands.recomputing import (
     Recomputing,
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="FILE", help="every token's parts, as JSON; replaced if it is there"
     )
     add_recomputing_arguments(parser)
+    add_gaps_argument(parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -94,7 +96,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.report is not None:
         write_whole("--report", options.report, page(report.splits, facts))
     _print(report, facts)
-    return 0 if all(found <= HARMLESS for found in map(_found, report.splits)) else 1
+    harmless = all(found <= HARMLESS for found in map(_found, report.splits))
+    return exit_code(0 if harmless else 1, records.gone, options)
 
 
 def _explained(

@@ -1,6 +1,7 @@
 """`midstream export`: training records of a server's sessions, or of records in a bucket, one JSON object per line.
 
-Always holds: the file appears whole, under its name, or not at all.
+Always holds: the file appears whole, under its name, or not at all. Exit code 3 says that it is there, and that turns in it
+have loss mask 0 because their record files are gone.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any, TypeVar
 from midstream.client import PublishError, ServerClient
 from midstream.client import export as formats
 from midstream.client.errors import ReplicasSilent, SignalRefused
+from midstream.client.gone import GoneFiles, GoneTurn
 from midstream.client.journal import read_records, traces_of
 from midstream.client.records import TrainingSequence, sequences_of
 from midstream.commands.common import add_server_arguments, connect, given_url, guarded
+from midstream.commands.gaps import add_gaps_argument, exit_code
 from midstream.commands.progress import ProgressLine, add_progress_argument
 from midstream.core.errors import ConfigError, SnapshotError
 
@@ -60,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what becomes of a turn without log-probabilities: an error, or loss mask 0 (default: %(default)s)",
     )
+    add_gaps_argument(parser)
     add_progress_argument(parser)
 
 
@@ -67,9 +71,10 @@ def _export(options: argparse.Namespace) -> int:
     out: Path = options.out
     part = out.with_name(f".{out.name}.part")
     convert, sessions, records = FORMATS[options.format], 0, 0
+    gone = GoneFiles()
     try:
         with ProgressLine(options.progress) as line, part.open("w", encoding="utf-8") as file:
-            for trace in _traces(options, line):
+            for trace in _traces(options, line, gone):
                 sequences = sequences_of(trace, logprobs=options.logprobs, unscored=options.unscored)
                 for record in convert(sequences):
                     file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
@@ -82,20 +87,25 @@ def _export(options: argparse.Namespace) -> int:
     finally:
         part.unlink(missing_ok=True)
     print(f"{out}: {records} records of {sessions} session{'s' if sessions != 1 else ''}")
-    return 0
+    return exit_code(0, gone, options)
 
 
-def _traces(options: argparse.Namespace, line: ProgressLine) -> Iterator[dict[str, Any]]:
+def _traces(options: argparse.Namespace, line: ProgressLine, gone: GoneFiles) -> Iterator[dict[str, Any]]:
     url = given_url(options)
     if url is not None and "://" in url and not url.startswith(("http://", "https://")):
-        return _kept(url, options)
+        return _kept(url, options, gone)
     return _served(options, line)
 
 
-def _kept(url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _kept(url: str, options: argparse.Namespace, gone: GoneFiles) -> Iterator[dict[str, Any]]:
     """Training records of the records in a bucket."""
+
+    def hear(turn: GoneTurn) -> None:
+        if options.session is None or turn.session in options.session:
+            gone.add(turn)
+
     try:
-        yield from traces_of(read_records(url, deployment=options.deployment), options.session)
+        yield from traces_of(read_records(url, deployment=options.deployment, on_gone=hear), options.session)
     except SnapshotError as error:
         raise PublishError(str(error)) from error
 

@@ -1,7 +1,8 @@
 """`midstream verify`: recomputes what records say, from the snapshots in the bucket, and says what differs and why.
 
 Always holds: exit code 0 says that everything was computed that could be, and fits; 1, that something differs; 2, that the
-arguments or the files cannot be used. torch is imported only once there is something to compute.
+arguments or the files cannot be used; 3, that nothing differs, and record files are gone. torch is imported only once
+there is something to compute.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.client.checkpoint import no_progress_bars
+from midstream.commands.gaps import add_gaps_argument, exit_code
 from midstream.commands.progress import ProgressLine
 from midstream.commands.recomputing import (
     Recomputing,
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
     add_records_argument(parser)
     add_recomputing_arguments(parser)
+    add_gaps_argument(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the statement, as JSON; replaced if it is there"
     )
@@ -67,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
         text = json.dumps(sealed(statement, key), indent=1, sort_keys=True)
         write_whole("--out", options.out, text + "\n")
     _print(options, report, statement)
-    return 1 if report.findings else 0
+    return exit_code(1 if report.findings else 0, records.gone, options)
 
 
 def _checked(options: argparse.Namespace) -> bytes | None:
@@ -132,10 +135,12 @@ def _print(options: argparse.Namespace, report: Report, statement: dict[str, Any
         f"clean turn is {report.off:.2g}; {statement['seconds']:.1f} s, {speed:.0f} positions/s"
     )
     if unknown := report.sampling.get("not computed"):
-        print(f"{unknown} sampling_logprobs were not computed: a record has neither temperature nor filters")
+        print(
+            f"{unknown} sampling_logprobs were not computed: their records do not have all that shaped them"
+        )
     if gaps := statement["other_records"].get("gap"):
         print(f"{gaps} gaps in the records, where replicas lost some for want of disk")
     for reason, count in sorted(report.unverified.items()):
-        print(f"{count} turns not verified: {plain(reason)}")
+        print(f"{count} turns could not be verified: {plain(reason)}")
     if options.out is not None:
         print(f"{options.out}: the statement, {'signed' if options.key_file else 'not signed'}")

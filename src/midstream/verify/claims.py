@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from midstream.client.gone import GoneFiles
 from midstream.client.journal import read_records
 from midstream.core.traces import Span, TracedTurn
 from midstream.verify.findings import Cause, Finding, Place
@@ -24,6 +25,7 @@ from midstream.verify.findings import Cause, Finding, Place
 #: What the engine says where it does not know what computed the KV, and what a name whose files were overwritten becomes.
 UNKNOWN_KV, GENERATION = "?", "@"
 ORPHAN = "a turn before it is not in the records"
+GONE = "file gone"
 #: Of one turn's spans, and how many more than it has tokens. Few bytes say it, so it is bounded before a list is made.
 POSITIONS_MAX, BEYOND_MAX = 2**22, 2**18
 
@@ -111,13 +113,14 @@ class Tree:
 
 
 class ClaimedRecords(NamedTuple):
-    """deployments: all that were found. others: records that are no turns, by kind."""
+    """deployments: all that were found. others: records that are no turns, by kind. gone: record files that are not there."""
 
     trees: list[Tree]
     segments: list[Segment]
     findings: list[Finding]
     deployments: list[str]
     others: dict[str, int]
+    gone: GoneFiles
 
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
@@ -132,12 +135,18 @@ class _Record(msgspec.Struct):
     line: int
 
 
+class _Turn(TracedTurn, frozen=True, kw_only=True):
+    """record_gone: the file with its columns, which is not there."""
+
+    record_gone: str | None = None
+
+
 class _TurnRecord(_Record):
     deployment: str
     tenant: str
     session: str
     tree: int
-    turn: TracedTurn
+    turn: _Turn
 
 
 def read_claims(url: str, deployment: str | None = None) -> ClaimedRecords:
@@ -150,11 +159,15 @@ def read_claims(url: str, deployment: str | None = None) -> ClaimedRecords:
     def note(path: str, data: bytes) -> None:
         segments.append(Segment(path, hashlib.sha256(data).hexdigest(), len(data)))
 
-    return gather(read_records(url, deployment=deployment, on_segment=note), segments)
+    gone = GoneFiles()
+    records = read_records(url, deployment=deployment, on_segment=note, on_gone=gone.add)
+    return gather(records, segments, gone)
 
 
-def gather(records: Iterable[dict[str, Any]], segments: list[Segment]) -> ClaimedRecords:
-    """The trees of records as `read_records` gives them. Raises ValueError."""
+def gather(
+    records: Iterable[dict[str, Any]], segments: list[Segment], gone: GoneFiles | None = None
+) -> ClaimedRecords:
+    """The trees of records as `read_records` gives them. gone: is filled meanwhile. Raises ValueError."""
     trees: dict[tuple[str, str, str, str, str, int], Tree] = {}
     #: Of each tree of a replica's boot, the session it was first said to be of.
     owners: dict[tuple[str, str, int], tuple[str, str, str]] = {}
@@ -180,7 +193,7 @@ def gather(records: Iterable[dict[str, Any]], segments: list[Segment]) -> Claime
         key = (*whose, read.replica, read.boot, read.tree)
         tree = trees.setdefault(key, Tree(*whose, read.replica, read.boot, read.tree))
         found += _add(tree, place, read.turn)
-    return ClaimedRecords([*trees.values()], segments, found, [*deployments], others)
+    return ClaimedRecords([*trees.values()], segments, found, [*deployments], others, gone or GoneFiles())
 
 
 def _holes(head: _Record, last: dict[tuple[str, str], tuple[int, str]]) -> Iterator[Finding]:
@@ -194,7 +207,7 @@ def _holes(head: _Record, last: dict[tuple[str, str], tuple[int, str]]) -> Itera
         )
 
 
-def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
+def _add(tree: Tree, place: Place, turn: _Turn) -> Iterator[Finding]:
     if turn.turn in tree.claims:
         yield Finding(Cause.REPEATED_TURN, place, f"turn {turn.turn} of the session comes twice")
         return
@@ -212,6 +225,8 @@ def _add(tree: Tree, place: Place, turn: TracedTurn) -> Iterator[Finding]:
     if turn.resumed:
         # Another replica computed a part of it.
         claim.problem, claim.unverified = None, "another replica sampled its first tokens"
+    elif turn.record_gone is not None:
+        claim.unverified = GONE
     elif turn.logprobs is None:
         claim.unverified = "it has no log-probabilities"
     elif turn.logprob_of is not None:
@@ -310,6 +325,6 @@ def _routes(turn: TracedTurn) -> np.ndarray | None:
 
 def _read(record: dict[str, Any], kind: type[_Kind]) -> _Kind:
     try:
-        return msgspec.convert(record, kind)
+        return msgspec.convert(record, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(f"{record.get('segment')}, line {record.get('line')}: {error}") from error

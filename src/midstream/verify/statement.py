@@ -70,6 +70,7 @@ def statement_body(
             "sampling_logprobs": dict(sorted(report.sampling.items())),
         },
         "not_verified": dict(sorted(report.unverified.items())),
+        "record_files_gone": records.gone.facts(),
         "findings_count": len(findings),
         "findings": [msgspec.to_builtins(finding) for finding in findings[:FINDINGS_MAX]],
     }
