@@ -16,7 +16,7 @@ from msgspec import Meta
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_RECORDS
 from midstream.core.references import TurnReference
-from midstream.core.types import FinishReason
+from midstream.core.types import FinishReason, GenerateRequest
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these, its route and the mask that its request
 #: asked for. "masks": likewise, and a mask of each token, also where no request asks for one.
@@ -38,6 +38,40 @@ class TracedEarlierKv(msgspec.Struct, frozen=True):
     kv_snapshots: list[Span]
 
 
+class TurnSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What made the distributions that a turn was drawn from out of the model's logits: as in SamplingParams, and only what is
+    not the default. stop_token_ids: which `min_tokens` forbids, only beside that. grammar: one shaped them, too, and no record
+    has it. bad_words: their tokens are the engine's alone."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    grammar: bool = False
+
+
+_DEFAULTS = TurnSampling()
+
+
+def sampling_of(request: GenerateRequest) -> TurnSampling:
+    """What the record of the request's turns has."""
+    given = request.sampling
+    found: dict[str, Any] = {name: getattr(given, name, None) for name in TurnSampling.__struct_fields__}
+    found["stop_token_ids"] = given.stop_token_ids if given.min_tokens else ()
+    found["bad_words"] = () if given.bad_tokens else given.bad_words
+    found["grammar"] = request.grammar is not None
+    return TurnSampling(**{name: value for name, value in found.items() if value != getattr(_DEFAULTS, name)})
+
+
 class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of a session.
 
@@ -55,6 +89,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     resumed: how many of the sampled tokens, from the first on, another replica sampled before it was lost. Only the response
     has their numbers, so a turn with such tokens has no log-probabilities, routes and masks here.
     record_reference: where the columns are that a record in a bucket leaves out. A trace has them.
+    sampling: what shaped the distributions that it was drawn from; None: the record is older, and does not say.
     logprob_of: "allowed": logprobs are of the tokens that the answer's grammar allowed. None: they are the raw model's.
     """
 
@@ -79,6 +114,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     logprob_of: str | None = None
     sampling_masks: list[str] | None = None
     record_reference: TurnReference | None = None
+    sampling: TurnSampling | None = None
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,7 +76,12 @@ class Detective:
         if found.route and not found.logprob:
             return _of_routes(claim, found, computed)
         if found.sampling and not found.logprob:
-            return Explained(Cause.LOGPROB, "a sampling_logprob is above 0")
+            at = found.sampling[0]
+            above = (claim.turn.sampling_logprobs or [0.0])[at] or 0.0
+            told = (
+                "is above 0" if above > self._tolerance else "is not that of its recorded sampling parameters"
+            )
+            return Explained(Cause.LOGPROB, f"the sampling_logprob of token {at} {told}")
         trials = self._trials(claim, found, around)
         for _ in range(TRIALS_MAX // TOGETHER):
             some = list(islice(trials, TOGETHER))

@@ -13,6 +13,7 @@ import numpy as np
 
 from midstream.core.masks import kept_ids
 from midstream.verify.claims import Claim
+from midstream.verify.drawing import Redrawn, is_greedy, is_plain
 from midstream.verify.findings import TokenDifference
 from midstream.verify.jobs import Numbers
 
@@ -39,10 +40,15 @@ class Compared:
 
 
 class Computed:
-    """The numbers of all parts of a turn, put together: a row for each sampled token."""
+    """The numbers of all parts of a turn, put together: a row for each sampled token.
+
+    sampling: the sampling log-probability of each token; None: the record does not have what shaped it.
+    """
 
     def __init__(self, claim: Claim, parts: Sequence[tuple[int, int, Numbers]]) -> None:
+        self.claim = claim
         count = len(claim.labels)
+        self.sampling: np.ndarray | None = None
         self.logprobs, self.best = np.zeros(count), np.zeros(count)
         self.routes: np.ndarray | None = None
         self.tied = any(numbers.tied for _, _, numbers in parts)
@@ -54,6 +60,13 @@ class Computed:
                 if self.routes is None:
                     self.routes = np.zeros((count, *numbers.routes.shape[1:]), dtype=np.int64)
                 self.routes[first:until] = numbers.routes[:size]
+
+    def draw(self, drawn: Redrawn | None) -> None:
+        """drawn: what heard the passes."""
+        if drawn is not None:
+            self.sampling = drawn.values
+        elif is_plain(self.claim.turn.sampling):
+            self.sampling = self.logprobs
 
 
 def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
@@ -67,14 +80,26 @@ def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
             route = np.flatnonzero(differ.any((1, 2)))
         else:
             route = np.arange(len(told))
-    given = claim.turn.sampling_logprobs or []
-    impossible = [at for at, value in enumerate(given) if value is not None and not value <= tolerance]
-    return Compared(_tuple(logprob), _tuple(route), tuple(impossible), tuple(mislabelled(claim)))
+    sampling = _sampled_otherwise(claim, computed, tolerance)
+    return Compared(_tuple(logprob), _tuple(route), tuple(sampling), tuple(mislabelled(claim)))
+
+
+def _sampled_otherwise(claim: Claim, computed: Computed, tolerance: float) -> Iterator[int]:
+    given, made = claim.turn.sampling, computed.sampling
+    for at, value in enumerate(claim.turn.sampling_logprobs or ()):
+        if value is not None and not value <= tolerance:
+            yield at
+        elif value is not None and given is not None and made is not None:
+            own = max(float(made[at]), LOGPROB_MIN)
+            # Rounding of logits grows as they are divided.
+            warm = 1.0 if is_greedy(given) else max(1.0, 1.0 / given.temperature)
+            if not abs(max(value, LOGPROB_MIN) - own) <= tolerance * warm * max(1.0, abs(own) / 100):
+                yield at
 
 
 def drawn_raw(claim: Claim) -> bool:
-    """Whether a turn was drawn from the raw distribution, so that both log-probabilities of its tokens are one. A record has no
-    temperature and no filter: under those its sampling log-probabilities cannot be computed."""
+    """Whether a turn was drawn from the raw distribution, so that both log-probabilities of its tokens are one. Of others an
+    older record, which has no sampling parameters, cannot say how."""
     told = claim.turn.sampling_logprobs or []
     return bool(told) and all(
         value is not None and abs(value - raw) <= 1e-6
@@ -141,9 +166,9 @@ def _logprob_values(claim: Claim, computed: Computed, token: int) -> tuple[str, 
     return f"{claim.logprobs[token]:.6f}", f"{computed.logprobs[token]:.6f}"
 
 
-def _sampling_values(claim: Claim, _: Computed, token: int) -> tuple[str, str]:
+def _sampling_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
     told = (claim.turn.sampling_logprobs or [])[token]
-    return f"{told}", "at most 0"
+    return f"{told}", "at most 0" if computed.sampling is None else f"{computed.sampling[token]:.6f}"
 
 
 def _route_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:

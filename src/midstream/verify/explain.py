@@ -186,10 +186,13 @@ class Explainer:
         soughts = {case: sought_by(case.sampled, case.kept) for case in cases}
         self._compute([(case, base) for case in cases], report, soughts)
         for case in cases:
-            rows = case.rows.pop(base, {})
+            rows = {at: case.shaped(at, row) for at, row in case.rows.pop(base, {}).items()}
             ids = case.claim.turn.token_ids
-            raw = case.claim.logprobs
-            case.temperature = temperature_of(rows, ids, case.kept, raw, case.sampled, self.tolerance)
+            raw = case.raw_of(rows)
+            recorded = case.recorded_temperature
+            case.temperature = temperature_of(
+                rows, ids, case.kept, raw, case.sampled, self.tolerance, recorded
+            )
 
     def _compute(
         self,
@@ -353,8 +356,12 @@ def _changes_of_passes(end: Counterfactual) -> Iterator[tuple[GapCause, Counterf
 def _details(case: Case, best: _Guess) -> dict[GapCause, str]:
     found = {}
     if case.start.tempered != best.way.tempered:
-        at = case.temperature
+        at, recorded = case.temperature, case.claim.turn.sampling
         drawn_at = "with penalties, filters or a grammar" if at is None else f"at temperature {at:g}"
+        if at is not None and recorded is not None and recorded.temperature != at:
+            drawn_at += f", and not at {recorded.temperature:g} as its record says,"
+        elif at is not None and case.penalised:
+            drawn_at += " with penalties"
         does = "" if best.way.tempered else "not "
         found[GapCause.TEMPERATURE] = (
             f"the turn was drawn {drawn_at}; the trainer's numbers are {does}of that"

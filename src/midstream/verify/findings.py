@@ -17,6 +17,7 @@ class Cause(StrEnum):
     LABEL = "wrong label"
     ROUTE = "swapped route row"
     LOGPROB = "moved logprob"
+    SAMPLING = "other sampling parameters"
     SNAPSHOT = "other snapshot in the bucket"
     STALE_KV = "stale KV"
     TOKENS = "dropped or repeated token"

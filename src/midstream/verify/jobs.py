@@ -20,7 +20,7 @@ from midstream.verify.claims import Claim
 Files = Callable[[str], Path]
 #: Hears of positions that were computed.
 OnComputed = Callable[[int], None]
-#: Gets log-probabilities of the whole vocabulary, [rows, vocab], and the number of the first row among those asked for.
+#: Gets logits of the whole vocabulary, [rows, vocab], and the number of the first row among those asked for.
 Look = Callable[[int, np.ndarray], None]
 #: In forced routes: the model's own choice.
 OWN_ROUTE = -1

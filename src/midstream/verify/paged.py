@@ -201,8 +201,8 @@ class PagedComputer(Computer):
         rows = np.array(wanted or [0], dtype=np.int64)
         decoder = weights[0].model.decoder
         logits, routes = decoder.forward(batch, self._cache, rows)
-        scores = logits.float()
-        scores = scores - scores.logsumexp(-1, keepdim=True)
+        raw = logits.float()
+        scores = raw - raw.logsumexp(-1, keepdim=True)
         at = 0
         ties = decoder.router_ties
         for work, first in zip(works, batch.spans[:, 0].tolist(), strict=True):
@@ -219,7 +219,7 @@ class PagedComputer(Computer):
                 if sequence.routes is not None and routes is not None:
                     sequence.routes[row] = routes[first + begin - work.first : first + work.last - work.first]
                 if job.look is not None:
-                    job.look(begin - job.first, own.cpu().numpy())
+                    job.look(begin - job.first, raw[at : at + count].cpu().numpy())
                 if job.top and begin == job.first:
                     sequence.top = tuple(own[0].topk(min(job.top, self.vocab)).indices.tolist())
                 at += count

@@ -6,7 +6,7 @@ Always holds: the numbers of all passes of a turn are of as many tokens as both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
@@ -17,8 +17,9 @@ import numpy as np
 from midstream.client.records import LogprobKind
 from midstream.verify.claims import Claim, KvPart
 from midstream.verify.compare import LOGPROB_MIN
+from midstream.verify.drawing import Shaped, is_filtered, is_greedy, recomputable
 from midstream.verify.jobs import OWN_ROUTE, Computer, Numbers, PassJob, jobs_of
-from midstream.verify.readings import RAW, SAMPLED, Reading, Way, drawn_otherwise
+from midstream.verify.readings import RAW, SAMPLED, Reading, Way, drawn_otherwise, mass
 from midstream.verify.trainer import TrainerTurn
 
 #: As `Counterfactual.fresh`: each token by its label, over KV of that snapshot.
@@ -97,6 +98,9 @@ class Case:
         self.rollout = (self.sampled if self.against == "sampling_logprob" else raw)[: self.size]
         self.start = SAMPLED if self.against == "sampling_logprob" else RAW
         self.masked = any(ids is not None for ids in self.kept)
+        sampling = self.claim.turn.sampling
+        self._shaped = Shaped(self.claim, sampling) if sampling is not None else None
+        self.penalised = self._shaped is not None and self._shaped.changes
         theirs, prompt = self.given.token_ids, self.given.prompt_ids
         other = theirs is not None and theirs != self.claim.turn.token_ids
         self.theirs = other or (prompt is not None and prompt != self.claim.prompt)
@@ -116,6 +120,25 @@ class Case:
             own = {*self.claim.labels[first:until]}
             yield own.pop() if len(own) == 1 else None
             first = until
+
+    @property
+    def recorded_temperature(self) -> float | None:
+        """None: the record does not say it, or filters shaped the distributions, too, whose masks it has not."""
+        sampling = self.claim.turn.sampling
+        if sampling is None or is_greedy(sampling) or not recomputable(sampling):
+            return None
+        return sampling.temperature if self.masked or not is_filtered(sampling) else None
+
+    def shaped(self, token: int, row: np.ndarray) -> np.ndarray:
+        """The logits of a token's pass behind the recorded penalties."""
+        return row if self._shaped is None else self._shaped.of(token, row.astype(np.float64))
+
+    def raw_of(self, rows: Mapping[int, np.ndarray]) -> list[float]:
+        """What rows say of their tokens at temperature 1: as recorded, where nothing but a temperature shaped them."""
+        raw = [*self.claim.logprobs]
+        for at, row in rows.items() if self.penalised else ():
+            raw[at] = float(row[self.claim.turn.token_ids[at]] - mass(row, -1))
+        return raw
 
     def ids(self, theirs: bool) -> list[int]:
         if not theirs:
@@ -274,7 +297,11 @@ def _piece(
     until = len(job.ids) - begin
     kept = [*case.kept[:count], *([None] * (count - len(case.kept)))][first:until]
     own = [at - first for at in whole if first <= at < until]
-    reading = Reading(ids[begin + first : begin + until], kept, case.temperature, own)
+    # Penalties of the trainer's own tokens are not known.
+    shaped = None
+    if case.penalised and case.temperature is not None and not asked.theirs:
+        shaped = lambda at, row: case.shaped(first + at, row)  # noqa: E731
+    reading = Reading(ids[begin + first : begin + until], kept, case.temperature, own, shaped)
     forced = None if asked.routes is Routes.OWN else _forced(case, asked, job)
     return TurnPiece(tokens, first, replace(job, look=reading, forced=forced), reading)
 

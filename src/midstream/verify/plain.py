@@ -92,7 +92,7 @@ class PlainComputer(Computer):
 
     def _numbers(self, job: PassJob, passes: Passes) -> Numbers:
         if job.look is not None:
-            job.look(0, passes.logprobs.numpy())
+            job.look(0, passes.logits.numpy())
         targets = torch.tensor(job.ids[job.first + 1 :])[:, None]
         logprobs = passes.logprobs.gather(1, targets)[:, 0].numpy().astype(float)
         routes = passes.routes[job.first :] if passes.routes.size else None

@@ -8,7 +8,7 @@ recorded sampling log-probability that it was sought with.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ RAW, SAMPLED = Way(False, False), Way(True, True)
 class Reading:
     """Of each row of a job. ids: the token it scores. kept: those in its mask; None: every one. temperature: None: not known.
 
-    whole: rows that are kept as they come.
+    whole: rows that are kept as they come. shaped: what penalties make of a row, which tempered ways take.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class Reading:
         kept: Sequence[np.ndarray | None],
         temperature: float | None,
         whole: Sequence[int] = (),
+        shaped: Callable[[int, np.ndarray], np.ndarray] | None = None,
     ) -> None:
+        self._shaped = shaped
         self._ids, self._kept, self._temperature = np.array(ids, dtype=np.int64), kept, temperature
         self._whole = frozenset(whole)
         self.rows: dict[int, np.ndarray] = {}
@@ -64,20 +66,23 @@ class Reading:
         # A job may go on behind the last token of this turn.
         rows = rows[: max(0, len(self._ids) - first)]
         here = slice(first, first + len(rows))
-        own = rows[np.arange(len(rows)), self._ids[here]]
+        plain = rows
         for warm in (False, True):
             by = (self._temperature or 1.0) if warm else 1.0
-            every = _mass(rows / by, -1)
+            if warm and self._shaped is not None:
+                rows = np.array([self._shaped(first + at, row) for at, row in enumerate(plain)])
+            own = rows[np.arange(len(rows)), self._ids[here]]
+            every = mass(rows / by, -1)
             kept = np.array(
                 [
-                    every[i] if ids is None else _mass(rows[i, ids] / by, -1)
+                    every[i] if ids is None else mass(rows[i, ids] / by, -1)
                     for i, ids in enumerate(self._kept[here])
                 ]
             )
             self._values[Way(warm, False)][here] = own / by - every
             self._values[Way(warm, True)][here] = own / by - kept
         for number in self._whole.intersection(range(here.start, here.stop)):
-            self.rows[number] = rows[number - first]
+            self.rows[number] = plain[number - first]
 
     def of(self, way: Way) -> np.ndarray:
         """Of each token. Tempered ones are those at temperature 1 where no temperature is known."""
@@ -121,10 +126,12 @@ def temperature_of(
     raw: Sequence[float],
     sampled: np.ndarray,
     tolerance: float,
+    recorded: float | None = None,
 ) -> float | None:
     """The temperature that gives the sampling log-probabilities of the tokens with a row; None: none does, or none is asked.
 
     raw, sampled: as recorded. It gives them to `tolerance`, or to twice what the recorded raw ones are off the rows.
+    recorded: the temperature that the record has, which is tried first.
     """
     if not rows:
         return None
@@ -135,6 +142,14 @@ def temperature_of(
     def mean(by: float) -> float:
         return sum(off(by)) / len(rows)
 
+    rounding = max(abs(_at(row, ids[at], None, 1.0) - raw[at]) for at, row in rows.items())
+
+    def fits(by: float) -> bool:
+        # Rounding of logits grows as they are divided.
+        return max(off(by)) <= max(tolerance, 2 * rounding) * max(1.0, 1 / by)
+
+    if recorded is not None and fits(recorded):
+        return recorded
     grid = np.geomspace(COLDEST, HOTTEST, TRIED)
     best = min(range(TRIED), key=lambda at: mean(float(grid[at])))
     low, high = float(grid[max(0, best - 1)]), float(grid[min(TRIED - 1, best + 1)])
@@ -146,16 +161,14 @@ def temperature_of(
     near = max(1.5 * mean(found), SAME_BY)
     short = (round(found, digits) for digits in (1, 2, 3))
     found = next((one for one in short if one > 0 and mean(one) <= near), found)
-    rounding = max(abs(row[ids[at]] - raw[at]) for at, row in rows.items())
-    # That of logits grows as they are divided.
-    return found if max(off(found)) <= max(tolerance, 2 * rounding) * max(1.0, 1 / found) else None
+    return found if fits(found) else None
 
 
 def _at(row: np.ndarray, token: int, kept: np.ndarray | None, by: float) -> float:
-    return float(row[token] / by - _mass((row if kept is None else row[kept]) / by, -1))
+    return float(row[token] / by - mass((row if kept is None else row[kept]) / by, -1))
 
 
-def _mass(values: np.ndarray, axis: int) -> np.ndarray:
+def mass(values: np.ndarray, axis: int) -> np.ndarray:
     """The logarithm of the sum of exponentials."""
     most = values.max(axis, keepdims=True)
     found: np.ndarray = np.log(np.exp(values - most).sum(axis)) + most.squeeze(axis)

@@ -26,6 +26,7 @@ from midstream.verify.compare import (
     drawn_raw,
     wrong_masks,
 )
+from midstream.verify.drawing import Redrawn, heard, is_plain, redrawn
 from midstream.verify.findings import TOKENS_LISTED, Cause, Finding, Place
 from midstream.verify.jobs import Computer, Numbers, PassJob, jobs_of
 
@@ -164,19 +165,31 @@ class Verifier:
 
         passed = 0
         for group in groups(claims):
-            parts = [(claim, first, until, job) for claim in group for first, until, job in jobs_of(claim)]
+            drawn = {claim: self._redrawn(claim) for claim in group}
+            parts = [
+                (claim, first, until, heard(drawn[claim], first, job))
+                for claim in group
+                for first, until, job in jobs_of(claim)
+            ]
             numbers = self._computer.compute([job for _, _, _, job in parts], advance)
             made: dict[Claim, list[tuple[int, int, Numbers]]] = {}
             for (claim, first, until, _), found in zip(parts, numbers, strict=True):
                 made.setdefault(claim, []).append((first, until, found))
             for claim, own in made.items():
-                suspects += self._judged(claim, Computed(claim, own), report)
+                suspects += self._judged(Computed(claim, own), drawn[claim], report)
             passed += sum(claim.length for claim in group)
             done = passed
             progress(done, total)
         return suspects
 
-    def _judged(self, claim: Claim, computed: Computed, report: Report) -> Iterator[Suspect]:
+    def _judged(
+        self,
+        computed: Computed,
+        drawn: Redrawn | None,
+        report: Report,
+    ) -> Iterator[Suspect]:
+        claim = computed.claim
+        computed.draw(drawn)
         found = compare(claim, computed, self.tolerance)
         if not found.clean and computed.tied and not found.label:
             again = self._second_look(claim)
@@ -187,7 +200,8 @@ class Verifier:
         report.tokens += len(claim.labels)
         report.routes += 0 if claim.routes is None else len(claim.routes)
         if claim.turn.sampling_logprobs is not None:
-            report.sampling["equal to logprobs" if drawn_raw(claim) else "not computed"] += len(claim.labels)
+            raw = "equal to logprobs" if drawn_raw(claim) else "not computed"
+            report.sampling[raw if computed.sampling is None else "computed"] += len(claim.labels)
         if not found.clean:
             yield Suspect(claim, computed, found)
             return
@@ -197,7 +211,9 @@ class Verifier:
         if self._with_ties is None or claim.routes is None or claim.routes.shape[1:] != self._computer.routes:
             return None
         parts = []
-        for first, until, job in jobs_of(claim):
+        drawn = self._redrawn(claim)
+        for first, until, bare in jobs_of(claim):
+            job = heard(drawn, first, bare)
             told = np.array(claim.logprobs[first:until])
 
             def fits(numbers: Numbers, told: np.ndarray = told) -> bool:
@@ -207,7 +223,13 @@ class Verifier:
             if numbers is None:
                 return None
             parts.append((first, until, numbers))
-        return Computed(claim, parts)
+        computed = Computed(claim, parts)
+        computed.draw(drawn)
+        return computed
+
+    def _redrawn(self, claim: Claim) -> Redrawn | None:
+        """None: there is nothing that it would need rows for."""
+        return None if is_plain(claim.turn.sampling) else redrawn(claim, self._computer.dtype)
 
     # -- causes
 
@@ -240,9 +262,24 @@ class Verifier:
         claim = suspect.claim
         why = self._follows(claim)
         if why is None:
-            why = self._detective.explain(claim, suspect.found, suspect.computed, around.of(claim))
+            why = self._sampling_cause(suspect) or self._detective.explain(
+                claim, suspect.found, suspect.computed, around.of(claim)
+            )
         self._remember(claim, why)
         return why
+
+    def _sampling_cause(self, suspect: Suspect) -> Explained | None:
+        """Only the sampling log-probabilities differ, and by more than one number."""
+        found, given = suspect.found, suspect.claim.turn.sampling
+        drawn = redrawn(suspect.claim, self._computer.dtype)
+        if drawn is None or given is None or found.logprob or found.label or len(found.sampling) < 2:
+            return None
+        self._computer.compute([heard(drawn, first, job) for first, _, job in jobs_of(suspect.claim)])
+        recorded = f"the record says temperature {given.temperature:g}"
+        other = drawn.other_temperature(self.tolerance)
+        if other is not None:
+            return Explained(Cause.SAMPLING, f"temperature {other:g} gives every number, and {recorded}")
+        return Explained(Cause.SAMPLING, f"no temperature gives its numbers, and {recorded}")
 
     def _remember(self, claim: Claim, why: Explained) -> None:
         if why.tokens is not None or why.cause in (Cause.TOKENS, Cause.FOLLOWS):

@@ -22,6 +22,7 @@ from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost, StreamG
 from midstream.core.references import RecordReference, TurnReference
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.served_names import ServedNames
+from midstream.core.traces import sampling_of
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
 from midstream.engine.base import Engine, EngineDied, StreamLost
 from midstream.replica.gate import Gate
@@ -141,6 +142,8 @@ class Generation:
         requests = work.requests
         if resumable or continued is not None:
             requests = [replace(request, want_kv_snapshots=True) for request in requests]
+        for history, request in zip(histories, requests, strict=bool(histories)):
+            history.sampling = sampling_of(request)
         self._engine = EngineEvents(service.engine, [*requests], checked.n)
         ends = frozenset(requests[0].sampling.stop_token_ids)
         self._choices, self._stages = choices_and_stages(

@@ -21,7 +21,7 @@ from msgspec import UNSET, UnsetType
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_HISTORY
 from midstream.core.references import TurnReference
-from midstream.core.traces import RecordsKept, keeps_routes
+from midstream.core.traces import RecordsKept, TurnSampling, keeps_routes
 from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
@@ -167,6 +167,8 @@ class History:
         self._prompt: tuple[int, ...] = ()
         self._answers: dict[int, _Answer] = {}
         self.branch: Branch | None = None
+        #: Of the request that is sampled from.
+        self.sampling: TurnSampling | None = None
 
     def __repr__(self) -> str:
         return f"History({self._session}, parent={self._parent}, branch={self.branch})"
@@ -351,6 +353,7 @@ class History:
             answer.replayed,
             answer.constrained,
             tuple(answer.masks) if len(answer.masks) == whole else (),
+            sampling=self.sampling,
         )
 
 

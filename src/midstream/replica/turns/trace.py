@@ -76,4 +76,5 @@ def traced(
         logprob_of=ALLOWED if record.constrained else None,
         sampling_masks=[b64encode(mask).decode() for mask in record.masks] or None,
         record_reference=record.reference,
+        sampling=record.sampling,
     )

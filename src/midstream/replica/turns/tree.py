@@ -27,7 +27,7 @@ import msgspec
 from midstream.core.errors import InvalidRequest
 from midstream.core.measures import Rewarded
 from midstream.core.references import TurnReference
-from midstream.core.traces import REWARDS_MAX, Reward
+from midstream.core.traces import REWARDS_MAX, Reward, TurnSampling
 from midstream.core.types import FinishReason, Session
 from midstream.replica.text.reasoning_tags import Render
 from midstream.replica.turns.continuing import Closings, closings_of
@@ -134,6 +134,7 @@ class TurnRecord(NamedTuple):
     model: the one that they are snapshots of; "": the replica's own. resumed: how many of the sampled tokens, from the first
     on, are of a replica that was lost. Their numbers, and so those of the turn, went to the client alone. constrained: as in a
     TokenRecord. masks: of the sampled tokens; empty where they were not asked for. reference: to the file with columns.
+    sampling: what shaped their distributions.
     """
 
     finish: FinishReason
@@ -150,6 +151,7 @@ class TurnRecord(NamedTuple):
     constrained: bool = False
     masks: tuple[bytes, ...] = ()
     reference: TurnReference | None = None
+    sampling: TurnSampling | None = None
 
     @property
     def size(self) -> int:

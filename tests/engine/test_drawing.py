@@ -1,0 +1,230 @@
+"""The sampling parameters in a record give its sampling log-probabilities: against the engine's own sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from explained import World
+from families import write_model
+
+from midstream.core.config import EngineSettings
+from midstream.core.traces import sampling_of
+from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.embedded.limits import TokenLimiter
+from midstream.engine.embedded.sampler import sample
+from midstream.engine.step import SampleRow
+from midstream.verify.claims import Claim, gather
+from midstream.verify.drawing import redrawn
+from midstream.verify.findings import Cause
+from midstream.verify.paged import PagedComputer
+from midstream.verify.verifier import Report, Verifier
+
+VOCAB, TOKENS = 97, 24
+PROMPT = (3, 4, 5, 4)
+#: Every parameter, and what meets.
+GIVEN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 1.7, "top_k": 5},
+    {"temperature": 0.0},
+    {"top_p": 0.6},
+    {"min_p": 0.1},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"logit_bias": {5: 3.0, 7: -4.0}, "temperature": 0.8},
+    {"min_tokens": 12, "stop_token_ids": (9, 10, 11)},
+    {"allowed_token_ids": (1, 5, 7, 60)},
+    {"bad_tokens": ((7,), (5, 8))},
+    {
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {8: 1.0},
+    },
+]
+
+
+def drawn(given: dict[str, Any], seed: int) -> tuple[Claim, np.ndarray]:
+    """A turn as the engine samples it from random logits, and those logits."""
+    params = SamplingParams(max_tokens=TOKENS, seed=seed, **given)
+    random = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(TOKENS, VOCAB, generator=random)
+    limiter = TokenLimiter(params, VOCAB, None) if params.limited else None
+    history, sampling = [*PROMPT], []
+    for at in range(TOKENS):
+        mask = None if limiter is None else limiter.mask()
+        row = SampleRow(params, 0, len(history), history, len(PROMPT), 0, mask)
+        found = sample(logits[at : at + 1], [row])
+        if limiter is not None:
+            limiter.accept(found.tokens[0])
+        history = [*history, *found.tokens]
+        sampling += found.sampling_logprobs
+    request = GenerateRequest(request_id="r", prompt=PROMPT, sampling=params)
+    return claim_of(request, history[len(PROMPT) :], sampling), logits.numpy()
+
+
+def claim_of(request: GenerateRequest, tokens: Sequence[int], sampling: Sequence[float]) -> Claim:
+    size = len(tokens)
+    turn = {
+        "turn": 1,
+        "parent": 0,
+        "model": "m",
+        "added": [*PROMPT],
+        "token_ids": [*tokens],
+        "loss_mask": [],
+        "finish_reason": "length",
+        "created": 1.0,
+        "logprobs": [0.0] * size,
+        "sampling_logprobs": [*sampling],
+        "routing_matrix": None,
+        "routing_matrix_dtype": None,
+        "routing_matrix_shape": None,
+        "snapshots": [{"snapshot": "base", "start": 0, "end": size}],
+        "kv_snapshots": [{"snapshot": "base", "start": 0, "end": len(PROMPT) + size - 1}],
+        # As JSON has it.
+        "sampling": json_of(request),
+    }
+    head = {"n": 1, "replica": "r", "boot": "b", "kind": "turn", "segment": "s", "line": 1}
+    record = {**head, "deployment": "d", "tenant": "", "session": "k", "tree": 1, "turn": turn}
+    [tree] = gather([record], []).trees
+    return tree.claims[1]
+
+
+def json_of(request: GenerateRequest) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(sampling_of(request)))
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_the_parameters_of_a_record_give_what_the_sampler_gave(given: dict[str, Any]) -> None:
+    for seed in range(8):
+        claim, logits = drawn(given, seed)
+        made = redrawn(claim, "float32")
+        assert made is not None
+        # In pieces, as passes come.
+        made.hear(0, logits[:10])
+        made.hear(10, logits[10:])
+        assert np.abs(made.values - np.array(claim.turn.sampling_logprobs)).max() < 2e-5
+
+
+@pytest.mark.parametrize("given", [one for one in GIVEN if one != {"temperature": 0.0}], ids=str)
+def test_no_other_temperature_gives_them(given: dict[str, Any]) -> None:
+    claim, logits = drawn(given, 3)
+    turn = claim.turn
+    assert turn.sampling is not None
+    told = msgspec.structs.replace(turn.sampling, temperature=turn.sampling.temperature * 1.1)
+    claim.turn = msgspec.structs.replace(turn, sampling=told)
+    made = redrawn(claim, "float32")
+    assert made is not None
+    made.hear(0, logits)
+    off = np.abs(made.values - np.array(turn.sampling_logprobs))
+    assert (off > 1e-3).sum() >= 2
+    other = made.other_temperature(1e-4)
+    if not given.keys() & {"top_p", "top_k", "min_p"}:
+        assert other == pytest.approx(turn.sampling.temperature, rel=1e-3)
+
+
+def test_what_is_not_the_default_is_recorded_and_nothing_else() -> None:
+    def of(grammar: str | None = None, **given: Any) -> Any:
+        params = SamplingParams(max_tokens=5, seed=3, **given)
+        return json_of(GenerateRequest(request_id="r", prompt=(1,), sampling=params, grammar=grammar))
+
+    assert of() == of(stop_token_ids=(2,)) == {}
+    assert of(temperature=0.5, top_p=0.9) == {"temperature": 0.5, "top_p": 0.9}
+    assert of(min_tokens=3, stop_token_ids=(2,)) == {"min_tokens": 3, "stop_token_ids": [2]}
+    assert of(grammar="start: A") == {"grammar": True}
+    assert of(bad_words=("x",)) == {"bad_words": ["x"]}
+    assert of(bad_words=("x",), bad_tokens=((4, 5),)) == {"bad_tokens": [[4, 5]]}
+
+
+def test_forged_parameters_are_not_computed_or_give_no_number_that_fits() -> None:
+    claim, logits = drawn({}, 1)
+    for forged in (
+        {"temperature": -1.0},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {-1: 2.0}},
+        {"grammar": True},
+    ):
+        claim.turn = msgspec.structs.replace(
+            claim.turn, sampling=msgspec.convert(forged, type(claim.turn.sampling))
+        )
+        assert redrawn(claim, "float32") is None
+    for forged in (
+        {"logit_bias": {10**9: 2.0}, "temperature": 1e-3},
+        {"temperature": 1e308},
+        {"logit_bias": {5: 1e308}},
+        {"allowed_token_ids": [10**9]},
+        {"bad_tokens": [[], [10**9]], "frequency_penalty": 1e308},
+        {"top_p": -3.0},
+        {"min_p": 1e300},
+    ):
+        claim.turn = msgspec.structs.replace(
+            claim.turn, sampling=msgspec.convert(forged, type(claim.turn.sampling))
+        )
+        made = redrawn(claim, "float32")
+        assert made is not None
+        made.hear(0, logits)
+        off = np.abs(made.values - np.array(claim.turn.sampling_logprobs))
+        assert not (off < 1e-4).all()
+
+
+# -- through the verifier
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    model = write_model("llama", tmp_path_factory.mktemp("dense") / "model", 0)
+    world = World({"step-1": model})
+    world.turn("step-1", tokens=12, temperature=0.7)
+    world.turn("step-1", tokens=12, temperature=0.7, top_p=0.8)
+    return world
+
+
+def verified(world: World, *sampling: dict[str, Any] | None) -> Report:
+    records = []
+    for record, given in zip(world.records, sampling, strict=True):
+        turn = dict(record["turn"]) if given is None else {**record["turn"], "sampling": given}
+        records.append({**record, "turn": turn})
+    files = world.checkpoints.__getitem__
+    computer = PagedComputer(files, "step-1", EngineSettings(kv_cache_tokens=1024, threads=1))
+    return Verifier(computer, lambda _: None, lambda _: False).verify(world.trees_of(records))
+
+
+def test_a_record_with_another_temperature_than_the_one_it_was_drawn_at_is_found(world: World) -> None:
+    true = {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.8}
+    clean = verified(world, *true)
+    assert clean.findings == []
+    assert clean.sampling == {"computed": 24}
+    report = verified(world, {"temperature": 1.0}, true[1])
+    [finding] = report.findings
+    assert finding.cause is Cause.SAMPLING
+    assert finding.place.session == "s-1"
+    assert finding.detail == "temperature 0.7 gives every number, and the record says temperature 1"
+    [finding] = verified(world, true[0], {"temperature": 0.9, "top_p": 0.8}).findings
+    assert finding.detail == "temperature 0.7 gives every number, and the record says temperature 0.9"
+    [finding] = verified(world, {"temperature": 0.0}, true[1]).findings
+    assert finding.cause is Cause.SAMPLING
+
+
+def test_records_of_older_servers_are_verified_as_before(world: World) -> None:
+    report = verified(world, None, None)
+    assert report.findings == []
+    assert report.sampling == {"not computed": 24}
+
+
+def test_one_moved_sampling_logprob_is_a_moved_number(world: World) -> None:
+    moved = [*world.records[0]["turn"]["sampling_logprobs"]]
+    moved[4] -= 1e-2
+    turn = {**world.records[0]["turn"], "sampling_logprobs": moved, "sampling": {"temperature": 0.7}}
+    record = {**world.records[0], "turn": turn}
+    files = world.checkpoints.__getitem__
+    computer = PagedComputer(files, "step-1", EngineSettings(kv_cache_tokens=1024, threads=1))
+    [finding] = Verifier(computer, lambda _: None, lambda _: False).verify(world.trees_of([record])).findings
+    assert finding.cause is Cause.LOGPROB
+    assert [(one.token, one.column) for one in finding.tokens] == [(4, "sampling_logprobs")]
