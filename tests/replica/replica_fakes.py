@@ -576,7 +576,7 @@ def make_replica(
     **more: Any,
 ) -> Replica:
     bounds = {name: more.pop(name) for name in Bounds.__dataclass_fields__ if name in more}
-    journal, files = more.pop("journal", None), more.pop("files", None)
+    journal, files, audits = (more.pop(name, None) for name in ("journal", "files", "audits"))
     replica = Replica(
         name="replica-0",
         engine=engine,
@@ -591,6 +591,8 @@ def make_replica(
         replica.keep_records(journal)
     if files is not None:
         replica.keep_record_files(files)
+    if audits is not None:
+        replica.audit_turns(audits)
     return replica
 
 

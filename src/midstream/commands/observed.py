@@ -110,6 +110,22 @@ def ledger_of(server: ServerClient, deployment: str) -> dict[str, Any] | None:
     return found
 
 
+def audit_notes(metrics: Metrics, replica: str) -> list[str]:
+    """What the continuous audit of the replica found; nothing where it found none."""
+    differ = sum(
+        value
+        for labels, value in metrics.get("midstream_audit_mismatches_total", ())
+        if labels["replica"] == replica
+    )
+    last = metrics.get("midstream_audit_last_mismatch_timestamp_seconds", ())
+    about = [
+        f", the last one is turn {labels['turn']} of {labels['session']} ({labels['cause']})"
+        for labels, _ in last
+        if labels["replica"] == replica
+    ]
+    return [f"audit: {differ:.0f} turns differ{''.join(about)}"] if differ else []
+
+
 def metrics_of(server: ServerClient) -> Metrics:
     """Samples by name, each with its labels; none where the key may see the status but not the metrics."""
     exposition = _allowed(lambda: server.metrics(retry_s=0)) or ""

@@ -18,7 +18,15 @@ from midstream.commands.common import (
     guarded,
     show,
 )
-from midstream.commands.observed import Metrics, cached_share, ledger_of, loading_ms, metrics_of, of_replica
+from midstream.commands.observed import (
+    Metrics,
+    audit_notes,
+    cached_share,
+    ledger_of,
+    loading_ms,
+    metrics_of,
+    of_replica,
+)
 from midstream.commands.pushes_view import Groups, pushes_text
 from midstream.core.errors import ConfigError
 from midstream.core.text import plain, table
@@ -154,6 +162,7 @@ def _row(replica: ReplicaStatus, metrics: Metrics) -> tuple[str, ...]:
     in_flight = of_replica(metrics, "requests_in_flight", replica.name)
     cached = cached_share(metrics, replica.name)
     notes = [] if replica.ready else ["not ready"]
+    notes += audit_notes(metrics, replica.name)
     return (
         replica.name,
         replica.snapshot or "-",

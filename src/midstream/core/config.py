@@ -323,6 +323,8 @@ class RecordsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     files_keep_s: Positive | None = None
     # What these files of one deployment may take in the bucket. Beyond it requests that want one are refused.
     files_max: Size = "100GiB"
+    # This share of the finished turns of sessions is computed again on a replica that is idle. 0: none.
+    audit_share: Annotated[float, Meta(ge=0, le=1, description="must be 0 to 1")] = 0.0
 
 
 class PushSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

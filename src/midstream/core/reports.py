@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from midstream.core.audits import AuditStats
 from midstream.core.types import (
     BASE_SNAPSHOT,
     POLICIES_MAX,
@@ -135,6 +136,8 @@ class ReplicaReport(_OfBoot, frozen=True, kw_only=True):
     # None where no records are kept.
     records: RecordsStats | None = None
     record_files: RecordFilesStats | None = None
+    # None where no turns are audited.
+    audit: AuditStats | None = None
     # The deployment's own first.
     policies: tuple[PolicyReport, ...] = ()
     # So many it holds at once, besides the deployment's own.

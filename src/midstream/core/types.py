@@ -432,6 +432,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "policy_base": "policies keep the weights of the start as their base, whatever full weights serve",
     "policy_crossing": "streams that cross a swap of their policy and continue with the new adapter",
     "resident_snapshots": "snapshots that have served stay loaded, for requests that ask for them",
+    "audit": "a share of finished turns is computed again while the replica is idle (records.audit_share)",
     "short_swap": "a pause that does not grow with the model at a swap",
 }
 

@@ -71,8 +71,9 @@ def records_root(settings: Settings) -> Path:
 
 def records_fields(settings: Settings, name: str) -> dict[str, Any]:
     """Fields of the ReplicaSpec of the replica of that name. Raises ConfigError."""
+    audit: dict[str, Any] = {"audit_share": settings.records.audit_share}
     if settings.records.bucket is None:
-        return {}
+        return audit
     state = Path(settings.state_dir).absolute()
     try:
         check_settings(settings.records.bucket)
@@ -83,7 +84,7 @@ def records_fields(settings: Settings, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"--records: {place.path} is the state directory, where records wait for the bucket: name another directory"
         )
-    return {
+    return audit | {
         "records": settings.records.bucket,
         "records_dir": str(records_root(settings) / name),
         "records_bytes": parse_size("records.disk", settings.records.disk),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from midstream.core.supervision import Listening
 from midstream.engine.base import EngineDied
 from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
 from midstream.http.tls import server_tls
+from midstream.launch.auditing import AuditorProcess
 from midstream.launch.caches import held
 from midstream.launch.engines import (
     make_engine,
@@ -31,6 +34,7 @@ from midstream.launch.engines import (
 )
 from midstream.launch.specs import ReplicaSpec
 from midstream.launch.tracing import tracer_of
+from midstream.replica.audit import Audits
 from midstream.replica.journal import Journal, records_url
 from midstream.replica.policy import Bounds
 from midstream.replica.record_files import RecordFiles
@@ -45,6 +49,8 @@ from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.peers import Peers
 from midstream.transfer.in_place import InPlaceReceiver
 from midstream.transfer.process import GlooReceiver
+
+log = logging.getLogger(__name__)
 
 #: For another process that finishes streams, and for its engine to end then.
 OTHER_ENDS_S = 2 * STOP_GRACE_S
@@ -113,6 +119,7 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     else:
         replica.transfers.receivers = lambda: GlooReceiver(base, model_dir, cache)
     kept = _keep(spec, replica)
+    _audit(spec, replica)
     server = ReplicaServer(replica, sock, spec.token, tls)
     tracing = contextlib.ExitStack()
     try:
@@ -151,6 +158,24 @@ def _keep(spec: ReplicaSpec, replica: Replica) -> list[Journal | RecordFiles]:
     replica.keep_records(journal)
     replica.keep_record_files(files)
     return [journal, files]
+
+
+def _audit(spec: ReplicaSpec, replica: Replica) -> None:
+    if not spec.audit_share:
+        return
+    if spec.kind != "embedded":
+        log.warning("records.audit_share: the engine %s does not audit turns (feature audit)", spec.kind)
+        return
+    replica.audit_turns(
+        Audits(
+            replica.name,
+            spec.audit_share,
+            partial(AuditorProcess.start, spec.engine),
+            base=Path(spec.model_dir),
+            model=spec.model,
+            clock=time.time,
+        )
+    )
 
 
 def main() -> int:

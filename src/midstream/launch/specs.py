@@ -54,6 +54,7 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     records_bytes: int = 2**30
     record_files_keep_s: float | None = None
     record_files_bytes: int = 100 * 2**30
+    audit_share: float = 0.0
     tls_cert: str | None = None
     tls_key: str | None = None
     tracing: TracingSettings = TracingSettings()

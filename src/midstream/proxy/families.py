@@ -107,6 +107,22 @@ REPLICAS: dict[str, Family] = {
     "midstream_replica_record_files_expired": Family(
         "counter", "record files that it removed for their age", _REPLICA
     ),
+    "midstream_audit_turns": Family("counter", "turns that it computed again while it was idle", _REPLICA),
+    "midstream_audit_waiting": Family("gauge", "turns that wait to be computed again", _REPLICA),
+    "midstream_audit_max_dlogprob": Family(
+        "gauge", "largest difference of a log-probability, in nats, of the last 100 audited turns", _REPLICA
+    ),
+    "midstream_audit_mismatches": Family(
+        "counter", "audited turns that differ, by the likely cause", ("replica", "cause")
+    ),
+    "midstream_audit_skipped": Family(
+        "counter", "turns that were to be audited and were not, by the reason", ("replica", "reason")
+    ),
+    "midstream_audit_last_mismatch_timestamp_seconds": Family(
+        "gauge",
+        "when the last turn that differs was found",
+        ("replica", "session", "turn", "snapshot", "cause"),
+    ),
 }
 TURNS: dict[str, Family] = {
     "midstream_turn_time_to_first_token_seconds": Family(

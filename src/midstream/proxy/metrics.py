@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from midstream.core.audits import AuditStats
 from midstream.core.measures import (
     BUCKETS_S,
     COUNTS,
@@ -43,7 +44,7 @@ from midstream.proxy.families import FAMILIES
 Metric = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | InfoMetricFamily
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-_NONE, _NO_FILES = RecordsStats(), RecordFilesStats()
+_NONE, _NO_FILES, _NO_AUDIT = RecordsStats(), RecordFilesStats(), AuditStats()
 _ReportValue = Callable[[ReplicaReport], float]
 #: One sample per replica that is heard.
 _REPORTED: dict[str, _ReportValue] = {
@@ -68,6 +69,9 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_record_files_written": lambda r: (r.record_files or _NO_FILES).written,
     "midstream_replica_record_files_failed": lambda r: (r.record_files or _NO_FILES).failed,
     "midstream_replica_record_files_expired": lambda r: (r.record_files or _NO_FILES).expired,
+    "midstream_audit_turns": lambda r: (r.audit or _NO_AUDIT).audited,
+    "midstream_audit_waiting": lambda r: (r.audit or _NO_AUDIT).waiting,
+    "midstream_audit_max_dlogprob": lambda r: (r.audit or _NO_AUDIT).max_dlogprob,
 }
 #: The same numbers under vLLM's names. None: this engine does not report it.
 _VLLM_REPORTED: dict[str, Callable[[ReplicaReport], float | None]] = {
@@ -290,6 +294,7 @@ class GatewayMetrics:
             yield _samples(name, [(labels, value) for labels, value in found if value is not None])
         about = [(view.name, d.name, r.own.snapshot, str(r.own.stage), view.url) for d, view, r in heard]
         yield _samples("midstream_replica", [(labels, 1) for labels in about])
+        yield from _audited([(view.name, r.audit) for _, view, r in heard if r.audit is not None])
 
     def _heard_trajectories(self) -> list[tuple[Deployment, ReplicaView, Trajectories]]:
         """A replica that is heard but has measured nothing yet shows zeros: Prometheus sees no increase from nothing to one."""
@@ -338,6 +343,18 @@ class GatewayMetrics:
                 reason = _VLLM_FINISHES.get(finish, finish)
                 success[d.model, view.name, reason] += counts.get("finishes", {}).get(finish, 0)
         yield _samples("vllm:request_success", success.items())
+
+
+def _audited(audits: Sequence[tuple[str, AuditStats]]) -> Iterator[Metric]:
+    differ = [((replica, cause), count) for replica, one in audits for cause, count in one.mismatches.items()]
+    yield _samples("midstream_audit_mismatches", differ)
+    skipped = [((replica, why), count) for replica, one in audits for why, count in one.not_audited.items()]
+    yield _samples("midstream_audit_skipped", skipped)
+    last = [(replica, one.last) for replica, one in audits if one.last is not None]
+    yield _samples(
+        "midstream_audit_last_mismatch_timestamp_seconds",
+        [((replica, one.session, str(one.turn), one.snapshot, one.cause), one.at) for replica, one in last],
+    )
 
 
 class _Collected(Collector):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from midstream.core.errors import AnotherBoot, PolicyNotLoaded, ReplicaUnavailable
 from midstream.core.reports import PolicyReport
@@ -63,6 +64,7 @@ class Bounds:
 class PolicyParts:
     """What all policies of a replica share. boot: the one that serves now.
 
+    on_served: takes the model, the snapshot that serves it, and its files.
     died: takes the boot and why its engine is gone. driver_ended: takes the boot, the policy and the task of its driver.
     """
 
@@ -77,6 +79,7 @@ class PolicyParts:
     on_change: Callable[[], None]
     on_settled: Callable[[], None]
     on_swapped: Callable[[SwapHistory], None]
+    on_served: Callable[[str, str, Path], None]
     died: Callable[[str, str], None]
     driver_ended: Callable[[str, str, asyncio.Task[None]], None]
 
@@ -174,6 +177,7 @@ class ServedPolicy:
                 lambda reason: parts.died(boot, reason),
                 parts.on_swapped,
                 self._terms.ties,
+                partial(parts.on_served, self._terms.names.model),
             ),
         )
 

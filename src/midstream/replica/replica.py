@@ -29,6 +29,7 @@ from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.tracing import Tracer
 from midstream.core.types import ENGINE_SILENT_FROM_S, Desired, Hint, ModelInfo, Pause, Session
 from midstream.engine.base import Engine, EngineDied
+from midstream.replica.audit import Audits
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
 from midstream.replica.pausing import Pausing
@@ -46,7 +47,7 @@ from midstream.replica.text.chat import TextModel
 from midstream.replica.text.grammarcheck import GrammarChecks
 from midstream.replica.text.text_jobs import TextJobs
 from midstream.replica.transfer import Transfers
-from midstream.replica.turns.trace import recorded, trace_of
+from midstream.replica.turns.trace import recorded, trace_of, traced
 from midstream.replica.turns.tree import Trees, Turn
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Replica:
         self._pulse = Pulse(name)
         self.responses = StoredResponses(name, self.trees.close)
         self._journal: Journal | None = None
+        self._audits: Audits | None = None
         self._kept = KeptAcrossBoots(self.sessions, TextJobs(), GrammarChecks(), self.trees, self.responses)
         self._watch = asyncio.Event()
         #: Loads that have ended, of the deployment's own snapshots and of policies: each end is reported at once.
@@ -126,6 +128,15 @@ class Replica:
         # Who keeps records wants all of them, also of clients that cannot ask.
         self._kept = replace(self._kept, records="routes")
 
+    def audit_turns(self, audits: Audits) -> None:
+        """It hears of turns, of what serves and of requests. To be called before `start`, behind `keep_records`."""
+        self._audits = audits
+        audits.traced = lambda turn: traced(turn, self.names.model, *self._routes_shape())
+        audits.on_change = self._changed
+        self.trees.on_turn = self._turn_ended
+        if self._journal is None:
+            self._kept = replace(self._kept, records="logprobs")
+
     def keep_record_files(self, files: RecordFiles) -> None:
         """Records that requests want by reference go into it. To be called before `start`."""
         self._kept = replace(self._kept, files=files)
@@ -149,6 +160,7 @@ class Replica:
             on_change=self._changed,
             on_settled=self._settled,
             on_swapped=self._swapped,
+            on_served=self._served,
             died=self.engine_died,
             driver_ended=self._driver_ended,
         )
@@ -176,7 +188,10 @@ class Replica:
         return (0, False) if info is None else (info.top_k, info.num_experts > 256)
 
     def _turn_ended(self, session: Session, tree: int, turn: Turn) -> None:
-        assert self._journal is not None
+        if self._audits is not None:
+            self._audits.turn_ended(session, turn)
+        if self._journal is None:
+            return
         about = {"kind": "turn", "tenant": session[0], "session": session[1], "tree": tree}
         shape = self._routes_shape()
         self._journal.add(lambda: {**about, "turn": recorded(turn, self.names.model, *shape)})
@@ -216,6 +231,8 @@ class Replica:
         self._down = None
         self.ready = True
         own.gate.set(Door.OPEN)
+        if self._audits is not None:
+            self._audits.begin()
         self._changed()
 
     async def drained(self) -> None:
@@ -236,6 +253,8 @@ class Replica:
         self._kept.grammars.close()
         await _cancel(self._recovery)
         await self._pausing.close()
+        if self._audits is not None:
+            await self._audits.close()
         await self._end_boot()
         await self.transfers.close()
         self._changed()
@@ -291,6 +310,7 @@ class Replica:
             long_texts=self._kept.jobs.jobs,
             records=None if self._journal is None else self._journal.stats(),
             record_files=None if self._kept.files is None else self._kept.files.stats(),
+            audit=None if self._audits is None else self._audits.stats(),
             stalled_s=self._pulse.stalled_s,
             engine_silent_s=silent_s if silent_s >= ENGINE_SILENT_FROM_S else 0,
         )
@@ -368,6 +388,10 @@ class Replica:
                 self._recovery = None
                 return
 
+    def _served(self, model: str, snapshot: str, directory: Path) -> None:
+        if self._audits is not None:
+            self._audits.serves(model, snapshot, directory)
+
     def _swapped(self, history: SwapHistory) -> None:
         history.count(self.sessions.measures)
         if self.tracer is not None:
@@ -379,6 +403,8 @@ class Replica:
         self._changed()
 
     def _changed(self) -> None:
+        if self._audits is not None:
+            self._audits.moved(busy=self.policies.requests > 0)
         if self.own.driver.quiet:
             return
         watch, self._watch = self._watch, asyncio.Event()

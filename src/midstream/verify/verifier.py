@@ -18,6 +18,7 @@ from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.verify.causes import Detective, Explained, Neighbourhood, computable
 from midstream.verify.claims import Claim, Tree
 from midstream.verify.compare import (
+    LOGPROB_MIN,
     TOLERANCES,
     Compared,
     Computed,
@@ -53,13 +54,15 @@ class Suspect:
 @dataclass
 class Report:
     """tokens: sampled tokens whose numbers were computed. positions: all that were computed for them. unverified: turns, by the
-    reason. masks: that were looked at. off: the largest difference of a log-probability in turns that are clean."""
+    reason. masks: that were looked at. off, worst: the largest difference of a log-probability in turns that are clean, and in
+    all."""
 
     findings: list[Finding] = field(default_factory=list)
     turns: int = 0
     tokens: int = 0
     positions: int = 0
     off: float = 0.0
+    worst: float = 0.0
     ties: int = 0
     routes: int = 0
     masks: int = 0
@@ -202,10 +205,13 @@ class Verifier:
         if claim.turn.sampling_logprobs is not None:
             raw = "equal to logprobs" if drawn_raw(claim) else "not computed"
             report.sampling[raw if computed.sampling is None else "computed"] += len(claim.labels)
+        told = np.maximum(np.array(claim.logprobs), LOGPROB_MIN)
+        off = float(np.abs(told - np.maximum(computed.logprobs, LOGPROB_MIN)).max())
+        report.worst = max(report.worst, off)
         if not found.clean:
             yield Suspect(claim, computed, found)
             return
-        report.off = max(report.off, float(np.abs(np.array(claim.logprobs) - computed.logprobs).max()))
+        report.off = max(report.off, off)
 
     def _second_look(self, claim: Claim) -> Computed | None:
         if self._with_ties is None or claim.routes is None or claim.routes.shape[1:] != self._computer.routes:

@@ -25,6 +25,7 @@ LACKS = {
     "router_ties": "vLLM does not return what a router chose by",
     "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",
+    "audit": "turns are computed again by the embedded engine's model code, beside that engine alone",
 }
 
 

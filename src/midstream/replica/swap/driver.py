@@ -77,13 +77,15 @@ class Entrance:
 @dataclass(frozen=True)
 class SwapCallbacks:
     """What the driver calls. change: after every change of the report. settled: as each attempt ends. death: why
-    the engine is gone. swapped: how each attempt went. ties: to other policies."""
+    the engine is gone. swapped: how each attempt went. ties: to other policies. served: behind a switch, by
+    which files."""
 
     change: Callable[[], None]
     settled: Callable[[], None]
     death: Callable[[str], None]
     swapped: Callable[[SwapHistory], None] = lambda history: None
     ties: Ties = NO_TIES
+    served: Callable[[str, Path], None] = lambda snapshot, directory: None
 
 
 class SwapDriver:
@@ -111,7 +113,7 @@ class SwapDriver:
             callbacks.death,
         )
         self._on_swapped = callbacks.swapped
-        self._ties = callbacks.ties
+        self._ties, self._on_served = callbacks.ties, callbacks.served
         self._attempts = Attempts(machine, proved=engine.proves_staged)
         self._attempt: asyncio.Task[None] | None = None
         #: Of the attempt in work.
@@ -275,6 +277,7 @@ class SwapDriver:
             timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
         finally:
             self._ties.over()
+        self._on_served(desired.snapshot, path)
         done = msgspec.structs.replace(
             timing,
             snapshot=desired.snapshot,
