@@ -69,6 +69,7 @@ class Noting(FakeEngine):
     def __init__(self, events: list[str]) -> None:
         super().__init__()
         self._notes = events
+        self.tells_kv = True
 
     def generate(
         self, request: GenerateRequest, at_once: AtOnce | None = None

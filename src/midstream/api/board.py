@@ -19,6 +19,7 @@ import msgspec
 
 from midstream import __version__
 from midstream.api.status import SHOWN_STAGE
+from midstream.core.audits import AuditStats
 from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.scopes import OBSERVE, Grant
 from midstream.core.types import Stage, Transition
@@ -337,6 +338,14 @@ def _stage(stage: Stage) -> str:
     return SHOWN_STAGE.get(stage, str(stage))
 
 
+def _differ(audit: AuditStats | None) -> str | None:
+    """What the continuous audit found; None: nothing. The sessions are not for everyone who may see this."""
+    if audit is None or audit.last is None:
+        return None
+    count = sum(audit.mismatches.values())
+    return f"audit: {count} turns differ, the last one by {audit.last.snapshot} ({audit.last.cause})"
+
+
 def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
     about: dict[str, Any] = {
         "name": view.name,
@@ -367,4 +376,5 @@ def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "resident": list(own.resident),
         "stalled_s": report.stalled_s,
         "engine": report.card.kind if report.card else None,
+        "audit": _differ(report.audit),
     }

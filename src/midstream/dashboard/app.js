@@ -161,6 +161,7 @@ function drawErrors() {
   const rows = [];
   for (const one of known.server.deployments) for (const [replica, why] of Object.entries(one.failed)) rows.push(["now", replica, "", why]);
   for (const one of known.replicas) if (one.error && !rows.some((row) => row[1] === one.name)) rows.push(["now", one.name, one.snapshot, one.error]);
+  for (const one of known.replicas) if (one.audit) rows.push(["", one.name, one.snapshot, one.audit]);
   for (const one of ledger?.disagreements ?? []) rows.push(["", one.replica, one.identity, `${one.verdict}: ${one.error ?? ""}`]);
   for (const one of [...known.swaps.values()].filter((swap) => swap.error).reverse()) rows.push([clock(one.stages.at(-1)[1]), one.replica, one.snapshot, one.error]);
   tables.errors.draw(rows.map((row, at) => ({ key: `${rows.length - at} ${row.join()}`, cells: [row[0], named(row[1]), named(row[2]), long(row[3])] })));
