@@ -122,6 +122,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
         Elsewhere("engine/test_explain.py", "it needs records"),
         Elsewhere("e2e/test_verify.py", "it needs a statement"),
         Elsewhere("e2e/test_verify.py", "it needs records"),
+        SETTINGS,
     ],
     "docs/vllm.md": [
         Elsewhere("vllm", "it needs vLLM"),

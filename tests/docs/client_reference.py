@@ -22,7 +22,7 @@ GROUPS = {
     "A server": "ServerClient snapshot_calls.SnapshotCalls session_calls.SessionCalls deployment_calls.DeploymentCalls "
     "status.Status status.ReplicaStatus",
     "Errors": "PublishError errors.SignalRefused errors.Unanswered errors.PushFailed SnapshotFailed errors.ReplicasSilent "
-    "NotReadyInTime errors.RecordFileError",
+    "NotReadyInTime errors.RecordFileError errors.RecordFileGone",
     "Rollouts": "RolloutClient Rollout staleness fresh importance_ratios",
     "Decoding": "snapshot_of decode.routes_of decode.decode_routing_matrix decode.token_snapshots "
     "decode.SamplingMasks decode.sampling_masks_of decode.decode_sampling_masks decode.masks_of_bytes "

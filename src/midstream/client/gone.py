@@ -1,10 +1,11 @@
-"""Record files that are gone, and the turns that left columns to them: what a reader of records says of them. Pure.
+"""Record files that are gone, and the turns that left columns to them: what a reader of records says of them.
 
 Always holds: every turn is counted, and only the first FILES_NAMED files are named.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,8 +46,9 @@ class GoneFiles:
             self.more_files += 1
         self._last = turn.file
 
-    def told(self, now: float) -> str:
+    def told(self) -> str:
         """For people: how many, which, and how old."""
+        now = time.time()
         count = len(self.files) + self.more_files
         named = ", ".join([*self.files][:_SHOWN])
         rest = f" and {count - _SHOWN} more" if count > _SHOWN else ""

@@ -7,7 +7,6 @@ not there yet. What was lost says so: `gaps_in` counts it. A turn whose record f
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -101,7 +100,7 @@ def read_records(
         yield from _records(root, deployment, seen, on_segment, fill)
     finally:
         if gone.turns:
-            log.warning("%s: %s", public_url(url), gone.told(time.time()))
+            log.warning("%s: %s", public_url(url), gone.told())
 
 
 def _records(

@@ -173,7 +173,7 @@ def _audit(spec: ReplicaSpec, replica: Replica) -> None:
             partial(AuditorProcess.start, spec.engine),
             base=Path(spec.model_dir),
             model=spec.model,
-            clock=time.time,
+            clock=replica.clock,
         )
     )
 

@@ -42,6 +42,8 @@ from midstream.replica.turns.tree import Turn
 log = logging.getLogger(__name__)
 
 IDLE_S, KEEP_S = 1.0, 10.0
+#: Of the choice.
+SEED = 0
 #: Turns that wait. An older one makes room for a newer one.
 WAITING_MAX = 256
 #: `max_dlogprob` is of so many turns.
@@ -93,11 +95,10 @@ class Audits:
         base: Path,
         model: str,
         clock: Callable[[], float],
-        seed: int = 0,
         idle_s: float = IDLE_S,
         keep_s: float = KEEP_S,
     ) -> None:
-        self._replica, self._share, self._start, self._seed = replica, share, start, seed
+        self._replica, self._share, self._start = replica, share, start
         self._base, self._model, self._clock = base, model, clock
         self._idle_s, self._keep_s = idle_s, keep_s
         #: A turn as a record has it.
@@ -143,7 +144,7 @@ class Audits:
     # -- what the replica says
 
     def turn_ended(self, session: Session, turn: Turn) -> None:
-        if not is_chosen(self._share, self._seed, session, turn.number):
+        if not is_chosen(self._share, SEED, session, turn.number):
             return
         if len(self._waiting) >= WAITING_MAX:
             self._waiting.popleft()
