@@ -238,6 +238,26 @@ def tie_at(directory: Path, ids: list[int], position: int, layer: int) -> list[i
     return kept
 
 
+def test_the_temperature_of_the_record_is_blamed_and_one_that_is_not_that_of_the_draw_is_said(
+    dense: Stand,
+) -> None:
+    stand = Stand(World(dense.world.checkpoints, seed=2))
+    drawn = {"temperature": 0.8, "top_p": 0.9}
+    for recorded in (drawn, {**drawn, "temperature": 0.5}):
+        turn = stand.world.turn(LABEL, **FILTERED)
+        turn["sampling"] = recorded
+        raw = stand.right(turn, temperature=1.0)
+        stand.plant(raw, TEMPERATURE=raw - stand.right(turn))
+    report = explained(stand, paged=True)
+    told = [split.details[GapCause.TEMPERATURE] for split in report.splits]
+    assert told[0] == "the turn was drawn at temperature 0.8; the trainer's numbers are not of that"
+    assert told[1] == (
+        "the turn was drawn at temperature 0.8, and not at 0.5 as its record says; the trainer's numbers are not of that"
+    )
+    for split, planted in zip(report.splits, stand.planted, strict=True):
+        check(split, planted)
+
+
 # -- the command, and the files that it reads
 
 

@@ -146,7 +146,8 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         ('[gateway]\nmodel = "m"', "unknown field `model` in [gateway]; did you mean deployment.model?"),
         (
             'records = "s3://b/p"',
-            "records: Expected `object`, got `str`; [records] is a section with bucket, disk, files_keep_s, files_max",
+            "records: Expected `object`, got `str`; [records] is a section with bucket, disk, files_keep_s, files_max, "
+            "audit_share",
         ),
         (
             "[embedded]\nblock_sise = 8",

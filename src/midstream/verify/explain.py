@@ -359,7 +359,7 @@ def _details(case: Case, best: _Guess) -> dict[GapCause, str]:
         at, recorded = case.temperature, case.claim.turn.sampling
         drawn_at = "with penalties, filters or a grammar" if at is None else f"at temperature {at:g}"
         if at is not None and recorded is not None and recorded.temperature != at:
-            drawn_at += f", and not at {recorded.temperature:g} as its record says,"
+            drawn_at += f", and not at {recorded.temperature:g} as its record says"
         elif at is not None and case.penalised:
             drawn_at += " with penalties"
         does = "" if best.way.tempered else "not "
