@@ -24,6 +24,9 @@
 # make bench-placement  placement at scale, in simulation: 1,000 replicas, 1 M sessions, churn; JSON
 # make bench-rollout  64 trajectories x 8 turns on four replicas, by affinity and in other ways, JSON and docs/benchmarks.md;
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
+# make bench-agents  traces of agents through midstream and five other routers, on four replicas whose KV cache is small, and with swaps
+#                     and a killed replica; JSON, docs/benchmarks.md and a picture; about an hour (BENCH_ARGS="--quick": five minutes)
+# make agent-traces  the traces of bench-agents again, from aiperf, bfcl-eval and nemo-gym (each in .venv-traces)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-vllm-swap  the pause of a swap on vLLM: weights that its workers have staged, beside its own reload in place
 # make bench-push  pushes of 1 GB to 1, 2 and 4 replicas, beside a bare gloo broadcast of the same tensors; deltas to 8 over links of
@@ -102,7 +105,7 @@ WHEEL_MACHINE ?= $(shell uname -m)
 # Hundreds of Python processes of the tests import midstream. Without bytecode files, each of them compiles it again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-fireworks setup-skyrl setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-swap bench-vllm-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
+.PHONY: setup setup-fireworks setup-skyrl setup-harness setup-tinker setup-cookbook setup-recipe setup-recipes setup-vllm setup-package wheel demo first-token test test-fast test-variants test-all test-cookbook test-recipes test-vllm test-ray-vllm test-package check bench-gateway bench-placement bench-rollout bench-agents agent-traces bench-swap bench-vllm-swap bench-push bench-delta bench-start bench-engine bench-policies bench-vllm bench-tiers docs screenshots gpu-check simulate fuzz soak calls profile ci clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml conformance/pyproject.toml requirements/cpu.txt requirements/constraints.txt
@@ -267,6 +270,10 @@ bench-rollout: setup
 	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router
 	cd benchmarks && ../$(BIN)/python rollout.py --write $(BENCH_ARGS)
 
+bench-agents: setup
+	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router smg sglang-router haproxy
+	cd benchmarks && ../$(BIN)/python -m agentic.bench --write $(BENCH_ARGS)
+
 bench-swap: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)
 
@@ -322,4 +329,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(FIREWORKS_VENV) $(TINKER_VENVS) $(PACKAGE_VENV) .venv-routers build dist .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(FIREWORKS_VENV) $(TINKER_VENVS) $(PACKAGE_VENV) .venv-routers .venv-traces build dist .midstream demo-out .fuzz .soak .pytest_cache .mypy_cache .ruff_cache

@@ -111,21 +111,38 @@ class Connections:
 
     async def post(self, port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
         """Status and body. Raises TurnFailed when the connection is lost."""
+        status, _, answer = await self.exchange("POST", port, path, headers, body)
+        return status, answer
+
+    async def exchange(
+        self, method: str, port: int, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body. Raises TurnFailed when the connection is lost, which is not used again."""
         try:
-            return await self._post(port, path, headers, body)
+            return await self._exchange(method, port, path, headers, body)
         except (OSError, asyncio.IncompleteReadError) as error:
+            if (lost := self._open.pop(port, None)) is not None:
+                lost[1].close()
             raise TurnFailed(f"a connection was lost: {error!r}") from error
 
-    async def _post(self, port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    async def _exchange(
+        self, method: str, port: int, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
         if port not in self._open:
             self._open[port] = await asyncio.open_connection("127.0.0.1", port)
         reader, writer = self._open[port]
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n{lines}"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n{lines}"
+        )
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         status, *answered = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         given = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in answered)}
-        return int(status.split()[1]), await _body(reader, given)
+        answer = await _body(reader, given)
+        if given.get("connection", "").lower() == "close":
+            del self._open[port]
+            writer.close()
+        return int(status.split()[1]), given, answer
 
     async def close(self) -> None:
         for _, writer in self._open.values():
@@ -136,7 +153,7 @@ class Connections:
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
     if "chunked" not in headers.get("transfer-encoding", ""):
-        return await reader.readexactly(int(headers["content-length"]))
+        return await reader.readexactly(int(headers.get("content-length", 0)))
     parts = []
     while size := int((await reader.readline()).partition(b";")[0], 16):
         parts.append((await reader.readexactly(size + 2))[:-2])

@@ -283,15 +283,22 @@ class PythonPeer(Router):
 
 class VllmRouter(PythonPeer):
     name = "vllm-router"
+    policy = "consistent_hash"
 
     def arguments(self) -> list[str]:
         # "warning" logs every request.
-        return ["--policy", "consistent_hash", "--log-level", "error"]
+        return ["--policy", self.policy, "--log-level", "error"]
 
     def apply(self) -> None:
         for index, url in enumerate(self.urls):
             path = "/remove_worker" if index in self.out else "/add_worker"
             ask(self.port, "POST", f"{path}?url={url}")
+
+
+class VllmRouterByCache(VllmRouter):
+    """It sends a request where most of its text went before, unless loads differ much."""
+
+    policy = "cache_aware"
 
 
 class Smg(PythonPeer):

@@ -1,0 +1,1 @@
+"""Agents' trajectories, recorded as lengths and replayed through routers: `make bench-agents`."""
