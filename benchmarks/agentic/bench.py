@@ -1,9 +1,9 @@
 """Agents' trajectories through midstream and other routers, before the same replicas, whose KV caches are small.
 
 Owns: `make bench-agents`. All trajectories of a trace (agentic/trace.py) begin at once on four embedded replicas of tiny-moe,
-once per way and round, in another order each round; keys of sessions are the same for all ways of a round. The KV caches of
-all replicas together hold a share of what the trajectories have live at most. A last part does it with three swaps and a
-replica killed in the middle. Reported per way:
+once per way and round, in another order each round. Keys of sessions are never the same twice: a session that was closed
+shares nothing when it comes again. The KV caches of all replicas together hold a share of what the trajectories have live at
+most. A last part does it with three swaps and a replica killed in the middle. Reported per way:
     wall_s            from the first request to the last answer; trajectory_s: how long trajectories took, all begun at once
     cached_tokens     prompt tokens that were found; prefill_tokens: those that were computed; over_ideal: over each token once
     evicted_tokens    of those computed: the replica had had them (agentic/books.py); again_tokens: another one had had them
@@ -62,7 +62,6 @@ class Work:
 
     trace: Trace
     disturbed: bool = False
-    warm: bool = False
 
 
 class Bench:
@@ -76,8 +75,9 @@ class Bench:
         self._published = itertools.count()
         self.about: dict[str, dict[str, str]] = {}
 
-    async def measure(self, way: str, work: Work, keys: str) -> RunFigures:
-        """Raises RouterFailed or TurnFailed."""
+    async def measure(self, way: str, work: Work, name: str) -> RunFigures:
+        """name: of the round. Raises RouterFailed or TurnFailed."""
+        keys = f"{name}-{WAYS.index(way)}"
         async with self._fleet.way(way) as (port, router):
             if router is not None:
                 self.about[way] = {"version": router.version(), "command": router.configuration()["command"]}
@@ -87,22 +87,20 @@ class Bench:
             busy, ours, began = busy_s(cores), tree_cpu_s(os.getpid()), time.monotonic()
             run = await self._driven(way, port, work, keys)
             took = time.monotonic() - began
-            # Those of a killed replica are gone with it.
-            busy = busy_s(cores) - busy
-            ours = busy if work.disturbed else tree_cpu_s(os.getpid()) - ours
+            busy, ours = busy_s(cores) - busy, tree_cpu_s(os.getpid()) - ours
         found = figures(work.trace, run)
+        found["idle_core_s"] = round(max(0.0, len(cores) * took - busy), 2)
+        # What a killed replica used and counted is gone with it.
         if not work.disturbed:
             found |= await self._confirmed(before, run)
+            found["others"] = round(max(0.0, busy - ours) / took, 2)
         if way != OURS:
             places = range(len(work.trace.trajectories))
             await self._fleet.close_sessions(session_key(keys, place) for place in places)
-        return found | {
-            "idle_core_s": round(len(cores) * took - busy, 2),
-            "others": round(max(0.0, busy - ours) / took, 2),
-        }
+        return found
 
     async def _driven(self, way: str, port: int, work: Work, keys: str) -> Run:
-        content = Content(work.trace, f"{keys}-{way}")
+        content = Content(work.trace, keys)
         progress = Progress(sum(len(one.out_lens) for one in work.trace.trajectories))
         ended = self._fleet.close_session if way == OURS else None
         client = Client(work.trace, content, port, keys, progress, ended)
@@ -201,10 +199,10 @@ async def rounds_of(
     """Summaries of the ways, and why others are absent."""
     found: dict[str, list[RunFigures]] = {way: [] for way in ways}
     absent: dict[str, str] = {}
-    warm = Work(first_groups(work.trace, 2, 2))
+    warm = Work(scaled(first_groups(work.trace, 2, 1), 1.0, 0.0))
     for way in ways:
         try:
-            await bench.measure(way, warm, f"{os.getpid()}-{about}-warm-{ways.index(way)}")
+            await bench.measure(way, warm, f"{os.getpid()}-{about}-warm")
         except (RouterFailed, TurnFailed) as failed:
             if way == OURS:
                 raise

@@ -47,6 +47,8 @@ ROUTERS: dict[str, type[Router]] = {
     "HAProxy, hash": HAProxy,
 }
 WAYS = (OURS, *ROUTERS)
+# A session's key, as the client sends it twice. smg and sglang-router do not pass on both.
+PASSED = ("x-session-id", "x-smg-routing-key")
 SAMPLE = re.compile(r"^(midstream_replica_\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 PROBE = b'{"model":"m","prompt":"\xc4\x80","max_tokens":1}'
@@ -125,14 +127,14 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not all replicas are ready: {replicas}")
             await asyncio.sleep(0.2)
-        self._front = Filter(self.server.port, asked=asked, answered=answered, passed=("x-session-id",))
+        self._front = Filter(self.server.port, asked=asked, answered=answered, passed=PASSED)
         for name, one in sorted(replicas.items()):
             self._filters[name] = Filter(
                 int(one["port"]),
                 asked=asked,
                 answered=functools.partial(answered, replica=name),
                 headers={"x-midstream-token": TOKEN},
-                passed=("x-session-id",),
+                passed=PASSED,
             )
         for one in (self._front, *self._filters.values()):
             await one.start()

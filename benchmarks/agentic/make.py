@@ -1,6 +1,6 @@
 """Makes the traces in agentic/traces from packages of others, which give lengths; no text of theirs is kept.
 
-Owns: `make agent-traces`. Each package is in an environment of its own, and each is under the Apache License 2.0:
+Owns: `make agent-traces`. The packages are in an environment of their own, and are under the Apache License 2.0:
     coding    aiperf's agentic-code generator with its own default lengths: a system prompt and tools that all share, the task
               of a group, turns that add what tools returned, up to 167,000 tokens
     tools     bfcl-eval's multi-turn tasks: its simulated APIs execute the calls that it holds for right, one call per turn

@@ -48,7 +48,7 @@ def title(name: str, part: dict[str, Any]) -> str:
 def _heading(result: dict[str, Any]) -> str:
     hardware, versions, how = result["hardware"], result["versions"], result["configuration"]
     ways = [way for part in result["parts"].values() for way in part["ways"].values()]
-    others = max(way["range"]["others"][1] for way in ways)
+    others = max(way["range"].get("others", (0, 0))[1] for way in ways)
     rounds = how["rounds"]
     medians = (
         "A single round, not for comparison" if rounds == 1 else f"Medians of {rounds} rounds (least - most)"
