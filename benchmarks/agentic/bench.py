@@ -45,9 +45,10 @@ from agentic.trace import Trace, first_groups, ideal_prefill, live_tokens, read,
 from midstream.client import SnapshotPublisher
 
 TRACES = Path(__file__).parent / "traces"
-#: Of the recorded lengths, and of the recorded waits.
-TOKENS_SCALE, SECONDS_SCALE = 1 / 48, 0.1
-GROUPS, STREAMS = 12, 4
+#: Of the recorded lengths and waits. With longer waits or fewer trajectories, the waits of one trajectory are the
+#: wall time of all ways, which then says nothing of them.
+TOKENS_SCALE, SECONDS_SCALE = 1 / 48, 0.03
+GROUPS, STREAMS = 16, 6
 KV_SHARES = (0.6, 1.0, 2.0)
 DISTURBED_SHARE = 1.0
 SWAPS = 3
