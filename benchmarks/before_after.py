@@ -1,4 +1,4 @@
-"""One benchmark of two checkouts, in turns: what a change did to rollout or deltas.
+"""One benchmark of two checkouts, in turns: what a change did to rollout, agents or deltas.
 
 Each checkout runs its own copy of the benchmark against its own sources; the Python environment is this one's.
 The benchmarks of the gateway, the engine, swaps and turns have `--before` themselves: this one's copy asks both servers.
@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parents[1]
 # The script and its arguments for one round.
 BENCHES = {
     "rollout": ("rollout.py", "--rounds", "1", "--ways", "affinity", "no keys"),
+    "agents": ("-m", "agentic.bench", "--rounds", "1", "--ways", "midstream", "--no-disturbed"),
     "delta": ("delta.py", "--rounds", "3"),
 }
 

@@ -197,26 +197,32 @@ def _moves(turns: Sequence[Served]) -> int:
 async def rounds_of(
     bench: Bench, work: Work, ways: Sequence[str], rounds: int, about: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Summaries of the ways, and why others are absent."""
+    """Summaries of the ways, and why others are absent: those that failed once."""
     found: dict[str, list[RunFigures]] = {way: [] for way in ways}
     absent: dict[str, str] = {}
-    warm = Work(scaled(first_groups(work.trace, 2, 1), 1.0, 0.0))
-    for way in ways:
+
+    async def measured(way: str, asked: Work, name: str) -> RunFigures | None:
+        if way in absent:
+            return None
         try:
-            await bench.measure(way, warm, f"{os.getpid()}-{about}-warm")
+            return await bench.measure(way, asked, name)
         except (RouterFailed, TurnFailed) as failed:
             if way == OURS:
                 raise
-            absent[way] = str(failed)
+            absent[way] = f"{about}: {failed}"
             say(f"{way} is left out: {failed}")
-    here = [way for way in ways if way not in absent]
+            return None
+
+    warm = Work(scaled(first_groups(work.trace, 2, 1), 1.0, 0.0))
+    for way in ways:
+        await measured(way, warm, f"{os.getpid()}-{about}-warm")
     for number in range(rounds):
-        for step in range(len(here)):
-            way = here[(step + number) % len(here)]
-            one = await bench.measure(way, work, f"{os.getpid()}-{about}-{number}")
-            found[way].append(one)
-            say(f"{about}, round {number + 1} of {rounds}, {way}: {one}")
-    return {way: summary(found[way]) for way in here}, absent
+        for step in range(len(ways)):
+            way = ways[(step + number) % len(ways)]
+            if (one := await measured(way, work, f"{os.getpid()}-{about}-{number}")) is not None:
+                found[way].append(one)
+                say(f"{about}, round {number + 1} of {rounds}, {way}: {one}")
+    return {way: summary(found[way]) for way in ways if way not in absent}, absent
 
 
 async def run(

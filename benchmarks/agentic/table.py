@@ -53,10 +53,12 @@ def _heading(result: dict[str, Any]) -> str:
     medians = (
         "A single round, not for comparison" if rounds == 1 else f"Medians of {rounds} rounds (least - most)"
     )
+    versions_of = {way.partition(",")[0]: about["version"] for way, about in result["routers"].items()}
+    routers = ", ".join(f"{name} {version}" for name, version in versions_of.items())
     machine = f"{hardware['cores']} cores of an {hardware['cpu']}, Python {versions['python']}, torch {versions['torch']}"
     return (
-        f"{result['at'][:10]}, commit {result['commit'][:10]}{result['commit'][40:]}; {machine}; trace {how['trace']}, "
-        f"{how['groups']} groups of {how['streams']}, {how['turns']:,} turns, lengths x {how['tokens_scale']:.3f}, waits x "
+        f"{result['at'][:10]}, commit {result['commit'][:10]}{result['commit'][40:]}; {machine}; {routers}; "
+        f"trace {how['trace']}, {how['groups']} groups of {how['streams']}, {how['turns']:,} turns, lengths x {how['tokens_scale']:.3f}, waits x "
         f"{how['seconds_scale']:g}; {result['live_tokens']:,} live tokens, ideal prefill {result['ideal_prefill_tokens']:,}. "
         f"{medians}. Other processes of the machine used at most {others:.2f} cores."
     )
@@ -102,7 +104,8 @@ def _notes(result: dict[str, Any]) -> str:
         ):
             ratio = ours[key] / min(one[key] for one in peers)
             lines.append(f"- {about}, {what} over the best other router's: {_judged(ratio, goal)}.")
-        lines.append(f"- {about}, prefill over the ideal: {_judged(ours['over_ideal'], PREFILL_GOAL)}.")
+        if part["share"] <= 1:
+            lines.append(f"- {about}, prefill over the ideal: {_judged(ours['over_ideal'], PREFILL_GOAL)}.")
     disturbed, quiet = (parts.get(name, {}).get("ways", {}).get(OURS) for name in (DISTURBED, "1"))
     if disturbed and quiet:
         ratio = disturbed["wall_s"] / quiet["wall_s"]

@@ -14,6 +14,7 @@ from agentic.books import Books, Served, split, total
 from agentic.trace import Trace, TraceError, Trajectory
 from hardware import RESULTS
 from rollout_filter import Filter
+from rollout_load import TurnFailed
 from vllm_turns import Progress
 
 # Two streams of group 0 and one of group 1, which share 32 tokens.
@@ -242,6 +243,33 @@ def test_a_refused_turn_is_sent_again_and_counted() -> None:
     run, came, _ = asyncio.run(_served(refusals=2))
     assert run.again == {"503": 2}
     assert len(came) == len(run.turns) == 5
+
+
+class Runs:
+    """A bench of one figure: the wall time is the number of runs so far."""
+
+    def __init__(self, fails: str) -> None:
+        self.asked: list[str] = []
+        self._fails = fails
+
+    async def measure(self, way: str, work: bench.Work, name: str) -> dict[str, Any]:
+        self.asked.append(way)
+        if way == self._fails and len(self.asked) > 3:
+            raise TurnFailed("a turn was answered 500")
+        return {"wall_s": float(len(self.asked))}
+
+
+def test_a_router_that_fails_in_a_round_is_left_out_from_then_on() -> None:
+    runs, ways = Runs(fails="smg"), ["midstream", "smg", "sglang-router"]
+    found, absent = asyncio.run(bench.rounds_of(runs, bench.Work(TRACE), ways, 3, "0.6"))  # type: ignore[arg-type]
+    assert absent == {"smg": "0.6: a turn was answered 500"}
+    assert runs.asked == [*ways, *ways, "sglang-router", "midstream", "sglang-router", "midstream"]
+    assert {way: one["wall_s"] for way, one in found.items()} == {"midstream": 8.0, "sglang-router": 7.0}
+
+
+def test_midstream_itself_may_not_fail() -> None:
+    with pytest.raises(TurnFailed, match="answered 500"):
+        asyncio.run(bench.rounds_of(Runs("midstream"), bench.Work(TRACE), ["midstream", "smg"], 2, "0.6"))  # type: ignore[arg-type]
 
 
 def test_the_documents_hold_what_the_results_render_to() -> None:
