@@ -58,8 +58,9 @@ def _heading(result: dict[str, Any]) -> str:
     machine = f"{hardware['cores']} cores of an {hardware['cpu']}, Python {versions['python']}, torch {versions['torch']}"
     return (
         f"{result['at'][:10]}, commit {result['commit'][:10]}{result['commit'][40:]}; {machine}; {routers}; "
-        f"trace {how['trace']}, {how['groups']} groups of {how['streams']}, {how['turns']:,} turns, lengths x {how['tokens_scale']:.3f}, waits x "
-        f"{how['seconds_scale']:g}; {result['live_tokens']:,} live tokens, ideal prefill {result['ideal_prefill_tokens']:,}. "
+        f"trace {how['trace']}, {how['groups']} groups of {how['streams']}, {how['turns']:,} turns, lengths x "
+        f"{how['tokens_scale']:.3f}, waits x {how['seconds_scale']:g}; {result['live_tokens']:,} live tokens, ideal prefill "
+        f"{result['ideal_prefill_tokens']:,}. "
         f"{medians}. Other processes of the machine used at most {others:.2f} cores."
     )
 
