@@ -69,6 +69,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     "docs/exact-sessions.md": [OUTPUT],
     "docs/fireworks.md": [
         Elsewhere("fireworks", "the SDK is in an environment of its own, and the bucket needs two snapshots"),
+        Elsewhere("fireworks", "it needs a bucket of records, and the SDK"),
         Elsewhere("fireworks", "it needs a policy that was published"),
     ],
     "docs/fuzzing.md": [MAKE],
@@ -103,7 +104,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     ],
     "docs/ray.md": [RAY, OUTPUT, SETTINGS, RAY, SETTINGS],
     "docs/recipes.md": [Elsewhere("vllm/test_vllm_push.py", "it needs vLLM")],
-    "docs/records.md": [NAMES, NAMES, NAMES, OUTPUT, NAMES],
+    "docs/records.md": [NAMES, NAMES, NAMES, OUTPUT, OUTPUT, NAMES, NAMES],
     "docs/runbook.md": [NAMES],
     "docs/soak.md": [MAKE],
     "docs/start.md": [SERVER_START, SH, SH, SH],

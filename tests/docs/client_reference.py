@@ -28,12 +28,14 @@ GROUPS = {
     "decode.SamplingMasks decode.sampling_masks_of decode.decode_sampling_masks decode.masks_of_bytes "
     "decode.router_weights_of decode.near_ties_of",
     "Records": "journal.read_records journal.traces_of journal.gaps_in records.sequences_of records.TrainingSequence "
-    "records.TurnSpan references.read_reference references.ChoiceColumns",
+    "records.TurnSpan references.read_reference references.ChoiceColumns "
+    "shared_references.read_routes shared_references.ReferencedRoutes shared_references.read_masks "
+    "shared_references.ReferencedMasks",
     "Formats of trainers": "export.jsonl_records export.tinker_data export.tinker_datum export.verl_rows export.verl_batch "
     "export.nemo_gym_records export.verifiers_rollouts export.expert_rows",
 }
 #: Modules of the client whose every class and function stands in the page.
-WHOLE = ("decode", "errors", "export", "journal", "records", "references")
+WHOLE = ("decode", "errors", "export", "journal", "records", "references", "shared_references")
 #: A server has one of each; nobody else makes them.
 PARTS = ("SnapshotCalls", "SessionCalls", "DeploymentCalls")
 TYPES = "Types of arguments and results"

@@ -43,9 +43,9 @@ def refusal(call: Any, *arguments: Any, **fields: Any) -> tuple[str, str | None]
 
 def test_an_unknown_field_is_refused_in_the_words_clients_match() -> None:
     with pytest.raises(UnknownField) as caught:
-        completion(routing_matrix_format="parquet_v1")
+        completion(no_such_format="parquet_v1")
     assert caught.value.body()["error"]["message"] == (
-        "Extra inputs are not permitted, field: 'routing_matrix_format'"
+        "Extra inputs are not permitted, field: 'no_such_format'"
     )
     assert caught.value.body()["error"]["code"] == "invalid_request_error"
 

@@ -350,6 +350,8 @@ VALUES: dict[str, Any] = {
     "return_sampling_mask": True,
     "return_router_weights": True,
     "return_record_reference": True,
+    "routing_matrix_format": "parquet_v1",
+    "sampling_mask": "parquet_v1",
     "return_tokens_as_token_ids": True,
     "detokenize": False,
     "skip_special_tokens": False,
@@ -405,14 +407,16 @@ def test_no_field_of_a_request_leaves_its_turn_out_of_the_trace(
     names = set(kind.__struct_fields__)
     assert names <= {*VALUES, *REFUSED}
     base = {"messages": [USER]} if kind is ChatBody else {"prompt": "he said"}
-    files = RecordFiles((tmp_path / "bucket").as_uri(), "default")
+    store = (tmp_path / "bucket").as_uri()
+    files = RecordFiles(store, "default")
 
     async def main() -> None:
         async with running(tmp_path, an_engine(tuple(b"hello ")), files=files) as here:
             for number, name in enumerate(sorted(names - REFUSED)):
                 session = f"s{number}"
                 body = {"model": MODEL, **base, "max_tokens": 5, **_NEEDS.get(name, {}), name: VALUES[name]}
-                answer = await here.http.post(path, json=body, headers={"x-midstream-session": session})
+                named = {"x-midstream-session": session, "x-fireworks-r3-store-id": store}
+                answer = await here.http.post(path, json=body, headers=named)
                 assert answer.status_code == 200, (name, answer.text)
                 trace = here.replica.trace(("", session))
                 expected = {"n": 2, "prompt": 2}.get(name, 1)

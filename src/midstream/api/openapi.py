@@ -146,11 +146,17 @@ _GENERATING = (
         "What the session's trace keeps of each token.",
         enum=list(get_args(RecordsKept)),
     ),
-    # Read by replicas (replica/gate.py and replica/service.py), which this package does not know.
+    # Read by replicas (replica/gate.py, service.py and shared_store.py), which this package does not know.
     Parameter(
         "x-fireworks-hot-load-drain-timeout",
         {"type": "number", "minimum": 0},
         "The seconds that the request waits while a swap commits, before it gets a 425.",
+    ),
+    _text("x-fireworks-r3-store-id", "The store for columns in files: the URL of the bucket of records."),
+    Parameter(
+        "x-fireworks-r3-ttl-seconds",
+        {"type": "integer", "minimum": 1, "default": 21600},
+        "The seconds that such files have to stay, at least.",
     ),
     _text("x-prompt-cache-isolation-key", "Requests with another key share no prompt cache."),
 )

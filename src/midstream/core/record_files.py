@@ -2,9 +2,9 @@
 
 Owns: the names and types of columns, what stands in the file's metadata, where a file lies in a bucket. A replica writes them
 (replica/response/referenced.py), trainers read them (client/references.py).
-Always holds: a file has the name of its SHA-256. Its rows are the sampled tokens of all choices, choice after choice. A row
-group has rows of one choice, and begins at a multiple of GROUP_TOKENS positions or at the choice's first token, so that no
-block of KV lies in two groups of a choice.
+Always holds: a file has the name of its SHA-256. Its rows are the sampled tokens of all choices, choice after choice, each
+behind tokens of its prompt where the request wanted them. A row group has rows of one choice, and begins at a multiple of
+GROUP_TOKENS positions or at the choice's first row, so that no block of KV lies in two groups of a choice.
 """
 
 from __future__ import annotations
@@ -50,15 +50,21 @@ _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class ChoiceAbout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of a choice. prompt_tokens: the position of its first row. The rest is as
-    responses have it."""
+    """What a file says of a choice. prompt_tokens: the position of its first sampled token. prompt_rows: how many of its rows,
+    the first ones, are of the tokens before that. The rest is as responses have it."""
 
     index: _Count
     start: _Count
     count: _Count
     prompt_tokens: _Count
+    prompt_rows: _Count = 0
     kv_snapshots: list[Span]
     earlier_kv_snapshots: list[TracedEarlierKv]
+
+    @property
+    def position(self) -> int:
+        """Of its first row."""
+        return self.prompt_tokens - self.prompt_rows
 
 
 class FileAbout(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +97,7 @@ def groups_of(rows: ChoiceAbout) -> list[tuple[int, int]]:
     """First row and end of each row group of a choice."""
     end, at, found = rows.start + rows.count, rows.start, []
     while at < end:
-        position = rows.prompt_tokens + at - rows.start
+        position = rows.position + at - rows.start
         until = min(end, at + GROUP_TOKENS - position % GROUP_TOKENS)
         found.append((at, until))
         at = until

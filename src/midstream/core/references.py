@@ -1,6 +1,7 @@
-"""References to the file that has the records of a response, as responses and records have them. Pure.
+"""References to the files that have the records of a response, as responses and records have them. Pure.
 
-Owns: the form of a reference, of the rows of a choice, and of the columns that a turn's record leaves to the file.
+Owns: the form of a reference, of the rows of a choice, and of the columns that a turn's record leaves to the file; and
+Fireworks' form, which is of the positions of one choice.
 Always holds: a reference names one file by the digest of its bytes, so what it refers to does not change.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 Format = Literal["midstream_records_v1"]
 FORMAT: Final = "midstream_records_v1"
@@ -46,3 +47,44 @@ class TurnReference(msgspec.Struct, frozen=True):
     reference: RecordReference
     choice: _Count
     columns: list[LeftOut]
+
+
+#: Fireworks' name for columns that are in Parquet files.
+PARQUET: Final = "parquet_v1"
+
+
+class SharedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """store_id: the URL of the bucket of records. schema: what the file is. The rest is as in RecordReference."""
+
+    format: Literal["parquet_v1"] = PARQUET
+    schema: Format = FORMAT
+    store_id: str
+    file: str
+    sha256: _Digest
+    bytes: _Count
+    row_count: _Count
+
+
+class SharedSpan(msgspec.Struct, frozen=True):
+    """`count` positions from `input_token_start` on, and the rows that they have. No file: they have none."""
+
+    input_token_start: _Count
+    count: Annotated[int, Meta(ge=1, le=2**53)]
+    file_index: _Count | UnsetType | None = UNSET
+    file_row_start: _Count | UnsetType | None = UNSET
+
+
+class SharedReferences(msgspec.Struct, frozen=True):
+    """Rows of `length` positions. The spans cover each position once, in order."""
+
+    length: _Count
+    files: list[SharedFile]
+    spans: list[SharedSpan]
+
+
+class InFiles(msgspec.Struct, frozen=True):
+    """The columns of a choice that are in files and not in its response. None: the request did not ask for it there."""
+
+    store_id: str
+    routes: SharedReferences | None
+    masks: SharedReferences | None

@@ -24,10 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from midstream.core import extras
-from midstream.core.errors import InvalidRequest, RecordsNotStored, SnapshotError
+from midstream.core.errors import RecordsNotStored, SnapshotError
 from midstream.core.record_files import is_file_name, path_of
 from midstream.core.references import FORMAT, RecordReference, ReferencedRows
 from midstream.core.reports import RecordFilesStats
+from midstream.replica.shared_rows import WrittenRows
 from midstream.snapshots.store.objects import WRITING_PREFIX, FileSeen, files_seen, put_bytes, remove_files
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,15 @@ class RecordFiles:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bucket = bucket.rstrip("/")
+        #: The URL of the bucket, which is what clients call it, too.
+        self.store_id = bucket.rstrip("/")
         self._deployment = deployment
-        self._url = f"{self._bucket}/{path_of(deployment, '').rpartition('/')[0]}"
-        self._keep_s, self._bytes_max, self._clock = keep_s, bytes_max, clock
+        self._url = f"{self.store_id}/{path_of(deployment, '').rpartition('/')[0]}"
+        self.keep_s, self._bytes_max, self._clock = keep_s, bytes_max, clock
         self._monotonic = monotonic
-        self._lacking = extras.advice(extras.missing(["pyarrow"]))
+        #: What no file can be made without; None: nothing is missing.
+        self.lacking = extras.advice(extras.missing(["pyarrow"]))
+        self.written = WrittenRows()
         self._writers = ThreadPoolExecutor(WRITERS, "record files")
         self._sweeper = threading.Thread(target=self._look_after, name="record files age", daemon=True)
         self._stopping = threading.Event()
@@ -108,9 +112,7 @@ class RecordFiles:
             )
 
     def check(self) -> None:
-        """Before anything is generated. Raises InvalidRequest where no file can be made, RecordsNotStored for want of room."""
-        if self._lacking is not None:
-            raise InvalidRequest(f"{PARAM}: {self._lacking}", param=PARAM)
+        """Before anything is generated. Raises RecordsNotStored for want of room."""
         with self._lock:
             held = self._held_bytes
         if held >= self._bytes_max:
@@ -158,6 +160,11 @@ class RecordFiles:
             "it, lower records.files_keep_s, or remove files"
         )
 
+    def stays_until(self, seconds: float | None = None) -> float:
+        """When something written now may go, in seconds since the epoch. seconds: it has to stay; None: as files do."""
+        stays = self.keep_s if seconds is None else seconds
+        return math.inf if stays is None else self._clock() + stays
+
     # -- the thread that looks after files
 
     def _look_after(self) -> None:
@@ -179,7 +186,7 @@ class RecordFiles:
         for one in files_seen(self._url):
             if not _is_own(one):
                 continue
-            if _keeps_s(one, self._keep_s) < now - one.modified:
+            if _keeps_s(one, self.keep_s) < now - one.modified:
                 old.append(one.path)
             else:
                 held += one.size

@@ -59,7 +59,7 @@ from midstream.replica.aborts import Called, called_as
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
-from midstream.replica.record_files import NO_BUCKET, PARAM, RecordFiles
+from midstream.replica.record_files import RecordFiles
 from midstream.replica.request.checked import (
     MAX_PROMPTS,
     Checked,
@@ -80,6 +80,7 @@ from midstream.replica.response.referenced import check_rows
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.response.stages import behind_thinking
 from midstream.replica.sessions import Sessions, stamp_of
+from midstream.replica.shared_store import check_files
 from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar
 from midstream.replica.text.grammarcheck import GrammarChecks
@@ -262,10 +263,7 @@ class Service(Surroundings):
             self.text.check_spaces(checked.text.special, parsed.spaces_between_special_tokens)
         if self._lacks_any:
             check_needs(checked, parsed, self.info)
-        if checked.referenced:
-            if self.kept.files is None:
-                raise InvalidRequest(NO_BUCKET, param=PARAM)
-            self.kept.files.check()
+        stay_s = check_files(checked, self.kept.files, headers) if checked.by_file else 0.0
         if resume is not None:
             check_resume(self.info)
         session = None
@@ -299,9 +297,9 @@ class Service(Surroundings):
             eos = self.info.eos_token_ids
             answers = [behind_thinking(checked, answer, prompt, self.text, eos) for prompt in prompts]
         requests = self._requests(checked, prompts, seed, answers, records)
-        if checked.referenced:
+        if checked.by_file:
             check_rows(requests, self.info, routes=checked.routes)
-        own = (tool_format, given.ignored, given.whole)
+        own = (tool_format, given.ignored, given.whole, stay_s)
         work = Work(wire, given.details, checked, prompts, requests, seed, *own)
         return _Ready(work, session, histories, continued, choices, counted)
 
@@ -401,7 +399,7 @@ class Service(Surroundings):
         stops, words = checked.stops, checked.sampling.bad_words
         named = self.text.marker_ids(stops) if stops and checked.tools is None and not any(answers) else ()
         bad = bad_tokens(words, self.text.encode_rendered) if words else ()
-        scores = checked.prompt_from is not None or (checked.logprobs is not None and checked.echo != 0)
+        scores = checked.prompt_from is not None or (checked.scored and checked.echo != 0)
         requests = [
             GenerateRequest(
                 request_id=f"{engine_id}-{index}",
@@ -413,10 +411,8 @@ class Service(Surroundings):
                 want_router_weights=checked.router_weights,
                 top_logprobs=max(checked.top_logprobs, checked.prompt_logprobs or 0),
                 prompt_records=scored_tokens(checked, prompt) if scores else 0,
-                want_kv_snapshots=checked.perf_metrics or checked.referenced or records != "none",
-                want_logprobs=checked.logprobs is not None
-                or checked.prompt_from is not None
-                or records != "none",
+                want_kv_snapshots=checked.perf_metrics or checked.by_file or records != "none",
+                want_logprobs=checked.scored or checked.prompt_from is not None or records != "none",
                 reproducible=checked.seed is not None,
                 grammar=answers[index],
                 priority=checked.priority,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
 from midstream.core.errors import ContextExceeded, InvalidRequest
+from midstream.core.references import PARQUET
 from midstream.core.types import ModelInfo, SamplingParams
 from midstream.replica.request import fields
 from midstream.replica.request.fields import AnswerForm, PromptOptions, TextOptions
@@ -30,6 +31,10 @@ _TEXTS = frozenset((*FIELDS, "name", "refusal"))
 
 Kind = Literal["completion", "chat"]
 LogprobsFormat = Literal["content", "legacy"]
+#: A column that may go into a file, by the field that asks for it there.
+Column = Literal["routing_matrix_format", "sampling_mask"]
+ROUTES: Final = "routing_matrix_format"
+MASKS: Final = "sampling_mask"
 
 
 class TextSize(Protocol):
@@ -73,6 +78,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     masks: bool
     #: The records of generated tokens go into a file, and the response has its reference.
     referenced: bool
+    #: These columns alone go into a file, and the response has references in Fireworks' form.
+    stored: frozenset[Column] = frozenset()
     token_ids: bool
     raw_output: bool
     perf_metrics: bool
@@ -105,6 +112,16 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
 
     @property
+    def scored(self) -> bool:
+        """The tokens that are shown have records, in the response or in a file."""
+        return self.logprobs is not None or bool(self.stored)
+
+    @property
+    def by_file(self) -> bool:
+        """The answer ends with a file that is stored."""
+        return self.referenced or bool(self.stored)
+
+    @property
     def schema(self) -> dict[str, Any] | None:
         """The schema of the JSON that the answer must be."""
         return self.answer.schema
@@ -127,8 +144,7 @@ def check(
     answer = fields.answer(body) if fields.FORMS(body) != (None, None) else fields.NO_FORM
     tools = plan_tools(body) if isinstance(body, ChatBody) and fields.TOOLS(body) != (None, None) else None
     constrained = answer.schema is not None or answer.rule is not None
-    if body.stop_token_ids and (constrained or (tools is not None and tools.constrained)):
-        _check_end_tokens(body.stop_token_ids, info)
+    _check_end_tokens(body, info, constrained or (tools is not None and tools.constrained))
     return Checked(
         kind=kind,
         model=body.model,
@@ -143,10 +159,11 @@ def check(
         logprobs=logprobs,
         top_logprobs=top,
         echo=echo,
-        routes=fields.ROUTES(body) != (None, None) and _routes(body, logprobs, info),
+        routes=fields.ROUTES(body) != fields.NO_ROUTES and _routes(body, logprobs, info),
         router_weights=body.return_router_weights is True and _router_weights(body, logprobs),
-        masks=body.return_sampling_mask is True and _masks(logprobs),
-        referenced=body.return_record_reference is True and _referenced(logprobs, top, echo),
+        masks=fields.MASKS(body) != (None, None) and _masks(body, logprobs),
+        referenced=body.return_record_reference is True and _referenced(body, logprobs, top, echo),
+        stored=_stored(body),
         token_ids=bool(body.return_token_ids),
         raw_output=bool(body.raw_output),
         perf_metrics=bool(body.perf_metrics_in_response),
@@ -171,9 +188,12 @@ def check(
     )
 
 
-def _check_end_tokens(asked: list[int], info: ModelInfo) -> None:
-    """The model's own end tokens end such an answer anyway, where its grammar does. Clients that render always send them."""
-    if ends := sorted(set(asked) - set(info.eos_token_ids)):
+def _check_end_tokens(body: InferenceBody, info: ModelInfo, constrained: bool) -> None:
+    """The model's own end tokens end a constrained answer anyway, where its grammar does. Clients that render always send
+    them."""
+    if not body.stop_token_ids or not constrained:
+        return
+    if ends := sorted(set(body.stop_token_ids) - set(info.eos_token_ids)):
         message = f"stop_token_ids: only the model's end tokens can end an answer that must match a schema, got {ends}"
         raise InvalidRequest(message, param="stop_token_ids")
 
@@ -215,8 +235,8 @@ def _logprobs(body: InferenceBody, kind: Kind) -> tuple[LogprobsFormat | None, i
 def _routes(body: InferenceBody, logprobs: LogprobsFormat | None, info: ModelInfo) -> bool:
     if not fields.wants_routes(body):
         return False
-    param = "include_routing_matrix"
-    if logprobs != "content":
+    param = "include_routing_matrix" if body.routing_matrix_format != PARQUET else "routing_matrix_format"
+    if logprobs != "content" and body.routing_matrix_format != PARQUET:
         raise InvalidRequest(f"{param}: requires logprobs: true", param=param)
     if info.moe_layers == 0:
         raise InvalidRequest(
@@ -234,16 +254,26 @@ def _router_weights(body: InferenceBody, logprobs: LogprobsFormat | None) -> boo
     return True
 
 
-def _masks(logprobs: LogprobsFormat | None) -> bool:
+def _masks(body: InferenceBody, logprobs: LogprobsFormat | None) -> bool:
     param = "return_sampling_mask"
-    if logprobs != "content":
+    if body.return_sampling_mask and body.sampling_mask is None and logprobs != "content":
         raise InvalidRequest(f"{param}: requires logprobs: true", param=param)
-    return True
+    return bool(body.return_sampling_mask) or body.sampling_mask is not None
 
 
-def _referenced(logprobs: LogprobsFormat | None, top_logprobs: int, echo: int | None) -> bool:
+def _stored(body: InferenceBody) -> frozenset[Column]:
+    """A column that is asked for in a file is not in the response, too."""
+    asked: list[Column] = [name for name in (ROUTES, MASKS) if getattr(body, name) == PARQUET]
+    return frozenset(asked)
+
+
+def _referenced(
+    body: InferenceBody, logprobs: LogprobsFormat | None, top_logprobs: int, echo: int | None
+) -> bool:
     """A file has the columns of generated tokens, and no others."""
     param = "return_record_reference"
+    if asked := sorted(_stored(body)):
+        raise InvalidRequest(f"{param}: cannot go with {asked[0]}: {PARQUET}", param=param)
     if logprobs != "content":
         raise InvalidRequest(f"{param}: requires logprobs: true", param=param)
     if top_logprobs:

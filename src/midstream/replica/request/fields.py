@@ -15,6 +15,7 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import InvalidRequest
+from midstream.core.references import PARQUET
 from midstream.core.types import ModelInfo
 from midstream.replica.request.schema import ChatBody, InferenceBody, unsupported
 from midstream.replica.text.grammar import response_schema
@@ -82,7 +83,9 @@ NO_TEXT = ((None,) * 4, (None,) * 6)
 #: The values of the fields that `answer` reads, `plan_tools`, `wants_routes` and `isolation_key`.
 FORMS = attrgetter("response_format", "structured_outputs")
 TOOLS = attrgetter("tools", "tool_choice")
-ROUTES = attrgetter("include_routing_matrix", "return_routed_experts")
+ROUTES = attrgetter("include_routing_matrix", "return_routed_experts", "routing_matrix_format")
+NO_ROUTES = (None,) * 3
+MASKS = attrgetter("return_sampling_mask", "sampling_mask")
 ISOLATION = attrgetter("prompt_cache_isolation_key", "cache_salt")
 
 
@@ -235,7 +238,8 @@ def isolation_key(body: InferenceBody) -> str | None:
 
 
 def wants_routes(body: InferenceBody) -> bool:
-    return bool(_agreed(body, "include_routing_matrix", "return_routed_experts"))
+    asked = _agreed(body, "include_routing_matrix", "return_routed_experts")
+    return bool(asked) or body.routing_matrix_format == PARQUET
 
 
 def scored_prompt(body: InferenceBody) -> int | None:

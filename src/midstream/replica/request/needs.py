@@ -139,4 +139,4 @@ def _answers(checked: Checked, param: str) -> bool:
 
 
 def _scores_prompt(checked: Checked) -> bool:
-    return checked.logprobs is not None and checked.echo != 0
+    return checked.scored and checked.echo != 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -91,6 +91,9 @@ class InferenceBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     echo_last: NotNegative | None = None
     include_routing_matrix: bool | None = None
     return_record_reference: bool | None = None
+    # As Fireworks' client asks for columns in files, see shared_rows.py.
+    routing_matrix_format: Literal["base64_inline", "parquet_v1"] | None = None
+    sampling_mask: Literal["parquet_v1"] | None = None
     return_token_ids: bool | None = None
     raw_output: bool | None = None
     perf_metrics_in_response: bool | None = None

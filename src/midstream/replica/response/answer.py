@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.references import RecordReference
+from midstream.core.references import InFiles, RecordReference
 from midstream.core.types import TokenRecord
 from midstream.core.versions import as_version
 from midstream.replica.request.checked import Checked, Prompt
@@ -48,7 +48,8 @@ class Extras(msgspec.Struct):
     """What a last event or a whole response says beside its choices.
 
     counts: None where another event has them. prompts: by prompt, records of its last tokens, where they were asked for.
-    took_s: seconds since the request came. reference: of the file that has the records.
+    took_s: seconds since the request came. reference: of the file that has the records. in_files: by choice, columns that are
+    in files.
     """
 
     counts: TokenCounts | None = None
@@ -56,6 +57,7 @@ class Extras(msgspec.Struct):
     prompts: Mapping[int, tuple[TokenRecord, ...]] = {}
     took_s: float = 0.0
     reference: RecordReference | UnsetType = UNSET
+    in_files: Sequence[InFiles] = ()
 
 
 class Ending(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from midstream.core.errors import AnotherBoot, EngineFailed, EngineLost, StreamGivenUp
-from midstream.core.references import RecordReference, TurnReference
+from midstream.core.references import TurnReference
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.served_names import ServedNames
 from midstream.core.traces import sampling_of
@@ -33,7 +33,7 @@ from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
 from midstream.replica.response.measured import Measured, Timings
 from midstream.replica.response.prompt_echo import PromptEcho
-from midstream.replica.response.referenced import ReferencedRecords
+from midstream.replica.response.referenced import ReferencedRecords, split
 from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.token_lane import TokenLane
@@ -94,6 +94,8 @@ class Work:
     ignored: Sequence[str] = ()
     #: The body alone gives the prompts.
     whole: bool = True
+    #: How many seconds its file has to stay, at least.
+    stay_s: float = 0.0
 
 
 class Sink(Protocol):
@@ -134,7 +136,7 @@ class Generation:
         self._router_weights = checked.router_weights
         is_traced = bool(histories) and histories[0].records != "none"
         #: Whether the choices keep which snapshots computed their KV.
-        self._keeps_kv = checked.perf_metrics or is_traced or checked.referenced
+        self._keeps_kv = checked.perf_metrics or is_traced or checked.by_file
         self._continued = continued
         opening = self._opening(resumable) if continued is None else continued.opening
         #: Of the response, as clients may call it.
@@ -160,9 +162,9 @@ class Generation:
         self._resume_log = ResumeLogWriter(opening, len(self._choices)) if self.resumable else None
         head, inline = _head(service, opening), checked
         self._referenced: ReferencedRecords | None = None
-        if checked.referenced and files is not None:
-            self._referenced = ReferencedRecords(files, checked, head, work.prompts)
-            inline = replace(checked, logprobs=None, routes=False, router_weights=False, masks=False)
+        if checked.by_file and files is not None:
+            shared, inline = split(checked, requests, work.stay_s)
+            self._referenced = ReferencedRecords(files, checked, head, work.prompts, shared)
         self._encoder = work.wire.encoder(inline, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
@@ -247,8 +249,8 @@ class Generation:
         await self._run(take, sink, self._lane())
         tail = b""
         if self._referenced is not None:
-            reference = await self._stored(self._referenced)
-            tail = encoder.reference_event(self._measured.snapshot, reference)
+            extras = await self._stored(self._referenced, Extras())
+            tail = encoder.reference_event(self._measured.snapshot, extras)
         if self.checked.include_usage:
             tail += encoder.usage_event(self._measured.snapshot, self._extras())
         last = b"" if log is None else log.end()
@@ -260,9 +262,8 @@ class Generation:
         long = self._echo or self._stages or self._continued or self._encoder.keeps
         if by_token is None or long:
             return None
-        return TokenLane(
-            self._choices, self._parts, by_token, self._resume_log, self._histories, self.checked
-        )
+        given = (self._choices, self._parts, by_token, self._resume_log, self._histories, self._referenced)
+        return TokenLane(*given, self.checked)
 
     def _at_end(self) -> Extras:
         """Of the event that ends a choice: the last one's tells of the whole request."""
@@ -285,17 +286,19 @@ class Generation:
         parts = [self._parts.whole(choice, by_choice[choice.index], snapshot) for choice in self._choices]
         extras = self._extras()
         if self._referenced is not None:
-            extras.reference = await self._stored(self._referenced)
+            extras = await self._stored(self._referenced, extras)
         return self._encoder.whole(parts, snapshot, extras)
 
-    async def _stored(self, referenced: ReferencedRecords) -> RecordReference:
+    async def _stored(self, referenced: ReferencedRecords, extras: Extras) -> Extras:
         """Choices become turns when their file is stored, as only then there is an answer. Raises RecordsNotStored."""
         reference = await referenced.stored(self._choices)
         for choice in self._choices if self._histories else ():
             history = self._histories[choice.index // self.checked.n]
             own = TurnReference(reference, choice.index, referenced.columns(history.records))
             history.end(choice, self._service.clock(), own)
-        return reference
+        if self.checked.referenced:
+            return replace(extras, reference=reference)
+        return replace(extras, in_files=referenced.in_files(reference))
 
     def _extras(self) -> Extras:
         measured, aborted = self._measured, bool(self._engine.aborted)
@@ -455,6 +458,9 @@ class Generation:
             return echo.pieces(prompt, choice, request, event, self._serving())
         before = choice.snapshot
         pieces = echo.pieces(prompt, choice, request, event, None)
+        if self._referenced is not None:
+            shown = (scored.record for piece in pieces for scored in piece.echoed)
+            self._referenced.take_prompt(choice.index, shown)
         for piece in pieces:
             self._measured.label(before, piece.snapshot)
             before = piece.snapshot

@@ -26,7 +26,7 @@ def scored_tokens(checked: Checked, prompt: Prompt) -> int:
         # A request that generates nothing has at least one record to tell.
         return max(len(prompt.token_ids) - checked.prompt_from, int(checked.max_tokens == 0))
     # Without log-probabilities an echo shows nothing that the prompt itself does not say.
-    return echoed_tokens(checked, prompt) if checked.logprobs else 0
+    return echoed_tokens(checked, prompt) if checked.scored else 0
 
 
 class PromptEcho:

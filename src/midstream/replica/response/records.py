@@ -19,7 +19,6 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
-from midstream.core.references import RecordReference
 from midstream.core.sse import DONE
 from midstream.core.traces import Span
 from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
@@ -95,8 +94,8 @@ class RecordEncoder(ABC):
         """The event behind all choices of a request that asked for its usage. None where other events have it."""
         return b""
 
-    def reference_event(self, snapshot: str, reference: RecordReference) -> bytes:
-        """Likewise, of a request that asked for its records by reference. None where no request can."""
+    def reference_event(self, snapshot: str, extras: Extras) -> bytes:
+        """Likewise, of a request that asked for records by reference. None where no request can."""
         return b""
 
     def end(self) -> bytes:

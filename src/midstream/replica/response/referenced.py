@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from midstream.core.errors import EngineFailed, InvalidRequest, RecordsNotStored
 from midstream.core.record_files import (
@@ -28,15 +30,23 @@ from midstream.core.record_files import (
     FileAbout,
     groups_of,
 )
-from midstream.core.references import FORMAT, LeftOut, RecordReference, ReferencedRows
+from midstream.core.references import (
+    FORMAT,
+    InFiles,
+    LeftOut,
+    RecordReference,
+    ReferencedRows,
+    SharedFile,
+)
 from midstream.core.traces import RecordsKept, keeps_routes
 from midstream.core.types import GenerateRequest, ModelInfo, TokenRecord
 from midstream.replica.record_files import PARAM, Encoded, RecordFiles
-from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.request.checked import MASKS, ROUTES, Checked, Prompt
 from midstream.replica.response.answer import ResponseHead
 from midstream.replica.response.choice import Choice
 from midstream.replica.response.records import LOGPROB_MIN
 from midstream.replica.response.shapes import earlier_spans, spans
+from midstream.replica.shared_rows import ROWS, ChoicePlaces, RowsPlace, SharedColumns, keys_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,9 +57,10 @@ OBJECTS_AT_A_TIME = 4096
 
 
 class _Rows:
-    """Of one choice."""
+    """Of one choice. lead: tokens of the prompt that are shown and have no row. prompt: snapshots of those that have one."""
 
     def __init__(self, *, routes: bool, masks: bool) -> None:
+        self.lead, self.prompt = list[int](), list[str]()
         self.token_ids = array("i")
         self.logprobs, self.sampling_logprobs = array("d"), array("d")
         self.near_ties, self.constrained = bytearray(), bytearray()
@@ -68,21 +79,52 @@ class _Rows:
         if self.masks is not None and record.mask is not None:
             self.masks.append(record.mask)
 
+    def take_prompt(self, records: Iterable[TokenRecord]) -> None:
+        """Nothing was before the first token of a prompt, so it has no route and no row. No token was drawn from a mask."""
+        for record in records:
+            if record.route is None:
+                self.lead.append(record.token_id)
+            else:
+                self.take(record)
+                self.prompt.append(record.snapshot)
+                if self.masks is not None:
+                    self.masks.append(b"")
+
+    def drop(self, count: int) -> None:
+        """The first ones exist already."""
+        columns: list[Any] = [self.token_ids, self.logprobs, self.sampling_logprobs, self.near_ties]
+        columns += [self.constrained, self.prompt, self.routes, self.masks]
+        for column in columns:
+            if column is not None:
+                del column[:count]
+
 
 class ReferencedRecords:
-    """Of one response. files: where the file goes."""
+    """Of one response. files: where the file goes. shared: what the request wants of it in Fireworks' form; None: it wants our
+    own reference."""
 
     def __init__(
-        self, files: RecordFiles, checked: Checked, head: ResponseHead, prompts: Sequence[Prompt]
+        self,
+        files: RecordFiles,
+        checked: Checked,
+        head: ResponseHead,
+        prompts: Sequence[Prompt],
+        shared: SharedColumns | None = None,
     ) -> None:
         self._files = files
         self._head = head
         self._routes, self._masks = checked.routes, checked.masks
+        if shared is not None:
+            self._routes, self._masks = shared.routes, shared.masks
         self._n = checked.n
         self._prompts = prompts
-        self._rows = [
-            _Rows(routes=checked.routes, masks=checked.masks) for _ in range(checked.n * len(prompts))
-        ]
+        self._shared = shared
+        self._rows = [_Rows(routes=self._routes, masks=self._masks) for _ in range(checked.n * len(prompts))]
+        #: By choice, where its rows are; and of new rows that may be referred to, the places by key.
+        self._places = list[ChoicePlaces]()
+        self._new: dict[bytes, int] = {}
+        #: When the file may go.
+        self._until = 0.0
 
     def columns(self, kept: RecordsKept) -> list[LeftOut]:
         """Of those that a turn's record has, too."""
@@ -95,11 +137,51 @@ class ReferencedRecords:
         """A generated token, in its order."""
         self._rows[choice].take(record)
 
+    def take_prompt(self, choice: int, records: Iterable[TokenRecord]) -> None:
+        """Those that the choice shows, before its first generated token."""
+        if self._shared is not None and self._routes:
+            self._rows[choice].take_prompt(records)
+
     async def stored(self, choices: Sequence[Choice]) -> RecordReference:
         """To be called once, when all choices have ended. Raises RecordsNotStored, EngineFailed."""
         return await self._files.put(partial(self._encoded, choices))
 
+    def in_files(self, reference: RecordReference) -> list[InFiles]:
+        """By choice, what the response says of the columns that it leaves to files, when these are stored."""
+        if self._shared is None:
+            return []
+        file = SharedFile(
+            store_id=self._files.store_id,
+            file=reference.file,
+            sha256=reference.sha256,
+            bytes=reference.bytes,
+            row_count=reference.rows,
+        )
+        self._files.written.add(self._new, file, self._until)
+        return [place.in_files(file, self._shared) for place in self._places]
+
+    def _place(self, choices: Sequence[Choice], shared: SharedColumns) -> None:
+        """Finds the rows of prompts that exist, and leaves them out."""
+        start, until = 0, self._files.stays_until(shared.stay_s)
+        self._until = self._files.stays_until()
+        for choice in choices:
+            rows, salt = self._rows[choice.index], shared.salts[choice.index // self._n]
+            earlier, keys = list[RowsPlace](), list[bytes]()
+            if rows.lead and rows.routes is not None:
+                keys = list(keys_of(salt, rows.lead, rows.token_ids, rows.routes))
+                earlier = self._files.written.leading(keys[: len(rows.prompt) // ROWS], self._new, until)
+                rows.drop(len(earlier) * ROWS)
+            for at, key in enumerate(keys[len(earlier) :]):
+                self._new.setdefault(key, start + at * ROWS)
+            count = len(rows.token_ids)
+            self._places.append(
+                ChoicePlaces(len(rows.lead), earlier, start, count, sampled=count - len(rows.prompt))
+            )
+            start += count
+
     def _encoded(self, choices: Sequence[Choice]) -> Encoded:
+        if self._shared is not None:
+            self._place(choices, self._shared)
         about = self._about(choices)
         table = self._table(choices, about)
         if table.nbytes > COLUMNS_BYTES_MAX:
@@ -114,13 +196,15 @@ class ReferencedRecords:
     def _about(self, choices: Sequence[Choice]) -> FileAbout:
         found, start = list[ChoiceAbout](), 0
         for choice in choices:
-            count = len(self._rows[choice.index].token_ids)
+            rows = self._rows[choice.index]
+            count = len(rows.token_ids)
             found.append(
                 ChoiceAbout(
                     index=choice.index,
                     start=start,
                     count=count,
                     prompt_tokens=len(self._prompts[choice.index // self._n].token_ids),
+                    prompt_rows=len(rows.prompt),
                     kv_snapshots=spans(choice.kv),
                     earlier_kv_snapshots=earlier_spans(choice.earlier_kv),
                 )
@@ -148,7 +232,7 @@ class ReferencedRecords:
             "logprob": pa.array(np.maximum(logprobs, LOGPROB_MIN)),
             # Of one that is no number, the engine does not know it.
             "sampling_logprob": pa.array(np.maximum(sampling, LOGPROB_MIN), from_pandas=True),
-            "snapshot": _snapshots(choices),
+            "snapshot": _snapshots(choices, rows),
             "near_tie": pa.array(_joined(rows, "near_ties", np.uint8)),
             "constrained": pa.array(_joined(rows, "constrained", np.uint8).astype(bool)),
         }
@@ -160,13 +244,24 @@ class ReferencedRecords:
         return pa.table(columns)
 
 
+def split(
+    checked: Checked, requests: Sequence[GenerateRequest], stay_s: float
+) -> tuple[SharedColumns | None, Checked]:
+    """What goes into a file in Fireworks' form, and what the response has beside the file. stay_s: as in SharedColumns."""
+    if not checked.stored:
+        return None, replace(checked, logprobs=None, routes=False, router_weights=False, masks=False)
+    routes, masks = ROUTES in checked.stored, MASKS in checked.stored
+    inline = replace(checked, routes=checked.routes and not routes, masks=checked.masks and not masks)
+    return SharedColumns(routes, masks, stay_s, [request.salt for request in requests]), inline
+
+
 def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, *, routes: bool) -> None:
     """Raises InvalidRequest for more rows than a file may have."""
     width = info.moe_layers * info.top_k * (2 if info.num_experts > 256 else 1) if routes else 0
-    rows = sum(request.n * request.sampling.max_tokens for request in requests)
+    rows = sum(request.n * (request.sampling.max_tokens + request.prompt_records) for request in requests)
     if rows * (ROW_BYTES + width) > COLUMNS_BYTES_MAX:
         message = (
-            f"{PARAM}: {rows} tokens of {ROW_BYTES + width} bytes may be generated, more than the {COLUMNS_BYTES_MAX} bytes "
+            f"{PARAM}: {rows} tokens of {ROW_BYTES + width} bytes may be written, more than the {COLUMNS_BYTES_MAX} bytes "
             "of a file: lower n or max_tokens"
         )
         raise InvalidRequest(message, param=PARAM)
@@ -209,15 +304,17 @@ def _masks(rows: Sequence[_Rows]) -> pa.ChunkedArray:
     return pa.chunked_array(parts, pa.binary())
 
 
-def _snapshots(choices: Sequence[Choice]) -> pa.Array:
+def _snapshots(choices: Sequence[Choice], rows: Sequence[_Rows]) -> pa.Array:
+    """rows: by place in `choices`."""
     import pyarrow as pa
 
-    runs = [span for choice in choices for span in choice.spans]
-    names = list(dict.fromkeys(name for name, _, _ in runs))
+    runs = list[tuple[str, int]]()
+    for choice, own in zip(choices, rows, strict=True):
+        runs += [(name, len(list(same))) for name, same in groupby(own.prompt)]
+        runs += [(name, end - start) for name, start, end in choice.spans]
+    names = list(dict.fromkeys(name for name, _ in runs))
     numbers = {name: number for number, name in enumerate(names)}
-    codes = np.repeat(
-        np.asarray([numbers[name] for name, _, _ in runs], np.int32), [end - start for _, start, end in runs]
-    )
+    codes = np.repeat(np.asarray([numbers[name] for name, _ in runs], np.int32), [count for _, count in runs])
     return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(names, pa.string()))
 
 

@@ -20,7 +20,7 @@ from midstream.replica.request.checked import Checked, Prompt
 def can_be_resumed(checked: Checked) -> bool:
     """True if another replica can continue a stream: all that its end repeats must follow from token ids alone. The numbers of
     a record file do not."""
-    repeats = checked.cumulative or checked.referenced or (checked.raw_output and checked.logprobs)
+    repeats = checked.cumulative or checked.by_file or (checked.raw_output and checked.logprobs)
     return checked.stream and not repeats
 
 

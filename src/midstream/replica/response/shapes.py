@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.references import RecordReference
+from midstream.core.references import RecordReference, SharedReferences
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import FinishReason
 
@@ -123,6 +123,12 @@ class ChoiceTail(KvProvenance, kw_only=True):
     raw_output: RawOutput | UnsetType = UNSET
     snapshots: list[Span] | UnsetType = UNSET
     prompt_snapshots: list[Span] | UnsetType = UNSET
+    #: As Fireworks names columns in files: of all shown positions, and of the sampled tokens.
+    r3_store_id: str | UnsetType = UNSET
+    routing_matrix_format: str | UnsetType = UNSET
+    routing_references: SharedReferences | UnsetType = UNSET
+    sampling_mask_format: str | UnsetType = UNSET
+    sampling_mask_references: SharedReferences | UnsetType = UNSET
 
 
 class TextChoice(ChoiceTail, kw_only=True):

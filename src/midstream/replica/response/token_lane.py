@@ -15,13 +15,14 @@ from midstream.replica.request.checked import Checked
 from midstream.replica.response.answer import Parts, TokenEncoder
 from midstream.replica.response.choice import Choice, Piece, Scored
 from midstream.replica.response.records import LOGPROB_MIN
+from midstream.replica.response.referenced import ReferencedRecords
 from midstream.replica.turns.history import History
 
 
 class TokenLane:
     """For a stream that no other replica began, without an echo, and without stages behind its choices.
 
-    checked: each token needs what it asks for. histories: one for each prompt, or none.
+    checked: each token needs what it asks for. histories: one for each prompt, or none. referenced: gets the records, too.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class TokenLane:
         encoder: TokenEncoder,
         log: ResumeLogWriter | None,
         histories: Sequence[History],
+        referenced: ReferencedRecords | None,
         checked: Checked,
     ) -> None:
         self._choices = choices
@@ -38,6 +40,7 @@ class TokenLane:
         self._encoder = encoder
         self._log = log
         self._histories = histories
+        self._referenced = referenced
         self._n = checked.n
         self._routes, self._router_weights, self._masks = (
             checked.routes,
@@ -70,5 +73,7 @@ class TokenLane:
         if self._histories:
             piece = Piece(record.snapshot, text, (Scored(record, offset),))
             self._histories[index // self._n].take(index, [piece], replayed=False)
+        if self._referenced is not None:
+            self._referenced.take(index, record)
         data = self._encoder.token_event(index, record, offset)
         return data if self._log is None else self._log.write(index, event, False) + data

@@ -12,7 +12,7 @@ from math import isnan
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from midstream.core.references import RecordReference
+from midstream.core.references import PARQUET, InFiles
 from midstream.core.sse import json_line, sse_event
 from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
@@ -127,8 +127,12 @@ class OpenAIEncoder(RecordEncoder):
     def usage_event(self, snapshot: str, extras: Extras) -> bytes:
         return sse_event(self._response(snapshot, [], extras))
 
-    def reference_event(self, snapshot: str, reference: RecordReference) -> bytes:
-        return sse_event(self._response(snapshot, [], Extras(reference=reference)))
+    def reference_event(self, snapshot: str, extras: Extras) -> bytes:
+        choices: list[AnyChoice] = [
+            DeltaChoice(index=at, delta=Delta()) if self._chat else TextChoice(index=at, text="")
+            for at in range(len(extras.in_files))
+        ]
+        return sse_event(self._response(snapshot, choices, extras))
 
     def whole(self, parts: list[ChoicePart], snapshot: str, extras: Extras) -> bytes:
         prompt_ids: tuple[int, ...] | UnsetType = UNSET
@@ -155,6 +159,8 @@ class OpenAIEncoder(RecordEncoder):
             response.usage = openai_usage(extras.counts)
         response.perf_metrics = extras.perf_metrics
         response.record_reference = extras.reference
+        for choice, found in zip(choices, extras.in_files, strict=bool(extras.in_files)):
+            _tell_files(choice, found)
         response.midstream, self.seam = self.seam, UNSET
         return response
 
@@ -218,6 +224,14 @@ class OpenAIEncoder(RecordEncoder):
         if ending.call_in_thinking:
             seam = {} if self.seam is UNSET else self.seam
             self.seam = seam | {"call_in_thinking": [*seam.get("call_in_thinking", ()), choice.index]}
+
+
+def _tell_files(choice: AnyChoice, found: InFiles) -> None:
+    choice.r3_store_id = found.store_id
+    if found.routes is not None:
+        choice.routing_matrix_format, choice.routing_references = PARQUET, found.routes
+    if found.masks is not None:
+        choice.sampling_mask_format, choice.sampling_mask_references = PARQUET, found.masks
 
 
 def _message(piece: Piece) -> ChatMessage:

@@ -1,0 +1,242 @@
+"""A record file with the bytes that its reference says, as columns (docs/records.md).
+
+Always holds: nothing of a file is used before its bytes have the size and the SHA-256 of the reference, and its schema and the
+sizes that it declares are those that a server writes. Nothing is unpickled. What is wrong is a RecordFileError that names the
+file, and the row group where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from midstream.client.decode import Routes
+from midstream.client.errors import RecordFileError, RecordFileGone
+from midstream.core.decoding import NOT_JSON
+from midstream.core.errors import SnapshotError, SnapshotMissing
+from midstream.core.record_files import (
+    ABOUT_KEY,
+    COLUMNS,
+    DIRECTORY,
+    GROUP_TOKENS,
+    MASK,
+    MASKS_BYTES_MAX,
+    ROUTE,
+    ROW_BYTES,
+    ChoiceAbout,
+    FileAbout,
+    groups_of,
+    is_file_name,
+)
+from midstream.core.references import RecordReference, ReferencedRows, SharedFile
+from midstream.snapshots.store.upload import read_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+#: By name, an Arrow array of each column.
+Columns = dict[str, Any]
+#: What the footer of a file may make a reader allocate.
+_FOOTER_STRING_MAX, _FOOTER_ENTRIES_MAX = 64 * 2**20, 1_000_000
+
+
+def _check_name(file: str, sha256: str) -> None:
+    directory, _, rest = file.partition("/")
+    deployment, _, name = rest.partition("/")
+    if directory != DIRECTORY or deployment in ("", ".", "..") or not is_file_name(name):
+        raise RecordFileError(f"{file!r} is no name of a record file")
+    if name.partition(".")[0] != sha256:
+        raise RecordFileError(f"{file}: the reference has another sha256, {sha256}")
+
+
+def _fetched(url: str, reference: RecordReference | SharedFile, bytes_max: int) -> bytes:
+    file = reference.file
+    if reference.bytes > bytes_max:
+        raise RecordFileError(f"{file}: has {reference.bytes} bytes, more than bytes_max, {bytes_max}")
+    try:
+        data = read_file(url, file, bytes_max=reference.bytes)
+    except SnapshotMissing as error:
+        raise RecordFileGone(f"{file}: is gone: {error}") from error
+    except SnapshotError as error:
+        raise RecordFileError(f"{file}: cannot be read: {error}") from error
+    if len(data) != reference.bytes:
+        raise RecordFileError(f"{file}: has {len(data)} bytes, and the reference says {reference.bytes}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != reference.sha256:
+        raise RecordFileError(
+            f"{file}: its bytes have the sha256 {digest}, so they are not those of the reference"
+        )
+    return data
+
+
+class RecordFile:
+    """A file with the right bytes, at a reference of either form. url, bytes_max: as in `read_reference`. Raises
+    RecordFileError."""
+
+    def __init__(self, url: str, reference: RecordReference | SharedFile, bytes_max: int) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._name = reference.file
+        _check_name(reference.file, reference.sha256)
+        data = _fetched(url, reference, bytes_max)
+        self._errors = (pa.ArrowException, OSError, ValueError)
+        try:
+            self._parquet: pq.ParquetFile = pq.ParquetFile(
+                pa.BufferReader(data),
+                read_dictionary=["snapshot"],
+                thrift_string_size_limit=_FOOTER_STRING_MAX,
+                thrift_container_size_limit=_FOOTER_ENTRIES_MAX,
+                schema_depth_limit=4,
+                arrow_extensions_enabled=False,
+            )
+            self._schema: pa.Schema = self._parquet.schema_arrow
+        except self._errors as error:
+            raise RecordFileError(f"{self._name}: is no Parquet file: {error}") from error
+        rows = reference.rows if isinstance(reference, RecordReference) else reference.row_count
+        self._about = self._read_about(rows)
+        self._check_schema()
+        self._groups = self._check_groups(rows, bytes_max)
+
+    def _wrong(self, what: str) -> RecordFileError:
+        return RecordFileError(f"{self._name}: {what}")
+
+    def _read_about(self, rows: int) -> FileAbout:
+        given = self._parquet.metadata.metadata or {}
+        if given.keys() != {ABOUT_KEY}:
+            raise self._wrong(f"its metadata has {sorted(given)}, not {ABOUT_KEY!r} alone")
+        try:
+            about = msgspec.json.decode(given[ABOUT_KEY], type=FileAbout)
+        except NOT_JSON as error:
+            raise self._wrong(f"its metadata is not that of a record file: {error}") from error
+        at = 0
+        for one in about.choices:
+            if one.start != at or one.prompt_rows > min(one.count, one.prompt_tokens):
+                raise self._wrong(f"its metadata has other rows of choice {one.index} than can be")
+            at += one.count
+        if at != rows:
+            raise self._wrong("it has other rows of choices than the reference says")
+        return about
+
+    def _check_schema(self) -> None:
+        expected = dict(COLUMNS) | {"snapshot": "dictionary<values=string, indices=int32, ordered=0>"}
+        names = [field.name for field in self._schema]
+        if ROUTE in names:
+            expected[ROUTE] = f"fixed_size_binary[{self._about.route_bytes}]"
+        if MASK in names:
+            expected[MASK] = "binary"
+        found = {field.name: str(field.type) for field in self._schema}
+        if found != expected or len(names) != len(expected):
+            raise self._wrong(f"its columns are {found}, not {expected}")
+
+    def _check_groups(self, rows: int, bytes_max: int) -> list[tuple[int, int]]:
+        """First row and end of each row group. rows: of the reference."""
+        metadata = self._parquet.metadata
+        if metadata.num_rows != rows:
+            raise self._wrong(f"it declares {metadata.num_rows} rows, not {rows}")
+        size = rows * (ROW_BYTES + self._about.route_bytes)
+        if size > bytes_max:
+            raise self._wrong(f"its rows take {size} bytes, more than bytes_max, {bytes_max}")
+        expected = sum(_group_count(one) for one in self._about.choices)
+        if metadata.num_row_groups != expected:
+            raise self._wrong(f"it has {metadata.num_row_groups} row groups, not {expected}")
+        groups = [group for choice in self._about.choices for group in groups_of(choice)]
+        declared = 0
+        for number, (start, end) in enumerate(groups):
+            group = metadata.row_group(number)
+            if group.num_rows != end - start:
+                raise self._wrong(f"row group {number} declares {group.num_rows} rows, not {end - start}")
+            declared += group.total_byte_size
+            if group.total_byte_size < 0 or declared > bytes_max:
+                raise self._wrong(f"row group {number} declares more bytes than bytes_max, {bytes_max}")
+        return groups
+
+    def choices(self, expected: Sequence[ReferencedRows]) -> Iterator[tuple[ChoiceAbout, Columns]]:
+        """Each choice, with the columns of its sampled tokens. expected: the rows of its choices, as the reference has them."""
+        rows = [(one.index, one.start, one.count) for one in self._about.choices]
+        if rows != [(one.index, one.start, one.count) for one in expected]:
+            raise self._wrong("it has other rows of choices than the reference says")
+        number = 0
+        for choice in self._about.choices:
+            count = _group_count(choice)
+            yield choice, self._columns(choice, [self._group(number + at) for at in range(count)])
+            number += count
+
+    def all_routes(self) -> Routes:
+        """Of all rows."""
+        return self.routes(self._column(ROUTE))
+
+    def all_masks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """Of all rows: token ids, and masks as in `masks_in`."""
+        return self._column("token_id").to_numpy(), *masks_in(self._column(MASK))
+
+    def _column(self, name: str) -> Any:
+        if name not in self._schema.names:
+            raise self._wrong(f"it has no column {name}")
+        groups = [self._group(number, [name]) for number in range(len(self._groups))]
+        return _one_array(_concatenated(groups, self._schema).column(name))
+
+    def _group(self, number: int, columns: list[str] | None = None) -> pa.Table:
+        start, end = self._groups[number]
+        try:
+            table = self._parquet.read_row_group(number, columns=columns, use_threads=False)
+            table.validate(full=True)
+        except self._errors as error:
+            raise self._wrong(f"row group {number} cannot be read: {error}") from error
+        if table.num_rows != end - start:
+            raise self._wrong(f"row group {number} has {table.num_rows} rows, not {end - start}")
+        for name in table.column_names:
+            if name != "sampling_logprob" and table.column(name).null_count:
+                raise self._wrong(f"row group {number} lacks values of {name}")
+        return table
+
+    def _columns(self, choice: ChoiceAbout, groups: list[pa.Table]) -> Columns:
+        table = _concatenated(groups, self._schema).slice(choice.prompt_rows)
+        if MASK in table.column_names and table.column(MASK).nbytes > MASKS_BYTES_MAX:
+            raise self._wrong(f"choice {choice.index} has masks of more than {MASKS_BYTES_MAX} bytes")
+        return {name: _one_array(table.column(name)) for name in table.column_names}
+
+    def routes(self, column: pa.FixedSizeBinaryArray) -> Routes:
+        """Of a column of it."""
+        dtype = np.dtype("<u2" if self._about.route_dtype == "uint16" else "u1")
+        width = self._about.route_bytes
+        data = np.frombuffer(column.buffers()[1], np.uint8, len(column) * width, column.offset * width)
+        routes: Routes = data.view(dtype).reshape(len(column), *self._about.route_shape)
+        return routes
+
+
+def masks_in(column: pa.BinaryArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    """Bytes of all rows behind each other; those of row j are `data[offsets[j]:offsets[j + 1]]`."""
+    _, ends, values = column.buffers()
+    offsets = np.frombuffer(ends, np.int32, len(column) + 1, 4 * column.offset)
+    return np.frombuffer(b"" if values is None else values, np.uint8), offsets
+
+
+def _group_count(choice: ChoiceAbout) -> int:
+    """How many row groups it has, without a list of them."""
+    if not choice.count:
+        return 0
+    last = choice.position + choice.count - 1
+    return last // GROUP_TOKENS - choice.position // GROUP_TOKENS + 1
+
+
+def _concatenated(groups: Sequence[pa.Table], schema: pa.Schema) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.concat_tables(groups) if groups else schema.empty_table()
+
+
+def _one_array(column: pa.ChunkedArray) -> Any:
+    import pyarrow as pa
+
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    if pa.types.is_dictionary(column.type):
+        column = column.unify_dictionaries()
+    return column.combine_chunks()
