@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from serving import Server
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -90,6 +91,41 @@ def test_sglangs_path_tells_what_a_completion_tells(server: Server) -> None:
     assert held.status_code == 200
     last = events(server, "/generate", body)[-1]
     assert (last["text"], last["output_ids"]) == (plain["text"], tokens)
+
+
+def turn_of(server: Server, wire: str, prompt: list[int], start: int) -> tuple[list[int], np.ndarray]:
+    """The new tokens of a turn of one session, and the rows of routes from position `start` on."""
+    session = {"x-session-id": f"turns on {wire}"}
+    if wire == "vllm":
+        sampling = {"max_tokens": NEW, "seed": 3, "return_routed_experts": True}
+        sampling["routed_experts_prompt_start"] = start
+        body: dict[str, Any] = {"model": server.model, "token_ids": prompt, "sampling_params": sampling}
+        (choice,) = post(server, "/inference/v1/generate", body, **session)["choices"]
+        rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        return choice["token_ids"], rows.reshape(len(rows), -1)
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": NEW, "sampling_seed": 3}}
+    body |= {"return_routed_experts": True, "routed_experts_start_len": start}
+    said = post(server, "/generate", body, **session)
+    assert said["meta_info"]["routed_experts_start_len"] == start
+    rows = np.frombuffer(base64.b64decode(said["meta_info"]["routed_experts"]), "<i4")
+    count = len(prompt) + len(said["output_ids"]) - 1 - start
+    return said["output_ids"], rows.reshape(count, -1)
+
+
+@pytest.mark.parametrize("wire", ["vllm", "sglang"])
+def test_rows_of_new_positions_alone_make_up_the_routes_of_a_trajectory(server: Server, wire: str) -> None:
+    """Clients begin at the last sampled token of the turn before: its own pass comes with the next turn alone."""
+    tokens, held = list(PROMPT), list[np.ndarray]()
+    for turn in range(3):
+        start = sum(map(len, held))
+        new, rows = turn_of(server, wire, tokens, start)
+        assert len(rows) == len(tokens) + len(new) - 1 - start
+        held.append(rows)
+        tokens += [*new, 10 + turn]
+    # The whole again, from caches of the same session.
+    again, rows = turn_of(server, wire, tokens[: -len(new) - 1], 0)
+    assert again == new
+    assert np.concatenate(held).tolist() == rows.tolist()
 
 
 def test_a_chat_is_rendered_and_posted(server: Server) -> None:
