@@ -161,11 +161,11 @@ def events(times: list[float], reads: list[bytes], *, whole: bool = True) -> Ite
 
 
 def tokens_in(event: dict[str, Any]) -> int:
-    """Tokens whose logprobs are in one chunk: `logprobs.content[]` or the legacy lists."""
+    """Tokens whose logprobs are in one chunk: `logprobs.content[]`, or the legacy lists, or else ids alone."""
     count = 0
     for choice in event.get("choices", ()):
         logprobs = choice.get("logprobs") or {}
-        listed = logprobs.get("content") or logprobs.get("token_logprobs") or []
+        listed = logprobs.get("content") or logprobs.get("token_logprobs") or choice.get("token_ids") or []
         count += len(listed)
     return count
 

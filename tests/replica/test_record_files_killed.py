@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import subprocess
@@ -48,7 +49,11 @@ def handed_out(url: str, draw: random.Random) -> list[RecordReference]:
     return [msgspec.json.decode(line, type=RecordReference) for line in lines if line.rstrip().endswith(b"}")]
 
 
-@pytest.mark.parametrize("seed", range(of_tier(fast=1, test=3, all=25)))
+#: KILLS and SEED of the environment are for longer runs.
+FIRST, KILLS = int(os.environ.get("SEED", 0)), int(os.environ.get("KILLS", of_tier(fast=1, test=3, all=25)))
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + KILLS))
 def test_a_reference_that_was_handed_out_is_of_a_whole_file(seed: int, tmp_path: Path) -> None:
     told = handed_out(tmp_path.as_uri(), random.Random(seed))
     assert told
