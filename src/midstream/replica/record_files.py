@@ -26,10 +26,17 @@ from typing import NamedTuple
 from midstream.core import extras
 from midstream.core.errors import RecordsNotStored, SnapshotError
 from midstream.core.record_files import is_file_name, path_of
-from midstream.core.references import FORMAT, RecordReference, ReferencedRows
+from midstream.core.references import FORMAT, RecordReference, ReferencedRows, SharedFile
 from midstream.core.reports import RecordFilesStats
 from midstream.replica.shared_rows import WrittenRows
-from midstream.snapshots.store.objects import WRITING_PREFIX, FileSeen, files_seen, put_bytes, remove_files
+from midstream.snapshots.store.objects import (
+    WRITING_PREFIX,
+    FileSeen,
+    files_seen,
+    is_there,
+    put_bytes,
+    remove_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +166,10 @@ class RecordFiles:
             f"{PARAM}: record files of this deployment have {held} bytes, and records.files_max is {self._bytes_max}: raise "
             "it, lower records.files_keep_s, or remove files"
         )
+
+    def is_there(self, file: SharedFile) -> bool:
+        """Of a file that was written. Blocks."""
+        return is_there(self._url, file.file.rpartition("/")[2], file.bytes)
 
     def stays_until(self, seconds: float | None = None) -> float:
         """When something written now may go, in seconds since the epoch. seconds: it has to stay; None: as files do."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -123,8 +123,8 @@ class ReferencedRecords:
         #: By choice, where its rows are; and of new rows that may be referred to, the places by key.
         self._places = list[ChoicePlaces]()
         self._new: dict[bytes, int] = {}
-        #: When the file may go.
-        self._until = 0.0
+        #: When the file may go, and by digest whether earlier ones are there.
+        self._until, self._seen = 0.0, dict[str, bool]()
 
     def columns(self, kept: RecordsKept) -> list[LeftOut]:
         """Of those that a turn's record has, too."""
@@ -170,6 +170,8 @@ class ReferencedRecords:
             if rows.lead and rows.routes is not None:
                 keys = list(keys_of(salt, rows.lead, rows.token_ids, rows.routes))
                 earlier = self._files.written.leading(keys[: len(rows.prompt) // ROWS], self._new, until)
+                # Somebody else may have removed a file.
+                earlier = list(takewhile(lambda place: self._is_there(place.file), earlier))
                 rows.drop(len(earlier) * ROWS)
             for at, key in enumerate(keys[len(earlier) :]):
                 self._new.setdefault(key, start + at * ROWS)
@@ -178,6 +180,14 @@ class ReferencedRecords:
                 ChoicePlaces(len(rows.lead), earlier, start, count, sampled=count - len(rows.prompt))
             )
             start += count
+
+    def _is_there(self, file: SharedFile | None) -> bool:
+        """Asks the store once for each file. None: the one that is being written."""
+        if file is None:
+            return True
+        if file.sha256 not in self._seen:
+            self._seen[file.sha256] = self._files.is_there(file)
+        return self._seen[file.sha256]
 
     def _encoded(self, choices: Sequence[Choice]) -> Encoded:
         if self._shared is not None:

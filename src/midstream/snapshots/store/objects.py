@@ -68,6 +68,14 @@ def _write_local(directory: Path, name: str, data: bytes) -> None:
     sync_directory(directory)
 
 
+def is_there(url: str, name: str, size: int) -> bool:
+    """A file that `put_bytes` put, as large as it was. A store that does not say so has none."""
+    try:
+        return open_bucket(url).head(name)["size"] == size
+    except (BaseError, FileNotFoundError):
+        return False
+
+
 def files_seen(url: str) -> Iterator[FileSeen]:
     """All files below the directory that `url` names; none where it is not there. A few are in memory at a time.
 
