@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import base64
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-from serving import serve
+import pytest
+from s3server import S3Server
+from serving import command, serve
 
 from midstream.client.decode import routes_of, sampling_masks_of
+from midstream.client.journal import read_records
 from midstream.client.references import ChoiceColumns, read_reference
+from midstream.client.shared_references import read_masks, read_routes
 
+MATRICES = ("include_routing_matrix", "return_sampling_mask")
 ASKED: dict[str, Any] = {
     "max_tokens": 40,
     "temperature": 0.9,
@@ -83,3 +90,42 @@ def test_turns_have_by_reference_what_they_have_inline(tmp_path: Path) -> None:
         (found_stream,) = read_reference(url, chunks[-1]["record_reference"])
         streamed = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
         assert found_stream.token_ids.tolist() == streamed
+
+
+@pytest.mark.variant
+def test_records_in_an_s3_bucket_are_verified_and_a_lost_file_is_named(
+    s3: S3Server, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    s3.make_bucket("records")
+    url, model = "s3://records/kept", tiny_model()
+    forms: list[dict[str, Any]] = [{"return_record_reference": True, **dict.fromkeys(MATRICES, True)}]
+    forms.append({"routing_matrix_format": "parquet_v1", "sampling_mask": "parquet_v1", "echo": True})
+    files, prompt = list[str](), [5] * 40
+    with serve(
+        tmp_path / "state", "--model", str(model), "--replicas", "1", "--records", url, "--no-tinker"
+    ) as server:
+        for turn in range(4):
+            body = {"model": server.model, "prompt": prompt, "max_tokens": 20, "top_p": 0.9, "logprobs": True}
+            body |= {"ignore_eos": True, "return_token_ids": True, **forms[turn % 2]}
+            headers = {"x-session-id": "turns", "x-fireworks-r3-store-id": url}
+            headers["x-midstream-records"] = "masks"
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            prompt = [*prompt, *choice["token_ids"], 7]
+            if turn % 2:
+                assert read_routes(choice["routing_references"]).known[1:].all()
+                assert len(read_masks(choice["sampling_mask_references"]).known) == 20
+                files.append(choice["routing_references"]["files"][-1]["file"])
+            else:
+                files.append(answer.json()["record_reference"]["file"])
+        assert server.stop() == 0
+    (tmp_path / "snapshots").mkdir()
+    arguments = [url, "--bucket", (tmp_path / "snapshots").as_uri(), "--base", str(model)]
+    done = subprocess.run(command("verify", *arguments), capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(read_records(url))) == 4
+    s3.delete("records", f"kept/{files[2]}")
+    done = subprocess.run(command("verify", *arguments), capture_output=True, text=True, timeout=170)
+    assert done.returncode != 0
+    assert files[2] in done.stdout + done.stderr
