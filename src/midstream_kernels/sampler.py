@@ -16,16 +16,12 @@ Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]
 
 
 class KeptTokens:
-    """Where the kernel writes which tokens it drew each row from. Memory that no row needs is never touched."""
+    """Where the kernel writes which tokens it drew each row from: ids, ascending, and how many there are. No count: all, as
+    nothing was filtered. Memory that no row needs is never touched."""
 
     def __init__(self, rows: int, vocab: int) -> None:
         self.counts = np.empty(rows, dtype=np.int32)
         self.ids = np.empty((rows, vocab), dtype=np.int32)
-
-    def of(self, row: int) -> np.ndarray | None:
-        """Their ids, ascending; None: all, as nothing was filtered."""
-        count = int(self.counts[row])
-        return self.ids[row, :count] if count else None
 
 
 class CpuSampler:

@@ -33,7 +33,12 @@ BODIES: dict[str, tuple[str, dict[str, Any], bool]] = {
         True,
     ),
     "chat of a session": ("/v1/chat/completions", CHAT | {"prompt_cache_key": "s"}, True),
-    "chat without logprobs": ("/v1/chat/completions", CHAT | {"logprobs": False}, False),
+    "chat without logprobs": ("/v1/chat/completions", CHAT | {"logprobs": False}, True),
+    "completion without logprobs": (
+        "/v1/completions",
+        {"prompt": "hi", "n": 2, "return_token_ids": True, "prompt_cache_key": "s"},
+        True,
+    ),
     "chat with alternatives": ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, False),
     "chat with token ids": ("/v1/chat/completions", CHAT | {"return_token_ids": True}, True),
     "completion with token ids": ("/v1/completions", TEXT | {"return_token_ids": True}, True),

@@ -55,6 +55,8 @@ _TOKEN = (
     b'%b{"logprobs":{"content":[{"token":%b,"bytes":%b,"logprob":%b,%b"text_offset":%d,"token_id":%d,'
     b'"top_logprobs":[]%b}]},"finish_reason":null,'
 )
+#: Likewise without log-probabilities.
+_BARE = b'%b{"logprobs":null,"finish_reason":null,'
 _TOKEN_ID, _INDEX = b'"token_ids":[%d],', b'"index":%d,'
 _DELTA, _TEXT = b'"delta":{"content":%b}}]}\n\n', b'"text":%b}]}\n\n'
 _NO_SAMPLING = b'"sampling_logprob":%b,' % _encode(LOGPROB_MIN)
@@ -77,7 +79,7 @@ class OpenAIEncoder(RecordEncoder):
         self._openings: dict[str, bytes] = {}
         self._route_dtype_json = b',"routing_matrix_dtype":"uint16"' if head.wide_routes else b""
         token_id, text = _TOKEN_ID if checked.token_ids else b"", _DELTA if self._chat else _TEXT
-        self._token = _TOKEN + token_id + _INDEX + text
+        self._token = (_TOKEN if self._content else _BARE) + token_id + _INDEX + text
         self._lines = vocabulary.known_lines
         whole = "chat.completion" if self._chat else "text_completion"
         self._object = "chat.completion.chunk" if self._chat and checked.stream else whole
@@ -95,11 +97,16 @@ class OpenAIEncoder(RecordEncoder):
     def by_token(self) -> TokenEncoder | None:
         asked = self._checked
         more = asked.top_logprobs or asked.text.ids
-        return self if self._content and self._always_content and not (self._is_whole or more) else None
+        is_told = self._content or asked.logprobs is None
+        return self if is_told and self._always_content and not (self._is_whole or more) else None
 
     def token_event(self, index: int, record: TokenRecord, offset: int) -> bytes:
         token, snapshot, sampling = record.token_id, record.snapshot, record.sampling_logprob
         name, data, text = self._lines.get(token) or self._vocabulary.lines(token)
+        opening = self._openings.get(snapshot) or self._opening(snapshot)
+        where = (token, index) if self._checked.token_ids else (index,)
+        if not self._content:
+            return self._token % (opening, *where, text)
         if sampling is None or sampling >= LOGPROB_MIN:
             drawn = b'"sampling_logprob":%b,' % _encode(sampling)
         else:
@@ -113,9 +120,7 @@ class OpenAIEncoder(RecordEncoder):
             more = b',"routing_matrix":"%b"%b%b' % (b64encode(record.route), self._route_dtype_json, more)
         if record.constrained:
             more += _CONSTRAINED
-        opening = self._openings.get(snapshot) or self._opening(snapshot)
         numbers = (_encode(record.logprob), drawn, offset, token)
-        where = (token, index) if self._checked.token_ids else (index,)
         return self._token % (opening, name, data, *numbers, more, *where, text)
 
     def _opening(self, snapshot: str) -> bytes:
