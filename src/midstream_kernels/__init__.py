@@ -2,7 +2,7 @@
 
 The surface towards engine/embedded is what this module exports, and nothing else:
 - `CpuDecoder` copies the weights of a Hugging Face module and runs batches over a paged KV cache of its own.
-- `CpuSampler` draws tokens from unmodified logits and scores given tokens. `KeptTokens` gets what it drew each one from.
+- `CpuSampler` draws tokens from unmodified logits and scores given tokens. `RowMasks` gets what it drew each one from.
 - `mapped_module` builds the module of a snapshot over its files in memory, so that CpuDecoder packs from there.
 - `Skeletons` keeps that module, without its weights, for the next snapshot of an equal configuration.
 - `Spare` keeps the memory of a released model for the next one.
@@ -17,15 +17,15 @@ from midstream_kernels.build import KernelsUnavailable, asked_level
 from midstream_kernels.checkpoint import Skeletons, mapped_module
 from midstream_kernels.decoder import GROUP, CpuDecoder, Pieces
 from midstream_kernels.memory import Spare
-from midstream_kernels.sampler import CpuSampler, KeptTokens
+from midstream_kernels.sampler import CpuSampler, RowMasks
 
 __all__ = [
     "GROUP",
     "CpuDecoder",
     "CpuSampler",
-    "KeptTokens",
     "KernelsUnavailable",
     "Pieces",
+    "RowMasks",
     "Skeletons",
     "Spare",
     "asked_level",

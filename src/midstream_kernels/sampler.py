@@ -15,13 +15,17 @@ from midstream_kernels.tables import addresses
 Columns = tuple[list[int], list[float], list[float], list[list[tuple[int, float]]], list[int]]
 
 
-class KeptTokens:
-    """Where the kernel writes which tokens it drew each row from: ids, ascending, and how many there are. No count: all, as
-    nothing was filtered. Memory that no row needs is never touched."""
+class RowMasks:
+    """Where the kernel writes which tokens it drew each row from, as midstream's core/masks.py has it."""
 
     def __init__(self, rows: int, vocab: int) -> None:
-        self.counts = np.empty(rows, dtype=np.int32)
-        self.ids = np.empty((rows, vocab), dtype=np.int32)
+        self.sizes = np.empty(rows, dtype=np.int32)
+        self.data = np.empty((rows, vocab // 8 + 2), dtype=np.uint8)
+
+    def all(self) -> list[bytes]:
+        """By row; nothing where nothing was filtered."""
+        data, width = self.data.tobytes(), self.data.shape[1]
+        return [data[at * width : at * width + size] for at, size in enumerate(self.sizes.tolist())]
 
 
 class CpuSampler:
@@ -45,16 +49,16 @@ class CpuSampler:
         counters: np.ndarray,
         near_tie: float,
         top_logprobs: Sequence[int],
-        kept: KeptTokens | None = None,
+        masks: RowMasks | None = None,
     ) -> Columns:
         """One token per row, drawn after temperature and filters. logits: [rows, vocab].
 
         temperatures: [rows] float32, 0 for a greedy choice. filters: [rows, 3] float32: top_k, top_p, min_p.
         counters: [rows, 3] uint64: seed, choice, position. near_tie: logits within this share of the largest one are near ties.
-        kept: gets the tokens that each row was drawn from.
+        masks: get the tokens that each row was drawn from.
         """
         draw = np.full(len(temperatures), -1)
-        return self._call(logits, temperatures, filters, counters, draw, near_tie, top_logprobs, kept)
+        return self._call(logits, temperatures, filters, counters, draw, near_tie, top_logprobs, masks)
 
     def score(self, logits: torch.Tensor, targets: Sequence[int], top_logprobs: Sequence[int]) -> Columns:
         """The raw log-probability of a given next token per row. logits: [rows, vocab]. No row is a near tie."""
@@ -72,7 +76,7 @@ class CpuSampler:
         wanted: np.ndarray,
         near_tie: float,
         top_logprobs: Sequence[int],
-        kept: KeptTokens | None = None,
+        masks: RowMasks | None = None,
     ) -> Columns:
         """wanted: [rows] int64, the token to score, or -1 to draw one."""
         logits = logits.contiguous()
@@ -84,7 +88,7 @@ class CpuSampler:
         ties = np.empty(count, dtype=np.uint8)
         given, taken = (temperatures, filters, counters, wanted), (tokens, raw, sampling, ties, ids, values)
         at = addresses((*given, *taken))
-        left = (0, 0) if kept is None else addresses((kept.counts, kept.ids))
+        left = (0, 0) if masks is None else addresses((masks.sizes, masks.data))
         kernels(SUFFIX[logits.dtype]).sample(
             *(logits.data_ptr(), count, vocab, *at[:4], near_tie, *at[4:8]),
             *(most, *at[8:], *left, self._threads),

@@ -21,7 +21,7 @@ from midstream.core.config import EngineSettings
 from midstream.core.masks import ALONE, EVERY, kept_ids
 from midstream.core.types import SamplingParams
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.sampler import TOGETHER_FROM, Sampler, masks_of
+from midstream.engine.embedded.sampler import Sampler, mask_of
 from midstream.engine.step import SampleRow
 from midstream_kernels import CpuSampler
 
@@ -166,20 +166,11 @@ def test_a_mask_of_one_token_is_a_byte_and_so_is_one_of_all(sampler: Sampler) ->
 )
 def test_a_set_has_the_shortest_form_and_is_read_again(ids: Any, kind: int, size: int) -> None:
     given = np.array(list(ids))
-    (mask,) = masks_of([given])
+    mask = mask_of(given)
     assert (mask[0], len(mask)) == (kind, size)
     read = kept_ids(mask, int(given[-1]))
     assert read is not None
     assert list(read) == given.tolist()
-
-
-@pytest.mark.parametrize("vocabulary", [256, 150_000])
-def test_masks_that_are_made_together_are_those_of_each_alone(vocabulary: int) -> None:
-    draw = np.random.default_rng(vocabulary)
-    for _ in range(20):
-        sizes = draw.integers(1, draw.choice([3, 40, vocabulary]), TOGETHER_FROM + 4)
-        rows = [np.sort(draw.choice(vocabulary, size, replace=False)).astype(np.int32) for size in sizes]
-        assert masks_of(rows) == [mask for row in rows for mask in masks_of([row])]
 
 
 @pytest.mark.parametrize(

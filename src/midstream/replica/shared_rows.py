@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -79,9 +80,9 @@ def keys_of(
 ) -> Iterator[bytes]:
     """A key for each whole block of rows, which stands for all tokens up to its end. lead: those before the first row."""
     key = hashlib.blake2b(repr((salt, *lead)).encode(), digest_size=16).digest()
+    tokens = array("i", token_ids)
     for at in range(0, len(routes) - ROWS + 1, ROWS):
-        digest = hashlib.blake2b(key, digest_size=16)
-        digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids[at : at + ROWS]))
+        digest = hashlib.blake2b(key + tokens[at : at + ROWS].tobytes(), digest_size=16)
         digest.update(b"".join(routes[at : at + ROWS]))
         key = digest.digest()
         yield key

@@ -6,12 +6,12 @@ template <class T>
 static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, const float *temperature,
                    const Filter *filters, const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token,
                    float *logprob, float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values,
-                   int32_t *kept_count, int32_t *kept, int threads) {
+                   int32_t *mask_size, uint8_t *mask, int threads) {
   const Sampler<T> sampler{vocab, tie};
   parallel(threads, m, 16.0 * m * vocab, [=](int64_t i) {
     sampler.row(logits + i * vocab, temperature[i], filters[i], counters + 3 * i, wanted[i], token + i, logprob + i,
                 sampling_logprob + i, near_tie + i, n, ids + i * n, values + i * n,
-                kept_count ? kept_count + i : nullptr, kept_count ? kept + i * vocab : nullptr);
+                mask_size ? mask_size + i : nullptr, mask + i * mask_room(vocab));
   });
 }
 
@@ -53,9 +53,9 @@ static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, con
   void sample_##NAME(const void *logits, int64_t m, int64_t vocab, const float *temperature, const float *filters,     \
                      const uint64_t *counters, const int64_t *wanted, float tie, int32_t *token, float *logprob,       \
                      float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values,               \
-                     int32_t *kept_count, int32_t *kept, int threads) {                                                \
+                     int32_t *mask_size, uint8_t *mask, int threads) {                                                 \
     sample<T>((const T::elem *)logits, m, vocab, temperature, (const Filter *)filters, counters, wanted, tie, token,   \
-              logprob, sampling_logprob, near_tie, n, ids, values, kept_count, kept, threads);                         \
+              logprob, sampling_logprob, near_tie, n, ids, values, mask_size, mask, threads);                          \
   }                                                                                                                    \
   }
 

@@ -48,6 +48,24 @@ struct Candidate {
   }
 };
 
+// Bytes for the mask of a row. sampler.py has the same.
+static inline int64_t mask_room(int64_t vocab) { return vocab / 8 + 2; }
+
+// Writes which tokens were left, in the shortest form of core/masks.py, and returns how many bytes these are. kept: by id.
+static inline int32_t put_mask(const std::vector<Candidate> &kept, uint8_t *to) {
+  if (kept.size() < 2) return *to = 0, (int32_t)kept.size();
+  const int64_t last = kept.back().id, bits = last / 8 + 1, size = last < 1 << 16 ? 2 : 4, ids = size * (int64_t)kept.size();
+  *to++ = bits < ids ? 8 : (uint8_t)size;
+  if (bits < ids) {
+    std::fill(to, to + bits, 0);
+    for (const Candidate &c : kept) to[c.id / 8] |= (uint8_t)(1 << c.id % 8);
+    return (int32_t)(1 + bits);
+  }
+  for (const Candidate &c : kept)
+    for (int64_t i = 0; i < size; ++i) *to++ = (uint8_t)(c.id >> 8 * i);
+  return (int32_t)(1 + ids);
+}
+
 // tie: how much rounding may change a logit, as a share of the largest logit of the row.
 template <class T>
 struct Sampler {
@@ -217,11 +235,11 @@ struct Sampler {
     for (int64_t p = 0; p < held; ++p) values[p] = (float)(values[p] - top - log_total);
   }
 
-  // A temperature of 0 or less is greedy. If wanted >= 0, scores that token instead of drawing one. left, if not null, gets the
-  // tokens that it was drawn from, in order of id, and left_count their number; 0 where nothing was filtered.
+  // A temperature of 0 or less is greedy. If wanted >= 0, scores that token instead of drawing one. mask_size, if not null, gets
+  // how many bytes of `mask` say what it was drawn from; 0 where nothing was filtered.
   void row(const elem *x, float temperature, const Filter &filter, const uint64_t *counter, int64_t wanted, int32_t *token, float *logprob,
-           float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values, int32_t *left_count,
-           int32_t *left) const {
+           float *sampling_logprob, uint8_t *near_tie, int64_t n, int32_t *ids, float *values, int32_t *mask_size,
+           uint8_t *mask) const {
     static thread_local std::vector<double> chunks;
     chunks.clear();
     const float top = highest(x);
@@ -230,10 +248,10 @@ struct Sampler {
     double log_drawn = log_raw;
     int64_t picked = wanted;
     *near_tie = 0;
-    if (left_count) *left_count = 0;
+    if (mask_size) *mask_size = 0;
     if (wanted < 0 && temperature <= 0) {
       picked = first_equal(x, top);
-      if (left_count) *left_count = 1, *left = (int32_t)picked;
+      if (mask_size) *mask_size = 1, *mask = 0;
       if (near_second(x, top, rounding(x, top))) *near_tie = NEAR_GREEDY;
     }
     if (wanted < 0 && temperature > 0) {
@@ -244,10 +262,7 @@ struct Sampler {
         const float slack = rounding(x, top) * inverse;
         const Border border = filtered(x, top, inverse, sum, filter, slack, kept);
         picked = draw_kept(kept, uniform(counter), &sum);
-        if (left_count) {
-          *left_count = (int32_t)kept.size();
-          for (const Candidate &c : kept) *left++ = c.id;
-        }
+        if (mask_size) *mask_size = put_mask(kept, mask);
         // A token as heavy as one that was cut off might itself have been cut off.
         const float weight = (T::up(x[picked]) - top) * inverse;
         *near_tie = border.near;

@@ -224,8 +224,8 @@ ENGINE = (
     Mutation(
         "mask_without_what_the_filter_cut",
         "midstream_kernels/kernels/sample.h",
-        "*left_count = (int32_t)kept.size();",
-        "*left_count = (int32_t)std::max<size_t>(kept.size() - 1, 1);",
+        "if (mask_size) *mask_size = put_mask(kept, mask);",
+        "if (kept.size() > 1) kept.pop_back();\n        if (mask_size) *mask_size = put_mask(kept, mask);",
         "A sampling mask has every token that the filters left.",
         ("engine/test_masks.py",),
     ),

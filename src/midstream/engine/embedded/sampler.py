@@ -24,10 +24,7 @@ from midstream.core.config import EngineSettings
 from midstream.core.masks import ALONE, BITS, EVERY, LONG, SHORT
 from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
 from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
-from midstream_kernels import CpuSampler, KeptTokens, KernelsUnavailable
-
-#: From so many rows on, their masks take less time together: less than half at 64 rows of a small vocabulary.
-TOGETHER_FROM = 16
+from midstream_kernels import CpuSampler, KernelsUnavailable, RowMasks
 
 
 class Sampler:
@@ -76,15 +73,11 @@ def _drawn(kernel: CpuSampler, logits: torch.Tensor, rows: Sequence[SampleRow]) 
     asked = [i for i, row in enumerate(rows) if row.wants_mask]
     if not asked:
         return Sampled(*kernel.sample(logits, temperatures, filters, counters, tie, top), masks)
-    kept = KeptTokens(*logits.shape)
-    columns = kernel.sample(logits, temperatures, filters, counters, tie, top, kept)
-    counts = kept.counts.tolist()
-    # Of a row with no count nothing was filtered.
-    some = [i for i in asked if counts[i]]
+    drawn_from = RowMasks(*logits.shape)
+    columns = kernel.sample(logits, temperatures, filters, counters, tie, top, drawn_from)
+    made = drawn_from.all()
     for i in asked:
-        masks[i] = EVERY
-    for i, mask in zip(some, masks_of([kept.ids[i, : counts[i]] for i in some]), strict=True):
-        masks[i] = mask
+        masks[i] = made[i] or EVERY
     return Sampled(*columns, masks)
 
 
@@ -247,44 +240,14 @@ def _masks(scores: torch.Tensor, probs: torch.Tensor, rows: Sequence[SampleRow])
     left = torch.where(filtered.unsqueeze(1), probs[sets] > 0, scores[sets] > -torch.inf)
     ids = left.nonzero()[:, 1].cpu().numpy()
     ends = left.sum(dim=-1).cumsum(dim=0).tolist()
-    # Of logits that are not finite nothing is left. They fail their request.
-    left_of = {i: one for i, one in zip(sets, np.split(ids, ends[:-1]), strict=True) if len(one)}
-    for i, mask in zip(left_of, masks_of(list(left_of.values())), strict=True):
-        masks[i] = mask
+    for i, one in zip(sets, np.split(ids, ends[:-1]), strict=True):
+        # Of logits that are not finite nothing is left. They fail their request.
+        masks[i] = mask_of(one) if len(one) else None
     return masks
 
 
-def masks_of(rows: Sequence[np.ndarray]) -> list[bytes]:
-    """The mask of each row of ids that were left: ascending, at least one (core/masks.py)."""
-    if len(rows) < TOGETHER_FROM:
-        return [_mask_of(row) for row in rows]
-    counts = np.array([len(row) for row in rows])
-    ids = np.concatenate(rows)
-    ends = np.cumsum(counts)
-    last = ids[ends - 1]
-    sizes = np.where(last < 1 << 16, SHORT, LONG)
-    sizes[last // 8 + 1 < sizes * counts] = BITS
-    sizes[counts == 1] = ALONE[0]
-    found = [ALONE] * len(rows)
-    for size in (SHORT, LONG):
-        if (own := np.flatnonzero(sizes == size)).size:
-            data, kind = ids.astype(f"<u{size}").tobytes(), bytes((size,))
-            for row in own.tolist():
-                found[row] = kind + data[size * int(ends[row] - counts[row]) : size * int(ends[row])]
-    if (own := np.flatnonzero(sizes == BITS)).size:
-        flags = np.zeros((len(own), 8 * (int(last[own].max()) // 8 + 1)), dtype=np.uint8)
-        flags[np.repeat(np.arange(len(own)), counts[own]), ids[np.repeat(sizes == BITS, counts)]] = 1
-        data, width, kind = (
-            np.packbits(flags, bitorder="little").tobytes(),
-            flags.shape[1] // 8,
-            bytes((BITS,)),
-        )
-        for at, row in enumerate(own.tolist()):
-            found[row] = kind + data[at * width : at * width + int(last[row]) // 8 + 1]
-    return found
-
-
-def _mask_of(ids: np.ndarray) -> bytes:
+def mask_of(ids: np.ndarray) -> bytes:
+    """The mask of the ids that were left: ascending, at least one (core/masks.py)."""
     if len(ids) == 1:
         return ALONE
     last = int(ids[-1])
