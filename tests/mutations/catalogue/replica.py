@@ -493,10 +493,18 @@ REPLICA = (
         ("replica/test_wire_vllm_generate.py::test_routes_have_a_row_for_every_position_but_the_last",),
     ),
     Mutation(
+        "rows_of_other_routes_are_referred_to",
+        "replica/shared_rows.py",
+        'digest.update(b"".join(routes[at : at + ROWS]))',
+        'digest.update(b"")',
+        "A row of an earlier file is referred to only where its route is the same.",
+        ("replica/test_shared_references.py::test_a_key_stands_for_all_rows_before_it",),
+    ),
+    Mutation(
         "numbers_that_are_told_again_are_resumed",
         "replica/response/resume.py",
-        "    repeats = checked.cumulative or checked.referenced or",
-        "    repeats = checked.referenced or",
+        "    repeats = checked.cumulative or checked.by_file or",
+        "    repeats = checked.by_file or",
         "A stream that tells numbers again does not go on elsewhere, where they are not known.",
         (
             "replica/test_wire_vllm_generate.py::test_a_stream_that_ends_with_all_routes_cannot_go_on_elsewhere",
