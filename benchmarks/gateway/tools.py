@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.core.kv import KvStats
 from midstream.core.measures import TURN_MEASURES, Distribution, Trajectories
 from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.types import EngineStats
@@ -158,9 +159,7 @@ def _report(index: int) -> bytes:
         alive=True,
         policies=(PolicyReport(),),
         in_flight=IN_FLIGHT_STAND_IN,
-        engine=EngineStats(
-            running=12, kv_blocks_used=1234, kv_blocks_total=4096, prompt_tokens=123456, steps=9
-        ),
+        engine=EngineStats(running=12, kv=KvStats(used=1234, total=4096), prompt_tokens=123456, steps=9),
     )
     return msgspec.json.encode(report).replace(b"%d" % IN_FLIGHT_STAND_IN, IN_FLIGHT_MARK)
 

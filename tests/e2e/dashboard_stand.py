@@ -26,6 +26,7 @@ from reports import replica_report
 
 from midstream.api.board import Board
 from midstream.api.dashboard import DashboardApi
+from midstream.core.kv import KvStats
 from midstream.core.measures import Distribution, Rewarded, Trajectories
 from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats, Stage, SwapTiming, Transition
@@ -104,7 +105,7 @@ class Stand:
             moved = self._transitions[view.name]
             engine = EngineStats(
                 generated_tokens=self.generated, prompt_tokens=10 * self.generated, cached_prompt_tokens=8 * self.generated,
-                running=2 if self.generated else 0, kv_blocks_used=self.generated % 90, kv_blocks_total=100,
+                running=2 if self.generated else 0, kv=KvStats(used=self.generated % 90, total=100),
             )  # fmt: skip
             timings = [
                 SwapTiming(

@@ -73,7 +73,7 @@ def test_what_was_computed_again_and_again_is_kept_a_few_times_only(
     for number in range(HISTORIES_MAX + 3):
         assert cached(core, f"cold-{number}", 0) == 0
         commit(core, tiny_model(seed=1 + number % 2), f"step-{number}")
-    assert len(core.pool._cached) == HISTORIES_MAX * 4
+    assert len(core.pool._loose) == HISTORIES_MAX * 4
 
 
 def test_what_stands_on_old_kv_is_as_old_as_that(core: EngineCore, tiny_model: Callable[..., Path]) -> None:

@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def heads_outlive_tails(self) -> None:
-        order = list(self.scheduler.pool._cached)
+        order = list(self.scheduler.pool._loose)
         for at, block in enumerate(order):
             prefix = self.scheduler.pool._prefix[block]
             assert prefix is not None

@@ -70,7 +70,7 @@ async def records(engine: EmbeddedEngine, wanted: GenerateRequest) -> list[Token
 
 async def blocks_in_use(engine: EmbeddedEngine, expected: int) -> None:
     """Returns once the engine reports that many; the test's timeout is the other way out."""
-    while engine.stats().kv_blocks_used != expected:  # noqa: ASYNC110 - it reports on its own clock
+    while engine.stats().kv.used != expected:  # noqa: ASYNC110 - it reports on its own clock
         await asyncio.sleep(0.01)
 
 

@@ -8,6 +8,7 @@ from gateway_harness import reconciler
 from reports import replica_report
 
 from midstream.api.board import SAMPLE_EVERY_S, SAMPLES_KEPT, SWAPS_KEPT, Board
+from midstream.core.kv import KvStats
 from midstream.core.measures import Distribution, Rewarded, Trajectories
 from midstream.core.reports import PolicyReport
 from midstream.core.scopes import EVERYTHING, parse_grant
@@ -110,7 +111,7 @@ def test_a_sample_has_the_counts_of_each_boot_and_how_far_behind_its_snapshot_is
         [Signalled("s1", 1, True), Signalled("s2", 2, False), Signalled("s3", 3, False)]
     )
     engine = EngineStats(
-        generated_tokens=7, prompt_tokens=5, cached_prompt_tokens=3, running=2, waiting=1, kv_blocks_used=1, kv_blocks_total=4
+        generated_tokens=7, prompt_tokens=5, cached_prompt_tokens=3, running=2, waiting=1, kv=KvStats(used=1, total=4)
     )  # fmt: skip
     bed.metrics.requests["completions", 200] += 3
     bed.metrics.requests["completions", 503] += 1

@@ -30,6 +30,7 @@ from starlette.responses import Response
 
 from midstream.api.app import control_app
 from midstream.core.endpoints import Endpoint, serves
+from midstream.core.kv import KvStats
 from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Histogram, Trajectories
 from midstream.core.types import EngineStats
 from midstream.fleet.registry import Deployment, Deployments
@@ -145,7 +146,7 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
                     boot="b",
                     ready=True,
                     snapshot="step-2",
-                    engine=EngineStats(kv_blocks_used=3, kv_blocks_total=10, generated_tokens=7),
+                    engine=EngineStats(kv=KvStats(used=3, total=10), generated_tokens=7),
                 )
             )
             stage.views[0].admitted = True
@@ -345,7 +346,7 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             stage.views[0].replica.trajectories = Trajectories(measures=measures, counts=counts)
             report = stage.views[0].replica.heard
             assert report is not None
-            stage.views[0].replica.hear(replace(report, engine=EngineStats(kv_blocks_total=10)))
+            stage.views[0].replica.hear(replace(report, engine=EngineStats(kv=KvStats(total=10))))
             for name in ("routes", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
             stage.metrics.stall_s["gateway"].observe(0.07)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from siminplace import BACKEND, InPlace
 from simreceiver import Receivers
 
+from midstream.core.kv import KvStats
 from midstream.core.types import (
     BASE_SNAPSHOT,
     EngineCard,
@@ -361,7 +362,7 @@ class SimEngine(Engine):
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
-            kv_blocks_total=1000,
+            kv=KvStats(block_tokens=16, total=1000),
             prompt_tokens=self._prompted,
             cached_prompt_tokens=self._reused,
             generated_tokens=self._generated,

@@ -200,7 +200,7 @@ class Board:
             known = self._boots[view.name] = (report.boot, 0 if known is None else known[1] + 1)
         first = view.replica.trajectories.measures.get(_FIRST_TOKEN) if view.replica.trajectories else None
         engine = report.engine
-        used = engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else 0.0
+        used = engine.kv.used / engine.kv.total if engine.kv.total else 0.0
         return (
             engine.generated_tokens,
             engine.prompt_tokens,
@@ -370,8 +370,12 @@ def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "error": own.error or about["error"],
         "running": engine.running,
         "waiting": engine.waiting,
-        "kv_used": engine.kv_blocks_used,
-        "kv_total": engine.kv_blocks_total,
+        "kv_used": engine.kv.used,
+        "kv_total": engine.kv.total,
+        "kv_held": engine.kv.held,
+        "kv_loose": engine.kv.loose,
+        "kv_evicted": engine.kv.evicted_tokens,
+        "sessions_waiting": report.kv_waits.waiting,
         "policies": len(report.others),
         "resident": list(own.resident),
         "stalled_s": report.stalled_s,

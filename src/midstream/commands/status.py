@@ -32,7 +32,7 @@ from midstream.core.errors import ConfigError
 from midstream.core.text import plain, table
 from midstream.core.types import BASE_SNAPSHOT
 
-HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "last swap", "")
+HEADS = ("replica", "snapshot", "stage", "in flight", "cached", "KV cache", "last swap", "")
 #: A policy is the name, and its snapshots are adapters.
 POLICY_HEADS = ("policy", "adapter", "stage", "replicas", "")
 #: As the server lists them.
@@ -169,9 +169,23 @@ def _row(replica: ReplicaStatus, metrics: Metrics) -> tuple[str, ...]:
         _stage(replica),
         "-" if in_flight is None else f"{in_flight:.0f}",
         "-" if cached is None else f"{cached:.0%}",
+        _kv(replica.name, metrics),
         _swap(replica.last_swap),
         "; ".join([*notes, *([replica.error] if replica.error else [])]),
     )
+
+
+def _kv(name: str, metrics: Metrics) -> str:
+    """What the cache holds now, and how many sessions wait for room in it."""
+    used, total = (of_replica(metrics, f"kv_blocks_{which}", name) for which in ("used", "capacity"))
+    between, free = (of_replica(metrics, f"kv_{which}_tokens", name) for which in ("between_turns", "free"))
+    tokens = of_replica(metrics, "kv_block_tokens", name)
+    if not total or not tokens or used is None or between is None or free is None:
+        return "-"
+    waiting = of_replica(metrics, "sessions_waiting", name)
+    parts = {"live": used / total, "between turns": between / total / tokens, "free": free / total / tokens}
+    waits = f", {waiting:.0f} sessions wait" if waiting else ""
+    return ", ".join(f"{share:.0%} {what}" for what, share in parts.items()) + waits
 
 
 def _swap(timing: Mapping[str, Any] | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from midstream.core.audits import AuditStats
+from midstream.core.kv import KvWaits
 from midstream.core.types import (
     BASE_SNAPSHOT,
     POLICIES_MAX,
@@ -127,6 +128,7 @@ class ReplicaReport(_OfBoot, frozen=True, kw_only=True):
     # The last pause or resumption that was carried out; in a pause that ends requests, `in_flight` shows when they have ended.
     pause: Pause = Pause()
     engine: EngineStats = EngineStats()
+    kv_waits: KvWaits = KvWaits()
     # Long prompts and grammars that are read beside its event loop, or wait for that.
     long_texts: Whole = 0
     # The longest stall of its event loop within the last half minute.

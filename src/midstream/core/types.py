@@ -17,6 +17,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from midstream.core.kv import KvStats
+
 BASE_SNAPSHOT = "base"
 
 #: abort: a trainer's call ended the choice. dead_end: its grammar and the limits of the request together allow no token.
@@ -123,6 +125,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_age_max: cached KV may have been computed at most so many commits ago (0: under what serves now); None: any age.
     policy: the one to sample from; "" is the deployment's own. snapshot: a resident one of it; None: what the policy serves,
         also after its next switch.
+    session: names the session among all of this engine; "": it has none. returns_s: from the end of this turn until the next
+        one, as is likely. kept_s: after so long it is overdue. An engine with the feature `session_kv` evicts KV by that.
     emitted: of each choice, the tokens that another engine generated already: it continues after them as if it had made them
         itself. None: this choice is over, nothing of it is computed. (): every choice begins at its beginning.
     """
@@ -147,6 +151,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     policy: str = ""
     snapshot: str | None = None
+    session: str = ""
+    returns_s: float = 0.0
+    kept_s: float = 0.0
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -396,8 +403,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     running: Whole = 0
     waiting: Whole = 0
-    kv_blocks_used: Whole = 0
-    kv_blocks_total: Whole = 0
+    kv: KvStats = KvStats()
     prompt_tokens: Whole = 0
     cached_prompt_tokens: Whole = 0
     generated_tokens: Whole = 0
@@ -421,6 +427,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "priorities": "an order of waiting requests (priority)",
     "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
     "max_cache_age": 'reset_prompt_cache {"max_age": k}',
+    "session_kv": "KV of sessions between two turns is kept for as long as the next one is likely",
     "kv_provenance": "which snapshots computed cached KV, token by token",
     "resume": "continuing a stream of a lost replica",
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",

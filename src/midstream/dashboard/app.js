@@ -119,7 +119,10 @@ const tables = {
   policies: new Table($("policy-table"), ["policy", "deployment", "in flight", "snapshots", "bytes", "error"], "No replica holds a policy."),
 };
 
-const kv = (replica) => replica.kv_total ? { text: share(replica.kv_used / replica.kv_total), meter: replica.kv_used / replica.kv_total } : "–";
+// Of running requests, and of sessions between two turns; and how many sessions wait for room.
+const kv = (replica) => replica.kv_total ? {
+  text: `${share(replica.kv_used / replica.kv_total)} + ${share(replica.kv_held / replica.kv_total)}${replica.sessions_waiting ? `, ${replica.sessions_waiting} wait` : ""}`,
+  meter: (replica.kv_used + replica.kv_held) / replica.kv_total } : "–";
 
 function drawReplicas() {
   const { deployments, version, gateways, gateways_ready: ready } = known.server;

@@ -259,6 +259,9 @@ class Engine(Slot):
         Unknown ids are ignored.
         """
 
+    def end_session(self, session: str) -> None:
+        """A session (GenerateRequest.session) is over: its KV is the first to go (feature `session_kv`). Returns at once."""
+
     def slot(self, policy: str) -> Slot:
         """The slot of another policy (feature `policies`). Its first commit makes the policy."""
         raise NotImplementedError(f"{type(self).__name__} serves one policy")

@@ -72,6 +72,32 @@ REPLICAS: dict[str, Family] = {
         _REPLICA,
     ),
     "midstream_replica_kv_blocks_capacity": Family("gauge", "blocks of the KV cache there are", _REPLICA),
+    "midstream_replica_kv_block_tokens": Family("gauge", "tokens of a block of the KV cache", _REPLICA),
+    "midstream_replica_kv_between_turns_tokens": Family(
+        "gauge", "tokens in the KV cache of sessions between two turns", _REPLICA
+    ),
+    "midstream_replica_kv_free_tokens": Family("gauge", "tokens that the KV cache has room for", _REPLICA),
+    "midstream_replica_kv_evicted_tokens": Family(
+        "counter", "tokens evicted from the KV cache while their session lived", _REPLICA
+    ),
+    "midstream_replica_kv_again_tokens": Family(
+        "counter", "evicted tokens that a later turn computed again", _REPLICA
+    ),
+    "midstream_replica_kv_budget_tokens": Family(
+        "gauge", "tokens of the KV cache that sessions may claim; 0: no session waits", _REPLICA
+    ),
+    "midstream_replica_kv_claimed_tokens": Family(
+        "gauge", "tokens that sessions are expected to need until they end", _REPLICA
+    ),
+    "midstream_replica_sessions_waiting": Family(
+        "gauge", "new sessions that wait for room in the KV cache", _REPLICA
+    ),
+    "midstream_replica_sessions_refused": Family(
+        "counter", "new sessions that found that queue full", _REPLICA
+    ),
+    "midstream_replica_sessions_understated": Family(
+        "counter", "sessions that came to more tokens than x-midstream-expected-tokens said", _REPLICA
+    ),
     "midstream_replica_long_texts": Family(
         "gauge", "long prompts and grammars being read, or waiting", _REPLICA
     ),

@@ -52,8 +52,18 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_requests_in_flight": lambda r: r.in_flight,
     "midstream_replica_sequences_running": lambda r: r.engine.running,
     "midstream_replica_sequences_waiting": lambda r: r.engine.waiting,
-    "midstream_replica_kv_blocks_used": lambda r: r.engine.kv_blocks_used,
-    "midstream_replica_kv_blocks_capacity": lambda r: r.engine.kv_blocks_total,
+    "midstream_replica_kv_blocks_used": lambda r: r.engine.kv.used,
+    "midstream_replica_kv_blocks_capacity": lambda r: r.engine.kv.total,
+    "midstream_replica_kv_block_tokens": lambda r: r.engine.kv.block_tokens,
+    "midstream_replica_kv_between_turns_tokens": lambda r: r.engine.kv.held * r.engine.kv.block_tokens,
+    "midstream_replica_kv_free_tokens": lambda r: r.engine.kv.free * r.engine.kv.block_tokens,
+    "midstream_replica_kv_evicted_tokens": lambda r: r.engine.kv.evicted_tokens,
+    "midstream_replica_kv_again_tokens": lambda r: r.engine.kv.again_tokens,
+    "midstream_replica_kv_budget_tokens": lambda r: r.kv_waits.budget_tokens,
+    "midstream_replica_kv_claimed_tokens": lambda r: r.kv_waits.claimed_tokens,
+    "midstream_replica_sessions_waiting": lambda r: r.kv_waits.waiting,
+    "midstream_replica_sessions_refused": lambda r: r.kv_waits.refused,
+    "midstream_replica_sessions_understated": lambda r: r.kv_waits.understated,
     "midstream_replica_long_texts": lambda r: r.long_texts,
     "midstream_replica_stalled_seconds": lambda r: r.stalled_s,
     "midstream_replica_engine_silent_seconds": lambda r: r.engine_silent_s,
@@ -374,7 +384,7 @@ class _Collected(Collector):
 
 def _kv_used(report: ReplicaReport) -> float | None:
     engine = report.engine
-    return engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else None
+    return engine.kv.used / engine.kv.total if engine.kv.total else None
 
 
 def _samples(name: str, values: Iterable[tuple[Sequence[str], float]]) -> Metric:

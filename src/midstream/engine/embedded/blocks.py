@@ -10,18 +10,19 @@ that were computed under several weights have several places side by side.
 Always holds:
 - Block 0 is never given out. Its slot 0 pads reads and is never written, so it stays zero. Writes that must not count go to
   its slot 1, which is never read.
-- Every other block is in exactly one state: in use (references > 0), cached (references 0, in the tree) or free (not in
-  the tree). used + cached + free = total; `check()` proves it.
+- Every other block is in exactly one state: in use (references > 0), held (references 0, in the tree, claimed), loose
+  (references 0, in the tree, not claimed) or free (not in the tree). used + held + loose + free = total; `check()` proves it.
 - A block enters the tree when all its slots are computed, and its content never changes while it is there. An equal path
   (salt, tokens and epochs from position 0 on) means equal KV, and a path has one block.
 - Every block in the tree can be reached from its root: a block that is removed takes all blocks below with it.
-- Eviction takes the cached block that was unused for longest.
+- Eviction takes the loose block that was unused for longest, and those that only an ended session had before that. A held block
+  is evicted once its claims are given up (claims.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 PAD_SLOT = 0
@@ -72,10 +73,20 @@ class BlockPool:
         self._roots: dict[bytes, Prefix] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
         # The least recently used block comes first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._loose: OrderedDict[int, None] = OrderedDict()
+        self._held: set[int] = set()
+        # Claims on each block, the session of the last one, and whether those of several sessions were there.
+        self._claims = [0] * num_blocks
+        self._claimant = [""] * num_blocks
+        self._shared = bytearray(num_blocks)
+        #: Is called when held blocks are the only ones left, and gives up claims until one is loose.
+        self.on_need: Callable[[], None] = lambda: None
+        #: Blocks that were evicted while a session claimed them.
+        self.evicted = 0
 
     def __repr__(self) -> str:
-        return f"BlockPool(used={self.used}, cached={len(self._cached)}, free={len(self._free)}, total={self.total})"
+        counts = f"used={self.used}, held={self.held}, loose={self.loose}, free={len(self._free)}"
+        return f"BlockPool({counts}, total={self.total})"
 
     @property
     def used(self) -> int:
@@ -84,14 +95,33 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that `allocate` can give out, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._loose) + len(self._held)
+
+    @property
+    def held(self) -> int:
+        """Cached blocks that sessions claim between their turns."""
+        return len(self._held)
+
+    @property
+    def loose(self) -> int:
+        """Cached blocks that no session claims."""
+        return len(self._loose)
+
+    @property
+    def gives(self) -> bool:
+        """Whether `allocate` can give out a block without taking it from a session."""
+        return bool(self._free or self._loose)
 
     def allocate(self) -> int:
         """A block with one reference and unspecified content. Raises OutOfBlocks."""
+        if not self.gives and self._held:
+            self.on_need()
+            # What was given up is taken from a session.
+            self.evicted += 1
         if self._free:
             block = self._free.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
+        elif self._loose:
+            block, _ = self._loose.popitem(last=False)
             prefix = self._prefix[block]
             assert prefix is not None
             self._remove(prefix)
@@ -107,7 +137,8 @@ class BlockPool:
     def retain(self, block: int) -> None:
         """Take one more reference on an in-use or cached block."""
         if self._references[block] == 0:
-            del self._cached[block]
+            self._loose.pop(block, None)
+            self._held.discard(block)
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -118,13 +149,37 @@ class BlockPool:
             return
         if self._prefix[block] is None:
             self._free.append(block)
+        elif self._claims[block]:
+            self._held.add(block)
         else:
-            self._cached[block] = None
+            self._loose[block] = None
 
     def touch(self, prefix: Prefix) -> None:
         """Mark the place as used just now, even if its user has a copy of the block."""
-        if prefix.block in self._cached:
-            self._cached.move_to_end(prefix.block)
+        if prefix.block in self._loose:
+            self._loose.move_to_end(prefix.block)
+
+    def claim(self, prefix: Prefix, session: str) -> None:
+        """The session claims the place, which is kept. It may have other claims on it."""
+        block = prefix.block
+        self._claims[block] += 1
+        if self._claimant[block] not in ("", session):
+            self._shared[block] = True
+        self._claimant[block] = session
+        if block in self._loose:
+            del self._loose[block]
+            self._held.add(block)
+
+    def unclaim(self, prefix: Prefix, *, ended: bool = False) -> None:
+        """Drop one claim on a place that is kept. ended: with its session; if no other session had it, it is evicted next."""
+        block = prefix.block
+        assert self._claims[block] > 0, f"block {block} is not claimed"
+        self._claims[block] -= 1
+        if block in self._held and not self._claims[block]:
+            self._held.remove(block)
+            self._loose[block] = None
+            if ended and not self._shared[block]:
+                self._loose.move_to_end(block, last=False)
 
     def index(self, block: int, parent: Prefix, tokens: bytes, epochs: tuple[int, ...]) -> Prefix:
         """Offer a fully computed block for reuse. Returns its place, which another block of equal content may hold already.
@@ -165,14 +220,17 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that the books balance."""
-        free, cached = set(self._free), set(self._cached)
+        free, loose, held = set(self._free), set(self._loose), self._held
+        cached = loose | held
         used = {b for b in range(1, self.total + 1) if self._references[b] > 0}
         assert len(free) == len(self._free), "a block is free twice"
-        for left, right in ((free, cached), (free, used), (cached, used)):
+        for left, right in ((free, cached), (free, used), (cached, used), (loose, held)):
             assert left.isdisjoint(right), "a block is in two states"
         assert len(free) + len(cached) + len(used) == self.total, f"blocks lost: {self!r}"
         assert all(self._prefix[b] is None for b in free), "a free block is still in the tree"
         assert all(self._prefix[b] is not None for b in cached), "a cached block is not in the tree"
+        assert all(self._claims[b] > 0 for b in held), "a block is held for no session"
+        assert not any(self._claims[b] for b in free | loose), "a session's block is loose or free"
         self._check_tree()
 
     def _check_tree(self) -> None:
@@ -210,6 +268,10 @@ class BlockPool:
                 gone += below
             block, place.block, place.children = place.block, NO_BLOCK, {}
             self._prefix[block] = None
-            if block in self._cached:
-                del self._cached[block]
+            self._shared[block], self._claimant[block] = False, ""
+            self.evicted += block in self._held
+            self._claims[block] = 0
+            if block in self._loose or block in self._held:
+                self._loose.pop(block, None)
+                self._held.discard(block)
                 self._free.append(block)

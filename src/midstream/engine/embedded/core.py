@@ -123,8 +123,7 @@ class EngineCore:
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            kv_blocks_used=self.pool.used,
-            kv_blocks_total=self.pool.total,
+            kv=self.scheduler.kv(),
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,

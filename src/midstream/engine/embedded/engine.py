@@ -203,6 +203,9 @@ class EmbeddedEngine(Engine):
     def end_policy(self, policy: str) -> None:
         self._send(m.EndPolicy(policy))
 
+    def end_session(self, session: str) -> None:
+        self._send(m.EndSession(session))
+
     async def pause(self) -> None:
         await self._call(m.PauseSteps)
 

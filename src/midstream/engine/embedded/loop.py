@@ -143,6 +143,8 @@ class EngineLoop:
                 self._drop_staged(policy)
                 self._answer(self._stager.drop(policy))
                 self._core.end_policy(policy)
+            case m.EndSession(session):
+                self._core.scheduler.claims.end(session)
             case m.DigestWeights(call, policy):
                 self._digest(call, policy)
             case m.PauseSteps(call):

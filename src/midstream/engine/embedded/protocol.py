@@ -102,6 +102,12 @@ class EndPolicy(msgspec.Struct, tag=True, frozen=True):
     policy: str
 
 
+class EndSession(msgspec.Struct, tag=True, frozen=True):
+    """No CallDone answers it."""
+
+    session: str
+
+
 class PauseSteps(msgspec.Struct, tag=True, frozen=True):
     call: int
 
@@ -126,6 +132,7 @@ Command = (
     | Commit
     | Retain
     | EndPolicy
+    | EndSession
     | PauseSteps
     | ResumeSteps
     | DigestWeights

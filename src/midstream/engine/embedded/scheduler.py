@@ -12,6 +12,7 @@ Always holds:
   most `URGENT_TOKENS` above the budget.
 - When blocks run out, a running sequence is preempted: the youngest that has not crossed a swap, if there is one. Its blocks
   are released, its tokens stay, and it computes them again later. Nothing already reported changes.
+- A sequence of a session leaves a claim on its blocks (claims.py). So they are evicted after those of sessions that ended.
 - A sequence reuses a chain of blocks, each of which was computed on the one before. It offers its own blocks behind the very
   blocks that it read. Epochs never fall along a chain, so KV is as old as its first position.
 - While it is frozen, only urgent sequences are computed. The others keep their blocks, unless an urgent one needs them.
@@ -29,8 +30,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
+from midstream.engine.embedded.claims import Claims, Return
 from midstream.engine.embedded.track import Track
 
 if TYPE_CHECKING:
@@ -138,8 +141,11 @@ class Scheduler:
         max_running: int,
         scored: Callable[[int, int, int], bool],
         on_allocate: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
+        self.claims = Claims(pool)
+        pool.on_need = lambda: self.claims.give_up(clock())
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.track = Track(0)
@@ -150,6 +156,7 @@ class Scheduler:
         self._max_running = max_running
         self._scored = scored
         self._on_allocate = on_allocate
+        self._clock = clock
 
     def __repr__(self) -> str:
         return f"Scheduler(running={len(self.running)}, waiting={len(self.waiting)}, {self.pool!r})"
@@ -159,6 +166,19 @@ class Scheduler:
         """Whether `plan` may find work."""
         first = (*self.running, *([self.waiting[0]] if self.waiting else []))
         return any(seq.request.urgent for seq in first) if self.frozen else bool(first)
+
+    def kv(self) -> KvStats:
+        pool, size = self.pool, self.pool.block_size
+        return KvStats(
+            block_tokens=size,
+            total=pool.total,
+            used=pool.used,
+            held=pool.held,
+            loose=pool.loose,
+            missing=self.claims.missing,
+            evicted_tokens=pool.evicted * size,
+            again_tokens=self.claims.needed_again * size,
+        )
 
     def check_fits(self, request: GenerateRequest) -> str | None:
         """The reason why the request can never run, or None."""
@@ -312,6 +332,8 @@ class Scheduler:
             for prefix in reversed(shared):
                 self.pool.release(prefix.block)
             return False
+        if seq.request.session:
+            self.claims.take_up(seq.request.session, shared, len(seq.tokens) // self.pool.block_size)
         self.waiting.popleft()
         self.running.append(seq)
         seq.epoch, seq.reported_epoch = seq.now, -1
@@ -418,14 +440,19 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._release(seq)
+        self._release(seq, expected_s=0.0)
         # It was sampled over KV that may differ when it is computed again.
         seq.last_sampled = None
         # It goes before all that wait, but for urgent requests and those of a lower priority number.
         before = sum(1 for other in self.waiting if _rank(other) < _rank(seq))
         self.waiting.insert(before, seq)
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, expected_s: float | None = None) -> None:
+        request = seq.request
+        if request.session and seq.path:
+            expected_s = request.returns_s if expected_s is None else expected_s
+            returns = Return(expected_s, request.kept_s)
+            self.claims.add(request.session, seq.path, returns, self._clock())
         # In this order, the tail of a prefix is evicted before its head.
         for number in reversed(range(len(seq.blocks))):
             self.pool.release(seq.blocks[number])

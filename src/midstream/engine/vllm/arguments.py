@@ -22,6 +22,7 @@ LACKS = {
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "sampling_masks": "vLLM's own need its newer model runner, which no CPU has, and leave no raw log-probability",
     "router_weights": "vLLM does not return them",
+    "session_kv": "vLLM evicts what was unused for longest, and takes no word of when a session comes back",
     "router_ties": "vLLM does not return what a router chose by",
     "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",

@@ -29,6 +29,7 @@ from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
 from midstream.engine.vllm.digest import OtherWeights, read_weights
+from midstream.engine.vllm.kv_capacity import used_by
 from midstream.engine.vllm.labels import ChoiceLabels
 from midstream.engine.vllm.life import Announced, ServerLife
 from midstream.engine.vllm.proving import WeightsStanding
@@ -471,6 +472,15 @@ class VllmEngine(ServerLife):
     def stats(self) -> EngineStats:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
         running = sum(choice.labels.count > 0 for choice in choices)
+        contexts = (
+            len(run.request.prompt) + choice.labels.count
+            for run in self._requests.values()
+            for choice in run.choices.values()
+            if not choice.over and choice.labels.count
+        )
         return msgspec.structs.replace(
-            EngineStats(running=running, waiting=len(choices) - running), **self._counts
+            EngineStats(
+                running=running, waiting=len(choices) - running, kv=used_by(self._kv_cache, contexts)
+            ),
+            **self._counts,
         )

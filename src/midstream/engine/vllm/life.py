@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.config import VllmSettings
+from midstream.core.kv import KvStats
 from midstream.core.types import (
     BASE_SNAPSHOT,
     GenerateRequest,
@@ -38,6 +39,7 @@ from midstream.engine.vllm.arguments import (
 )
 from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.in_place import VllmInPlace
+from midstream.engine.vllm.kv_capacity import kv_of_server
 from midstream.engine.vllm.labels import Epochs
 from midstream.engine.vllm.model import Shape, read_shape
 from midstream.engine.vllm.proving import Proving
@@ -98,6 +100,8 @@ class ServerLife(ServerProofs):
     _names_alternatives = True
     _ranks = 1
     _numbers = Proved()
+    # How large its KV cache is, if it says so.
+    _kv_cache = KvStats()
     # Why it is unknown which weights computed KV; empty if its scheduler says so.
     _no_provenance = UNTOLD
     # Why nothing is checked in a pause; empty if weights are.
@@ -179,6 +183,7 @@ class ServerLife(ServerProofs):
             await self._server.start()
             url, headers = self._server.url, self._server.headers
             named = self._server.names_weights
+            self._kv_cache = await kv_of_server(url, headers, HEALTH_S_MAX)
             self._control = Control(
                 url, headers, self._settings.load_s_max, self._watch.held_up, versions=named
             )

@@ -1,0 +1,54 @@
+"""What the KV cache of one engine holds, in blocks of `block_tokens` tokens.
+
+Always holds: used + held + loose + free = total, so each block is owned once. Counts of tokens only grow within a boot.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class KvStats(msgspec.Struct, frozen=True, kw_only=True):
+    """used: by running requests. held: by sessions between two turns. loose: by neither, and anybody may reuse it.
+
+    missing: blocks that sessions had, and would have to compute again at their next turn. evicted_tokens: while their session
+    lived. again_tokens: of these, those that a later turn computed again. total is 0 where nothing is known of the cache.
+    """
+
+    block_tokens: _Whole = 0
+    total: _Whole = 0
+    used: _Whole = 0
+    held: _Whole = 0
+    loose: _Whole = 0
+    missing: _Whole = 0
+    evicted_tokens: _Whole = 0
+    again_tokens: _Whole = 0
+
+    @property
+    def free(self) -> int:
+        """Of a report that is nonsense, never less than 0."""
+        return max(0, self.total - self.used - self.held - self.loose)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.total * self.block_tokens
+
+
+class KvWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica's KV budget is like, in tokens. budget: that sessions may claim; 0: no session waits for it.
+
+    claimed: what the sessions that have begun need until their ends, and what requests without a session have. sessions: that
+    have begun. waiting: first turns. refused: found the queue full. understated: sessions that came to more than their client
+    said.
+    """
+
+    budget_tokens: _Whole = 0
+    claimed_tokens: _Whole = 0
+    sessions: _Whole = 0
+    waiting: _Whole = 0
+    refused: _Whole = 0
+    understated: _Whole = 0

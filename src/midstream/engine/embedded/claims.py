@@ -1,0 +1,141 @@
+"""What sessions hold between their turns, and in which order it is given up when blocks run out.
+
+Owns: the claims of sessions on paths of the prefix cache. Pure: times are parameters. Imports no torch.
+Always holds:
+- A claim pins nothing. A running sequence gets every block that no other running sequence has.
+- A claim is given up from its tail, so what is left of it can be reused.
+- Claims are given up one after the other, not all a little: first those that are overdue, the longest overdue first. Then the
+  one whose next turn is expected last.
+- A turn takes up the claim that it continues. A session has at most BRANCHES_MAX claims, and all sessions CLAIMS_MAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+from midstream.engine.embedded.blocks import Prefix
+
+#: Of one session: its own history, and those of agents beside it under the same key.
+BRANCHES_MAX = 4
+CLAIMS_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """When the next turn of a session is likely, from now. kept_s: after that it is overdue."""
+
+    expected_s: float
+    kept_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Claim:
+    """path: what is left of it. blocks: how many it had. over: it is no claim any more."""
+
+    session: str
+    path: list[Prefix]
+    blocks: int
+    expected_at: float
+    overdue_at: float
+    over: bool = False
+
+
+class Claimable(Protocol):
+    """The pool, as claims see it."""
+
+    def claim(self, prefix: Prefix, session: str) -> None: ...
+    def unclaim(self, prefix: Prefix, *, ended: bool = False) -> None: ...
+    @property
+    def gives(self) -> bool: ...
+
+
+class Claims:
+    """needed_again: blocks that turns had to compute again, because they were evicted while their session lived. missing:
+    blocks that claims have lost, and that their sessions would have to compute again now."""
+
+    def __init__(self, pool: Claimable) -> None:
+        self._pool = pool
+        # The oldest claim of a session first. Sessions in the order of their last change.
+        self._of: dict[str, list[Claim]] = {}
+        self._victim: Claim | None = None
+        self.needed_again = 0
+        self.missing = 0
+
+    def __repr__(self) -> str:
+        return f"Claims({len(self._of)} sessions)"
+
+    def __iter__(self) -> Iterator[Claim]:
+        return (claim for claims in self._of.values() for claim in claims)
+
+    def take_up(self, session: str, matched: Sequence[Prefix], levels: int) -> None:
+        """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt."""
+        for claim in tuple(self._of.get(session, ())):
+            self._drop_gone(claim)
+            left = len(claim.path)
+            if left <= len(matched) and (not left or matched[left - 1] is claim.path[-1]):
+                self.needed_again += max(0, min(claim.blocks, levels) - len(matched))
+                self._end(claim)
+
+    def add(self, session: str, path: Sequence[Prefix], returns: Return, now: float) -> None:
+        """A turn has ended, and its blocks are about to be released. It replaces the claims that it continues."""
+        kept = list(takewhile(lambda place: place.kept, path))
+        if not kept:
+            return
+        claim = Claim(session, kept, len(kept), now + returns.expected_s, now + returns.kept_s)
+        for place in kept:
+            self._pool.claim(place, session)
+        for before in tuple(self._of.get(session, ())):
+            self._drop_gone(before)
+            length = len(before.path)
+            if length <= len(kept) and (not length or kept[length - 1] is before.path[-1]):
+                self._end(before)
+        claims = self._of.pop(session, [])
+        self._of[session] = [*claims, claim]
+        if len(claims) == BRANCHES_MAX:
+            self._end(claims[0])
+        if len(self._of) > CLAIMS_MAX:
+            self.end(next(iter(self._of)))
+
+    def end(self, session: str) -> None:
+        """The session is over: what it had alone is the first to be evicted."""
+        for claim in tuple(self._of.get(session, ())):
+            self._end(claim, ended=True)
+
+    def give_up(self, now: float) -> None:
+        """Give up claims until the pool has a block to give, if one of them can bring that about."""
+        while not self._pool.gives:
+            if self._victim is None or self._victim.over or not self._victim.path:
+                left = (claim for claim in self if claim.path)
+                self._victim = min(left, key=lambda claim: _place_in_line(claim, now), default=None)
+                if self._victim is None:
+                    return
+            place = self._victim.path.pop()
+            self.missing += 1
+            if place.kept:
+                self._pool.unclaim(place)
+
+    def _end(self, claim: Claim, *, ended: bool = False) -> None:
+        claim.over = True
+        self.missing -= claim.blocks - len(claim.path)
+        for place in claim.path:
+            if place.kept:
+                self._pool.unclaim(place, ended=ended)
+        claims = self._of[claim.session]
+        claims.remove(claim)
+        if not claims:
+            del self._of[claim.session]
+
+    def _drop_gone(self, claim: Claim) -> None:
+        """Places leave the cache with all below them, so those that are gone are the last ones."""
+        while claim.path and not claim.path[-1].kept:
+            claim.path.pop()
+            self.missing += 1
+
+
+def _place_in_line(claim: Claim, now: float) -> tuple[bool, float]:
+    """The least is given up first."""
+    overdue = claim.overdue_at <= now
+    return not overdue, claim.overdue_at if overdue else -claim.expected_at
