@@ -303,6 +303,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     resident_memory: Size | None = None
     # Policies that each replica holds at once. Where a deployment has more, those in demand are loaded.
     resident_policies: Annotated[int, Meta(ge=1, le=4096, description="must be 1 to 4096")] = 256
+    # The share of its KV cache that sessions may claim; more of them wait until others end. 0: no session waits.
+    kv_budget: Annotated[float, Meta(ge=0, le=1, description="must be 0 to 1")] = 0.95
+    # Sessions that may wait for it at each replica. A further one is a 429.
+    kv_waiting_max: Annotated[int, Meta(ge=1, le=65536, description="must be 1 to 65536")] = 4096
 
 
 class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

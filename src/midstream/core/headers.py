@@ -41,3 +41,8 @@ HEADER_UNKNOWN_FIELDS = "x-midstream-unknown-fields"
 HEADER_IGNORED_FIELDS = "x-midstream-ignored-fields"
 # Clients send it: a new session begins where its prompt is known.
 HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
+# Clients send it: tokens that the session is expected to come to, prompts and answers together.
+HEADER_EXPECTED_TOKENS = "x-midstream-expected-tokens"
+#: Of a response whose session waited for room in the KV cache: its place in the queue when it came, and for how long.
+HEADER_QUEUE_POSITION = "x-midstream-queue-position"
+HEADER_QUEUE_WAIT = "x-midstream-queue-wait-ms"

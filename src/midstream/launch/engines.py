@@ -153,6 +153,8 @@ def replica_fields(settings: Settings, name: str) -> dict[str, Any]:
         "resident_snapshots": own.resident_snapshots,
         "resident_bytes": None if resident is None else parse_size("replica.resident_memory", resident),
         "resident_policies": own.resident_policies,
+        "kv_budget": own.kv_budget,
+        "kv_waiting_max": own.kv_waiting_max,
         "pin_drain_s": own.pin_drain_s,
         "session_idle_s": settings.gateway.session_idle_s,
         "log_level": settings.log.level,

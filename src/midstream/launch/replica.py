@@ -109,6 +109,8 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
             spec.pin_drain_s,
             residency(spec),
             spec.resident_policies,
+            kv_budget=spec.kv_budget,
+            kv_waiting_max=spec.kv_waiting_max,
         ),
         source=CachedSource(chains, base, Companions(model_dir)),
         names=ServedNames(spec.model, spec.deployment),

@@ -43,6 +43,8 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     resident_snapshots: int = 1
     resident_bytes: int | None = None
     resident_policies: int = 256
+    kv_budget: float = 0.95
+    kv_waiting_max: int = 4096
     cache_bytes: int | None = None
     kind: EngineKind = "embedded"
     vllm: VllmSettings = VllmSettings()

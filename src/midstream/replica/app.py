@@ -227,6 +227,7 @@ class InferenceExchange(TaskExchange):
         with self._replica.serves(policy, boot) as service:
             async with self._admitted(service) as generation:
                 self._generation = generation
+                self._fixed.update(generation.timings.waited)
                 if generation.ignored:
                     self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)
                 if generation.checked.stream:

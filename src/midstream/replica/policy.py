@@ -49,7 +49,8 @@ class Bounds:
     """requests_max: choices inside or waiting at a policy's gate; a request that would bring more gets 429. session_idle_s:
     how long a session may be without a turn before it is closed. pin_drain_s: how long an async swap waits for requests that
     are pinned to what serves. residency: of full snapshots; of a policy's only the number counts. policies_max: held at once.
-    turns_bytes_max: of the tokens of all sessions' turns.
+    turns_bytes_max: of the tokens of all sessions' turns. kv_budget: the share of the KV cache that sessions may claim; 0: none
+    waits for it. kv_waiting_max: sessions that may wait for it.
     """
 
     requests_max: int = REQUESTS_MAX
@@ -58,6 +59,8 @@ class Bounds:
     residency: Residency = ONE
     policies_max: int = POLICIES_MAX
     turns_bytes_max: int = BYTES_MAX
+    kv_budget: float = 0.95
+    kv_waiting_max: int = 4096
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from midstream.engine.base import Engine, EngineDied
 from midstream.replica.audit import Audits
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
+from midstream.replica.kv_budget import KvBudget, session_name
 from midstream.replica.pausing import Pausing
 from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import Bounds, PolicyParts
@@ -85,11 +86,12 @@ class Replica:
             clock=clock,
             monotonic=monotonic,
             on_change=self._changed,
-            on_close=self.trees.close,
+            on_close=self._session_over,
         )
         self.ready = False
         self.clock, self.monotonic = clock, monotonic
         self._engine = engine
+        self.budget = self._budget_of(bounds)
         self._text = text
         self._outside = outside
         #: Of the process, once it is watched.
@@ -97,7 +99,9 @@ class Replica:
         self.responses = StoredResponses(name, self.trees.close)
         self._journal: Journal | None = None
         self._audits: Audits | None = None
-        self._kept = KeptAcrossBoots(self.sessions, TextJobs(), GrammarChecks(), self.trees, self.responses)
+        self._kept = KeptAcrossBoots(
+            self.sessions, self.budget, TextJobs(), GrammarChecks(), self.trees, self.responses
+        )
         self._watch = asyncio.Event()
         #: Loads that have ended, of the deployment's own snapshots and of policies: each end is reported at once.
         self.settled = 0
@@ -146,6 +150,18 @@ class Replica:
         self._pulse = pulse
         pulse.on_change = self._changed
         pulse.on_stall = partial(self.sessions.measures.observe, "event_loop_stall_seconds")
+
+    def _budget_of(self, bounds: Bounds) -> KvBudget:
+        engine = self._engine
+        return KvBudget(
+            share=bounds.kv_budget,
+            waiting_max=bounds.kv_waiting_max,
+            stats=lambda: engine.stats().kv,
+            known=self.sessions.holds,
+            ended=lambda session: engine.end_session(session_name(session)),
+            monotonic=self.monotonic,
+            on_change=self._changed,
+        )
 
     def _parts(self, bounds: Bounds, files: Files) -> PolicyParts:
         return PolicyParts(
@@ -210,6 +226,9 @@ class Replica:
         has, taken = self.trees.reward(session, reward, look=asked.look)
         if taken and not asked.look:
             self.sessions.rewarded(session, given.reward)
+            if given.turn is None:
+                # The whole trajectory is judged, so it is over. If it is not, its next turn begins as any other.
+                self.budget.end(session)
         tree = self.trees.of(session)
         if self._journal is not None and taken and not asked.look and tree is not None:
             about = {"kind": "reward", "tenant": session[0], "session": session[1], "tree": tree.number}
@@ -230,6 +249,7 @@ class Replica:
         own.drive()
         self._down = None
         self.ready = True
+        self.budget.open(serving=True)
         own.gate.set(Door.OPEN)
         if self._audits is not None:
             self._audits.begin()
@@ -240,6 +260,7 @@ class Replica:
         gates = [policy.gate for policy in self.policies.everyone]
         for gate in gates:
             gate.set(Door.DOWN)
+        self.budget.open(serving=False)
         for gate in gates:
             await gate.drained()
 
@@ -248,6 +269,7 @@ class Replica:
         self.closed = True
         self.ready = False
         self.own.gate.set(Door.DOWN)
+        self.budget.open(serving=False)
         await self.own.hints.close()
         self._kept.jobs.close()
         self._kept.grammars.close()
@@ -293,6 +315,10 @@ class Replica:
         self.trees.close(session)
         return self.sessions.close(session) or had_turns
 
+    def _session_over(self, session: Session) -> None:
+        self.trees.close(session)
+        self.budget.end(session)
+
     def report(self) -> ReplicaReport:
         info = self._info
         silent_s = int(self._engine.silent_s()) if self.ready else 0
@@ -305,6 +331,7 @@ class Replica:
             policies_max=self._policies_max,
             pause=self._pausing.carried_out,
             engine=self._engine.stats(),
+            kv_waits=self.budget.report(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
             long_texts=self._kept.jobs.jobs,
@@ -331,6 +358,7 @@ class Replica:
         log.error("%s: the engine died: %s", self.name, reason)
         self.ready = False
         self.own.gate.set(Door.DOWN)
+        self.budget.open(serving=False)
         self._recovery = asyncio.create_task(self._recover(), name="engine recovery")
         self._recovery.add_done_callback(_log_failure)
         self._changed()
@@ -368,6 +396,7 @@ class Replica:
         # The cache died with the engine.
         self.own.namespaces.commit("all")
         self.sessions.close_all()
+        self.budget.reset()
         self.own.begin()
         self._changed()
         failures = 0

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import (
     HEADER_BOOT,
+    HEADER_EXPECTED_TOKENS,
     HEADER_HISTORY,
     HEADER_MODEL,
     HEADER_PLACED,
@@ -56,6 +57,7 @@ from midstream.core.versions import (
 from midstream.engine.base import Engine
 from midstream.replica import gate
 from midstream.replica.aborts import Called, called_as
+from midstream.replica.kv_budget import KvBudget, KvTurn, expected_tokens
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
@@ -119,6 +121,7 @@ class KeptAcrossBoots:
     """What all policies of a replica share, and keep while its engine ends and starts again."""
 
     sessions: Sessions
+    budget: KvBudget
     jobs: TextJobs
     grammars: GrammarChecks
     trees: Trees
@@ -167,6 +170,7 @@ class Service(Surroundings):
         Returns of how many requests."""
         ended = [one.end(ids) for one in tuple(self.called) if held or not one.held]
         if held:
+            self.kept.budget.wake()
             self.gate.wake()
         return sum(ended)
 
@@ -193,10 +197,14 @@ class Service(Surroundings):
             ready = await self._ready(wire, read, len(body), headers, resume, asked)
             called = called_as(ready.work, headers.get("x-request-id", ""))
             self.called[called] = None
+            turn = self._kv_turn(ready, headers, called)
             try:
-                await self.gate.enter(limit_s, ready.counted, lambda: called.over)
-                async with self._inside(ready, read, headers, asked, timings, called) as generation:
-                    yield generation
+                await self.kept.budget.enter(turn)
+                with self.kept.budget.turn(turn, timings):
+                    await self.gate.enter(limit_s, ready.counted, lambda: called.over)
+                    async with self._inside(ready, read, headers, asked, timings, called) as generation:
+                        turn.measured = generation
+                        yield generation
             finally:
                 del self.called[called]
         except InvalidRequest as error:
@@ -226,7 +234,10 @@ class Service(Surroundings):
         salt = self._salt(work.checked, session, headers, older)
         pinned = nullcontext() if asked is None or not asked.pinned else self.pins.hold(asked, begins)
         fixed = begins if self.pins.several and asked is not None and asked.pinned else None
-        requests = [replace(r, salt=salt, kv_age_max=age_max, snapshot=fixed) for r in work.requests]
+        returns = self.kept.budget.returns(session)
+        requests = [
+            replace(r, salt=salt, kv_age_max=age_max, snapshot=fixed, **returns) for r in work.requests
+        ]
         stamp = stamp_of(headers) if HEADER_PLACED in headers else None
         inside = self.gate.admitted(ready.choices)
         async with pinned:
@@ -246,6 +257,18 @@ class Service(Surroundings):
                     yield generation
                 finally:
                     generation.measure(turn)
+
+    def _kv_turn(self, ready: _Ready, headers: Mapping[str, str], called: Called) -> KvTurn:
+        """Raises InvalidRequest."""
+        return KvTurn(
+            ready.session,
+            max((prompt.token_ids for prompt in ready.work.prompts), key=len),
+            apart=f"{headers.get(HEADER_TENANT, '')} {self.policy}",
+            said=expected_tokens(headers) if HEADER_EXPECTED_TOKENS in headers else None,
+            priority=ready.work.checked.priority,
+            resumed=ready.continued is not None,
+            over=lambda: called.over,
+        )
 
     async def _ready(
         self,

@@ -5,7 +5,7 @@ Always holds: the final metrics are made once, so that a stream's last chunk and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,10 @@ from midstream.replica.response.choice import Choice
 from midstream.replica.sessions import TurnStats
 
 
+def _ignored(tokens: int) -> None:
+    pass
+
+
 class Timings(msgspec.Struct):
     started: float
     #: The gate let the request in.
@@ -25,6 +29,10 @@ class Timings(msgspec.Struct):
     first_token: float | None = None
     #: In the engine, of the choice that waited longest.
     queued_s: float | None = None
+    #: Headers of a response that waited for room in the KV cache.
+    waited: Mapping[str, str] = {}
+    #: Is called with the reused tokens of each prompt, once.
+    on_cached: Callable[[int], None] = _ignored
 
 
 class Measured:
@@ -61,8 +69,9 @@ class Measured:
 
     def take(self, prompt: int, event: GenerationEvent) -> None:
         """Notes what the event reports of the prompt's KV and of its waiting."""
-        if event.cached_tokens is not None:
-            self.cached.setdefault(prompt, event.cached_tokens)
+        if event.cached_tokens is not None and prompt not in self.cached:
+            self.cached[prompt] = event.cached_tokens
+            self.timings.on_cached(event.cached_tokens)
         if event.queued_s is not None:
             self.timings.queued_s = max(event.queued_s, self.timings.queued_s or 0.0)
 

@@ -1,0 +1,248 @@
+"""Lets a replica's turns begin by what its KV cache can carry.
+
+Owns: the account of the sessions' needs, the queue of first turns, and the timer of claims that lapse by silence.
+Always holds: a turn that was let in is taken out of the account again, however it ends. A session that is over frees its claim
+at once, and whoever waits for that begins in the same step of the loop. Nothing waits on a replica that serves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from midstream.core.errors import InvalidRequest
+from midstream.core.headers import HEADER_EXPECTED_TOKENS, HEADER_QUEUE_POSITION, HEADER_QUEUE_WAIT
+from midstream.core.kv import KvStats, KvWaits
+from midstream.core.types import Session
+from midstream.replica.kv_account import Beginning, KvAccount
+from midstream.replica.kv_queue import KvQueue, Waiting
+from midstream.replica.response.measured import Timings
+from midstream.replica.sessions import TurnStats
+
+#: Prompts that are equal in so many first tokens may share KV.
+FAMILY_TOKENS = 32
+EXPECTED_MAX = 2**31
+LOOK_S = 1.0
+
+
+class MeasuredTurn(Protocol):
+    @property
+    def turn(self) -> TurnStats: ...
+
+
+@dataclass(eq=False, slots=True)
+class KvTurn:
+    """A request before its turn. session: None: it has none. tokens: of its longest prompt. said: as its header says."""
+
+    session: Session | None
+    prompt: tuple[int, ...]
+    #: Prompts share KV only where this is equal.
+    apart: str = ""
+    said: int | None = None
+    priority: int = 0
+    #: It is a stream that another replica began.
+    resumed: bool = False
+    #: A trainer ended it.
+    over: Callable[[], bool] = lambda: False
+    #: Of its place when it came, if it had to wait; and how long it waited.
+    position: int = 0
+    waited_s: float = 0.0
+    #: What has its measures once it has ended. None: it was not let in.
+    measured: MeasuredTurn | None = None
+
+    @property
+    def held(self) -> int:
+        """Tokens of the context that it leaves."""
+        return 0 if self.measured is None else len(self.prompt) + self.measured.turn.longest
+
+    def headers(self) -> dict[str, str]:
+        if not self.position:
+            return {}
+        wait = f"{self.waited_s * 1000:.0f}"
+        return {HEADER_QUEUE_POSITION: str(self.position), HEADER_QUEUE_WAIT: wait}
+
+
+class KvBudget:
+    """share: of the cache that may be claimed; 0: nothing waits. stats: the engine's. known: whether a session has begun here.
+
+    ended: is called with a session that is over, for the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        share: float,
+        waiting_max: int,
+        stats: Callable[[], KvStats],
+        known: Callable[[Session], bool],
+        ended: Callable[[Session], None],
+        monotonic: Callable[[], float],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.account = KvAccount()
+        self.queue = KvQueue(self.account, waiting_max)
+        self._share = share
+        self._stats = stats
+        self._known = known
+        self._ended = ended
+        self._monotonic = monotonic
+        self._on_change = on_change
+        self._timer: asyncio.TimerHandle | None = None
+        self._open = True
+        self._look_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"KvBudget({self.queue!r})"
+
+    def open(self, *, serving: bool) -> None:
+        """serving: False: the replica takes no requests. What waits goes on, to be refused behind."""
+        self._open = serving
+        self._settle()
+
+    async def enter(self, turn: KvTurn) -> None:
+        """Wait until the turn may begin. `leave` has to follow once it returned. Raises Overloaded."""
+        session, now = turn.session, self._monotonic()
+        self._look()
+        tokens = len(turn.prompt)
+        if session is None:
+            self.account.without_session(tokens)
+            return
+        first = beginning(turn)
+        self.account.demote(now)
+        one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over)
+        begun = turn.resumed or session in self.account or self._known(session)
+        if begun or not self._open or not self.queue.join(one):
+            self.account.begin(session, first, tokens, now, turn.said)
+            return
+        turn.position = self.queue.position(session) or 1
+        going = asyncio.Event()
+        one.go = going.set
+        self._settle()
+        try:
+            await going.wait()
+        except asyncio.CancelledError:
+            self.queue.leave(one)
+            if going.is_set():
+                self._over(session, 0)
+            self._settle()
+            raise
+        turn.waited_s = self._monotonic() - now
+
+    def leave(self, turn: KvTurn, context: int) -> None:
+        """The turn is over. context: tokens of the session now; 0: nothing was computed."""
+        if turn.session is None:
+            self.account.without_session(-len(turn.prompt))
+        else:
+            self._over(turn.session, context)
+        self._settle()
+
+    def _over(self, session: Session, context: int) -> None:
+        self.account.end_turn(session, context, self._monotonic())
+        if not self._known(session):
+            # It was refused behind, or was closed meanwhile.
+            self.account.end(session)
+            self._ended(session)
+
+    @contextmanager
+    def turn(self, turn: KvTurn, timings: Timings) -> Iterator[None]:
+        """A turn that was let in."""
+        if turn.session is not None:
+            timings.waited = turn.headers()
+            timings.on_cached = partial(self.found, turn.session)
+        try:
+            yield
+        finally:
+            self.leave(turn, turn.held)
+
+    def found(self, session: Session, cached: int) -> None:
+        """The engine has said how much of the session's first prompt was cached."""
+        self.account.found(session, cached)
+        self._settle()
+
+    def end(self, session: Session) -> None:
+        """The session is over. What a turn of it that still runs leaves in the cache goes with the turn."""
+        self._ended(session)
+        if self.account.end(session):
+            self._settle()
+
+    def wake(self) -> None:
+        """A trainer has ended requests."""
+        self._settle()
+
+    def reset(self) -> None:
+        """The cache is gone."""
+        self.account.reset()
+        self.account.capacity = 0
+        self._settle()
+
+    def returns(self, session: Session | None) -> dict[str, Any]:
+        """Fields of an engine's request: the session, and when its next turn is likely."""
+        if session is None:
+            return {}
+        account = self.account
+        return {
+            "session": session_name(session),
+            "returns_s": account.returns_s(),
+            "kept_s": account.silent_s(),
+        }
+
+    def waits(self, session: Session) -> int | None:
+        """The place of the session's first turn in the queue, from 1; None: it does not wait."""
+        return self.queue.position(session)
+
+    def report(self) -> KvWaits:
+        account = self.account
+        return KvWaits(
+            budget_tokens=account.capacity,
+            claimed_tokens=account.claimed,
+            sessions=len(account),
+            waiting=len(self.queue),
+            refused=self.queue.refused,
+            understated=account.understated,
+        )
+
+    def _look(self) -> None:
+        """The capacity may be known by now, or another one."""
+        now = self._monotonic()
+        if now >= self._look_at or not self.account.capacity:
+            self._look_at = now + LOOK_S
+            self.account.capacity = int(self._share * self._stats().capacity_tokens)
+
+    def _settle(self) -> None:
+        """Let in whoever may begin now, and look again when a claim lapses."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not len(self.queue):
+            return
+        self._look()
+        now = self._monotonic()
+        due = self.queue.admit(now, everybody=not self._open)
+        if len(self.queue) and due is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self._settle)
+        self._on_change()
+
+
+def session_name(session: Session) -> str:
+    """As engines know it."""
+    return "\0".join(session)
+
+
+def beginning(turn: KvTurn) -> Beginning:
+    return Beginning(hash((turn.apart, turn.prompt[:FAMILY_TOKENS])), hash((turn.apart, turn.prompt)))
+
+
+def expected_tokens(headers: Mapping[str, str]) -> int | None:
+    """What the client says that its session comes to. Raises InvalidRequest."""
+    given = headers.get(HEADER_EXPECTED_TOKENS)
+    if given is None:
+        return None
+    tokens = int(given) if given.isascii() and given.isdecimal() and len(given) < 12 else 0
+    if not 0 < tokens <= EXPECTED_MAX:
+        message = f"{HEADER_EXPECTED_TOKENS}: expected 1 to {EXPECTED_MAX} tokens, got {given!r}"
+        raise InvalidRequest(message, param=HEADER_EXPECTED_TOKENS)
+    return tokens

@@ -1,0 +1,127 @@
+"""Which new trajectory may begin now: those that wait for room in the KV cache, in their order.
+
+Owns: the queue of first turns. Pure but for the futures that it resolves: times are parameters.
+Always holds:
+- A turn of a session that has begun never waits here. Neither does anything while nothing is known of the cache.
+- Of equal priority and tenant, the one that came first goes first, also if a later one would fit. So no large one starves.
+- Between tenants the one that claims least goes first. Nobody is overtaken by more than OVERTAKEN of what was before it.
+- If no session claims anything, the first one begins, however large it is.
+- At most `waiting_max` wait. A further one gets 429.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from midstream.core.errors import Overloaded
+from midstream.core.types import Session
+from midstream.replica.kv_account import Beginning, KvAccount
+
+#: By this share of the tokens that were before it when it came, others may go before it.
+OVERTAKEN = 0.2
+RETRY_S_MAX = 60
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One first turn. ahead: tokens that were claimed or waited for before it. overtaken: by those that came later."""
+
+    session: Session
+    first: Beginning
+    tokens: int
+    said: int | None
+    priority: int
+    came_at: float
+    go: Callable[[], None] = lambda: None
+    over: Callable[[], bool] = lambda: False
+    ahead: int = 0
+    overtaken: int = 0
+
+
+class KvQueue:
+    def __init__(self, account: KvAccount, waiting_max: int) -> None:
+        self.account = account
+        self._waiting_max = waiting_max
+        # In the order in which they came.
+        self._waiting: list[Waiting] = []
+        self.refused = 0
+        # Of the last admissions, for how long to wait before a retry.
+        self._last_wait_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"KvQueue({len(self._waiting)} waiting, {self.account!r})"
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def fits(self, one: Waiting) -> bool:
+        account = self.account
+        if not account.capacity or not account.claimed:
+            return True
+        return self._asks(one) <= account.room
+
+    def _asks(self, one: Waiting) -> int:
+        return self.account.asks(one.first, one.tokens, one.said)
+
+    def join(self, one: Waiting) -> bool:
+        """Whether it has to wait. Raises Overloaded. One that need not wait is to `begin` in the account at once."""
+        if not self._waiting and self.fits(one):
+            return False
+        if len(self._waiting) >= self._waiting_max:
+            self.refused += 1
+            raise Overloaded(
+                f"{len(self._waiting)} new sessions wait for room in the KV cache, and more may not; retry it later",
+                retry_after_s=min(RETRY_S_MAX, max(1, round(self._last_wait_s))),
+            )
+        one.ahead = self.account.claimed + sum(map(self._asks, self._waiting))
+        self._waiting.append(one)
+        return True
+
+    def leave(self, one: Waiting) -> None:
+        """Its client left, or it may not begin here any more."""
+        if one in self._waiting:
+            self._waiting.remove(one)
+
+    def position(self, session: Session) -> int | None:
+        """From 1; None: it does not wait."""
+        order = sorted(self._waiting, key=lambda one: one.priority)
+        return next((at for at, one in enumerate(order, 1) if one.session == session), None)
+
+    def admit(self, now: float, *, everybody: bool = False) -> float | None:
+        """Let in all that may begin now, or everybody. When the next claim may lapse by silence; None: none does."""
+        due = self.account.demote(now)
+        for one in [each for each in self._waiting if everybody or each.over()]:
+            self._begin(one, now)
+        while self._waiting:
+            one = self._next()
+            if not self.fits(one):
+                return due
+            asked = self._asks(one)
+            for before in self._waiting[: self._waiting.index(one)]:
+                before.overtaken += asked
+            self._last_wait_s = now - one.came_at
+            # What waits of the same session is not new any more. All claims stand before the next one is judged.
+            for turn in [each for each in self._waiting if each.session == one.session]:
+                self._begin(turn, now)
+        return due
+
+    def _begin(self, one: Waiting, now: float) -> None:
+        self._waiting.remove(one)
+        self.account.begin(one.session, one.first, one.tokens, now, one.said)
+        one.go()
+
+    def _next(self) -> Waiting:
+        priority = min(one.priority for one in self._waiting)
+        equals = [one for one in self._waiting if one.priority == priority]
+        firsts: dict[str, Waiting] = {}
+        for one in equals:
+            firsts.setdefault(one.session[0], one)
+        found = min(firsts.values(), key=lambda one: self.account.of_tenant(one.session[0]))
+        asked = self._asks(found)
+        for one in equals:
+            if one is found:
+                break
+            if one.overtaken + asked > OVERTAKEN * one.ahead:
+                return firsts[one.session[0]]
+        return found
