@@ -105,7 +105,7 @@ def test_where_no_session_has_a_second_turn_nothing_is_kept_for_one() -> None:
     for n in range(4):
         account.begin(session_of(f"s{n}"), alone(n), 100, float(n))
         account.end_turn(session_of(f"s{n}"), 110, float(n))
-        account.demote(n + 2.5)
+        account.demote(n + 5.5)
     account.begin(session_of("next"), alone(9), 100, 10.0)
     account.end_turn(session_of("next"), 110, 11.0)
     account.demote(11.0)
@@ -372,3 +372,55 @@ def test_a_header_that_is_no_number_of_tokens_is_refused_by_name(value: str) -> 
         expected_tokens({HEADER_EXPECTED_TOKENS: value})
     assert expected_tokens({HEADER_EXPECTED_TOKENS: "142000"}) == 142000
     assert expected_tokens({}) is None
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=st.integers(0, 2**32), capacity=st.sampled_from([300, 1000]))
+def test_where_too_many_began_the_oldest_go_on_and_all_of_them_end(seed: int, capacity: int) -> None:
+    """Contexts that nobody expected: each turn that runs fits beside those of all sessions that began before its own."""
+    draw = random.Random(seed)
+    account = KvAccount()
+    account.capacity = capacity
+    queue = KvQueue(account, waiting_max=100)
+    left = {n: draw.randrange(1, 8) for n in range(12)}
+    context = dict.fromkeys(left, 20)
+    running: set[int] = set()
+    waiting: set[int] = set()
+    now = 0.0
+
+    def goes(n: int) -> None:
+        waiting.discard(n)
+        running.add(n)
+        before = [m for m in left if m != n and number(m) < number(n)]
+        older = sum(min(context[m], context[m]) for m in before if ("", str(m)) in account)
+        assert not older or older + context[n] <= capacity, "an older one has no room"
+
+    def number(n: int) -> int:
+        return account.number(("", str(n))) or 10**9
+
+    for _ in range(3000):
+        if not left:
+            break
+        now += 0.01
+        n = draw.choice(sorted(left))
+        session = "", str(n)
+        if n in running:
+            running.remove(n)
+            context[n] += draw.choice([5, 50, 120])
+            account.found(session, 0)
+            account.end_turn(session, context[n], now)
+            left[n] -= 1
+            if not left[n]:
+                del left[n]
+                account.end(session)
+        elif n not in waiting:
+            turn = Waiting(session, alone(n), context[n], None, 0, now, begun=session in account)
+            turn.go = lambda n=n: goes(n)  # type: ignore[misc]
+            if queue.join(turn):
+                waiting.add(n)
+            else:
+                account.begin(session, alone(n), context[n], now)
+                running.add(n)
+        queue.admit(now)
+        account.check()
+    assert (left, len(queue), account.claimed, account.live) == ({}, 0, 0, 0)

@@ -12,9 +12,12 @@ from urllib.parse import quote
 
 from midstream.core.headers import (
     HEADER_BOOT,
+    HEADER_EXPECTED_TOKENS,
     HEADER_HISTORY,
     HEADER_IGNORED_FIELDS,
     HEADER_PLACED,
+    HEADER_QUEUE_POSITION,
+    HEADER_QUEUE_WAIT,
     HEADER_RECORDS,
     HEADER_SESSION,
 )
@@ -30,8 +33,12 @@ _WITH_LENGTH = (b"POST", b"PUT", b"PATCH")
 _PERSISTENCE = (b"close", b"keep-alive")
 _SESSION, _PLACED = HEADER_SESSION.encode(), HEADER_PLACED.encode()
 _BOOT, _RESUMABLE = HEADER_BOOT.encode(), HEADER_RESUMABLE.encode() + b": 1\r\n"
-_IGNORED = HEADER_IGNORED_FIELDS.encode()
+#: Headers of a response that go to every client.
+_SHOWN = frozenset(
+    name.encode() for name in (HEADER_IGNORED_FIELDS, HEADER_QUEUE_POSITION, HEADER_QUEUE_WAIT)
+)
 _HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
+_EXPECTED = HEADER_EXPECTED_TOKENS.encode()
 
 
 class UpstreamLines(LineMemory[Header, bytes]):
@@ -83,7 +90,7 @@ class ClientLines(LineMemory[Header, bytes]):
             return self._coding
         if name in dropped:
             return b""
-        shown = self._labels or name == _IGNORED or not name.startswith(b"x-midstream-")
+        shown = self._labels or name in _SHOWN or not name.startswith(b"x-midstream-")
         return b"%b: %b\r\n" % header if shown else b""
 
     def one_by_one(self, headers: Headers) -> Iterator[bytes]:
@@ -151,7 +158,7 @@ def replica_lines(token_line: bytes, boot: str, resumable: bool) -> bytes:
 
 def wishes_lines(first: Mapping[bytes, bytes], in_path: bool) -> list[bytes]:
     """The head lines for a replica with what a client asks for beside an answer. in_path: its path named the session."""
-    lines = [b"%b: %b\r\n" % (name, first[name]) for name in (_HISTORY, _RECORDS) if name in first]
+    lines = [b"%b: %b\r\n" % (name, first[name]) for name in (_HISTORY, _RECORDS, _EXPECTED) if name in first]
     if in_path and _RECORDS not in first:
         # Who can set nothing but a base URL has the records all the same.
         lines.append(_RECORDS + b": routes\r\n")

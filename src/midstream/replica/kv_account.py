@@ -6,6 +6,7 @@ Always holds:
   computed it. When that one ends, it belongs to another that shares it.
 - `claimed` is the sum of what the sessions need that are neither over nor silent for too long, and of requests without a
   session.
+- `live` is the sum of what these sessions have now.
 - A session needs at least what it has, and at most the whole cache, whatever was said or learned.
 """
 
@@ -27,7 +28,7 @@ GROUPS_MAX = 1024
 COVERED = 0.75
 #: How long a session may be silent before it loses its claim: twice what covers this share of the times between two turns.
 RETURNED = 0.95
-SILENT_S_MIN, SILENT_S_MAX = 2.0, 300.0
+SILENT_S_MIN, SILENT_S_MAX = 5.0, 300.0
 #: Where fewer of the silent sessions have come back, of so many at least, a turn is the last one: nothing is kept for another.
 COMES_BACK, JUDGED_FROM = 0.1, 4
 
@@ -66,9 +67,10 @@ class Recent:
 class SessionNeed:
     """One session that has begun. Tokens.
 
-    first: of its first prompt. held: its context, after its last turn or of the turn that runs. shared: the first
-    of these, which belong to another session. said: what its client says that it comes to. turns: that run. counted: in
-    `claimed` so much. learned: what it came to is known to the next ones.
+    first: of its first prompt. held: its context, after its last turn or of the turn that runs. shared: the first of these,
+    which belong to another session. said: what its client says that it comes to. turns: that run. number: grows in the order
+    in which sessions began. counted, live: in the account's `claimed` and `live` so much. learned: what it came to is known to
+    the next ones.
     """
 
     first: Beginning
@@ -77,7 +79,9 @@ class SessionNeed:
     said: int | None = None
     turns: int = 0
     used_at: float = 0.0
+    number: int = 0
     counted: int = 0
+    live: int = 0
     begun: bool = False
     learned: bool = False
 
@@ -88,6 +92,8 @@ class KvAccount:
     def __init__(self) -> None:
         self.capacity = 0
         self.claimed = 0
+        self.live = 0
+        self._number = 0
         self.understated = 0
         self._sessions: dict[Session, SessionNeed] = {}
         # Between two turns and not silent for too long, the longest silent first.
@@ -155,13 +161,31 @@ class KvAccount:
 
     # -- turns
 
+    def carries(self, session: Session, tokens: int) -> bool:
+        """Whether a next turn with a prompt of so many tokens fits beside what all sessions have now, or else beside what those
+        have that began earlier. The one that began first always fits."""
+        one = self._sessions.get(session)
+        if one is None or one.turns or not self.capacity:
+            return True
+        own = max(0, tokens - one.shared)
+        if self.live - one.live + own <= self.capacity:
+            return True
+        before = sum(other.live for other in self._sessions.values() if other.number < one.number)
+        return not before or before + own <= self.capacity
+
+    def number(self, session: Session) -> int:
+        """In the order in which sessions began; one that was closed meanwhile is no later than any."""
+        one = self._sessions.get(session)
+        return 0 if one is None else one.number
+
     def begin(
         self, session: Session, first: Beginning, tokens: int, now: float, said: int | None = None
     ) -> None:
         """A turn with a prompt of so many tokens begins. A session that was silent for too long has its claim again."""
         one = self._sessions.get(session)
         if one is None:
-            one = self._sessions[session] = SessionNeed(first)
+            self._number += 1
+            one = self._sessions[session] = SessionNeed(first, number=self._number)
             one.shared = tokens if first.group in self._mates else 0
             self._members.setdefault(first.family, {})[session] = None
             self._mates[first.group] = self._mates.get(first.group, 0) + 1
@@ -258,13 +282,20 @@ class KvAccount:
             assert session in self._members[one.first.family]
         assert sum(map(len, self._members.values())) == sum(self._mates.values()) == len(self._sessions)
         assert self.claimed >= sum(counted.values())
+        assert self.live == sum(one.live for one in self._sessions.values())
+        assert all(one.live in (0, one.held - one.shared) for one in self._sessions.values())
 
     # -- inside
 
     def _count(self, session: Session, one: SessionNeed) -> None:
+        self.live += one.held - one.shared - one.live
+        one.live = one.held - one.shared
         self._set(session, one, max(0, self._need(one.first, one.held, one.said) - one.shared))
 
     def _set(self, session: Session, one: SessionNeed, tokens: int) -> None:
+        if not tokens:
+            self.live -= one.live
+            one.live = 0
         more = tokens - one.counted
         one.counted = tokens
         self.claimed += more

@@ -114,8 +114,8 @@ class KvBudget:
         first = beginning(turn)
         self.account.demote(now)
         one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over)
-        begun = turn.resumed or session in self.account or self._known(session)
-        if begun or not self._open or not self.queue.join(one):
+        one.begun = turn.resumed or session in self.account or self._known(session)
+        if not self._open or not self.queue.join(one):
             self.account.begin(session, first, tokens, now, turn.said)
             return
         turn.position = self.queue.position(session) or 1

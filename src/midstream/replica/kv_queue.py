@@ -1,8 +1,10 @@
-"""Which new trajectory may begin now: those that wait for room in the KV cache, in their order.
+"""Which turn may begin now: those that wait for room in the KV cache, in their order.
 
-Owns: the queue of first turns. Pure but for the futures that it resolves: times are parameters.
+Owns: the queue of turns. Pure: times are parameters, and what follows is a call.
 Always holds:
-- A turn of a session that has begun never waits here. Neither does anything while nothing is known of the cache.
+- A turn of a session that has begun goes before all new ones. It waits only while the contexts of the sessions that began
+  before it leave it no room. So the session that began first never waits, and one after the other ends.
+- Nothing waits while nothing is known of the cache.
 - Of equal priority and tenant, the one that came first goes first, also if a later one would fit. So no large one starves.
 - Between tenants the one that claims least goes first. Nobody is overtaken by more than OVERTAKEN of what was before it.
 - If no session claims anything, the first one begins, however large it is.
@@ -25,7 +27,8 @@ RETRY_S_MAX = 60
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One first turn. ahead: tokens that were claimed or waited for before it. overtaken: by those that came later."""
+    """One turn. begun: its session has begun. ahead: tokens that were claimed or waited for before it. overtaken: by those that
+    came later."""
 
     session: Session
     first: Beginning
@@ -35,6 +38,7 @@ class Waiting:
     came_at: float
     go: Callable[[], None] = lambda: None
     over: Callable[[], bool] = lambda: False
+    begun: bool = False
     ahead: int = 0
     overtaken: int = 0
 
@@ -57,18 +61,23 @@ class KvQueue:
 
     def fits(self, one: Waiting) -> bool:
         account = self.account
+        if one.begun:
+            return account.carries(one.session, one.tokens)
         if not account.capacity or not account.claimed:
             return True
         return self._asks(one) <= account.room
 
     def _asks(self, one: Waiting) -> int:
+        """What it would claim more."""
+        if one.begun:
+            return 0
         return self.account.asks(one.first, one.tokens, one.said)
 
     def join(self, one: Waiting) -> bool:
         """Whether it has to wait. Raises Overloaded. One that need not wait is to `begin` in the account at once."""
-        if not self._waiting and self.fits(one):
+        if (one.begun or not self._waiting) and self.fits(one):
             return False
-        if len(self._waiting) >= self._waiting_max:
+        if len(self._waiting) >= self._waiting_max and not one.begun:
             self.refused += 1
             raise Overloaded(
                 f"{len(self._waiting)} new sessions wait for room in the KV cache, and more may not; retry it later",
@@ -85,7 +94,7 @@ class KvQueue:
 
     def position(self, session: Session) -> int | None:
         """From 1; None: it does not wait."""
-        order = sorted(self._waiting, key=lambda one: one.priority)
+        order = sorted(self._waiting, key=lambda one: (not one.begun, one.priority))
         return next((at for at, one in enumerate(order, 1) if one.session == session), None)
 
     def admit(self, now: float, *, everybody: bool = False) -> float | None:
@@ -98,7 +107,7 @@ class KvQueue:
             if not self.fits(one):
                 return due
             asked = self._asks(one)
-            for before in self._waiting[: self._waiting.index(one)]:
+            for before in () if one.begun else self._waiting[: self._waiting.index(one)]:
                 before.overtaken += asked
             self._last_wait_s = now - one.came_at
             # What waits of the same session is not new any more. All claims stand before the next one is judged.
@@ -112,6 +121,9 @@ class KvQueue:
         one.go()
 
     def _next(self) -> Waiting:
+        begun = [one for one in self._waiting if one.begun]
+        if begun:
+            return min(begun, key=lambda one: self.account.number(one.session))
         priority = min(one.priority for one in self._waiting)
         equals = [one for one in self._waiting if one.priority == priority]
         firsts: dict[str, Waiting] = {}
