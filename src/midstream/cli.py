@@ -31,6 +31,7 @@ COMMANDS = {  # module of commands/: its line in --help
     "top": "a live server at a glance: replicas, swaps, policies, sessions, throughput",
     "chat": "talk to a model in the terminal, for a first try",
     "status": "what each replica serves and does; --watch keeps looking",
+    "explain-wait": "why a session's next turn has not begun",
     "dashboard": "open the server's dashboard in a browser",
     "ledger": "every snapshot that was signalled, and how each replica fared with it",
     "export": "training records of sessions, as JSON lines, for Tinker, verl, NeMo-Gym or verifiers",
@@ -117,7 +118,7 @@ def build_whole_parser() -> argparse.ArgumentParser:
 
 
 def _add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    importlib.import_module(f"midstream.commands.{name}").add_arguments(parser)
+    importlib.import_module(f"midstream.commands.{name.replace('-', '_')}").add_arguments(parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -119,10 +119,13 @@ async def those_that_fit_and_then_the_others(server: Server) -> tuple[list[Agent
         await asyncio.gather(*(agent.turn() for agent in first))
         waiting = [asyncio.create_task(agent.run()) for agent in others]
         async with asyncio.timeout(30):
-            waits = 0.0
-            while waits < len(others):
-                waits = metric((await client.get("/metrics")).text, "sessions_waiting")
+            known = 0.0
+            while known < len(others):
+                known = metric((await client.get("/metrics")).text, "sessions_waiting")
                 await asyncio.sleep(0.05)
+        waits = [(await client.get(f"/v1/sessions/{agent.key}")).json()["wait"] for agent in others]
+        assert {wait["position"] for wait in waits} == set(range(1, SESSIONS - FIT + 1))
+        assert {wait["needs_tokens"] for wait in waits} == {FINAL}
         await asyncio.gather(*(agent.run() for agent in first), *waiting)
         after = await Counts.read(client)
     return others, Counts(after.computed - before.computed, after.again - before.again, after.claimed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,14 +35,14 @@ class Bed:
         self.pool = self.scheduler.pool
         self.number = 0
 
-    def begin(self, session: str, prompt: tuple[int, ...], **more: float) -> Sequence:
+    def begin(self, session: str, prompt: tuple[int, ...], **more: Any) -> Sequence:
         self.number += 1
         request = GenerateRequest(
             request_id=str(self.number),
             prompt=prompt,
             sampling=SamplingParams(max_tokens=4),
             session=session,
-            **{"returns_s": 1.0, "kept_s": 10.0, **more},  # type: ignore[arg-type]
+            **{"returns_s": 1.0, "kept_s": 10.0, **more},
         )
         sequence = Sequence(request, 0)
         self.scheduler.add(sequence)
@@ -55,7 +57,7 @@ class Bed:
                 work.seq.tokens.append(0)
         return sum(work.size for work in works)
 
-    def turn(self, session: str, prompt: tuple[int, ...], **more: float) -> int:
+    def turn(self, session: str, prompt: tuple[int, ...], **more: Any) -> int:
         """A whole turn of one token; how many positions of its prompt were computed."""
         sequence = self.begin(session, prompt, **more)
         computed = 0
@@ -188,6 +190,15 @@ def test_a_history_that_was_rewritten_gives_way_before_the_new_one() -> None:
     bed.turn("s", prompt_of(1, 16), kept_s=5.0)
     bed.turn("other", prompt_of(2, 28))
     assert bed.turn("s", prompt_of(1, 17)) == 1
+
+
+def test_what_a_session_had_under_a_namespace_before_is_free_at_its_next_turn() -> None:
+    bed = Bed(12)
+    bed.turn("s", prompt_of(0, 32), kept_s=1e9)
+    assert bed.turn("s", prompt_of(0, 16), salt=b"behind a swap") == 16
+    # Five blocks of the new namespace, and the seven others are free or loose.
+    kv = bed.scheduler.kv()
+    assert (kv.held, kv.missing, kv.evicted_tokens) == (4, 0, 0)
 
 
 def test_a_preempted_sequence_finds_its_blocks_if_nothing_else_needs_them() -> None:

@@ -226,3 +226,18 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
+
+
+def test_a_new_session_goes_where_the_kv_cache_has_clearly_more_room() -> None:
+    """Of its first two candidates; a little more room than the other's is what one gateway knows before another."""
+    names = ["a", "b"]
+    even = Fleet([Candidate(name, 0, filled=0.5) for name in names])
+    homes = {n: even.place_session(("", f"s{n}"), 1.0)[0].name for n in range(40)}  # type: ignore[index]
+    assert set(homes.values()) == {"a", "b"}
+    for filled, expected in ((0.53, None), (0.56, "b"), (3.2, "b")):
+        fleet = Fleet([Candidate("a", 0, filled=filled), Candidate("b", 0, filled=0.5)])
+        placed = {n: fleet.place_session(("", f"s{n}"), 1.0)[0].name for n in homes}  # type: ignore[index]
+        assert placed == (homes if expected is None else dict.fromkeys(homes, expected))
+    # One whose cache is not known is judged by its sessions, as before.
+    unknown = Fleet([Candidate("a", 0, filled=0.9), Candidate("b", 0)])
+    assert {n: unknown.place_session(("", f"s{n}"), 1.0)[0].name for n in homes} == homes  # type: ignore[index]

@@ -424,3 +424,20 @@ def test_where_too_many_began_the_oldest_go_on_and_all_of_them_end(seed: int, ca
         queue.admit(now)
         account.check()
     assert (left, len(queue), account.claimed, account.live) == ({}, 0, 0, 0)
+
+
+def test_a_client_that_asks_again_after_its_own_time_limit_has_its_place_again() -> None:
+    """Else clients with a limit of ten minutes never begin behind a queue of eleven (prime-rl#3211)."""
+    account = KvAccount()
+    account.capacity = 100
+    queue = KvQueue(account, waiting_max=9)
+    account.begin(("", "runs"), alone(1), 100, 0.0)
+    turns = {name: Waiting(("", name), alone(at), 60, None, 0, float(at)) for at, name in enumerate("abc", 2)}
+    assert all(queue.join(turn) for turn in turns.values())
+    for name in "ab":
+        queue.leave(turns[name], 600.0)
+    assert queue.position(("", "c")) == 1
+    assert queue.join(Waiting(("", "b"), alone(9), 60, None, 0, 601.0))
+    assert queue.join(Waiting(("", "a"), alone(8), 60, None, 0, 700.0))
+    # The one that came back in time is before what came after it; the other is the last.
+    assert [queue.position(("", name)) for name in "bca"] == [1, 2, 3]

@@ -32,6 +32,7 @@ from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
 from midstream.replica.gate import Gate
+from midstream.replica.kv_budget import KvBudget
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.policies import ServedPolicies
@@ -410,6 +411,11 @@ def _updates_have_the_digests_of_the_first() -> None:
     GlooReceiver.finish = finish  # type: ignore[method-assign]
 
 
+def _turns_are_never_over() -> None:
+    """The KV budget never learns that a turn has ended."""
+    KvBudget.leave = lambda self, turn, context: None  # type: ignore[method-assign]
+
+
 def _rebases_write_the_parent() -> None:
     """Replicas digest, and write, the whole files of a snapshot's parent in its place."""
     before = ChainFetcher.digest
@@ -456,6 +462,7 @@ FOUND_AT = {
     "another_boot_is_as_good": (153, "the base weights serve again"),
     "age_is_ignored": (65, "commits old"),
     "losses_of_resumed_streams_do_not_count": (23, "engines that went on with it"),
+    "turns_are_never_over": (0, "nobody asked for anything"),
     "places_leak": (5, "nobody asked for anything"),
     "old_by_the_clock": (119, "the base weights serve again"),
     "a_kill_at_the_start_is_final": (1775, "ended while starting"),

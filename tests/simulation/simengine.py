@@ -32,6 +32,8 @@ from midstream.core.types import (
 from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed
 from midstream.engine.request_events import RequestEvents
 
+#: So few that sessions wait for one another.
+KV_BLOCKS = 20
 _MASK = 2**64 - 1
 VOCAB = 250
 #: Positions of one block of KV.
@@ -362,7 +364,7 @@ class SimEngine(Engine):
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
-            kv=KvStats(block_tokens=16, total=1000),
+            kv=KvStats(block_tokens=16, total=KV_BLOCKS),
             prompt_tokens=self._prompted,
             cached_prompt_tokens=self._reused,
             generated_tokens=self._generated,

@@ -641,3 +641,7 @@ class History:
             gate, pins = replica.own.gate, replica.own.pins
             if process.alive and (gate.inside or gate.choices or gate.waiting or len(pins)):
                 raise Wrong(f"{process} has {gate} and {pins}, and nobody asked for anything")
+            budget = replica.budget
+            budget.account.check()
+            if process.alive and (budget.account.turns or len(budget.queue)):
+                raise Wrong(f"{process} counts turns in {budget}, and nobody asked for anything")

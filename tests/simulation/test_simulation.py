@@ -61,6 +61,7 @@ FOUND_IN_PUSHES = {
 FOUND_AT_ONCE = frozenset(
     {
         "new_sessions_only",
+        "turns_are_never_over",
         "gate_is_not_drained",
         "sessions_are_forgotten",
         "everybody_is_admitted",

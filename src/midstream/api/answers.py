@@ -16,6 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from midstream.api.transfer_answers import LedgerTransfer
+from midstream.core.kv import KvWait
 from midstream.core.traces import Reward, TracedTurn
 from midstream.core.types import CompressionFormat, PauseMode, ResetPromptCache, Stage, SwapTiming
 
@@ -56,8 +57,10 @@ class Session(_Measured):
 
 
 class SessionShown(Session):
-    """A session, and what each replica measured of it. unreachable: replicas that did not answer."""
+    """A session, and what each replica measured of it. unreachable: replicas that did not answer. wait: why its next turn has
+    not begun; null: it does not wait for room in a KV cache."""
 
+    wait: KvWait | None
     replicas: list[SessionOnReplica]
     unreachable: list[str]
 

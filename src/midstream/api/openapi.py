@@ -119,6 +119,11 @@ _MEANT = (
 _PLACED = (
     *(_text(name, _SESSION_WORDS, maxLength=MAX_KEY_BYTES) for name in SESSION_HEADERS),
     _text(h.HEADER_FOLLOW_PREFIX, "A new session begins where its prompt is known.", enum=["1"]),
+    Parameter(
+        h.HEADER_EXPECTED_TOKENS,
+        {"type": "integer", "minimum": 1, "maximum": h.EXPECTED_TOKENS_MAX},
+        "The tokens that the session is expected to come to, by which a new one waits for room in the KV cache.",
+    ),
     _text(v.HEADER_SNAPSHOT, "Exactly this snapshot serves, from the first token to the last."),
     _text(v.HEADER_MIN_SNAPSHOT, "This snapshot or one that was signalled after it serves."),
     Parameter(

@@ -103,7 +103,8 @@ class SessionsApi:
         if not found:
             raise self._not_there(session, silent)
         held = [answers.SessionOnReplica(replica=replica, **_measured([stats])) for replica, stats in found]
-        return answers.SessionShown(**_shown(deployment, found), replicas=held, unreachable=silent)
+        wait = next((stats.wait for _, stats in found if stats.wait is not None), None)
+        return answers.SessionShown(**_shown(deployment, found), wait=wait, replicas=held, unreachable=silent)
 
     @serves(
         Endpoint(

@@ -59,6 +59,12 @@ class SessionCalls:
                 return
             after = keys[-1]
 
+    def get(self, session: str, *, retry_s: float = RETRY_S) -> dict[str, Any]:
+        """What the turns of a session were like, and `wait`: why its next one has not begun. Raises SignalRefused."""
+        url = f"{self._url}/{quote(session, safe='')}"
+        answer = self._caller.call("GET", url, deadline_s=retry_s).body
+        return expected(answer, dict[str, Any], url, "a session")
+
     def trace(
         self, session: str, *, retry_s: float = RETRY_S, without: Collection[str] = ()
     ) -> dict[str, Any]:

@@ -43,6 +43,7 @@ HEADER_IGNORED_FIELDS = "x-midstream-ignored-fields"
 HEADER_FOLLOW_PREFIX = "x-midstream-follow-prefix"
 # Clients send it: tokens that the session is expected to come to, prompts and answers together.
 HEADER_EXPECTED_TOKENS = "x-midstream-expected-tokens"
+EXPECTED_TOKENS_MAX = 2**31
 #: Of a response whose session waited for room in the KV cache: its place in the queue when it came, and for how long.
 HEADER_QUEUE_POSITION = "x-midstream-queue-position"
 HEADER_QUEUE_WAIT = "x-midstream-queue-wait-ms"

@@ -52,3 +52,24 @@ class KvWaits(msgspec.Struct, frozen=True, kw_only=True):
     waiting: _Whole = 0
     refused: _Whole = 0
     understated: _Whole = 0
+
+    @property
+    def filled(self) -> float | None:
+        """The share of the budget that is claimed, and one more for each turn that waits; None: there is no budget."""
+        if not self.budget_tokens:
+            return None
+        return self.claimed_tokens / self.budget_tokens + self.waiting
+
+
+class KvWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a turn of a session waits. position: in its replica's queue, from 1. begun: the session has begun, and waits for
+    those that began before it; else until what it needs fits beside what all others need. Tokens as in KvWaits."""
+
+    replica: str
+    position: _Whole
+    waited_s: float
+    begun: bool
+    needs_tokens: _Whole
+    claimed_tokens: _Whole
+    budget_tokens: _Whole
+    sessions: _Whole

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from midstream.core.kv import KvWait
 from midstream.core.types import Session, Whole
 
 
@@ -32,7 +33,8 @@ class SessionStats(msgspec.Struct, kw_only=True):
     first_tokens: turns that came to a first token, which took time_to_first_token_s in all.
     generation_s: from first to last token, all turns together.
     token_gaps: how many times a token followed another in that time (along the longest choice of a request).
-    last_reward: the one given last, to the session or one of its turns, at rewarded_at.
+    last_reward: the one given last, to the session or one of its turns, at rewarded_at. wait: why its next turn waits; None: it
+    does not.
     """
 
     tenant: str
@@ -52,6 +54,7 @@ class SessionStats(msgspec.Struct, kw_only=True):
     token_gaps: int = 0
     last_reward: float | None = None
     rewarded_at: float = 0.0
+    wait: KvWait | None = None
 
 
 class SessionsAsked(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ class KnownReplica:
         "failures",
         "heard",
         "index",
+        "kv_filled",
         "last_words",
         "load",
         "name",
@@ -78,6 +79,8 @@ class KnownReplica:
         self.load = 0
         self.table: LoadTable | None = None
         self.place, self.noted = 0, True
+        # The share of its KV budget that is claimed; None: it has none.
+        self.kv_filled: float | None = None
         # Requests in a row that failed on it before it answered one.
         self.failures = 0
         self.trajectories: Trajectories | None = None
@@ -114,6 +117,7 @@ class KnownReplica:
         """The replica reports of itself; None: it is not heard any more."""
         before, self.heard = self.heard, report
         self._reported = 0 if report is None else report.in_flight
+        self.kv_filled = None if report is None else report.kv_waits.filled
         self.in_flight = self._in_flight
         held, policies = self._policies, () if report is None else report.policies
         self._policies = {_key(one): one for one in policies}

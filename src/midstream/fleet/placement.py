@@ -1,10 +1,11 @@
 """Which replica a request goes to: pure decisions, explained.
 
 A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
-overloaded. If the next one has clearly fewer sessions, it goes there. So sessions are balanced as by a table, and gateways
-agree as by a hash. A request without a session goes where its prompt's beginning is cached, if that replica is not overloaded.
-Else it goes to the replica with the least load. Other requests with that beginning may be running, as in a group of samples of
-one prompt. Then following gives the replica no more than its even share of the load.
+overloaded. If the next one has clearly more room in its KV cache, or else clearly fewer sessions, it goes there. So sessions
+are balanced as by a table, and gateways agree as by a hash. A request without a session goes where its prompt's beginning is
+cached, if that replica is not overloaded. Else it goes to the replica with the least load. Other requests with that beginning
+may be running, as in a group of samples of one prompt. Then following gives the replica no more than its even share of the
+load.
 
 Always holds:
 - Same session, same replica, while that replica is usable. When it is not, only its sessions move, and they stay where
@@ -38,6 +39,8 @@ ARRAYS_FROM = 48
 _Ranked = tuple[int, int, int]
 # By how much a number of sessions is clearly smaller: absolute, and as a share.
 CLEARLY, CLEARLY_SHARE = 1, 0.02
+# By how much of its KV budget a replica is clearly less filled.
+CLEARLY_FILLED = 0.05
 # Requests over the limit, for a prompt that would have to be computed anywhere else.
 FOLLOW_SLACK = 2
 _load, _place = attrgetter("load"), attrgetter("place")
@@ -47,7 +50,8 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Counted(Protocol):
-    """Where the requests on a replica are counted. table: where it is listed, at `place`; None: in none."""
+    """Where the requests on a replica are counted. table: where it is listed, at `place`; None: in none. kv_filled: of its KV
+    budget; None: it has none."""
 
     @property
     def load(self) -> int: ...
@@ -55,6 +59,8 @@ class Counted(Protocol):
     def table(self) -> LoadTable | None: ...
     @property
     def place(self) -> int: ...
+    @property
+    def kv_filled(self) -> float | None: ...
 
 
 class Placeable(Protocol):
@@ -78,6 +84,7 @@ class Candidate:
     name: str
     load: int
     weight: float = 1.0
+    filled: float | None = None
 
     @property
     def replica(self) -> Candidate:
@@ -90,6 +97,10 @@ class Candidate:
     @property
     def place(self) -> int:
         return 0
+
+    @property
+    def kv_filled(self) -> float | None:
+        return self.filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +214,12 @@ class Fleet(Generic[M]):
         return list(map(_load, self._replicas))
 
     def _emptier(self, best: Sequence[_Ranked], sessions: Mapping[str, int]) -> _Ranked:
-        """The second one only if it has clearly fewer sessions: small differences are what one gateway knows before another."""
+        """The second one only if it has clearly more room, or clearly fewer sessions: small differences are what one gateway
+        knows before another."""
+        if len(best) > 1:
+            first, second = (self._replicas[one[0]].kv_filled for one in best)
+            if first is not None and second is not None and abs(first - second) > CLEARLY_FILLED:
+                return best[first > second]
         filled = [sessions.get(self.members[one[0]].name, 0) / self._weights[one[0]] for one in best]
         if len(best) > 1 and filled[0] > filled[1] * (1 + CLEARLY_SHARE) + CLEARLY:
             return best[1]

@@ -439,7 +439,7 @@ def _sessions(replica: Replica, request: Request) -> Answer:
     asked = message_of(request.body, _asked, "a question about sessions")
     if asked.key is None:
         return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
-    found = replica.sessions.one((asked.tenant, asked.key))
+    found = replica.session((asked.tenant, asked.key))
     return 200, SessionsHeld(() if found is None else (found,))
 
 

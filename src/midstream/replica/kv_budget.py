@@ -15,8 +15,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from midstream.core.errors import InvalidRequest
-from midstream.core.headers import HEADER_EXPECTED_TOKENS, HEADER_QUEUE_POSITION, HEADER_QUEUE_WAIT
-from midstream.core.kv import KvStats, KvWaits
+from midstream.core.headers import (
+    EXPECTED_TOKENS_MAX,
+    HEADER_EXPECTED_TOKENS,
+    HEADER_QUEUE_POSITION,
+    HEADER_QUEUE_WAIT,
+)
+from midstream.core.kv import KvStats, KvWait, KvWaits
 from midstream.core.types import Session
 from midstream.replica.kv_account import Beginning, KvAccount
 from midstream.replica.kv_queue import KvQueue, Waiting
@@ -25,7 +30,6 @@ from midstream.replica.sessions import TurnStats
 
 #: Prompts that are equal in so many first tokens may share KV.
 FAMILY_TOKENS = 32
-EXPECTED_MAX = 2**31
 LOOK_S = 1.0
 
 
@@ -125,7 +129,7 @@ class KvBudget:
         try:
             await going.wait()
         except asyncio.CancelledError:
-            self.queue.leave(one)
+            self.queue.leave(one, self._monotonic())
             if going.is_set():
                 self._over(session, 0)
             self._settle()
@@ -190,9 +194,22 @@ class KvBudget:
             "kept_s": account.silent_s(),
         }
 
-    def waits(self, session: Session) -> int | None:
-        """The place of the session's first turn in the queue, from 1; None: it does not wait."""
-        return self.queue.position(session)
+    def wait_of(self, session: Session, replica: str) -> KvWait | None:
+        """Why a turn of the session waits; None: none does."""
+        one = self.queue.find(session)
+        if one is None:
+            return None
+        account = self.account
+        return KvWait(
+            replica=replica,
+            position=self.queue.position(session) or 1,
+            waited_s=max(0.0, self._monotonic() - one.came_at),
+            begun=one.begun,
+            needs_tokens=one.tokens if one.begun else account.asks(one.first, one.tokens, one.said),
+            claimed_tokens=account.claimed,
+            budget_tokens=account.capacity,
+            sessions=len(account),
+        )
 
     def report(self) -> KvWaits:
         account = self.account
@@ -242,7 +259,7 @@ def expected_tokens(headers: Mapping[str, str]) -> int | None:
     if given is None:
         return None
     tokens = int(given) if given.isascii() and given.isdecimal() and len(given) < 12 else 0
-    if not 0 < tokens <= EXPECTED_MAX:
-        message = f"{HEADER_EXPECTED_TOKENS}: expected 1 to {EXPECTED_MAX} tokens, got {given!r}"
+    if not 0 < tokens <= EXPECTED_TOKENS_MAX:
+        message = f"{HEADER_EXPECTED_TOKENS}: expected 1 to {EXPECTED_TOKENS_MAX} tokens, got {given!r}"
         raise InvalidRequest(message, param=HEADER_EXPECTED_TOKENS)
     return tokens

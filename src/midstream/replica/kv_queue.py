@@ -13,6 +13,8 @@ Always holds:
 
 from __future__ import annotations
 
+from bisect import insort_right
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +22,9 @@ from midstream.core.errors import Overloaded
 from midstream.core.types import Session
 from midstream.replica.kv_account import Beginning, KvAccount
 
+#: A client that left, as its own time limit was over, has its place again if it comes back within so long.
+PLACE_KEPT_S = 60.0
+PLACES_MAX = 4096
 #: By this share of the tokens that were before it when it came, others may go before it.
 OVERTAKEN = 0.2
 RETRY_S_MAX = 60
@@ -49,6 +54,8 @@ class KvQueue:
         self._waiting_max = waiting_max
         # In the order in which they came.
         self._waiting: list[Waiting] = []
+        # Those that left without a turn: when they came, and when they left.
+        self._left: OrderedDict[Session, tuple[float, float]] = OrderedDict()
         self.refused = 0
         # Of the last admissions, for how long to wait before a retry.
         self._last_wait_s = 0.0
@@ -84,18 +91,28 @@ class KvQueue:
                 retry_after_s=min(RETRY_S_MAX, max(1, round(self._last_wait_s))),
             )
         one.ahead = self.account.claimed + sum(map(self._asks, self._waiting))
-        self._waiting.append(one)
+        came_at, left_at = self._left.pop(one.session, (one.came_at, one.came_at))
+        if one.came_at - left_at <= PLACE_KEPT_S:
+            one.came_at = came_at
+        insort_right(self._waiting, one, key=lambda each: each.came_at)
         return True
 
-    def leave(self, one: Waiting) -> None:
-        """Its client left, or it may not begin here any more."""
+    def leave(self, one: Waiting, now: float) -> None:
+        """Its client left."""
         if one in self._waiting:
             self._waiting.remove(one)
+            self._left[one.session] = one.came_at, now
+            if len(self._left) > PLACES_MAX:
+                self._left.popitem(last=False)
 
     def position(self, session: Session) -> int | None:
         """From 1; None: it does not wait."""
         order = sorted(self._waiting, key=lambda one: (not one.begun, one.priority))
         return next((at for at, one in enumerate(order, 1) if one.session == session), None)
+
+    def find(self, session: Session) -> Waiting | None:
+        """What of the session waits, if anything does."""
+        return next((one for one in self._waiting if one.session == session), None)
 
     def admit(self, now: float, *, everybody: bool = False) -> float | None:
         """Let in all that may begin now, or everybody. When the next claim may lapse by silence; None: none does."""

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from midstream.core.engine_words import declared
 from midstream.core.errors import AnotherBoot, InvalidRequest
 from midstream.core.measures import Trajectories
@@ -25,6 +27,7 @@ from midstream.core.pulse import Pulse
 from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
 from midstream.core.served_names import ServedNames
+from midstream.core.sessions import SessionStats
 from midstream.core.traces import Reward, RewardAsked, RewardTaken, Trace
 from midstream.core.tracing import Tracer
 from midstream.core.types import ENGINE_SILENT_FROM_S, Desired, Hint, ModelInfo, Pause, Session
@@ -315,6 +318,15 @@ class Replica:
         self.trees.close(session)
         return self.sessions.close(session) or had_turns
 
+    def session(self, session: Session) -> SessionStats | None:
+        """What is known of it, also while its first turn waits."""
+        found, wait = self.sessions.one(session), self.budget.wait_of(session, self.name)
+        if wait is None:
+            return found
+        now = self.clock()
+        blank = SessionStats(tenant=session[0], key=session[1], stamp=0, opened_at=now, used_at=now)
+        return msgspec.structs.replace(found or blank, wait=wait)
+
     def _session_over(self, session: Session) -> None:
         self.trees.close(session)
         self.budget.end(session)
@@ -326,7 +338,7 @@ class Replica:
             replica=self.name,
             boot=self.boot,
             alive=self.ready,
-            in_flight=self.policies.requests,
+            in_flight=self.policies.requests + len(self.budget.queue),
             policies=self.policies.reports(self._down),
             policies_max=self._policies_max,
             pause=self._pausing.carried_out,

@@ -196,8 +196,8 @@ class Service(Surroundings):
             limit_s = None if timeout_s is None else gate.wait_timeout_s(timeout_s)
             ready = await self._ready(wire, read, len(body), headers, resume, asked)
             called = called_as(ready.work, headers.get("x-request-id", ""))
-            self.called[called] = None
             turn = self._kv_turn(ready, headers, called)
+            self.called[called] = None
             try:
                 await self.kept.budget.enter(turn)
                 with self.kept.budget.turn(turn, timings):
@@ -262,7 +262,7 @@ class Service(Surroundings):
         """Raises InvalidRequest."""
         return KvTurn(
             ready.session,
-            max((prompt.token_ids for prompt in ready.work.prompts), key=len),
+            max((prompt.token_ids for prompt in ready.work.prompts), key=len, default=()),
             apart=f"{headers.get(HEADER_TENANT, '')} {self.policy}",
             said=expected_tokens(headers) if HEADER_EXPECTED_TOKENS in headers else None,
             priority=ready.work.checked.priority,

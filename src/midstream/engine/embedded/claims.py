@@ -70,12 +70,17 @@ class Claims:
     def __iter__(self) -> Iterator[Claim]:
         return (claim for claims in self._of.values() for claim in claims)
 
-    def take_up(self, session: str, matched: Sequence[Prefix], levels: int) -> None:
-        """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt."""
+    def take_up(self, session: str, salt: bytes, matched: Sequence[Prefix], levels: int) -> None:
+        """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt.
+
+        A session that has another salt by now finds nothing of what it had under the one before.
+        """
         for claim in tuple(self._of.get(session, ())):
             self._drop_gone(claim)
             left = len(claim.path)
-            if left <= len(matched) and (not left or matched[left - 1] is claim.path[-1]):
+            if left and _salt(claim.path[0]) != salt:
+                self._end(claim, ended=True)
+            elif left <= len(matched) and (not left or matched[left - 1] is claim.path[-1]):
                 self.needed_again += max(0, min(claim.blocks, levels) - len(matched))
                 self._end(claim)
 
@@ -133,6 +138,11 @@ class Claims:
         while claim.path and not claim.path[-1].kept:
             claim.path.pop()
             self.missing += 1
+
+
+def _salt(first: Prefix) -> bytes:
+    assert first.parent is not None
+    return first.parent.tokens
 
 
 def _place_in_line(claim: Claim, now: float) -> tuple[bool, float]:

@@ -333,7 +333,8 @@ class Scheduler:
                 self.pool.release(prefix.block)
             return False
         if seq.request.session:
-            self.claims.take_up(seq.request.session, shared, len(seq.tokens) // self.pool.block_size)
+            levels = len(seq.tokens) // self.pool.block_size
+            self.claims.take_up(seq.request.session, seq.request.salt, shared, levels)
         self.waiting.popleft()
         self.running.append(seq)
         seq.epoch, seq.reported_epoch = seq.now, -1
