@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tiers import examples
 
+from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.claims import BRANCHES_MAX
@@ -67,9 +68,13 @@ class Bed:
         self.check()
         return computed
 
+    def kv(self) -> KvStats:
+        claims = self.scheduler.claims
+        return self.pool.kv(claims.missing, claims.needed_again)
+
     def check(self) -> None:
         self.pool.check()
-        kv, claims = self.scheduler.kv(), list(self.scheduler.claims)
+        kv, claims = self.kv(), list(self.scheduler.claims)
         assert kv.used + kv.held + kv.loose + kv.free == kv.total
         assert kv.missing == sum(claim.blocks - len(claim.path) for claim in claims)
         kept = {place.block for claim in claims for place in claim.path if place.kept}
@@ -132,12 +137,12 @@ def test_a_session_that_is_overdue_gives_way_before_one_that_is_not() -> None:
     bed.turn("silent", prompt_of(1, 16), kept_s=5.0)
     bed.now = 10.0
     bed.turn("new", prompt_of(2, 16))
-    assert bed.scheduler.kv().evicted_tokens == 12
+    assert bed.kv().evicted_tokens == 12
     assert bed.turn("slow", prompt_of(0, 17)) == 1
-    assert bed.scheduler.kv().again_tokens == 0
+    assert bed.kv().again_tokens == 0
     # The last block of the silent one went for the slow one's last token.
     assert bed.turn("silent", prompt_of(1, 17)) == 17
-    assert bed.scheduler.kv().again_tokens == 16
+    assert bed.kv().again_tokens == 16
 
 
 def test_of_those_that_are_expected_the_last_gives_way() -> None:
@@ -154,7 +159,7 @@ def test_claims_pin_nothing() -> None:
     for session in range(20):
         bed.turn(f"s{session}", prompt_of(session, 16), kept_s=1e9)
     assert bed.turn("", prompt_of(77, 27)) == 27
-    assert bed.scheduler.kv().evicted_tokens >= 18 * 16
+    assert bed.kv().evicted_tokens >= 18 * 16
 
 
 def test_sequences_that_share_a_long_prefix_and_do_not_fit_all_end() -> None:
@@ -197,7 +202,7 @@ def test_what_a_session_had_under_a_namespace_before_is_free_at_its_next_turn() 
     bed.turn("s", prompt_of(0, 32), kept_s=1e9)
     assert bed.turn("s", prompt_of(0, 16), salt=b"behind a swap") == 16
     # Five blocks of the new namespace, and the seven others are free or loose.
-    kv = bed.scheduler.kv()
+    kv = bed.kv()
     assert (kv.held, kv.missing, kv.evicted_tokens) == (4, 0, 0)
 
 
@@ -270,7 +275,7 @@ class ClaimsMachine(RuleBasedStateMachine):
             self.bed.scheduler.remove(sequence)
         for session in range(5):
             self.bed.scheduler.claims.end(f"s{session}")
-        kv = self.bed.scheduler.kv()
+        kv = self.bed.kv()
         self.bed.check()
         assert (kv.used, kv.held, kv.missing) == (0, 0, 0)
 

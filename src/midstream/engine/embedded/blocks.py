@@ -25,6 +25,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from midstream.core.kv import KvStats
+
 PAD_SLOT = 0
 SCRATCH_SLOT = 1
 NO_BLOCK = -1
@@ -111,6 +113,20 @@ class BlockPool:
     def gives(self) -> bool:
         """Whether `allocate` can give out a block without taking it from a session."""
         return bool(self._free or self._loose)
+
+    def kv(self, missing: int, needed_again: int) -> KvStats:
+        """missing, needed_again: of the claims, in blocks. Each step passes here, so it calls nothing."""
+        size, held, loose = self.block_size, len(self._held), len(self._loose)
+        return KvStats(
+            block_tokens=size,
+            total=self.total,
+            used=self.total - len(self._free) - held - loose,
+            held=held,
+            loose=loose,
+            missing=missing,
+            evicted_tokens=self.evicted * size,
+            again_tokens=needed_again * size,
+        )
 
     def allocate(self) -> int:
         """A block with one reference and unspecified content. Raises OutOfBlocks."""

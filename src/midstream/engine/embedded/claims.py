@@ -32,7 +32,7 @@ class Return:
 
 
 @dataclass(eq=False, slots=True)
-class Claim:
+class SessionClaim:
     """path: what is left of it. blocks: how many it had. over: it is no claim any more."""
 
     session: str
@@ -59,15 +59,15 @@ class Claims:
     def __init__(self, pool: Claimable) -> None:
         self._pool = pool
         # The oldest claim of a session first. Sessions in the order of their last change.
-        self._of: dict[str, list[Claim]] = {}
-        self._victim: Claim | None = None
+        self._of: dict[str, list[SessionClaim]] = {}
+        self._victim: SessionClaim | None = None
         self.needed_again = 0
         self.missing = 0
 
     def __repr__(self) -> str:
         return f"Claims({len(self._of)} sessions)"
 
-    def __iter__(self) -> Iterator[Claim]:
+    def __iter__(self) -> Iterator[SessionClaim]:
         return (claim for claims in self._of.values() for claim in claims)
 
     def take_up(self, session: str, salt: bytes, matched: Sequence[Prefix], levels: int) -> None:
@@ -89,7 +89,7 @@ class Claims:
         kept = list(takewhile(lambda place: place.kept, path))
         if not kept:
             return
-        claim = Claim(session, kept, len(kept), now + returns.expected_s, now + returns.kept_s)
+        claim = SessionClaim(session, kept, len(kept), now + returns.expected_s, now + returns.kept_s)
         for place in kept:
             self._pool.claim(place, session)
         for before in tuple(self._of.get(session, ())):
@@ -122,7 +122,7 @@ class Claims:
             if place.kept:
                 self._pool.unclaim(place)
 
-    def _end(self, claim: Claim, *, ended: bool = False) -> None:
+    def _end(self, claim: SessionClaim, *, ended: bool = False) -> None:
         claim.over = True
         self.missing -= claim.blocks - len(claim.path)
         for place in claim.path:
@@ -133,7 +133,7 @@ class Claims:
         if not claims:
             del self._of[claim.session]
 
-    def _drop_gone(self, claim: Claim) -> None:
+    def _drop_gone(self, claim: SessionClaim) -> None:
         """Places leave the cache with all below them, so those that are gone are the last ones."""
         while claim.path and not claim.path[-1].kept:
             claim.path.pop()
@@ -145,7 +145,7 @@ def _salt(first: Prefix) -> bytes:
     return first.parent.tokens
 
 
-def _place_in_line(claim: Claim, now: float) -> tuple[bool, float]:
+def _place_in_line(claim: SessionClaim, now: float) -> tuple[bool, float]:
     """The least is given up first."""
     overdue = claim.overdue_at <= now
     return not overdue, claim.overdue_at if overdue else -claim.expected_at

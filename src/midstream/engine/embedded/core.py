@@ -120,10 +120,11 @@ class EngineCore:
         return msgspec.structs.replace(info, grammars=grammars, card=card)
 
     def stats(self) -> EngineStats:
+        claims = self.scheduler.claims
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            kv=self.scheduler.kv(),
+            kv=self.pool.kv(claims.missing, claims.needed_again),
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,

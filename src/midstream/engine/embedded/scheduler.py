@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 from midstream.engine.embedded.claims import Claims, Return
@@ -166,19 +165,6 @@ class Scheduler:
         """Whether `plan` may find work."""
         first = (*self.running, *([self.waiting[0]] if self.waiting else []))
         return any(seq.request.urgent for seq in first) if self.frozen else bool(first)
-
-    def kv(self) -> KvStats:
-        pool, size = self.pool, self.pool.block_size
-        return KvStats(
-            block_tokens=size,
-            total=pool.total,
-            used=pool.used,
-            held=pool.held,
-            loose=pool.loose,
-            missing=self.claims.missing,
-            evicted_tokens=pool.evicted * size,
-            again_tokens=self.claims.needed_again * size,
-        )
 
     def check_fits(self, request: GenerateRequest) -> str | None:
         """The reason why the request can never run, or None."""

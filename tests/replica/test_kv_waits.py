@@ -1,0 +1,181 @@
+"""Requests that wait for room in the KV cache, over the replica's port: who goes on, who leaves, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from replica_fakes import MODEL, FakeEngine, Running, running
+
+from midstream.core.headers import HEADER_EXPECTED_TOKENS, HEADER_SESSION
+from midstream.core.kv import KvStats
+from midstream.core.types import EngineStats
+
+Asked = asyncio.Task[httpx.Response]
+
+
+class SmallCache(FakeEngine):
+    """Its cache has 100 tokens. sessions_over: those that it was told the end of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions_over: list[str] = []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(kv=KvStats(block_tokens=10, total=10))
+
+    def end_session(self, session: str) -> None:
+        self.sessions_over.append(session)
+
+
+def ask(here: Running, key: str | None, says: str | None = None, **more: Any) -> Asked:
+    headers = {} if key is None else {HEADER_SESSION: key}
+    headers |= {} if says is None else {HEADER_EXPECTED_TOKENS: says}
+    body = {"model": MODEL, "prompt": f"hey {key}", "max_tokens": 3, **more}
+    return asyncio.create_task(here.http.post("/v1/completions", json=body, headers=headers))
+
+
+async def begun(here: Running, key: str, says: str) -> None:
+    answer = await ask(here, key, says)
+    assert answer.status_code == 200, answer.text
+    assert "x-midstream-queue-position" not in answer.headers
+
+
+async def waits(here: Running, count: int) -> None:
+    await here.until(lambda: len(here.replica.budget.queue) == count)
+
+
+async def close(here: Running, key: str) -> None:
+    answer = await here.http.post("/replica/sessions/close", json={"key": key})
+    assert answer.json() == {"closed": True}
+
+
+async def reward(here: Running, key: str) -> None:
+    answer = await here.http.post(
+        "/replica/reward", json={"tenant": "", "key": key, "given": {"reward": 1.0}, "look": False}
+    )
+    assert answer.status_code == 200, answer.text
+
+
+@asynccontextmanager
+async def one_runs_and_one_waits(tmp_path: Path, **more: Any) -> AsyncIterator[tuple[Running, Asked]]:
+    async with asyncio.timeout(120), running(tmp_path, SmallCache(), kv_budget=1.0, **more) as here:
+        await begun(here, "first", "60")
+        waiting = ask(here, "second", "60")
+        await waits(here, 1)
+        yield here, waiting
+
+
+@pytest.mark.parametrize("end", [close, reward])
+def test_a_session_that_ends_lets_the_next_one_begin_which_learns_that_it_waited(
+    tmp_path: Path, end: Callable[[Running, str], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            # Those that have begun, and those without a session, go on meanwhile.
+            await begun(here, "first", "60")
+            assert (await ask(here, None)).status_code == 200
+            shown = await here.http.post("/replica/sessions", json={"key": "second"})
+            [stats] = shown.json()["sessions"]
+            assert (stats["turns"], stats["wait"]["position"], stats["wait"]["needs_tokens"]) == (0, 1, 60)
+            assert here.replica.report().kv_waits.waiting == 1
+            await end(here, "first")
+            answer = await waiting
+            assert answer.status_code == 200
+            assert answer.headers["x-midstream-queue-position"] == "1"
+            assert int(answer.headers["x-midstream-queue-wait-ms"]) >= 0
+            assert isinstance(here.engine, SmallCache)
+            assert here.engine.sessions_over == ["\0first"]
+            assert here.engine.requests[-1].session == "\0second"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_frees_its_place_and_claims_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            third = ask(here, "third", "40")
+            await waits(here, 2)
+            waiting.cancel()
+            # The third fits beside the first.
+            assert (await third).status_code == 200
+            assert here.replica.budget.account.claimed == 100
+            here.replica.budget.account.check()
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path, kv_waiting_max=1) as (here, waiting):
+            refused = await ask(here, "third", "60")
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "overloaded_error"
+            assert here.replica.report().kv_waits.refused == 1
+            await close(here, "first")
+            assert (await waiting).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_ends_refuses_what_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            await here.replica.drained()
+            assert (await waiting).status_code == 503
+            assert len(here.replica.budget.queue) == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_refuses_what_waits_and_the_next_boot_begins_with_clean_books(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            await here.engine.die()
+            assert (await waiting).status_code == 503
+            await here.until(lambda: here.replica.ready)
+            account = here.replica.budget.account
+            assert (len(account), account.claimed) == (0, 0)
+            await begun(here, "second", "60")
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_aborts_everything_ends_what_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            assert (await here.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
+            answer = await waiting
+            assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+    asyncio.run(main())
+
+
+def test_a_budget_of_zero_makes_nobody_wait(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(tmp_path, SmallCache(), kv_budget=0.0) as here:
+            for key in "abc":
+                await begun(here, key, "90")
+
+    asyncio.run(main())
+
+
+def test_a_header_that_is_no_number_is_refused_before_it_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            refused = await ask(here, "third", "lots")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, HEADER_EXPECTED_TOKENS)
+            await close(here, "first")
+            assert (await waiting).status_code == 200
+            assert here.replica.own.service is not None
+            assert not here.replica.own.service.called
+
+    asyncio.run(main())
