@@ -130,7 +130,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block with one reference and unspecified content. Raises OutOfBlocks."""
-        if not self.gives and self._held:
+        if not self._free and not self._loose and self._held:
             self.on_need()
             # What was given up is taken from a session.
             self.evicted += 1
