@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import struct
 import threading
 from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,7 @@ import pytest
 from replica_fakes import MODEL, FakeEngine, Running, ids, running, sse
 from s3server import S3Server
 
-from midstream.client.decode import sampling_masks_of
+from midstream.client.decode import router_weights_of, routes_of, sampling_masks_of
 from midstream.client.references import ChoiceColumns, read_reference
 from midstream.core import extras
 from midstream.core.errors import RecordsNotStored, SnapshotError
@@ -99,15 +100,20 @@ def columns_of(found: ChoiceColumns) -> dict[str, Any]:
     ("path", "body"),
     [
         ("/v1/chat/completions", CHAT | ALL),
-        ("/v1/chat/completions", CHAT | ALL | {"n": 3}),
+        ("/v1/chat/completions", CHAT | ALL | {"n": 3, "return_router_weights": True}),
         ("/v1/completions", TEXT | ALL | {"prompt": ["hi", "there"], "n": 2}),
         ("/v1/completions", TEXT | {"stop": ["o h"]}),
         ("/v1/chat/completions", CHAT | {"prompt_cache_key": "s"} | ALL),
     ],
 )
 def test_a_file_has_what_the_answer_would_have_had(
-    path: str, body: dict[str, Any], experts: int, tmp_path: Path
+    path: str, body: dict[str, Any], experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    top_k = 1 if experts > 256 else 2
+    monkeypatch.setattr(
+        "replica_fakes.router_weights_at", lambda at: struct.pack(f"<{top_k}f", *[at, 0.5][:top_k])
+    )
+
     async def scenario(here: Running, url: str) -> None:
         here.engine.tells_kv = True
         here.engine.replies = {1: ids("another")}
@@ -125,6 +131,12 @@ def test_a_file_has_what_the_answer_would_have_had(
             assert [one.index for one in found] == [choice["index"] for choice in inline["choices"]]
             for one, choice in zip(found, inline["choices"], strict=True):
                 assert columns_of(one) == inline_of(choice)
+                if "return_router_weights" in body:
+                    assert one.router_weights is not None
+                    weights = router_weights_of(choice, routes_of(choice, top_k=top_k))
+                    assert one.router_weights.tolist() == weights.tolist()
+                else:
+                    assert one.router_weights is None
                 if "return_sampling_mask" in body:
                     masks, expected = one.sampling_masks(), sampling_masks_of(choice)
                     assert masks.ids.tolist() == expected.ids.tolist()
@@ -135,7 +147,7 @@ def test_a_file_has_what_the_answer_would_have_had(
 
     engine = FakeEngine(experts=experts)
     # Its routes are two bytes.
-    engine.info = msgspec.structs.replace(engine.info, top_k=1 if experts > 256 else 2)
+    engine.info = msgspec.structs.replace(engine.info, top_k=top_k)
     play(tmp_path, scenario, engine)
 
 

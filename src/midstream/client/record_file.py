@@ -27,6 +27,7 @@ from midstream.core.record_files import (
     MASK,
     MASKS_BYTES_MAX,
     ROUTE,
+    ROUTER_WEIGHTS,
     ROW_BYTES,
     ChoiceAbout,
     FileAbout,
@@ -129,6 +130,8 @@ class RecordFile:
         names = [field.name for field in self._schema]
         if ROUTE in names:
             expected[ROUTE] = f"fixed_size_binary[{self._about.route_bytes}]"
+        if ROUTER_WEIGHTS in names:
+            expected[ROUTER_WEIGHTS] = f"fixed_size_binary[{self._about.weights_bytes}]"
         if MASK in names:
             expected[MASK] = "binary"
         found = {field.name: str(field.type) for field in self._schema}
@@ -140,7 +143,8 @@ class RecordFile:
         metadata = self._parquet.metadata
         if metadata.num_rows != rows:
             raise self._wrong(f"it declares {metadata.num_rows} rows, not {rows}")
-        size = rows * (ROW_BYTES + self._about.route_bytes)
+        weights = self._about.weights_bytes if ROUTER_WEIGHTS in self._schema.names else 0
+        size = rows * (ROW_BYTES + self._about.route_bytes + weights)
         if size > bytes_max:
             raise self._wrong(f"its rows take {size} bytes, more than bytes_max, {bytes_max}")
         expected = sum(_group_count(one) for one in self._about.choices)
@@ -205,10 +209,18 @@ class RecordFile:
     def routes(self, column: pa.FixedSizeBinaryArray) -> Routes:
         """Of a column of it."""
         dtype = np.dtype("<u2" if self._about.route_dtype == "uint16" else "u1")
-        width = self._about.route_bytes
-        data = np.frombuffer(column.buffers()[1], np.uint8, len(column) * width, column.offset * width)
-        routes: Routes = data.view(dtype).reshape(len(column), *self._about.route_shape)
+        routes: Routes = self._of_experts(column, dtype, self._about.route_bytes)
         return routes
+
+    def router_weights(self, column: pa.FixedSizeBinaryArray) -> npt.NDArray[np.float32]:
+        """Likewise."""
+        weights: npt.NDArray[np.float32]
+        weights = self._of_experts(column, np.dtype("<f4"), self._about.weights_bytes)
+        return weights
+
+    def _of_experts(self, column: pa.FixedSizeBinaryArray, dtype: np.dtype[Any], width: int) -> Any:
+        data = np.frombuffer(column.buffers()[1], np.uint8, len(column) * width, column.offset * width)
+        return data.view(dtype).reshape(len(column), *self._about.route_shape)
 
 
 def masks_in(column: pa.BinaryArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:

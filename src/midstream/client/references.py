@@ -18,7 +18,7 @@ from midstream.client.errors import RecordFileError
 from midstream.client.record_file import Columns, RecordFile, masks_in
 from midstream.core import extras
 from midstream.core.decoding import NOT_JSON
-from midstream.core.record_files import FILE_BYTES_MAX, MASK, ROUTE, ChoiceAbout
+from midstream.core.record_files import FILE_BYTES_MAX, MASK, ROUTE, ROUTER_WEIGHTS, ChoiceAbout
 from midstream.core.references import RecordReference
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import NEAR_TIES
@@ -32,7 +32,8 @@ class ChoiceColumns:
     """The records of one choice: arrays of a row for each generated token, views of the file's columns.
 
     index: of the choice. prompt_tokens: the position of the first row. sampling_logprobs: NaN where the engine does not know
-    it. routes: [tokens, moe_layers, top_k]; None where the request did not ask for them. mask_bytes: the sampling masks of all
+    it. routes: [tokens, moe_layers, top_k]; None where the request did not ask for them.
+    router_weights: of the same shape, None likewise. mask_bytes: the sampling masks of all
     rows behind each other, None likewise; those of row j are `mask_bytes[mask_offsets[j]:mask_offsets[j + 1]]`. near_ties:
     bits, by their place in `near_tie_names`. constrained: the `logprobs` of the row is of the tokens that a grammar allowed.
     snapshots: over the rows. kv_snapshots, earlier_kv_snapshots: as responses have them, over all positions.
@@ -44,6 +45,7 @@ class ChoiceColumns:
     logprobs: npt.NDArray[np.float64]
     sampling_logprobs: npt.NDArray[np.float64]
     routes: Routes | None
+    router_weights: npt.NDArray[np.float32] | None
     mask_bytes: npt.NDArray[np.uint8] | None
     mask_offsets: npt.NDArray[np.int32] | None
     near_ties: npt.NDArray[np.uint8]
@@ -98,6 +100,7 @@ def _checked(reference: Mapping[str, Any] | RecordReference) -> RecordReference:
 
 
 def _choice(file: RecordFile, choice: ChoiceAbout, columns: Columns) -> ChoiceColumns:
+    weights = columns.get(ROUTER_WEIGHTS)
     mask_bytes, mask_offsets = masks_in(columns[MASK]) if MASK in columns else (None, None)
     return ChoiceColumns(
         index=choice.index,
@@ -106,6 +109,7 @@ def _choice(file: RecordFile, choice: ChoiceAbout, columns: Columns) -> ChoiceCo
         logprobs=columns["logprob"].to_numpy(),
         sampling_logprobs=columns["sampling_logprob"].to_numpy(zero_copy_only=False),
         routes=file.routes(columns[ROUTE]) if ROUTE in columns else None,
+        router_weights=file.router_weights(weights) if weights is not None else None,
         mask_bytes=mask_bytes,
         mask_offsets=mask_offsets,
         near_ties=columns["near_tie"].to_numpy(),

@@ -43,8 +43,8 @@ COLUMNS = {
     "near_tie": "uint8",
     "constrained": "bool",
 }
-#: Columns that a request asks for. A route has as many bytes as the file's metadata says.
-ROUTE, MASK = "route", "sampling_mask"
+#: Columns that a request asks for. A route and its weights have as many bytes as the file's metadata says.
+ROUTE, ROUTER_WEIGHTS, MASK = "route", "router_weights", "sampling_mask"
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -82,6 +82,12 @@ class FileAbout(msgspec.Struct, frozen=True, kw_only=True):
     def route_bytes(self) -> int:
         layers, top_k = self.route_shape
         return layers * top_k * (2 if self.route_dtype == "uint16" else 1)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the router weights of a route, float32."""
+        layers, top_k = self.route_shape
+        return layers * top_k * 4
 
 
 def path_of(deployment: str, sha256: str) -> str:

@@ -321,7 +321,7 @@ class Service(Surroundings):
             answers = [behind_thinking(checked, answer, prompt, self.text, eos) for prompt in prompts]
         requests = self._requests(checked, prompts, seed, answers, records)
         if checked.by_file:
-            check_rows(requests, self.info, routes=checked.routes)
+            check_rows(requests, self.info, checked)
         own = (tool_format, given.ignored, given.whole, stay_s)
         work = Work(wire, given.details, checked, prompts, requests, seed, *own)
         return _Ready(work, session, histories, continued, choices, counted)

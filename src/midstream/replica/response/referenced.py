@@ -25,6 +25,7 @@ from midstream.core.record_files import (
     MASK,
     MASKS_BYTES_MAX,
     ROUTE,
+    ROUTER_WEIGHTS,
     ROW_BYTES,
     ChoiceAbout,
     FileAbout,
@@ -59,12 +60,13 @@ OBJECTS_AT_A_TIME = 4096
 class _Rows:
     """Of one choice. lead: tokens of the prompt that are shown and have no row. prompt: snapshots of those that have one."""
 
-    def __init__(self, *, routes: bool, masks: bool) -> None:
+    def __init__(self, *, routes: bool, router_weights: bool, masks: bool) -> None:
         self.lead, self.prompt = list[int](), list[str]()
         self.token_ids = array("i")
         self.logprobs, self.sampling_logprobs = array("d"), array("d")
         self.near_ties, self.constrained = bytearray(), bytearray()
         self.routes: list[bytes] | None = [] if routes else None
+        self.router_weights: list[bytes] | None = [] if router_weights else None
         self.masks: list[bytes] | None = [] if masks else None
 
     def take(self, record: TokenRecord) -> None:
@@ -76,6 +78,8 @@ class _Rows:
         self.constrained.append(record.constrained)
         if self.routes is not None and record.route is not None:
             self.routes.append(record.route)
+        if self.router_weights is not None and record.router_weights is not None:
+            self.router_weights.append(record.router_weights)
         if self.masks is not None and record.mask is not None:
             self.masks.append(record.mask)
 
@@ -114,12 +118,17 @@ class ReferencedRecords:
         self._files = files
         self._head = head
         self._routes, self._masks = checked.routes, checked.masks
+        # The answer has them beside a file of Fireworks' form.
+        self._router_weights = checked.router_weights and shared is None
         if shared is not None:
             self._routes, self._masks = shared.routes, shared.masks
         self._n = checked.n
         self._prompts = prompts
         self._shared = shared
-        self._rows = [_Rows(routes=self._routes, masks=self._masks) for _ in range(checked.n * len(prompts))]
+        self._rows = [
+            _Rows(routes=self._routes, router_weights=self._router_weights, masks=self._masks)
+            for _ in range(checked.n * len(prompts))
+        ]
         #: By choice, where its rows are; and of new rows that may be referred to, the places by key.
         self._places = list[ChoicePlaces]()
         self._new: dict[bytes, int] = {}
@@ -248,7 +257,9 @@ class ReferencedRecords:
         }
         assert columns.keys() == COLUMNS.keys()
         if self._routes:
-            columns[ROUTE] = _routes(rows, about.route_bytes)
+            columns[ROUTE] = _fixed(rows, "routes", about.route_bytes)
+        if self._router_weights:
+            columns[ROUTER_WEIGHTS] = _fixed(rows, "router_weights", about.weights_bytes)
         if self._masks:
             columns[MASK] = _masks(rows)
         return pa.table(columns)
@@ -265,9 +276,10 @@ def split(
     return SharedColumns(routes, masks, stay_s, [request.salt for request in requests]), inline
 
 
-def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, *, routes: bool) -> None:
+def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, checked: Checked) -> None:
     """Raises InvalidRequest for more rows than a file may have."""
-    width = info.moe_layers * info.top_k * (2 if info.num_experts > 256 else 1) if routes else 0
+    of_expert = (2 if info.num_experts > 256 else 1) * checked.routes + 4 * checked.router_weights
+    width = info.moe_layers * info.top_k * of_expert
     rows = sum(request.n * (request.sampling.max_tokens + request.prompt_records) for request in requests)
     if rows * (ROW_BYTES + width) > COLUMNS_BYTES_MAX:
         message = (
@@ -287,16 +299,17 @@ def _in_parts(given: Iterable[list[bytes] | None]) -> Iterator[list[bytes]]:
             yield (one or [])[at : at + OBJECTS_AT_A_TIME]
 
 
-def _routes(rows: Sequence[_Rows], width: int) -> pa.ChunkedArray:
+def _fixed(rows: Sequence[_Rows], name: str, width: int) -> pa.ChunkedArray:
+    """A column of values of equal width."""
     import pyarrow as pa
 
-    parts = list[Any]()
-    if any(len(one.routes or ()) != len(one.token_ids) for one in rows):
-        raise EngineFailed("the engine returned a token without its route")
-    for routes in _in_parts(one.routes for one in rows):
-        joined, count = b"".join(routes), len(routes)
+    parts, given = list[Any](), [getattr(one, name) or [] for one in rows]
+    if any(len(values) != len(one.token_ids) for values, one in zip(given, rows, strict=True)):
+        raise EngineFailed(f"the engine returned a token without its {name.replace('_', ' ')}")
+    for values in _in_parts(given):
+        joined, count = b"".join(values), len(values)
         if len(joined) != width * count:
-            raise EngineFailed(f"the engine returned {len(joined)} bytes of routes for {count} tokens")
+            raise EngineFailed(f"the engine returned {len(joined)} bytes of {name} for {count} tokens")
         parts.append(pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(joined)]))
     return pa.chunked_array(parts, pa.binary(width))
 
