@@ -181,6 +181,26 @@ async def test_full_weights_do_not_wait_for_requests_of_policies_that_stand_stil
 
 
 @in_a_loop
+async def test_an_adapter_ends_no_pinned_requests_of_its_policy_while_these_cannot_end(
+    tmp_path: Path,
+) -> None:
+    """The engine has what a trainer wrote. Whether it will ever serve is open."""
+    engine = one_base()
+    async with running(tmp_path, engine, pin_drain_s=0.0) as here:
+        await desire_red(here, "red-1", stands_on=0)
+        await here.until(lambda: reds(here) == ["red-1"])
+        stream = await sampling(here, midstream={"snapshot": "red-1"})
+        engine.stands_still = True
+        await desire(here, "red-2", 2, policy="red", made=1.0)
+        red = here.replica.policies._others["red"].driver
+        await here.until(lambda: red.machine.stage is Stage.STAGED)
+        engine.allow(10)
+        assert labels((await stream).text) == ["red-1"] * 6
+        await desire(here, "step-1", 1)
+        await here.until(lambda: (reds(here), serving(here)) == (["red-2"], "step-1"))
+
+
+@in_a_loop
 @pytest.mark.parametrize(("reset", "kept"), [("all", False), ("none", True)])
 async def test_policies_that_cross_keep_as_much_cached_kv_as_the_signal_says(
     tmp_path: Path, reset: str, kept: bool

@@ -6,6 +6,7 @@ Always holds:
 - Before a switch to weights that ended policies, none of their requests runs. They have `drain_s` to end by themselves.
 - The other policies cross the switch, except for requests that are pinned: a switch waits for these as the policy's own does.
   Their cached KV is reused as its signal says.
+- The time that pinned requests have to end does not run while the base stands still for what a trainer wrote.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class AnotherPolicy(Protocol):
 class OneBase:
     """own: the swap machine of the deployment's own weights. others: those that are held, and ended ones with requests left.
 
-    end: ends a policy, by its name and when it was made. drain_s: the seconds in which requests may end by themselves now.
+    end: ends a policy, by its name and when it was made. stands_still: nothing is computed until the base is switched.
+    drain_s: the seconds in which requests may end by themselves, unless it does.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class OneBase:
         own: Callable[[], SwapMachine],
         others: Callable[[], Sequence[AnotherPolicy]],
         end: Callable[[str, float], bool],
-        drain_s: Callable[[], float],
+        stands_still: Callable[[], bool],
+        drain_s: float,
     ) -> None:
-        self._own, self._others, self._end, self._drain_s = own, others, end, drain_s
+        self._own, self._others, self._end = own, others, end
+        self._stands_still, self._drain_s = stands_still, drain_s
         self._moved = asyncio.Event()
         self._applies = False
         # What pinned requests of policies are waited for.
@@ -72,7 +76,7 @@ class OneBase:
 
     @property
     def of_policy(self) -> Ties:
-        return Ties(before_stage=self._base_serves, waits=self._lacking)
+        return Ties(self._base_serves, self._pinned_may_end, waits=self._lacking)
 
     @property
     def of_base(self) -> Ties:
@@ -88,6 +92,13 @@ class OneBase:
             raise StagingFailed(
                 f"policies were ended with the weights before {newest.snapshot}, and this is one"
             )
+
+    async def _pinned_may_end(self, desired: Desired) -> None:
+        """They cannot while the base stands still. Its switch ends them, or a replica that takes over continues them."""
+        while self._stands_still() and any(
+            policy.pins.in_the_way(desired) for policy in self._others() if policy.name == desired.policy
+        ):
+            await self._moved.wait()
 
     def _lacking(self, desired: Desired) -> str | None:
         """Why a policy's snapshot cannot be loaded yet. Weights that cannot be loaded make it wait for the next ones."""
@@ -111,7 +122,7 @@ class OneBase:
         await self._old_are_gone(desired)
         if self._applies and not self._own().same_files(desired):
             self._coming = desired.snapshot
-            at_once = not self._drain_s()
+            at_once = self._stands_still()
             ending = (policy.pins.end(desired, at_once=at_once) for policy in self._others())
             if ended := sum(await asyncio.gather(*ending)):
                 log.warning("%d pinned requests of policies were ended for %s", ended, desired.snapshot)
@@ -130,7 +141,7 @@ class OneBase:
             return
         log.info("the switch to %s waits for requests of %d policies", desired.snapshot, len(running))
         try:
-            async with asyncio.timeout(self._drain_s()):
+            async with asyncio.timeout(0.0 if self._stands_still() else self._drain_s):
                 await asyncio.gather(*(policy.left() for policy in running))
         except TimeoutError:
             ended = sum(policy.abort(None, held=True) for policy in running)

@@ -60,8 +60,8 @@ class ServedPolicies:
             lambda: self.own.driver.machine,
             lambda: self.everyone[1:],
             self.end,
-            # None can end by itself where the engine computes nothing until the switch.
-            lambda: 0.0 if parts.engine.awaits_commit else parts.bounds.pin_drain_s,
+            lambda: parts.engine.awaits_commit,
+            parts.bounds.pin_drain_s,
         )
         self.own = ServedPolicy("", 0.0, parts, deployments_own(parts, self._base.of_base, self._base.moved))
         self.own.begin()
