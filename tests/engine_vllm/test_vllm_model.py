@@ -178,6 +178,37 @@ def test_an_unknown_family_with_experts_has_them_everywhere(tmp_path: Path) -> N
     assert (shape.moe_layers, shape.top_k, shape.num_experts) == ((0, 1, 2), 4, 16)
 
 
+DBRX = transformers.DbrxConfig(
+    n_layers=3, vocab_size=100, ffn_config={"moe_num_experts": 16, "moe_top_k": 4}
+).to_dict()
+BLOCKS = [{"block_type": "moe", "n_routed_experts": 8, "num_experts_per_tok": 2}, {"block_type": "mamba"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "top_k"),
+    [
+        (DBRX, 16, 4),
+        ({"moe": {"num_experts": 64, "moe_experts_per_token": 8}}, 64, 8),
+        ({"block_configs": [*BLOCKS, BLOCKS[0] | {"n_routed_experts": 32}]}, 32, 2),
+        ({"num_experts": [4, 16, 8], "moe_topk": [2, 1, 2]}, 16, 2),
+        # How many a token takes is written in the model's own code.
+        ({"num_experts": 16}, 16, 0),
+    ],
+)
+def test_experts_are_found_wherever_vllm_finds_them(
+    config: dict[str, Any], experts: int, top_k: int, tmp_path: Path
+) -> None:
+    """A model that counted as dense would be checked by fewer tokens than choose all experts."""
+    shape = read_shape(write(tmp_path, **config))
+    assert (shape.num_experts, shape.top_k, shape.moe_layers) == (experts, top_k, (0, 1, 2))
+
+
+def test_layers_are_counted_under_the_name_that_the_family_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DBRX))
+    shape = read_shape(tmp_path)
+    assert (shape.hidden_layers, shape.num_experts) == (3, 16)
+
+
 @pytest.mark.parametrize("experts", [0, 1, None])
 def test_one_expert_or_none_is_a_dense_model(experts: int | None, tmp_path: Path) -> None:
     shape = read_shape(write(tmp_path, model_type="jamba", num_experts=experts, num_experts_per_tok=1))
@@ -190,7 +221,7 @@ def test_one_expert_or_none_is_a_dense_model(experts: int | None, tmp_path: Path
         ({"vocab_size": None}, "vocab_size is None; expected a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({"num_experts": [4, 8]}, "num_experts is"),
+        ({"num_experts": [4, "8"]}, "num_experts is [4, '8']; expected integers"),
         ({"num_experts": 4, "num_experts_per_tok": 8}, "takes 8 experts, but a layer has 4"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         (

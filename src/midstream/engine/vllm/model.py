@@ -27,7 +27,13 @@ EXPERTS_PER_TOKEN = (
     "moe_topk",
     "moe_top_k",
     "moe_k",
+    "moe_experts_per_token",
 )
+#: Parts of a config that have these numbers in some families (DBRX, Moondream).
+FEED_FORWARD = ("ffn_config", "moe_config", "moe")
+#: Where each layer has a config of its own.
+BLOCKS = "block_configs"
+LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 #: A rule looks at each layer.
 LAYERS_MAX = 100_000
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
@@ -35,6 +41,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 
 class Shape(msgspec.Struct, frozen=True):
     """moe_layers: ascending indices of the hidden layers with experts. Without any, top_k and num_experts are 0.
+    top_k is 0, too, where the config has none.
 
     max_position: the longest sequence that the config promises, in tokens; 0 if it promises none.
     """
@@ -56,9 +63,10 @@ def read_shape(directory: Path) -> Shape:
     levels = _levels(config)
     text = levels[0]
     where = f"{directory / 'config.json'}"
-    layers = _positive(text, "num_hidden_layers", where, LAYERS_MAX)
-    experts, top_k = _first(text, EXPERTS, where), _first(text, EXPERTS_PER_TOKEN, where)
-    moe = _moe_layers(text, layers, where) if experts > 1 and top_k > 0 else ()
+    named = next((name for name in LAYERS if name in text), LAYERS[0])
+    layers = _positive(text, named, where, LAYERS_MAX)
+    experts, top_k = (_in_parts(text, names, where) for names in (EXPERTS, EXPERTS_PER_TOKEN))
+    moe = _moe_layers(text, layers, where) if experts > 1 else ()
     if moe and top_k > experts:
         raise ConfigError(f"{where}: a token takes {top_k} experts, but a layer has {experts}")
     return Shape(
@@ -102,17 +110,24 @@ def _positive(config: Config, name: str, where: str, most: int = 2**63 - 1) -> i
     return value
 
 
+def _in_parts(config: Config, names: tuple[str, ...], where: str) -> int:
+    """The number of the config, else the largest one of its parts."""
+    blocks = config.get(BLOCKS)
+    inner = [*map(config.get, FEED_FORWARD), *(blocks if isinstance(blocks, list) else ())]
+    of_parts = (_first(part, names, where) for part in inner if isinstance(part, dict))
+    return _first(config, names, where) or max(of_parts, default=0)
+
+
 def _first(config: Config, names: tuple[str, ...], where: str) -> int:
-    """The value of the first name that the config has; 0 if it has none."""
+    """The value of the first name that the config has; 0 if it has none. Of a list, with one of each layer, the largest."""
     for name in names:
         value = config.get(name)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{where}: {name} is {value!r}; expected one integer from 0 up")
-        return value
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+            raise ConfigError(f"{where}: {name} is {value!r}; expected integers from 0 up")
+        return max(numbers, default=0)
     return 0
 
 
